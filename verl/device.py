@@ -1,0 +1,94 @@
+"""The one place that knows cuda, rocm, npu and cpu: which device a run uses, its threads, its memory, its dtypes."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from verl import env
+from verl.errors import ConfigError
+
+DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+
+
+def torch_dtype(name: str | torch.dtype) -> torch.dtype:
+    """``'bf16'``, ``'bfloat16'``, ``'torch.bfloat16'`` or a dtype -> the dtype."""
+    if isinstance(name, torch.dtype):
+        return name
+    try:
+        return DTYPES[str(name).removeprefix("torch.")]
+    except KeyError:
+        raise ConfigError("unknown dtype", got=name, allowed=sorted(DTYPES)) from None
+
+
+def accelerator() -> str | None:
+    """``'cuda'`` (ROCm answers to that name too), ``'npu'`` or None."""
+    if torch.cuda.is_available():
+        return "cuda"
+    npu = getattr(torch, "npu", None)  # torch_npu adds this module when it is installed
+    return "npu" if npu is not None and npu.is_available() else None
+
+
+def device_count(kind: str) -> int:
+    """How many devices of a kind this machine has; the CPU counts as one."""
+    if kind == "cuda":
+        return torch.cuda.device_count()
+    if kind == "npu":
+        return torch.npu.device_count()
+    return 1
+
+
+def resolve_device(name: str | None) -> str:
+    """``None`` or ``'auto'`` -> the accelerator if there is one, else ``'cpu'``; a named kind must exist."""
+    if name in (None, "auto"):
+        return accelerator() or "cpu"
+    if name == "cpu" or name == accelerator():
+        return str(name)
+    found = accelerator() or "cpu"
+    raise ConfigError(
+        "this machine has no such device",
+        key="trainer.device",
+        got=name,
+        allowed=sorted({"cpu", found}),
+        fix=f"Set trainer.device={found} or leave it out.",
+    )
+
+
+def set_threads(count: int | None = None) -> int:
+    """Torch's thread count, set by the library itself so that it is the same in every runtime.
+
+    Without ``count``: the value of OMP_NUM_THREADS if the shell set it, else the number of cores this process may use.
+    """
+    wanted = count or env.get_int("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))
+    torch.set_num_threads(wanted)
+    return wanted
+
+
+def autocast(device: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """Mixed precision for the forward pass; nothing to do in float32."""
+    if dtype == torch.float32:
+        return nullcontext()
+    return torch.autocast(device_type=device, dtype=dtype)
+
+
+def memory_metrics(device: str) -> dict[str, float]:
+    """Memory in GB under upstream's metric names; on CPU only the resident set."""
+    import psutil
+
+    found = {"perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / 1e9}
+    if device == "cuda":
+        found["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        found["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
+    return found

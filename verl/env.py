@@ -1,0 +1,45 @@
+"""The only reader of environment variables: what the library takes from the shell is listed and read here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+FORWARDED_PREFIXES = ("NCCL_", "HF_", "WANDB_", "TORCH_", "CUDA_", "HIP_", "ROCR_", "OMP_", "VERL_", "VLLM_", "MLFLOW_")
+"""Variables of the shell with these prefixes reach every worker process as they are."""
+
+
+def get(name: str, default: str | None = None) -> str | None:
+    """The variable's value, or ``default`` where it is unset or empty."""
+    return os.environ.get(name) or default
+
+
+def get_flag(name: str, default: bool = False) -> bool:
+    """A yes/no variable: 1, true, yes, on (any case) are yes."""
+    value = get(name)
+    return default if value is None else value.strip().lower() in ("1", "true", "yes", "on")
+
+
+def get_int(name: str, default: int) -> int:
+    value = get(name)
+    return default if value is None else int(value)
+
+
+def set_default(name: str, value: str) -> None:
+    """Set a variable for this process and its children unless the shell already set it."""
+    os.environ.setdefault(name, value)
+
+
+def set_value(name: str, value: str) -> None:
+    os.environ[name] = value
+
+
+def forwarded(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The part of the environment that worker processes must see: NCCL_*, HF_*, WANDB_* and the like."""
+    source = os.environ if environment is None else environment
+    return {k: v for k, v in source.items() if k.startswith(FORWARDED_PREFIXES)}
+
+
+def expand(path: str) -> str:
+    """``~`` and ``$VARIABLES`` in a path, expanded."""
+    return os.path.expandvars(os.path.expanduser(path))

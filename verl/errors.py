@@ -1,0 +1,97 @@
+"""The error tree, and the one way in which a message names what to do.
+
+Every error says what was wrong, where, what is allowed and what to change. The parts are kept as attributes, so that a
+program can read them, and every error survives pickling between processes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+def suggest(name: str, choices: Iterable[str], limit: int = 3) -> str:
+    """A sentence with the nearest names: ``Did you mean 'grpo'?``; empty if nothing is near."""
+    known = [str(c) for c in choices]
+    near = difflib.get_close_matches(str(name), known, n=limit, cutoff=0.6)
+    lowered = {c.lower(): c for c in known}
+    if not near and str(name).lower() in lowered:
+        near = [lowered[str(name).lower()]]
+    if not near:
+        return ""
+    return "Did you mean " + " or ".join(repr(n) for n in near) + "?"
+
+
+class VerlError(Exception):
+    """Base of all errors that this library raises on purpose.
+
+    Args:
+        message: what is wrong, one sentence.
+        key: the configuration key, column, or file that is at fault.
+        got: the value found there.
+        allowed: what would be accepted (a sentence or a list of names).
+        fix: what the person should change.
+    """
+
+    def __init__(self, message: str, *, key: str | None = None, got: Any = None, allowed: Any = None, fix: str = ""):
+        self.message, self.key, self.got, self.allowed, self.fix = message, key, got, allowed, fix
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        parts = [f"{self.key}: {self.message}" if self.key else self.message]
+        if self.got is not None:
+            parts.append(f"Got {self.got!r}.")
+        if self.allowed is not None:
+            allowed = self.allowed if isinstance(self.allowed, str) else ", ".join(str(a) for a in self.allowed)
+            parts.append(f"Allowed: {allowed}.")
+        if self.fix:
+            parts.append(self.fix)
+        return " ".join(parts)
+
+    def __reduce__(self):
+        return _rebuild, (type(self), self.message, self.key, self.got, self.allowed, self.fix)
+
+
+def _rebuild(cls: type[VerlError], message: str, key: str | None, got: Any, allowed: Any, fix: str) -> VerlError:
+    return cls(message, key=key, got=got, allowed=allowed, fix=fix)
+
+
+class ConfigError(VerlError, ValueError):
+    """A setting is unknown, of the wrong type, out of range, or contradicts another one."""
+
+
+class NotBuiltError(ConfigError, NotImplementedError):
+    """The setting is known, but the feature behind it does not exist in this version."""
+
+
+class DataError(VerlError, ValueError):
+    """A file, row or column of the user's data is not what it should be."""
+
+
+class ModelError(VerlError, ValueError):
+    """A model folder, tokenizer or checkpoint cannot be used."""
+
+
+class RewardError(VerlError, RuntimeError):
+    """A reward function is missing, has the wrong form, or failed."""
+
+
+class EngineError(VerlError, RuntimeError):
+    """A training backend cannot do what was asked."""
+
+
+class RolloutError(VerlError, RuntimeError):
+    """A sampler cannot do what was asked."""
+
+
+class WorkerError(VerlError, RuntimeError):
+    """A worker failed or a worker group was called in a wrong way."""
+
+
+class CheckpointError(VerlError, RuntimeError):
+    """A checkpoint is missing, damaged, or of another kind."""
+
+
+class MissingDependencyError(VerlError, ImportError):
+    """An optional package is needed and not installed; ``fix`` holds the install command."""

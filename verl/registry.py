@@ -1,0 +1,206 @@
+"""One generic registry, and the table of everything that is built in.
+
+A name is looked up in this order: what was registered by decorator, the built-in table, a dotted path
+(``my_pkg.my_mod:thing`` or ``my_pkg.my_mod.thing``). Built-ins are strings, so that the configuration can check a name
+without importing its code; a test resolves every one of them. Names of upstream that are not built yet stand in
+``planned`` and are refused by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from verl.errors import ConfigError, NotBuiltError, suggest
+
+T = TypeVar("T")
+
+
+class Registry:
+    """Names of one kind of thing.
+
+    Example:
+        >>> ESTIMATORS = Registry("advantage estimator", {"grpo": "verl.algorithms.advantages.grpo:compute"})
+        >>> @ESTIMATORS.register("mine")
+        ... def mine(...): ...
+        >>> ESTIMATORS.get("my_pkg.estimators:other")
+    """
+
+    def __init__(self, kind: str, builtins: Mapping[str, str], planned: Iterable[str] = (), key: str | None = None):
+        self.kind, self.key = kind, key
+        self._builtins = dict(builtins)
+        self._planned = frozenset(planned)
+        self._registered: dict[str, Any] = {}
+
+    def names(self) -> list[str]:
+        """All names that work now, sorted."""
+        return sorted(set(self._builtins) | set(self._registered))
+
+    def builtin_targets(self) -> dict[str, str]:
+        return dict(self._builtins)
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator that adds a thing under a name; a second, different thing under a used name is an error."""
+
+        def add(thing: T) -> T:
+            name_ = str(getattr(name, "value", name))  # an enum member stands for its value
+            taken = self._registered.get(name_)
+            same = taken is not None and _identity(taken) == _identity(thing)
+            if (taken is not None and not same) or (name_ in self._builtins and not self._is_builtin(name_, thing)):
+                raise ConfigError(f"the {self.kind} {name_!r} exists already", fix="Register yours under another name.")
+            self._registered[name_] = thing
+            return thing
+
+        return add
+
+    def check(self, name: str) -> None:
+        """Raise if ``name`` cannot be resolved by its form; imports nothing. A dotted path passes unseen."""
+        if name in self._registered or name in self._builtins or _is_dotted(name):
+            return
+        if name in self._planned:
+            raise NotBuiltError(f"the {self.kind} {name!r} is not built yet", key=self.key, allowed=self.names())
+        raise ConfigError(
+            f"unknown {self.kind}",
+            key=self.key,
+            got=name,
+            allowed=self.names(),
+            fix=suggest(name, self.names()) or "A dotted path 'my_pkg.my_mod:name' works too.",
+        )
+
+    def get(self, name: str) -> Any:
+        """The thing behind a name or a dotted path."""
+        name = str(getattr(name, "value", name))
+        self.check(name)
+        if name in self._registered:
+            return self._registered[name]
+        return load_object(self._builtins.get(name, name))
+
+    def _is_builtin(self, name: str, thing: Any) -> bool:
+        return _identity(thing) == tuple(self._builtins[name].split(":", 1))
+
+
+def _identity(thing: Any) -> tuple[str, str]:
+    return getattr(thing, "__module__", ""), getattr(thing, "__qualname__", repr(thing))
+
+
+def _is_dotted(name: str) -> bool:
+    return ":" in name or "." in name
+
+
+def load_object(path: str) -> Any:
+    """The object at ``pkg.mod:attr`` (or ``pkg.mod.attr``); a missing module or attribute is a `ConfigError`."""
+    module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and not module_name.startswith(error.name):
+            raise  # the user's own module exists and lacks something: that traceback is the message
+        raise ConfigError(
+            f"no module named {module_name!r}",
+            got=path,
+            fix="Is its folder on PYTHONPATH? The form is 'package.module:name'.",
+        ) from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError as error:
+        raise ConfigError(
+            f"module {module_name!r} has no {attribute!r}", got=path, fix=suggest(attribute, dir(module))
+        ) from error
+
+
+ADVANTAGE_ESTIMATORS = Registry(
+    "advantage estimator",
+    {"gae": "verl.algorithms.advantages.gae:gae", "grpo": "verl.algorithms.advantages.grpo:grpo"},
+    planned=(
+        "grpo_vectorized",
+        "grpo_passk",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "rloo",
+        "rloo_vectorized",
+        "remax",
+        "opo",
+        "gpg",
+        "gdpo",
+        "optimal_token_baseline",
+        "tir_optimal_token_baseline",
+    ),
+    key="algorithm.adv_estimator",
+)
+POLICY_LOSSES = Registry(
+    "policy loss",
+    {"vanilla": "verl.algorithms.policy_losses.vanilla:vanilla"},
+    planned=(
+        "gspo",
+        "sapo",
+        "gpg",
+        "clip_cov",
+        "kl_cov",
+        "geo_mean",
+        "cispo",
+        "dppo_tv",
+        "dppo_kl",
+        "dro",
+        "reinforce",
+        "bypass_mode",
+        "rollout_correction",
+    ),
+    key="actor_rollout_ref.actor.policy_loss.loss_mode",
+)
+REWARD_MANAGERS = Registry(
+    "reward manager",
+    {
+        "naive": "verl.rewards.managers.naive:NaiveRewardManager",
+        "batch": "verl.rewards.managers.batch:BatchRewardManager",
+        "dapo": "verl.rewards.managers.dapo:DAPORewardManager",
+        "prime": "verl.rewards.managers.prime:PrimeRewardManager",
+    },
+    planned=("gdpo", "rate_limited", "remote"),
+    key="reward.reward_manager.name",
+)
+ENGINES = Registry(
+    "training backend",
+    {"plain": "verl.engines.plain:PlainEngine"},
+    planned=("fsdp", "fsdp2", "megatron", "fsdp_turbo", "veomni", "torchtitan", "automodel"),
+    key="actor_rollout_ref.actor.strategy",
+)
+SAMPLERS = Registry(
+    "rollout engine",
+    {"hf": "verl.rollout.hf.sampler:HFSampler"},
+    planned=("vllm", "sglang", "server", "trtllm"),
+    key="actor_rollout_ref.rollout.name",
+)
+AGENT_LOOPS = Registry(
+    "agent loop",
+    {"single_turn_agent": "verl.agent_loop.single_turn:SingleTurnAgentLoop"},
+    planned=("tool_agent",),
+    key="actor_rollout_ref.rollout.agent.default_agent_loop",
+)
+TRACKERS = Registry(
+    "tracker",
+    {
+        "console": "verl.observability.backends.console:ConsoleTracker",
+        "file": "verl.observability.backends.file:FileTracker",
+        "tensorboard": "verl.observability.backends.tensorboard:TensorboardTracker",
+        "wandb": "verl.observability.backends.wandb:WandbTracker",
+    },
+    planned=("mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio", "rl_insight"),
+    key="trainer.logger",
+)
+SCHEDULES = Registry(
+    "schedule",
+    {"sync": "verl.trainer.ppo.schedules.sync:SyncSchedule"},
+    planned=("one_step_off", "fully_async", "colocate_async", "separate_async"),
+    key="trainer.v1.trainer_mode",
+)
+ALL_REGISTRIES = (
+    ADVANTAGE_ESTIMATORS,
+    POLICY_LOSSES,
+    REWARD_MANAGERS,
+    ENGINES,
+    SAMPLERS,
+    AGENT_LOOPS,
+    TRACKERS,
+    SCHEDULES,
+)
