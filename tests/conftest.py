@@ -1,0 +1,30 @@
+"""Fixtures that every test may use, and the thread policy under which the whole suite runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Before torch is imported anywhere: spinning OpenMP threads beside another busy process are many times slower than one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+
+PROJECT_ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder with real inputs (models, GSM8K, chat templates): $VERL_SHARED, else ``../shared`` beside the project."""
+    folder = Path(os.environ.get("VERL_SHARED") or PROJECT_ROOT.parent / "shared")
+    if not (folder / "models").is_dir():
+        pytest.fail(f"no shared inputs at {folder}: set VERL_SHARED to the folder that holds models/ and data/", False)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def project_root() -> Path:
+    """The root of this checkout."""
+    return PROJECT_ROOT

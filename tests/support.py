@@ -1,0 +1,117 @@
+"""Small real inputs for tests: a tokenizer, a model folder, a prompt file; each is written in well under a second."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+
+
+def tiny_tokenizer(folder: str | Path | None = None) -> Any:
+    """A byte-level tokenizer (259 tokens: any text, one digit is one token) with a chat template.
+
+    The end-of-sequence token is ``<|im_end|>``, the padding token ``<|endoftext|>``. Written to ``folder`` if one is given.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHAT_TEMPLATE,
+    )
+    if folder is not None:
+        tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def tiny_model_dir(
+    folder: str | Path,
+    family: str = "qwen2",
+    *,
+    vocab: int = VOCAB_SIZE,
+    hidden: int = 32,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    max_positions: int = 512,
+    seed: int = 0,
+    **config: Any,
+) -> Path:
+    """A complete Hugging Face folder of a randomly initialised causal language model with tokenizer and chat template.
+
+    Args:
+        family: any ``model_type`` of transformers whose configuration takes the usual names (qwen2, qwen3, llama, ...).
+        config: further fields of the configuration (``tie_word_embeddings=True``, ...).
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = tiny_tokenizer(folder)
+    settings = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "max_position_embeddings": max_positions,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+        **config,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), dtype=torch.float32)
+    model.save_pretrained(folder)
+    return folder
+
+
+def addition_rows(count: int, data_source: str = "test/addition") -> list[dict[str, Any]]:
+    """Prompt rows in the full schema: chat prompt, data_source, ability, reward_model, extra_info."""
+    return [
+        {
+            "data_source": data_source,
+            "prompt": [{"role": "user", "content": f"{i % 10}+{i % 7}="}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(i % 10 + i % 7)},
+            "extra_info": {"index": i, "split": "train"},
+        }
+        for i in range(count)
+    ]
+
+
+def write_prompts(path: str | Path, rows: int | Sequence[Mapping[str, Any]] = 8) -> Path:
+    """Write rows (or that many addition prompts) as parquet, jsonl or json, whichever the suffix names."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    records = addition_rows(rows) if isinstance(rows, int) else [dict(row) for row in rows]
+    if path.suffix == ".parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist(records), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in records), encoding="utf-8")
+    else:
+        path.write_text(json.dumps(records), encoding="utf-8")
+    return path
