@@ -17,7 +17,7 @@ PROJECT_ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder with real inputs (models, GSM8K, chat templates): $VERL_SHARED, else ``../shared`` beside the project."""
+    """The folder with real inputs (models, GSM8K, templates): $VERL_SHARED, else ``../shared`` beside the project."""
     folder = Path(os.environ.get("VERL_SHARED") or PROJECT_ROOT.parent / "shared")
     if not (folder / "models").is_dir():
         pytest.fail(f"no shared inputs at {folder}: set VERL_SHARED to the folder that holds models/ and data/", False)

@@ -18,7 +18,7 @@ VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 def tiny_tokenizer(folder: str | Path | None = None) -> Any:
     """A byte-level tokenizer (259 tokens: any text, one digit is one token) with a chat template.
 
-    The end-of-sequence token is ``<|im_end|>``, the padding token ``<|endoftext|>``. Written to ``folder`` if one is given.
+    The end-of-sequence token is ``<|im_end|>``, the padding token ``<|endoftext|>``. Written to ``folder`` if given.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
