@@ -1,0 +1,117 @@
+"""Sizes a reader can hold: files, functions, nesting, branches. Known excesses stand in a list that may only shrink."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import statistics
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.sanity.source_tree import ROOT, parse, python_files, show
+
+LIMITS = {"file": 600, "function": 80, "nesting": 4, "branches": 12}
+MEDIAN_FILE = 150
+EXCEPTIONS = ROOT / "tests" / "sanity" / "budget_exceptions.toml"
+
+BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.Match)
+BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case, ast.IfExp)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """All nodes of a function except those of functions and classes defined inside it."""
+    for child in ast.iter_child_nodes(function):
+        if not isinstance(child, (*FUNCTIONS, ast.ClassDef)):
+            yield child
+            yield from own_nodes(child)
+
+
+def depth(node: ast.AST) -> int:
+    """Levels of nested blocks; an ``elif`` is on the level of its ``if``."""
+    deepest = 0
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (*FUNCTIONS, ast.ClassDef)):
+            continue
+        is_elif = isinstance(node, ast.If) and isinstance(child, ast.If) and node.orelse == [child]
+        deepest = max(deepest, depth(child) + (isinstance(child, BLOCKS) and not is_elif))
+    return deepest
+
+
+def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+    for node in ast.iter_child_nodes(tree):
+        name = f"{prefix}{getattr(node, 'name', '')}"
+        if isinstance(node, FUNCTIONS):
+            yield name, node
+        inner = f"{name}." if isinstance(node, (*FUNCTIONS, ast.ClassDef)) else prefix
+        yield from functions(node, inner)
+
+
+def measures(path: Path) -> dict[str, int]:
+    """Every measured size of one file: ``'verl/a.py: function A.f' -> lines``."""
+    where = show(path)
+    found = {f"{where}: file": len(path.read_text(encoding="utf-8").splitlines())}
+    for name, node in functions(parse(path)):
+        found[f"{where}: function {name}"] = node.end_lineno - node.lineno + 1
+        found[f"{where}: nesting {name}"] = depth(node)
+        found[f"{where}: branches {name}"] = sum(isinstance(n, BRANCHES) for n in own_nodes(node))
+    return found
+
+
+def limit_of(key: str) -> int:
+    return LIMITS[key.split(": ")[1].split(" ")[0]]
+
+
+@functools.cache
+def excesses() -> dict[str, int]:
+    found = {key: size for path in python_files() for key, size in measures(path).items()}
+    return {key: size for key, size in found.items() if size > limit_of(key)}
+
+
+def exceptions() -> dict[str, int]:
+    return tomllib.loads(EXCEPTIONS.read_text(encoding="utf-8"))["allowed"]
+
+
+def test_sizes_stay_within_their_budget():
+    allowed = exceptions()
+    errors = [
+        f"{key} is {size}, the budget is {allowed.get(key, limit_of(key))}"
+        for key, size in sorted(excesses().items())
+        if size > allowed.get(key, limit_of(key))
+    ]
+    assert not errors, "\n" + "\n".join(errors)
+
+
+def test_the_exception_list_only_shrinks():
+    found = excesses()
+    errors = [
+        f"{key} = {size}: " + (f"lower it to {found[key]}" if key in found else "remove it")
+        for key, size in exceptions().items()
+        if found.get(key, 0) < size
+    ]
+    assert not errors, "an entry became better:\n" + "\n".join(errors)
+
+
+def test_the_median_file_of_the_library_is_short():
+    sizes = [len(path.read_text().splitlines()) for path in python_files("verl") if path.stat().st_size]
+    assert statistics.median(sizes) <= MEDIAN_FILE
+
+
+def test_the_measures_are_what_they_say():
+    tree = ast.parse(
+        "def f(x):\n"
+        "    for i in x:\n"  # level 1, branch 1
+        "        if i:\n"  # level 2, branch 2
+        "            pass\n"
+        "        elif x:\n"  # same level, branch 3
+        "            with x:\n"  # level 3
+        "                y = 1 if x else 2\n"  # branch 4
+        "    def g():\n"
+        "        while True:\n"  # of g, not of f
+        "            pass\n"
+    )
+    found = dict(functions(tree))
+    assert list(found) == ["f", "f.g"]
+    assert depth(found["f"]) == 3
+    assert sum(isinstance(n, BRANCHES) for n in own_nodes(found["f"])) == 4

@@ -1,0 +1,150 @@
+"""Imports point down, heavy packages stay behind their fences: ``layers.toml`` is the law, this file is the police."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import tomllib
+from pathlib import Path
+
+from tests.sanity import source_tree
+from tests.sanity.source_tree import ROOT, Import, imports, module_name, module_names, parse, python_files, show
+
+FACADE_LINES = 60
+FACADE_ROOMS = ("utils", "experimental", "model_merger")
+LAZY_ROOT_ATTRIBUTES = {"DataProto": "protocol", "__version__": "_version"}
+
+
+@functools.cache
+def law() -> dict:
+    return tomllib.loads((ROOT / "layers.toml").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def layer_of_room() -> dict[str, int]:
+    return {room: int(layer) for layer, rooms in law()["layers"].items() for room in rooms}
+
+
+def room_of(module: str) -> str | None:
+    """``verl.trainer.ppo.step`` -> ``trainer``; None for ``verl`` itself."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else None
+
+
+def target_room(found: Import) -> str | None:
+    if found.module == "verl":
+        return LAZY_ROOT_ATTRIBUTES.get(found.attribute or "")
+    return room_of(found.module) if found.module.startswith("verl.") else None
+
+
+def layer_errors(path: Path) -> list[str]:
+    """The imports of one file that point up or sideways."""
+    room = room_of(module_name(path))
+    if room is None:
+        return []
+    layers = layer_of_room()
+    errors = []
+    for found in imports(path):
+        target = target_room(found)
+        if target is None or target == room or target not in layers:
+            continue
+        if layers[target] >= layers[room]:
+            errors.append(
+                f"{show(path, found.line)}: {room} (layer {layers[room]}) imports {target} (layer {layers[target]})"
+            )
+    return errors
+
+
+def inside(path: Path, places: list[str]) -> bool:
+    """Whether a file lies in one of the rooms (or single-file rooms) that a fence names."""
+    relative = path.relative_to(ROOT / "verl").with_suffix("").as_posix()
+    return any(relative == place or relative.startswith(place + "/") for place in places)
+
+
+def fence_errors(path: Path) -> list[str]:
+    errors = []
+    for found in imports(path):
+        for package, places in law()["fences"].items():
+            full = f"{found.module}.{found.attribute}" if found.attribute else found.module
+            if (full + ".").startswith(package + ".") and not inside(path, places):
+                errors.append(f"{show(path, found.line)}: only {', '.join(places)} may import {package}")
+    return errors
+
+
+def is_facade(module: str) -> bool:
+    return module in law()["facades"]["modules"] or room_of(module) in FACADE_ROOMS
+
+
+def test_every_room_of_the_package_stands_in_the_layer_table():
+    rooms = {room_of(module_name(path)) for path in python_files("verl")} - {None}
+    assert rooms <= set(layer_of_room()), f"not in layers.toml: {sorted(rooms - set(layer_of_room()))}"
+
+
+def test_imports_point_down_and_never_sideways():
+    errors = [error for path in python_files("verl") for error in layer_errors(path)]
+    assert not errors, "\n" + "\n".join(errors)
+
+
+def test_heavy_packages_are_imported_only_behind_their_fence():
+    errors = [error for path in python_files("verl") for error in fence_errors(path)]
+    assert not errors, "\n" + "\n".join(errors)
+
+
+def test_only_env_reads_the_environment():
+    errors = [
+        show(path, node.lineno)
+        for path in python_files("verl")
+        if module_name(path) != "verl.env"
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "os"
+        and node.attr in ("environ", "getenv", "putenv", "unsetenv")
+    ]
+    assert not errors, f"use verl.env instead of os.environ: {errors}"
+
+
+def test_facades_are_thin():
+    errors = [
+        f"{show(path)} has {lines} lines"
+        for path in python_files("verl")
+        if is_facade(module_name(path)) and (lines := len(path.read_text().splitlines())) > FACADE_LINES
+    ]
+    assert not errors, f"a facade holds at most {FACADE_LINES} lines: {errors}"
+
+
+def test_the_library_itself_does_not_use_its_facades():
+    errors = [
+        f"{show(path, found.line)} imports {found.module}"
+        for path in python_files("verl")
+        if not is_facade(module_name(path))
+        for found in imports(path)
+        if found.module != "verl" and found.module.startswith("verl.") and is_facade(found.module)
+    ]
+    assert not errors, "facades are for users' code:\n" + "\n".join(errors)
+
+
+def test_the_trainer_names_engines_and_samplers_only_in_build():
+    errors = [
+        f"{show(path, found.line)} imports {found.module}"
+        for path in python_files("verl")
+        if room_of(module_name(path)) == "trainer" and module_name(path) != "verl.trainer.build"
+        for found in imports(path)
+        if target_room(found) in ("engines", "rollout")
+    ]
+    assert not errors, "only verl/trainer/build.py names backends:\n" + "\n".join(errors)
+
+
+def test_the_layer_check_sees_an_import_inside_a_function(tmp_path, monkeypatch):
+    """The police itself: an upward import hidden in a function is found, a downward one passes."""
+    folder = tmp_path / "verl" / "algorithms"
+    folder.mkdir(parents=True)
+    bad, good = folder / "bad.py", folder / "good.py"
+    bad.write_text("def f():\n    from verl.trainer import main_ppo\n    import ray.util\n")
+    good.write_text("from verl import env\nfrom verl.metrics import Metric\n")
+    assert law() and module_names()  # cached from the real tree before the root moves
+    monkeypatch.setattr(source_tree, "ROOT", tmp_path)
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    assert layer_errors(bad) == ["verl/algorithms/bad.py:2: algorithms (layer 3) imports trainer (layer 8)"]
+    assert fence_errors(bad) == ["verl/algorithms/bad.py:3: only single_controller/ray may import ray"]
+    assert layer_errors(good) == [] and fence_errors(good) == []

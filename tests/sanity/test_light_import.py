@@ -1,0 +1,40 @@
+"""A reward file or a configuration check must not pay for torch, and a loss must not pay for Ray."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "ray", "transformers", "tensordict", "vllm", "sglang", "wandb", "numpy", "pandas", "matplotlib")
+
+
+def loaded_after(statement: str) -> set[str]:
+    """The top-level modules that a fresh interpreter holds after a statement."""
+    code = f"{statement}\nimport sys, json; print(json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    "module", ["verl", "verl.errors", "verl.env", "verl.registry", "verl.metrics", "verl.observability"]
+)
+def test_base_modules_load_nothing_heavy(module):
+    assert not loaded_after(f"import {module}") & set(HEAVY)
+
+
+@pytest.mark.parametrize("module", ["verl.config"])
+def test_the_configuration_loads_neither_torch_nor_ray(module):
+    assert not loaded_after(f"import {module}") & {"torch", "ray", "transformers"}
+
+
+@pytest.mark.parametrize("module", ["verl.protocol", "verl.algorithms", "verl.trainer.ppo.core_algos"])
+def test_algorithms_and_batches_load_neither_ray_nor_transformers(module):
+    assert not loaded_after(f"import {module}") & {"ray", "transformers", "vllm"}
+
+
+def test_the_top_level_names_work():
+    assert "torch" in loaded_after("from verl import DataProto, __version__; assert DataProto and __version__")
