@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import ast
 import functools
-import tomllib
 from pathlib import Path
 
 from tests.sanity import source_tree
-from tests.sanity.source_tree import ROOT, Import, imports, module_name, module_names, parse, python_files, show
+from tests.sanity.source_tree import (
+    ROOT,
+    Import,
+    imports,
+    module_name,
+    module_names,
+    parse,
+    python_files,
+    read_toml,
+    show,
+)
 
 FACADE_LINES = 60
 FACADE_ROOMS = ("utils", "experimental", "model_merger")
@@ -17,7 +26,7 @@ LAZY_ROOT_ATTRIBUTES = {"DataProto": "protocol", "__version__": "_version"}
 
 @functools.cache
 def law() -> dict:
-    return tomllib.loads((ROOT / "layers.toml").read_text(encoding="utf-8"))
+    return read_toml(ROOT / "layers.toml")
 
 
 @functools.cache
