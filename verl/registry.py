@@ -8,10 +8,16 @@ without importing its code; a test resolves every one of them. Names of upstream
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
+from verl import env
 from verl.errors import ConfigError, NotBuiltError, suggest
 
 T = TypeVar("T")
@@ -107,6 +113,46 @@ def load_object(path: str) -> Any:
         raise ConfigError(
             f"module {module_name!r} has no {attribute!r}", got=path, fix=suggest(attribute, dir(module))
         ) from error
+
+
+def load_module(module_path: str, module_name: str | None = None) -> ModuleType:
+    """The module in a Python file (``~`` and variables expanded, ``file://`` allowed) or in a package (``pkg://a.b``).
+
+    A file is run once as long as it does not change; its module stands in `sys.modules`, so that objects of its classes
+    can travel to other processes that loaded it too. An error inside the file reaches the person as it is.
+    """
+    if module_path.startswith("pkg://"):
+        return importlib.import_module(module_path.removeprefix("pkg://"))
+    file = Path(env.expand(module_path.removeprefix("file://"))).resolve()
+    if not file.is_file():
+        near = suggest(file.name, [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else [])
+        raise ConfigError("no such Python file", got=str(file), fix=near or "Is the path relative to another folder?")
+    stat = file.stat()
+    key = hashlib.sha256(f"{file}:{stat.st_mtime_ns}:{stat.st_size}".encode()).hexdigest()[:12]
+    name = module_name or f"verl_user_{file.stem}_{key}"
+    if module_name is None and name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError("not a Python file", got=str(file), fix="Its name must end in .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # a half-run module must not be found by the next call
+        raise
+    return module
+
+
+def load_from_module(module_path: str, name: str) -> Any:
+    """The object ``name`` of a Python file or ``pkg://`` module; a missing name is a `ConfigError` with the near ones."""
+    module = load_module(module_path)
+    found = vars(module)
+    if name not in found:
+        public = [n for n in found if not n.startswith("_")]
+        raise ConfigError(f"{module_path} has no {name!r}", allowed=public, fix=suggest(name, public))
+    return found[name]
 
 
 ADVANTAGE_ESTIMATORS = Registry(
