@@ -146,13 +146,13 @@ def load_module(module_path: str, module_name: str | None = None) -> ModuleType:
 
 
 def load_from_module(module_path: str, name: str) -> Any:
-    """The object ``name`` of a Python file or ``pkg://`` module; a missing name is a `ConfigError` with the near ones."""
+    """The object ``name`` of a Python file or ``pkg://`` module; a missing name is a `ConfigError`."""
     module = load_module(module_path)
-    found = vars(module)
-    if name not in found:
-        public = [n for n in found if not n.startswith("_")]
-        raise ConfigError(f"{module_path} has no {name!r}", allowed=public, fix=suggest(name, public))
-    return found[name]
+    try:
+        return getattr(module, name)
+    except AttributeError as error:
+        public = [n for n in dir(module) if not n.startswith("_")]
+        raise ConfigError(f"{module_path} has no {name!r}", allowed=public, fix=suggest(name, public)) from error
 
 
 ADVANTAGE_ESTIMATORS = Registry(
