@@ -69,6 +69,10 @@ class DataError(VerlError, ValueError):
     """A file, row or column of the user's data is not what it should be."""
 
 
+class BatchError(DataError, AssertionError):
+    """Rows, keys or shapes of a `DataProto` do not fit what was asked; an AssertionError too, which upstream raises."""
+
+
 class ModelError(VerlError, ValueError):
     """A model folder, tokenizer or checkpoint cannot be used."""
 
