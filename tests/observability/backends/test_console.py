@@ -1,0 +1,58 @@
+"""The console line is an interface (people parse it); the table is for eyes."""
+
+from __future__ import annotations
+
+import re
+
+from rich.console import Console
+
+from verl.observability.backends.console import ConsoleTracker, step_line, step_table
+from verl.observability.tracker import Sample
+
+
+def rendered(table) -> str:
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get()
+
+
+def test_the_line_keeps_every_digit():
+    assert step_line({"actor/pg_loss": 1 / 3, "training/global_step": 7}, 7) == (
+        "step:7 - actor/pg_loss:0.3333333333333333 - training/global_step:7"
+    )
+
+
+def test_the_line_is_printed_whole_even_where_it_is_longer_than_the_terminal(capsys):
+    tracker = ConsoleTracker("p", "e")
+    data = {f"area/some_metric_{i}": i / 7 for i in range(60)}
+    tracker.log(data, 3)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step:3 - ")]
+    assert len(lines) == 1
+    pairs = dict(re.findall(r"- ([^ :]+):([^ ]+)", lines[0]))
+    assert {key: float(value) for key, value in pairs.items()} == data
+
+
+def test_the_table_shows_reward_and_held_out_accuracy():
+    text = rendered(step_table({"critic/score/mean": 0.51234, "val-core/add/acc/mean@1": 0.9, "x/y": 1.0}, "step 3/10"))
+    assert "step 3/10" in text and "mean 0.5123" in text
+    assert re.search(r"validation\s+│ add/acc/mean@1 0\.9 ", text)
+    assert "x/y" not in text
+
+
+def test_metrics_of_another_program_still_make_a_table():
+    assert "test_score/add" in rendered(step_table({"test_score/add": 0.25}, "step 0"))
+
+
+def test_the_title_tells_progress_and_time_left(capsys):
+    tracker = ConsoleTracker("p", "e")
+    tracker.start(total_steps=12, first_step=2)
+    tracker.log({"critic/score/mean": 0.5, "training/epoch": 1}, 3)
+    tracker.finish()
+    assert re.search(r"step 3/12 · epoch 1 · \d+:\d\d:\d\d left", capsys.readouterr().out)
+
+
+def test_samples_are_shown_with_their_score(capsys):
+    ConsoleTracker("p", "e").log_samples("validation", [Sample("1+1=", "2", 1.0, "2")], 5)
+    out = capsys.readouterr().out
+    assert "validation · step 5" in out and "1+1=  →  2   score 1   expected 2" in out

@@ -1,0 +1,74 @@
+"""The wandb tracker against a stand-in of the package's documented calls, and against the real one where installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+
+import pytest
+
+from verl.errors import MissingDependencyError
+from verl.observability.backends.wandb import WandbTracker
+from verl.observability.tracker import Sample
+
+
+class FakeRun:
+    def __init__(self):
+        self.logged, self.code = [], None
+
+    def log(self, data, step):
+        self.logged.append((data, step))
+
+    def finish(self, exit_code):
+        self.code = exit_code
+
+
+class FakeTable:
+    def __init__(self, columns):
+        self.columns, self.rows = columns, []
+
+    def add_data(self, *row):
+        self.rows.append(row)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    module = types.ModuleType("wandb")
+    module.run, module.asked = FakeRun(), []
+    module.Settings = lambda **kw: kw
+    module.Table = FakeTable
+    module.init = lambda **kw: module.asked.append(kw) or module.run
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_a_run_is_opened_with_names_configuration_and_proxy(fake):
+    WandbTracker("p", "e", {"trainer": {"wandb_proxy": "http://proxy:1"}, "data": {"n": 1}})
+    (asked,) = fake.asked
+    assert (asked["project"], asked["name"], asked["config"]["data"]) == ("p", "e", {"n": 1})
+    assert asked["settings"] == {"https_proxy": "http://proxy:1"}
+
+
+def test_metrics_samples_and_the_exit_code_reach_the_run(fake):
+    tracker = WandbTracker("p", "e", {})
+    tracker.log({"x": 0.5, "text": "no"}, 2)
+    tracker.log_samples("validation", [Sample("q", "a", 1.0, "g")], 2)
+    tracker.finish(1)
+    assert fake.run.logged[0] == ({"x": 0.5}, 2)
+    assert fake.run.logged[1][0]["validation"].rows == [(2, "q", "a", 1.0, "g")]
+    assert fake.run.code == 1
+
+
+def test_offline_run_or_a_clear_error_where_wandb_is_missing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    if importlib.util.find_spec("wandb") is None:
+        with pytest.raises(MissingDependencyError, match=r"verl\[wandb\]"):
+            WandbTracker("p", "e")
+        return
+    tracker = WandbTracker("p", "e", {"a": 1})
+    tracker.log({"x": 0.5}, 1)
+    tracker.finish()
+    assert list(tmp_path.glob("wandb/offline-run-*"))

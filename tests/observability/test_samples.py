@@ -1,0 +1,59 @@
+"""Completions as people and scripts read them."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from tests.observability.spies import SpyTracker
+from verl.errors import DataError
+from verl.observability.samples import Sample, dump_generations, sample_panel, shorten
+from verl.observability.tracking import Tracking
+from verl.utils.tracking import ValidationGenerationsLogger
+
+SPY = "tests.observability.spies:SpyTracker"
+
+
+def test_a_dump_has_one_line_per_sample_with_every_extra_key(tmp_path):
+    path = dump_generations(
+        tmp_path / "new" / "folder", 7, ["1+1=", "2+2="], ["2", "5"], ["2", "4"], [1.0, 0.0],
+        {"acc": [True, False], "length": np.array([1, 1])},
+    )  # fmt: skip
+    assert path == tmp_path / "new" / "folder" / "7.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert rows[1] == {
+        "input": "2+2=", "output": "5", "gts": "4", "score": 0.0, "step": 7, "acc": False, "length": 1,
+    }  # fmt: skip
+    assert [p.name for p in path.parent.iterdir()] == ["7.jsonl"]
+
+
+def test_a_dump_refuses_columns_of_different_length(tmp_path):
+    with pytest.raises(DataError, match=r"one length.*'acc': 1"):
+        dump_generations(tmp_path, 1, ["a", "b"], ["c", "d"], [None, None], [0.0, 1.0], {"acc": [1]})
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
+def test_the_panel_shows_score_and_expected_answer_and_takes_brackets_literally():
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(sample_panel([Sample("12+30=", "[bold]42[/]", 1.0, "42")], "validation"))
+    text = console.export_text()
+    assert "12+30=  →  [bold]42[/]   score 1   expected 42" in text and "validation" in text
+
+
+def test_a_long_text_keeps_its_beginning_and_its_end():
+    short = shorten("a" * 500 + "b" * 500, limit=100)
+    assert short.startswith("a" * 50) and short.endswith("b" * 50) and "900 characters" in short
+    assert shorten("abc") == "abc"
+
+
+def test_the_generations_logger_reaches_the_open_tracking():
+    SpyTracker.calls.clear()
+    with Tracking("p", "e", [SPY]) as tracking:
+        ValidationGenerationsLogger("p", "e").log([SPY], [("q", "a", 0.5)], 4)
+        ValidationGenerationsLogger().log(tracking, [("q", "b", 1)], 5)
+    sent = [call[2][0] for call in SpyTracker.calls if call[0] == "samples"]
+    assert sent == [Sample("q", "a", 0.5), Sample("q", "b", 1.0)]

@@ -1,0 +1,1 @@
+"""One module per tracker; only here are tracker packages imported."""

@@ -1,0 +1,122 @@
+"""Learning curves from a run's metrics file: ``python -m verl.observability.plots run.jsonl -o curve.png``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl.errors import DataError, VerlError, suggest
+
+REWARD_KEYS = ("critic/score/mean", "critic/rewards/mean")
+LOSS_KEYS = ("train/loss", "val/loss")
+ACCURACY = re.compile(r"^val-core/.+/mean@\d+$")
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over the steps at which it was logged."""
+
+    key: str
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+def read_metrics(path: str | Path) -> list[tuple[int, dict[str, float]]]:
+    """All steps of a metrics file, in order; a last line that was cut off by a kill is left out.
+
+    Raises:
+        DataError: no such file, a damaged line before the last, or no step at all.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DataError("no such metrics file", got=str(path), fix="trainer.logger must name 'file' to write one.")
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows: list[tuple[int, dict[str, float]]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            rows.append((int(record["step"]), record["data"]))
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines) and rows:
+                break
+            raise DataError(f"line {number} is not a metrics line", got=str(path)) from error
+    if not rows:
+        raise DataError("the metrics file is empty", got=str(path))
+    return rows
+
+
+def series(rows: Sequence[tuple[int, dict[str, float]]], key: str) -> Series:
+    """One metric; steps where it is missing or not finite are left out.
+
+    Raises:
+        DataError: the metric was never logged.
+    """
+    points = [(step, data[key]) for step, data in rows if data.get(key) is not None]
+    if not points:
+        known = sorted({k for _, data in rows for k in data})
+        raise DataError("this metric was never logged", got=key, fix=suggest(key, known))
+    return Series(key, tuple(s for s, _ in points), tuple(float(v) for _, v in points))
+
+
+def default_keys(rows: Sequence[tuple[int, dict[str, float]]]) -> list[str]:
+    """The reward and the held-out accuracies of an RL run, the losses of a supervised one."""
+    logged = sorted({k for _, data in rows for k, v in data.items() if v is not None})
+    rewards = [k for k in REWARD_KEYS if k in logged][:1]
+    found = rewards + [k for k in logged if ACCURACY.match(k)] or [k for k in LOSS_KEYS if k in logged]
+    return found or logged[:2]
+
+
+def plot_run(path: str | Path, out: str | Path, keys: Sequence[str] | None = None, title: str | None = None) -> Path:
+    """Draw the metrics ``keys`` of a run, training curves on the left and held-out ones on the right, into a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # a run has no screen
+    from matplotlib import pyplot as plt
+
+    rows = read_metrics(path)
+    chosen = [series(rows, key) for key in (keys or default_keys(rows))]
+    groups = [g for g in ([s for s in chosen if not _held_out(s)], [s for s in chosen if _held_out(s)]) if g]
+    figure, axes = plt.subplots(1, len(groups), figsize=(5.2 * len(groups), 3.6), squeeze=False, layout="constrained")
+    for axis, group in zip(axes[0], groups):
+        for one in group:
+            axis.plot(one.steps, one.values, marker="o" if len(one.steps) <= 30 else None, ms=4, label=one.key)
+        axis.set_xlabel("step")
+        axis.set_title("held out" if _held_out(group[0]) else "training", fontsize=10)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+        if all(0 <= v <= 1 for one in group for v in one.values):
+            axis.set_ylim(-0.03, 1.03)
+    figure.suptitle(title or Path(path).stem)
+    out = Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=130)
+    plt.close(figure)
+    return out
+
+
+def _held_out(one: Series) -> bool:
+    return one.key.startswith(("val-", "val/"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("metrics", help="the run's metrics file (JSON lines, tracker 'file')")
+    parser.add_argument("-o", "--out", default=None, help="the PNG to write; beside the metrics file by default")
+    parser.add_argument("-k", "--keys", nargs="+", default=None, help="metrics to draw; reward and accuracy by default")
+    parser.add_argument("--title", default=None)
+    args = parser.parse_args(argv)
+    try:
+        print(plot_run(args.metrics, args.out or Path(args.metrics).with_suffix(".png"), args.keys, args.title))
+    except VerlError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

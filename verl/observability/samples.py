@@ -1,0 +1,102 @@
+"""Completions for people: a panel in the terminal, JSON lines on disk, tables in trackers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.errors import DataError
+from verl.observability.tracker import Sample
+from verl.observability.tracking import Tracking, current_tracking
+
+if TYPE_CHECKING:
+    from rich.panel import Panel
+
+SHOWN_CHARACTERS = 600
+
+
+def sample_panel(samples: Sequence[Sample], title: str) -> Panel:
+    """A rich panel with prompt, response, score and ground truth of each sample; long texts are cut in the middle."""
+    from rich.panel import Panel
+    from rich.text import Text
+
+    text = Text()
+    for i, sample in enumerate(samples):
+        if i:
+            text.append("\n")
+        text.append(shorten(sample.prompt.strip()), style="dim")
+        text.append("  →  ", style="bold")
+        text.append(shorten(sample.response.strip()))
+        if sample.score is not None:
+            text.append(f"   score {sample.score:g}", style="green" if sample.score > 0 else "red")
+        if sample.ground_truth is not None:
+            text.append(f"   expected {sample.ground_truth}", style="dim")
+    return Panel(text, title=title, title_align="left", expand=False)
+
+
+def shorten(text: str, limit: int = SHOWN_CHARACTERS) -> str:
+    """The text, or its beginning and its end where it is longer than ``limit`` characters."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} …({len(text) - 2 * half} characters)… {text[-half:]}"
+
+
+def dump_generations(
+    folder: str | Path,
+    step: int,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    gts: Sequence[Any],
+    scores: Sequence[float],
+    reward_extra_infos: Mapping[str, Sequence[Any]] | None = None,
+) -> Path:
+    """Write ``<folder>/<step>.jsonl``: a line per sample with input, output, gts, score, step and every extra value.
+
+    The file appears whole or not at all.
+
+    Raises:
+        DataError: two columns have different lengths.
+    """
+    columns: dict[str, Sequence[Any]] = {"input": inputs, "output": outputs, "gts": gts, "score": scores}
+    columns["step"] = [step] * len(inputs)
+    columns |= {k: v for k, v in (reward_extra_infos or {}).items() if k not in columns}
+    lengths = {key: len(values) for key, values in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise DataError("the columns of a generation dump must have one length", got=lengths)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    path, fresh = folder / f"{step}.jsonl", folder / f"{step}.jsonl.part"
+    with fresh.open("w", encoding="utf-8") as file:
+        for row in zip(*columns.values()):
+            file.write(json.dumps(dict(zip(columns, row)), ensure_ascii=False, default=_plain) + "\n")
+    fresh.replace(path)
+    return path
+
+
+def _plain(value: Any) -> Any:
+    """numpy scalars and arrays, tensors: as Python values; anything else as its text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+class ValidationGenerationsLogger:
+    """Upstream's name for sending validation completions to the trackers of this process.
+
+    Args:
+        project_name, experiment_name: accepted as upstream does; the open `Tracking` knows both.
+    """
+
+    def __init__(self, project_name: str | None = None, experiment_name: str | None = None):
+        self.project_name, self.experiment_name = project_name, experiment_name
+
+    def log(self, loggers: Tracking | Iterable[str], samples: Iterable[Sequence[Any]], step: int) -> None:
+        """Send samples (input, output, score) to a `Tracking`, or to the named trackers of the one opened last."""
+        rows = [Sample(str(s[0]), str(s[1]), float(s[2])) for s in samples]
+        if isinstance(loggers, Tracking):
+            loggers.log_samples("val/generations", rows, step)
+            return
+        tracking = current_tracking()
+        if tracking is not None:
+            tracking.log_samples("val/generations", rows, step, backend=list(loggers))

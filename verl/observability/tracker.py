@@ -1,0 +1,70 @@
+"""The contract of one tracking backend, and the records it is given."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.metrics import as_float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion as a person wants to read it.
+
+    Example:
+        >>> Sample(prompt="12+30=", response="42", score=1.0, ground_truth="42")
+    """
+
+    prompt: str
+    response: str
+    score: float | None = None
+    ground_truth: str | None = None
+
+
+class Tracker(ABC):
+    """One place that metrics go to. A subclass under a dotted path works as a value of ``trainer.logger``.
+
+    Args:
+        project_name: groups runs (``trainer.project_name``).
+        experiment_name: names this run (``trainer.experiment_name``).
+        config: the resolved configuration as a plain nested dict, or None.
+    """
+
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any] | None = None):
+        self.project_name, self.experiment_name, self.config = project_name, experiment_name, config
+
+    def start(self, total_steps: int, first_step: int = 0) -> None:  # noqa: B027 - most trackers need no total
+        """The run will log ``total_steps`` steps and has done ``first_step`` of them (a resumed run)."""
+
+    @abstractmethod
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        """Store the metrics of one step."""
+
+    def log_samples(self, title: str, samples: Sequence[Sample], step: int) -> None:  # noqa: B027 - not every tracker can
+        """Show a few completions."""
+
+    def finish(self, exit_code: int = 0) -> None:  # noqa: B027 - nothing to close by default
+        """Flush and close; called once."""
+
+
+def numbers(data: Mapping[str, Any]) -> dict[str, float | int]:
+    """The scalar metrics of a step as Python numbers; text and lists are left out, booleans become 0 and 1."""
+    found: dict[str, float | int] = {}
+    for key, value in data.items():
+        if isinstance(value, bool):
+            found[key] = int(value)
+        elif isinstance(value, (int, float)):
+            found[key] = value
+        elif not isinstance(value, (str, bytes, list, tuple, dict)) and value is not None and _is_scalar(value):
+            found[key] = as_float(value)
+    return found
+
+
+def _is_scalar(value: Any) -> bool:
+    """A numpy scalar or a tensor with one element (both have ``item`` and a size of one)."""
+    shape = getattr(value, "shape", None)
+    return shape is not None and math.prod(shape) == 1

@@ -1,0 +1,102 @@
+"""Several trackers at once, none of which can stop a run.
+
+An unknown name or a package that is not installed is an error before training starts; whatever goes wrong later in one
+tracker (network, full disk, a quota) is shown once, and that tracker is off from then on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from verl.errors import VerlError
+from verl.metrics import notice
+from verl.observability.tracker import Sample, Tracker
+from verl.registry import TRACKERS
+
+_current: weakref.ReferenceType[Tracking] | None = None
+
+
+class Tracking:
+    """Fan-out of metrics to the trackers named in ``trainer.logger``.
+
+    Args:
+        default_backend: one name or several; built in are console, file, tensorboard and wandb, and a dotted path
+            ``my_pkg.my_mod:MyTracker`` (a subclass of `verl.observability.tracker.Tracker`) works as well.
+        config: the resolved configuration as a plain dict, for trackers that store it.
+
+    Raises:
+        ConfigError: a name is unknown.
+        MissingDependencyError: the package of a named tracker is not installed.
+
+    Example:
+        >>> with Tracking("demo", "first", ["console", "file"]) as tracking:
+        ...     tracking.log({"critic/score/mean": 0.5}, step=1)
+    """
+
+    supported_backend = tuple(TRACKERS.names())
+
+    def __init__(
+        self,
+        project_name: str,
+        experiment_name: str,
+        default_backend: str | Iterable[str] = "console",
+        config: Mapping[str, Any] | None = None,
+    ):
+        global _current
+        names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
+        self.logger: dict[str, Tracker] = {}
+        for name in names:
+            TRACKERS.check(name)
+        for name in names:
+            try:
+                self.logger[name] = TRACKERS.get(name)(project_name, experiment_name, config)
+            except VerlError:
+                raise
+            except Exception as error:  # boundary: a third-party tracker that cannot start
+                self._switch_off(name, error)
+        _current = weakref.ref(self)
+
+    def start(self, total_steps: int, first_step: int = 0) -> None:
+        """Announce the length of the run, for progress bars."""
+        self._each(lambda tracker: tracker.start(total_steps, first_step))
+
+    def log(self, data: Mapping[str, Any], step: int, backend: str | Sequence[str] | None = None) -> None:
+        """Log one step to all trackers, or to those named in ``backend``."""
+        self._each(lambda tracker: tracker.log(data, step), backend)
+
+    def log_samples(
+        self, title: str, samples: Sequence[Sample], step: int, backend: str | Sequence[str] | None = None
+    ) -> None:
+        """Show a few completions in every tracker that can show text."""
+        self._each(lambda tracker: tracker.log_samples(title, samples, step), backend)
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Close every tracker; a second call does nothing."""
+        self._each(lambda tracker: tracker.finish(exit_code))
+        self.logger.clear()
+
+    def __enter__(self) -> Tracking:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.finish(0 if kind is None else 1)
+
+    def _each(self, action: Callable[[Tracker], None], backend: str | Sequence[str] | None = None) -> None:
+        wanted = {backend} if isinstance(backend, str) else set(self.logger if backend is None else backend)
+        for name, tracker in list(self.logger.items()):
+            if name in wanted:
+                try:
+                    action(tracker)
+                except Exception as error:  # boundary: whatever a tracker does, the run goes on
+                    self._switch_off(name, error)
+
+    def _switch_off(self, name: str, error: Exception) -> None:
+        self.logger.pop(name, None)
+        notice(f"trainer.logger={name}", f"failed and is off from now on ({type(error).__name__}: {error})")
+
+
+def current_tracking() -> Tracking | None:
+    """The tracking that this process opened last, while it lives."""
+    return _current() if _current is not None else None

@@ -1,0 +1,6 @@
+"""Upstream's import path of the trackers."""
+
+from verl.observability.samples import ValidationGenerationsLogger
+from verl.observability.tracking import Tracking
+
+__all__ = ["Tracking", "ValidationGenerationsLogger"]
