@@ -47,6 +47,8 @@ class VerlError(Exception):
             parts.append(f"Allowed: {allowed}.")
         if self.fix:
             parts.append(self.fix)
+        if len(parts) > 1 and not parts[0].endswith((".", "!", "?", ":")):
+            parts[0] += "."
         return " ".join(parts)
 
     def __reduce__(self):
