@@ -1,0 +1,50 @@
+"""The configuration: every default once, typed, with its meaning beside it."""
+
+from verl.config.actor import ActorConfig, CheckpointConfig, PolicyLossConfig, RefConfig
+from verl.config.algorithm import AlgoConfig, FilterGroupsConfig, KLControlConfig, RolloutCorrectionConfig
+from verl.config.critic import CriticConfig
+from verl.config.data import DataConfig
+from verl.config.engine import FSDPEngineConfig
+from verl.config.model import HFModelConfig
+from verl.config.node import ConfigNode, leaves, record_reads, replace, section, setting, to_dict, unread
+from verl.config.optim import OptimizerConfig
+from verl.config.reward import RewardConfig
+from verl.config.rollout import RolloutConfig, SamplingConfig
+from verl.config.root import ActorRolloutRefConfig, PPOTrainerConfig
+from verl.config.sft import SFTDataConfig, SFTTrainerConfig
+from verl.config.trainer import TrainerConfig
+
+FSDPOptimizerConfig = OptimizerConfig
+
+__all__ = [
+    "ActorConfig",
+    "ActorRolloutRefConfig",
+    "AlgoConfig",
+    "CheckpointConfig",
+    "ConfigNode",
+    "CriticConfig",
+    "DataConfig",
+    "FSDPEngineConfig",
+    "FSDPOptimizerConfig",
+    "FilterGroupsConfig",
+    "HFModelConfig",
+    "KLControlConfig",
+    "OptimizerConfig",
+    "PPOTrainerConfig",
+    "PolicyLossConfig",
+    "RefConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RolloutCorrectionConfig",
+    "SFTDataConfig",
+    "SFTTrainerConfig",
+    "SamplingConfig",
+    "TrainerConfig",
+    "leaves",
+    "record_reads",
+    "replace",
+    "section",
+    "setting",
+    "to_dict",
+    "unread",
+]

@@ -1,0 +1,196 @@
+"""What every section of the configuration is: a frozen dataclass that also answers item and ``.get`` access.
+
+A setting is declared once, with its type, default and meaning. Reads can be recorded, so that a test can prove that
+every accepted setting is read by something.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+N = TypeVar("N", bound="ConfigNode")
+
+
+class _Unset:
+    """Marks 'same as ours' where upstream's default is not given."""
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+
+UNSET = _Unset()
+
+
+def setting(
+    default: Any,
+    meaning: str,
+    *,
+    upstream: Any = UNSET,
+    choices: tuple[Any, ...] | None = None,
+    planned: str | None = None,
+    no_effect: str | None = None,
+    follows: str | None = None,
+    path: bool = False,
+) -> Any:
+    """One leaf of the configuration.
+
+    Args:
+        default: the only default there is.
+        meaning: one sentence for a person.
+        upstream: upstream's default where ours deviates.
+        choices: the closed set of values, if there is one.
+        planned: the feature that does not exist yet; any value but the default is refused by that name.
+        no_effect: why the setting changes nothing in this version; setting it gives one notice with this text.
+        follows: dotted key whose value is taken while this one is not set.
+        path: a file or folder: ``~`` and variables are expanded.
+    """
+    metadata = {
+        "meaning": meaning,
+        "upstream": upstream,
+        "choices": choices,
+        "planned": planned,
+        "no_effect": no_effect,
+        "follows": follows,
+        "path": path,
+    }
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def section(cls: type[N], **defaults: Any) -> Any:
+    """A sub-section; ``defaults`` replace the section's own, e.g. the critic's learning rate."""
+    return dataclasses.field(default_factory=lambda: cls(**defaults), metadata={"section": cls, "defaults": defaults})
+
+
+_reads: set[str] | None = None
+
+
+@contextmanager
+def record_reads() -> Iterator[set[str]]:
+    """Collect the dotted keys of all leaves that are read inside the block, in this process."""
+    global _reads
+    outer, _reads = _reads, set()
+    try:
+        yield _reads
+    finally:
+        if outer is not None:
+            outer |= _reads
+        _reads = outer
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigNode:
+    """A section. Attribute, item, ``in`` and ``.get`` access; read-only.
+
+    Example:
+        >>> cfg.trainer.total_epochs == cfg["trainer"]["total_epochs"] == cfg.get("trainer").get("total_epochs")
+        True
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        value = object.__getattribute__(self, name)
+        if _reads is not None and not name.startswith("_") and not isinstance(value, ConfigNode):
+            own = object.__getattribute__(self, "__dict__")
+            if name in own:
+                _reads.add(f"{own.get('_path', '?')}.{name}".removeprefix("."))
+        return value
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in type(self).__dataclass_fields__
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value, or ``default`` where there is no such setting or it is null."""
+        if name not in self:
+            return default
+        value = getattr(self, name)
+        return default if value is None else value
+
+    def keys(self) -> list[str]:
+        return list(type(self).__dataclass_fields__)
+
+    def items(self) -> list[tuple[str, Any]]:
+        return [(name, getattr(self, name)) for name in self.keys()]
+
+    def values(self) -> list[Any]:
+        return [getattr(self, name) for name in self.keys()]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+
+def place(node: ConfigNode, path: str = "") -> None:
+    """Tell a node and everything below it where it stands, for read recording."""
+    object.__setattr__(node, "_path", path)
+    for name in type(node).__dataclass_fields__:
+        value = object.__getattribute__(node, name)
+        if isinstance(value, ConfigNode):
+            place(value, f"{path}.{name}".removeprefix("."))
+
+
+def replace(node: N, **changes: Any) -> N:
+    """A copy with changed settings; dotted keys reach into sections: ``replace(cfg, **{"optim.lr": 1e-4})``."""
+    inner: dict[str, dict[str, Any]] = {}
+    plain: dict[str, Any] = {}
+    for key, value in changes.items():
+        head, _, rest = key.partition(".")
+        if rest:
+            inner.setdefault(head, {})[rest] = value
+        else:
+            plain[head] = value
+    for head, nested in inner.items():
+        plain[head] = replace(object.__getattribute__(node, head), **nested)
+    made = dataclasses.replace(node, **plain)
+    place(made, node.__dict__.get("_path", ""))
+    return made
+
+
+def to_dict(node: ConfigNode) -> dict[str, Any]:
+    """Plain nested dictionaries, lists and scalars; reads nothing on the record."""
+    found: dict[str, Any] = {}
+    for name in type(node).__dataclass_fields__:
+        value = object.__getattribute__(node, name)
+        found[name] = to_dict(value) if isinstance(value, ConfigNode) else _plain(value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+def leaves(cls: type[ConfigNode], prefix: str = "") -> Iterator[tuple[str, dataclasses.Field]]:
+    """Dotted key and field of every leaf below a section class, in order of declaration."""
+    for field in dataclasses.fields(cls):
+        key = f"{prefix}.{field.name}".removeprefix(".")
+        inner = field.metadata.get("section")
+        if inner is None:
+            yield key, field
+        else:
+            yield from leaves(inner, key)
+
+
+def unread(node: ConfigNode, defaults: ConfigNode, reads: set[str]) -> list[str]:
+    """Leaves whose value differs from the default and that nothing has read."""
+    found = []
+    for key, _ in leaves(type(node)):
+        mine, theirs = node, defaults
+        for part in key.split("."):
+            mine, theirs = object.__getattribute__(mine, part), object.__getattribute__(theirs, part)
+        if mine != theirs and key not in reads:
+            found.append(key)
+    return found
