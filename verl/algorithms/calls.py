@@ -1,0 +1,22 @@
+"""How a function that a user wrote is called: with what its signature asks for, and by the name a message can use."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def accepted(function: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of ``inputs`` that the function's signature takes by keyword; all of it with ``**kwargs``."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(inputs)
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return {name: value for name, value in inputs.items() if name in names}
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """How messages call a user's function: its name and where it stands."""
+    named = inspect.unwrap(function)
+    return f"{named.__module__}.{named.__qualname__}" if inspect.isroutine(named) else repr(function)

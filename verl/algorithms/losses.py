@@ -1,0 +1,153 @@
+"""The closures that the engines call: outputs of a forward pass and a micro-batch in, a loss and metrics out.
+
+An engine knows no algorithm: it reads from `LossFn.outputs` what to compute, and calls the closure once per micro-batch
+with the norm of the whole mini-batch. Metrics carry no prefix (the trainer adds ``actor/`` or ``critic/``), and each
+merges by itself to its value over the mini-batch. Shapes: b rows of the micro-batch, T response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from verl.algorithms.aggregation import LossNorm, agg_loss, check_agg_mode, loss_metric, token_means
+from verl.algorithms.kl import check_kl_kind, kl_penalty
+from verl.algorithms.masked import zero_outside
+from verl.algorithms.policy_losses import call_policy_loss
+from verl.algorithms.policy_losses.vanilla import Clip
+from verl.algorithms.value_loss import value_loss
+from verl.errors import DataError
+from verl.metrics import Metric, as_float
+from verl.registry import POLICY_LOSSES
+
+
+class LossFn(Protocol):
+    """What an engine minimises."""
+
+    outputs: tuple[str, ...]
+    """What the forward pass must return: of ``log_probs``, ``entropy``, ``values``; each (b, T)."""
+
+    def __call__(
+        self, outputs: Mapping[str, Tensor], batch: Any, norm: LossNorm
+    ) -> tuple[Tensor, dict[str, Metric]]: ...
+
+
+class PPOPolicyLoss:
+    """The actor's objective: ``pg_loss - entropy_coeff * entropy + kl_loss_coef * KL(policy || reference)``.
+
+    Metrics: ``pg_loss``, those of the policy loss (``pg_clipfrac``, ``pg_clipfrac_lower``, ``ppo_kl``), ``entropy`` and
+    ``entropy_loss`` where the entropy is computed, ``kl_loss`` and ``kl_coef`` where the KL is in the loss.
+
+    Args:
+        config: the section ``actor_rollout_ref.actor``.
+        response_length: the configured maximum; what ``seq-mean-token-sum-norm`` divides by where
+            ``loss_scale_factor`` is null.
+        use_rollout_log_probs: the sampler's log-probs are the old policy (bypass mode, asynchronous training).
+
+    A batch without ``old_log_probs`` is on policy: its ratio is exactly 1, and the old policy is the detached new one.
+    """
+
+    def __init__(self, config: Any, response_length: int | None = None, use_rollout_log_probs: bool = False):
+        check_agg_mode(config.loss_agg_mode, key="actor_rollout_ref.actor.loss_agg_mode")
+        if config.use_kl_loss:
+            check_kl_kind(config.kl_loss_type, key="actor_rollout_ref.actor.kl_loss_type")
+        Clip.of(config)
+        self.config, self.use_rollout_log_probs = config, use_rollout_log_probs
+        self.policy_loss = POLICY_LOSSES.get(config.policy_loss.loss_mode)
+        self.scale = config.loss_scale_factor or response_length
+        self.with_entropy = config.entropy_coeff != 0 or config.calculate_entropy
+        self.outputs = ("log_probs", "entropy") if self.with_entropy else ("log_probs",)
+
+    def __call__(self, outputs: Mapping[str, Tensor], batch: Any, norm: LossNorm) -> tuple[Tensor, dict[str, Metric]]:
+        mode, mask = self.config.loss_agg_mode, field(batch, "response_mask")
+        norm = norm if self.scale is None else replace(norm, loss_scale_factor=float(self.scale))
+        log_prob = zero_outside(outputs["log_probs"], mask)
+        loss, metrics = call_policy_loss(
+            self.policy_loss,
+            old_log_prob=self._old_log_prob(batch, log_prob),
+            log_prob=log_prob,
+            advantages=field(batch, "advantages"),
+            response_mask=mask,
+            loss_agg_mode=mode,
+            config=self.config,
+            norm=norm,
+            rollout_is_weights=optional_field(batch, "rollout_is_weights"),
+        )
+        metrics["pg_loss"] = loss_metric(as_float(loss.detach()), mask, mode, norm)
+        if self.with_entropy:
+            entropy_loss = agg_loss(outputs["entropy"], mask, mode, norm)
+            metrics["entropy_loss"] = loss_metric(as_float(entropy_loss.detach()), mask, mode, norm)
+            metrics |= token_means({"entropy": outputs["entropy"]}, mask)
+            if self.config.entropy_coeff != 0:
+                loss = loss - self.config.entropy_coeff * entropy_loss
+        if self.config.use_kl_loss:
+            kl = kl_penalty(log_prob, zero_outside(field(batch, "ref_log_prob"), mask), self.config.kl_loss_type)
+            kl_loss = agg_loss(kl, mask, mode, norm)
+            metrics["kl_loss"] = loss_metric(as_float(kl_loss.detach()), mask, mode, norm)
+            metrics["kl_coef"] = Metric(float(self.config.kl_loss_coef), "last")
+            loss = loss + self.config.kl_loss_coef * kl_loss
+        return loss, metrics
+
+    def _old_log_prob(self, batch: Any, log_prob: Tensor) -> Tensor:
+        if self.use_rollout_log_probs:
+            return field(batch, "rollout_log_probs")
+        old = optional_field(batch, "old_log_probs")
+        return log_prob.detach() if old is None else old
+
+
+class PPOValueLoss:
+    """The critic's objective. Metrics: ``vf_loss``, ``vf_clipfrac``, ``vpred_mean``.
+
+    Args:
+        config: the section ``critic``.
+        response_length: as in `PPOPolicyLoss`.
+    """
+
+    outputs = ("values",)
+
+    def __init__(self, config: Any, response_length: int | None = None):
+        check_agg_mode(config.loss_agg_mode, key="critic.loss_agg_mode")
+        self.config = config
+        self.scale = config.loss_scale_factor or response_length
+
+    def __call__(self, outputs: Mapping[str, Tensor], batch: Any, norm: LossNorm) -> tuple[Tensor, dict[str, Metric]]:
+        mode, mask = self.config.loss_agg_mode, field(batch, "response_mask")
+        norm = norm if self.scale is None else replace(norm, loss_scale_factor=float(self.scale))
+        vpreds = outputs["values"]
+        loss, clipfrac = value_loss(
+            vpreds, field(batch, "returns"), field(batch, "values"), mask, self.config.cliprange_value, mode, norm
+        )
+        metrics = token_means({"vpred_mean": vpreds}, mask)
+        metrics["vf_clipfrac"] = Metric(as_float(clipfrac), "mean", metrics["vpred_mean"].weight)
+        metrics["vf_loss"] = loss_metric(as_float(loss.detach()), mask, mode, norm)
+        return loss, metrics
+
+
+class SFTLoss:
+    """Negative log-likelihood per label token of the mini-batch. Metrics: ``nll``, ``num_tokens`` (a sum)."""
+
+    outputs = ("log_probs",)
+
+    def __call__(self, outputs: Mapping[str, Tensor], batch: Any, norm: LossNorm) -> tuple[Tensor, dict[str, Metric]]:
+        mask = field(batch, "response_mask")
+        loss = agg_loss(-outputs["log_probs"], mask, "token-mean", norm)
+        nll = loss_metric(as_float(loss.detach()), mask, "token-mean", norm)
+        return loss, {"nll": nll, "num_tokens": Metric(nll.weight, "sum")}
+
+
+def optional_field(batch: Any, name: str) -> Tensor | None:
+    """A tensor of the micro-batch, or None; a TensorDict answers ``in`` only through its keys."""
+    return batch[name] if name in batch.keys() else None  # noqa: SIM118
+
+
+def field(batch: Any, name: str) -> Tensor:
+    """A tensor of the micro-batch that this loss cannot do without."""
+    found = optional_field(batch, name)
+    if found is None:
+        raise DataError(
+            f"the loss needs the field {name!r}, which the batch does not have", allowed=sorted(map(str, batch.keys()))
+        )
+    return found

@@ -1,0 +1,88 @@
+"""Policy losses, one file each, and the one place that calls them.
+
+A policy loss is any function ``(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
+rollout_is_weights) -> (loss, metrics)``; a built-in one also takes ``norm``. It is found by name in
+`verl.registry.POLICY_LOSSES`, or by a dotted path in ``actor_rollout_ref.actor.policy_loss.loss_mode``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from verl.algorithms.aggregation import LossNorm, normalised_by
+from verl.algorithms.calls import accepted, name_of
+from verl.errors import ConfigError
+from verl.metrics import Metric, as_float, notice
+
+PolicyLossFn = Callable[..., tuple[Tensor, Mapping[str, Any]]]
+OLD_METRICS = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
+
+
+def call_policy_loss(
+    policy_loss: PolicyLossFn,
+    *,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: Any,
+    norm: LossNorm,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Metric]]:
+    """Call a policy loss so that its result is normalised over the mini-batch, whoever wrote it.
+
+    A function without a ``norm`` parameter is normalised through `verl.trainer.ppo.core_algos.agg_loss`. If it calls
+    neither, its result is taken for a mean over the tokens of the micro-batch and weighted by their share.
+
+    Args:
+        old_log_prob, log_prob, advantages, response_mask, rollout_is_weights: (b, T).
+
+    Returns:
+        The loss, and its metrics without the prefix ``actor/``.
+    """
+    inputs = {
+        "old_log_prob": old_log_prob,
+        "log_prob": log_prob,
+        "advantages": advantages,
+        "response_mask": response_mask,
+        "loss_agg_mode": loss_agg_mode,
+        "config": config,
+        "rollout_is_weights": rollout_is_weights,
+        "norm": norm,
+    }
+    given = accepted(policy_loss, inputs)
+    with normalised_by(norm) as running:
+        loss, metrics = _unpack(policy_loss, policy_loss(**given))
+    num_tokens = float(response_mask.bool().sum())
+    if "norm" not in given and not running.used:
+        notice(
+            "actor.policy_loss.loss_mode",
+            f"{name_of(policy_loss)} calls neither agg_loss nor takes a norm: its loss is weighted as a token mean",
+        )
+        loss = loss * (norm.dp_size * num_tokens / (norm.num_tokens or 1.0))
+    return loss, {name.removeprefix("actor/"): _as_metric(value, num_tokens) for name, value in metrics.items()}
+
+
+def _unpack(policy_loss: PolicyLossFn, result: Any) -> tuple[Tensor, Mapping[str, Any]]:
+    """Today's pair (loss, metrics), or the older (loss, clipfrac, kl, clipfrac_lower)."""
+    if isinstance(result, Tensor):
+        result = (result, {})
+    parts = tuple(result) if isinstance(result, (tuple, list)) else ()
+    if len(parts) == 1 + len(OLD_METRICS):
+        parts = (parts[0], dict(zip(OLD_METRICS, parts[1:])))
+    if len(parts) == 2 and isinstance(parts[0], Tensor) and parts[0].dim() == 0 and isinstance(parts[1], Mapping):
+        return parts
+    raise ConfigError(
+        f"the policy loss {name_of(policy_loss)} returned something else than a loss and its metrics",
+        key="actor_rollout_ref.actor.policy_loss.loss_mode",
+        got=[type(part).__name__ for part in parts] or type(result).__name__,
+        allowed="(scalar tensor, dict of metrics)",
+    )
+
+
+def _as_metric(value: Any, num_tokens: float) -> Metric:
+    return value if isinstance(value, Metric) else Metric(as_float(value), "mean", num_tokens)

@@ -1,0 +1,148 @@
+"""Learning-rate schedules: pure factors of the step, and the torch schedulers made from them.
+
+A factor multiplies the configured learning rate. Schedulers advance once per global step, after its last mini-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from verl.errors import ConfigError, suggest
+
+SCHEDULES = ("constant", "cosine", "wsd")
+
+
+def warmup_steps(total_steps: int, steps: int = -1, ratio: float = 0.0) -> int:
+    """``steps`` where it is positive, else that share of the run, rounded down."""
+    return steps if steps > 0 else int(ratio * total_steps)
+
+
+def constant_factor(step: int, num_warmup_steps: int) -> float:
+    """Linear from 0 to 1 over the warm-up, then 1; without a warm-up 1 from the first step on."""
+    return 1.0 if step >= num_warmup_steps else step / num_warmup_steps
+
+
+def cosine_factor(
+    step: int,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    min_lr_ratio: float = 0.0,
+    num_cycles: float = 0.5,
+    init_lr_ratio: float = 0.0,
+) -> float:
+    """Linear from ``init_lr_ratio`` to 1, then a cosine down to ``min_lr_ratio`` (half a cycle by default)."""
+    if step < num_warmup_steps:
+        return init_lr_ratio + (1.0 - init_lr_ratio) * step / num_warmup_steps
+    progress = (step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)
+    wave = math.cos(2.0 * math.pi * num_cycles * progress)
+    return max(min_lr_ratio, (1.0 - min_lr_ratio) / 2.0 * wave + (1.0 + min_lr_ratio) / 2.0)
+
+
+def wsd_factor(
+    step: int,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    min_lr_ratio: float = 0.0,
+    num_cycles: float = 0.5,
+    stable_ratio: float = 0.9,
+) -> float:
+    """Warm-up, stable for ``stable_ratio`` of what is left, then a cosine down to ``min_lr_ratio``, which stays."""
+    if step < num_warmup_steps:
+        return step / num_warmup_steps
+    decay_from = num_warmup_steps + int(stable_ratio * (num_training_steps - num_warmup_steps))
+    if step < decay_from:
+        return 1.0
+    if step >= num_training_steps:
+        return min_lr_ratio
+    progress = (step - decay_from) / max(1, num_training_steps - decay_from)
+    wave = math.cos(2.0 * math.pi * num_cycles * progress)
+    return (1.0 - min_lr_ratio) * 0.5 * (1.0 + wave) + min_lr_ratio
+
+
+def get_constant_schedule_with_warmup(optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> LambdaLR:
+    """The scheduler of `constant_factor`."""
+    return LambdaLR(optimizer, lambda step: constant_factor(step, num_warmup_steps), last_epoch)
+
+
+def get_cosine_schedule_with_warmup(
+    optimizer: Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    min_lr_ratio: float = 0.0,
+    num_cycles: float = 0.5,
+    last_epoch: int = -1,
+    init_lr_ratio: float | None = None,
+    zero_indexed_step: bool = True,
+) -> LambdaLR:
+    """The scheduler of `cosine_factor`; with ``zero_indexed_step=False`` the first update counts as step 1."""
+    check_ratio("min_lr_ratio", min_lr_ratio)
+    check_ratio("init_lr_ratio", init_lr_ratio or 0.0)
+    offset = 0 if zero_indexed_step else 1
+
+    def factor(step: int) -> float:
+        return cosine_factor(
+            step + offset, num_warmup_steps, num_training_steps, min_lr_ratio, num_cycles, init_lr_ratio or 0.0
+        )
+
+    return LambdaLR(optimizer, factor, last_epoch)
+
+
+def get_wsd_schedule_with_warmup(
+    optimizer: Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    min_lr_ratio: float = 0.0,
+    num_cycles: float = 0.5,
+    last_epoch: int = -1,
+    stable_ratio: float = 0.9,
+) -> LambdaLR:
+    """The scheduler of `wsd_factor`."""
+    check_ratio("min_lr_ratio", min_lr_ratio)
+    check_ratio("stable_ratio", stable_ratio)
+
+    def factor(step: int) -> float:
+        return wsd_factor(step, num_warmup_steps, num_training_steps, min_lr_ratio, num_cycles, stable_ratio)
+
+    return LambdaLR(optimizer, factor, last_epoch)
+
+
+def build_schedule(optimizer: Optimizer, optim: Any, total_training_steps: int) -> LambdaLR:
+    """The scheduler that an ``optim`` section describes.
+
+    Args:
+        optim: lr_scheduler_type, lr_warmup_steps, lr_warmup_steps_ratio, min_lr_ratio, num_cycles, zero_indexed_step.
+        total_training_steps: global steps of the run.
+    """
+    kind = optim.lr_scheduler_type
+    warmup = warmup_steps(total_training_steps, optim.lr_warmup_steps, optim.lr_warmup_steps_ratio)
+    if kind == "constant":
+        return get_constant_schedule_with_warmup(optimizer, warmup)
+    if kind == "cosine":
+        return get_cosine_schedule_with_warmup(
+            optimizer,
+            warmup,
+            total_training_steps,
+            optim.min_lr_ratio or 0.0,
+            optim.num_cycles,
+            zero_indexed_step=optim.zero_indexed_step,
+        )
+    if kind == "wsd":
+        return get_wsd_schedule_with_warmup(
+            optimizer, warmup, total_training_steps, optim.min_lr_ratio or 0.0, optim.num_cycles
+        )
+    raise ConfigError(
+        "unknown learning-rate schedule",
+        key="optim.lr_scheduler_type",
+        got=kind,
+        allowed=SCHEDULES,
+        fix=suggest(str(kind), SCHEDULES),
+    )
+
+
+def check_ratio(key: str, value: float) -> None:
+    if not 0.0 <= value <= 1.0:
+        raise ConfigError("must lie between 0 and 1", key=f"optim.{key}", got=value)

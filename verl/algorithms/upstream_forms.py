@@ -1,0 +1,116 @@
+"""The same mathematics under the signatures of upstream's `core_algos`, which users' losses and estimators call.
+
+There the denominators travel as loose numbers and metrics are floats under their full names; here they are `LossNorm`
+and `Metric`. Nothing in the library calls these forms.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from verl.algorithms import aggregation, kl, value_loss
+from verl.algorithms.aggregation import LossNorm, loss_norm
+from verl.algorithms.logprob import entropy_from_logits
+from verl.algorithms.policy_losses.vanilla import vanilla
+
+
+def agg_loss(
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    dp_size: int = 1,
+    batch_num_tokens: float | None = None,
+    global_batch_size: float | None = None,
+    loss_scale_factor: float | None = None,
+) -> Tensor:
+    """`aggregation.agg_loss`; without numbers, normalised by the running optimizer step if there is one."""
+    norm = _norm(loss_mask, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
+    return aggregation.agg_loss(loss_mat, loss_mask, loss_agg_mode, norm)
+
+
+def compute_value_loss(
+    vpreds: Tensor,
+    returns: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    cliprange_value: float,
+    loss_agg_mode: str = "token-mean",
+    dp_size: int = 1,
+    batch_num_tokens: float | None = None,
+    global_batch_size: float | None = None,
+    loss_scale_factor: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`value_loss.value_loss`: the loss and the clipped share."""
+    norm = _norm(response_mask, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
+    return value_loss.value_loss(vpreds, returns, values, response_mask, cliprange_value, loss_agg_mode, norm)
+
+
+def compute_policy_loss_vanilla(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """`policy_losses.vanilla`: the loss, and metrics as floats under ``actor/...``."""
+    loss, metrics = vanilla(
+        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
+    )
+    return loss, {f"actor/{name}": metric.value for name, metric in metrics.items()}
+
+
+def compute_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    cliprange: float | None = None,
+    cliprange_low: float | None = None,
+    cliprange_high: float | None = None,
+    clip_ratio_c: float = 3.0,
+    loss_agg_mode: str = "token-mean",
+) -> tuple[Tensor, float, float, float]:
+    """The older form: loss, ``pg_clipfrac``, ``ppo_kl``, ``pg_clipfrac_lower``."""
+    clip = SimpleNamespace(
+        clip_ratio=0.2 if cliprange is None else cliprange,
+        clip_ratio_low=cliprange_low,
+        clip_ratio_high=cliprange_high,
+        clip_ratio_c=clip_ratio_c,
+    )
+    loss, metrics = vanilla(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, clip)
+    return loss, metrics["pg_clipfrac"].value, metrics["ppo_kl"].value, metrics["pg_clipfrac_lower"].value
+
+
+def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:
+    """The aggregated entropy of logits (b, T, V)."""
+    return aggregation.agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode)
+
+
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """`kl.kl_penalty`, with the parameter under upstream's name."""
+    return kl.kl_penalty(logprob, ref_logprob, kl_penalty)
+
+
+def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """The estimator alone: a ``+`` at the end of the name is left out, and with it the gradient of k2."""
+    return kl.kl_penalty(logprob, ref_logprob, kl_penalty.removesuffix("+"))
+
+
+def _norm(
+    mask: Tensor, dp_size: int, tokens: float | None, sequences: float | None, scale: float | None
+) -> LossNorm | None:
+    """None where no number was given, so that the running norm applies; what is missing is counted from the mask."""
+    if dp_size == 1 and tokens is None and sequences is None and scale is None:
+        return None
+    here = aggregation.running_norm() or loss_norm(mask)
+    return LossNorm(
+        num_tokens=here.num_tokens if tokens is None else float(tokens),
+        num_sequences=here.num_sequences if sequences is None else float(sequences),
+        dp_size=dp_size,
+        loss_scale_factor=here.loss_scale_factor if scale is None else float(scale),
+    )
