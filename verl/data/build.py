@@ -1,0 +1,75 @@
+"""Datasets and samplers from the configuration: ours, or a class in the user's own file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset, Sampler
+
+from verl.data.files import check_files
+from verl.data.loader import EpochSampler
+from verl.data.rl_dataset import RLHFDataset
+from verl.data.settings import read
+from verl.data.sft_dataset import MultiTurnSFTDataset
+from verl.errors import ConfigError
+from verl.registry import load_from_module
+
+Files = str | Path | Iterable[str | Path]
+
+
+def create_rl_dataset(
+    files: Files, config: Any, tokenizer: Any, processor: Any = None, is_train: bool = True, max_samples: int = -1
+) -> Dataset:
+    """The prompts of ``files`` as ``data.custom_cls`` or as `RLHFDataset`.
+
+    Args:
+        config: the ``data`` section.
+        is_train: names the setting in messages; both kinds of data are read in the same way.
+        max_samples: -1 keeps all rows.
+    """
+    cls = dataset_class(config, RLHFDataset)
+    files = check_files(files, "data.train_files" if is_train else "data.val_files")
+    return cls(data_files=files, tokenizer=tokenizer, config=config, processor=processor, max_samples=max_samples)
+
+
+def create_sft_dataset(
+    files: Files, config: Any, tokenizer: Any, processor: Any = None, max_samples: int = -1
+) -> Dataset:
+    """The conversations of ``files`` as ``data.custom_cls`` or as `MultiTurnSFTDataset`."""
+    cls = dataset_class(config, MultiTurnSFTDataset)
+    files = check_files(files, "data.train_files")
+    return cls(parquet_files=files, tokenizer=tokenizer, config=config, processor=processor, max_samples=max_samples)
+
+
+def create_rl_sampler(config: Any, dataset: Any) -> Sampler[int]:
+    """The order of the training prompts: ``data.sampler.class_path/class_name`` of the user, else seeded epochs.
+
+    A user's class is called with ``data_source`` and ``data_config`` and must be a torch `Sampler`.
+    """
+    custom = read(config, "sampler")
+    path = read(custom, "class_path") if custom is not None else None
+    if not path:
+        return EpochSampler(len(dataset), shuffle=bool(read(config, "shuffle", True)), seed=read(config, "seed"))
+    cls = _user_class(str(path), str(read(custom, "class_name", "")), Sampler, "data.sampler.class_name")
+    return cls(data_source=dataset, data_config=config)
+
+
+def dataset_class(config: Any, default: type[Dataset]) -> type[Any]:
+    """``data.custom_cls``, which must be a torch `Dataset`, or ``default`` where none is set."""
+    custom = read(config, "custom_cls")
+    path = read(custom, "path") if custom is not None else None
+    if not path:
+        return default
+    return _user_class(str(path), str(read(custom, "name", "")), Dataset, "data.custom_cls.name")
+
+
+def _user_class(path: str, name: str, base: type, key: str) -> type[Any]:
+    if not name:
+        raise ConfigError("the path of a class is set, but not its name", key=key, got=path)
+    found = load_from_module(path, name)
+    if not isinstance(found, type) or not issubclass(found, base):
+        module = "torch.utils.data." + base.__name__
+        raise ConfigError(f"{name!r} in {path} is not a class derived from {module}", key=key, got=found)
+    return found

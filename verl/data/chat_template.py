@@ -1,0 +1,53 @@
+"""A tokenizer's chat template: messages to text to ids, with errors that name what to set.
+
+Text is rendered first and tokenised after, so that masks and lengths can be found in the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from verl.data.messages import Message
+from verl.errors import DataError, ModelError
+
+
+class ChatTemplate:
+    """Renders and tokenises conversations with one tokenizer and fixed template arguments.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        kwargs: further arguments of the template (``enable_thinking`` and the like).
+
+    Raises:
+        ModelError: the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None):
+        if not tokenizer.chat_template:
+            raise ModelError(
+                "the tokenizer has no chat template, so messages cannot be turned into a prompt",
+                key="model.custom_chat_template",
+                got=tokenizer.name_or_path,
+                fix="Set it (actor_rollout_ref.model.custom_chat_template in main_ppo) to a Jinja template or a file.",
+            )
+        self.tokenizer = tokenizer
+        self.kwargs = dict(kwargs or {})
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **extra: Any) -> str:
+        """The conversation as text; a template that refuses it is a `DataError` with the template's own words."""
+        arguments = {"add_generation_prompt": add_generation_prompt, **self.kwargs, **extra}
+        try:
+            return self.tokenizer.apply_chat_template(list(messages), **arguments, tokenize=False)
+        except (TemplateError, TypeError, ValueError) as failure:
+            raise DataError(f"the chat template refuses the conversation: {failure}") from failure
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of rendered text: the template wrote the special tokens, so none is added."""
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, in one call."""
+        return self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []

@@ -1,0 +1,234 @@
+"""Batches in an order that is a function of (seed, epoch) alone, resumable at any batch.
+
+The state is a few JSON numbers: which epoch, and how many of its rows were handed out. It depends neither on worker
+processes nor on what they fetched ahead, so a run may be resumed with other workers or another batch size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from verl import env
+from verl.data.collate import collate_fn as collate_rows
+from verl.errors import ConfigError, DataError
+
+
+@runtime_checkable
+class HasState(Protocol):
+    """A user's sampler that keeps its own place, such as a curriculum."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class HasEpoch(Protocol):
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+class EpochSampler(Sampler[int]):
+    """All rows once per epoch: in order, or in a permutation that depends on (seed, epoch) and nothing else."""
+
+    def __init__(self, num_rows: int, *, shuffle: bool = True, seed: int | None = None):
+        self.num_rows, self.shuffle, self.seed, self.epoch = num_rows, shuffle, int(seed or 0), 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.shuffle:
+            return iter(range(self.num_rows))
+        return iter(np.random.default_rng([self.seed, self.epoch]).permutation(self.num_rows).tolist())
+
+
+class StatefulLoader:
+    """Iterating yields the rest of the current epoch; at its end the next epoch begins.
+
+    Example:
+        >>> loader = StatefulLoader(dataset, 64, seed=1)
+        >>> while loader.epoch < 3:
+        ...     for batch in loader: ...
+        >>> other = StatefulLoader(dataset, 64, seed=1); other.load_state_dict(loader.state_dict())  # goes on there
+
+    ``epoch`` and the state count a batch as handed out when the loop body gets it: a checkpoint written in the body of
+    the last batch resumes at the first batch of the next epoch. An epoch that was left early begins anew at the next
+    ``iter``, unless a state was loaded since.
+
+    Args:
+        dataset: a map-style dataset.
+        batch_size: rows per batch.
+        shuffle, seed: the order, unless ``sampler`` gives it.
+        num_workers: loader processes, at most one per core; 0 fetches in this process.
+        drop_last: leave out the last batch of an epoch if it is smaller.
+        sampler: yields the row numbers of one epoch per ``iter``; `set_epoch` is called if it has it. If it has
+            `state_dict`, that state is saved and trusted to hold its place, and it needs ``num_workers=0``.
+        key: the setting behind ``batch_size``, for messages.
+
+    Raises:
+        DataError: an empty dataset, or fewer rows than one batch with ``drop_last``.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int | None = None,
+        num_workers: int = 0,
+        drop_last: bool = True,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        sampler: Sampler[int] | None = None,
+        key: str = "data.train_batch_size",
+    ):
+        rows = len(dataset)  # type: ignore[arg-type]  # a map-style dataset has a length
+        if batch_size < 1:
+            raise ConfigError("a batch needs at least one row", key=key, got=batch_size)
+        if rows == 0:
+            raise DataError("the dataset has no rows", key=key)
+        if drop_last and rows < batch_size:
+            fix = f"Set {key}={rows} or less."
+            raise DataError(f"the dataset has {rows} rows, fewer than one batch of {batch_size}", key=key, fix=fix)
+        self.sampler = sampler or EpochSampler(rows, shuffle=shuffle, seed=seed)
+        if num_workers and isinstance(self.sampler, HasState):
+            raise ConfigError(
+                "a sampler with a state of its own must not be read ahead",
+                key="data.dataloader_num_workers",
+                got=num_workers,
+                allowed="0",
+            )
+        self.dataset, self.batch_size, self.drop_last, self.num_rows = dataset, batch_size, drop_last, rows
+        self.num_workers = min(num_workers, os.cpu_count() or 1)
+        self._collate = collate_fn or collate_rows
+        self._epoch, self._rows_given, self._resume = 0, 0, False
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch belongs to, from 0."""
+        return self._epoch + self._is_done(self._rows_given)
+
+    def __len__(self) -> int:
+        """Batches of one whole epoch."""
+        rows = len(self.sampler)  # type: ignore[arg-type]
+        return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._is_done(self._rows_given):
+            self._epoch, self._rows_given = self._epoch + 1, 0
+        elif not self._resume:
+            self._rows_given = 0
+        self._resume = False
+        for number, batch in self._batches():
+            self._rows_given += number
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the data, as JSON values (plus the state of a sampler that has one)."""
+        done = self._is_done(self._rows_given)
+        state: dict[str, Any] = {"epoch": self.epoch, "rows_given": 0 if done else self._rows_given, **self._order()}
+        if isinstance(self.sampler, HasState):
+            state["sampler"] = self.sampler.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to the place that a state names; a state of other data or of another order is a `DataError`."""
+        for name, mine in self._order().items():
+            if state.get(name) != mine:
+                raise DataError(
+                    f"the checkpoint's data had {name}={state.get(name)}, this run has {mine}",
+                    fix="Use the same files and settings to resume, or start anew with trainer.resume_mode=disable.",
+                )
+        self._epoch, self._rows_given, self._resume = int(state["epoch"]), int(state["rows_given"]), True
+        if isinstance(self.sampler, HasState):
+            self.sampler.load_state_dict(state["sampler"])
+
+    def _order(self) -> dict[str, Any]:
+        """What must be equal for a place to mean the same rows."""
+        if isinstance(self.sampler, EpochSampler):
+            return {"num_rows": self.num_rows, "shuffle": self.sampler.shuffle, "seed": self.sampler.seed}
+        return {"num_rows": self.num_rows}
+
+    def _is_done(self, rows_given: int) -> bool:
+        left = len(self.sampler) - rows_given  # type: ignore[arg-type]
+        return left < self.batch_size if self.drop_last else left <= 0
+
+    def _batches(self) -> Iterator[tuple[int, Any]]:
+        """The batches that are left of this epoch, each with its number of rows."""
+        if isinstance(self.sampler, HasEpoch):
+            self.sampler.set_epoch(self._epoch)
+        skip = 0 if isinstance(self.sampler, HasState) else self._rows_given
+        batches = _Batches(self.sampler, self.batch_size, self.drop_last, skip)
+        if self.num_workers:
+            env.set_default("TOKENIZERS_PARALLELISM", "false")  # forked tokenizers must not start threads
+        loader = StatefulDataLoader(
+            self.dataset,
+            batch_sampler=batches,
+            num_workers=self.num_workers,
+            collate_fn=_CountRows(self._collate),
+            # Seeds the workers. A generator of its own: the global one belongs to the training loop.
+            generator=torch.Generator().manual_seed(self._epoch),
+        )
+        yield from loader
+
+
+class _Batches(Sampler[list[int]]):
+    def __init__(self, sampler: Sampler[int], batch_size: int, drop_last: bool, skip: int):
+        self.sampler, self.batch_size, self.drop_last, self.skip = sampler, batch_size, drop_last, skip
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for position, row in enumerate(self.sampler):
+            if position < self.skip:
+                continue
+            batch.append(row)
+            if len(batch) == self.batch_size:
+                yield batch
+                batch = []
+        if batch and not self.drop_last:
+            yield batch
+
+
+class _CountRows:
+    """Collates a batch and keeps its number of rows; a class, so that it can travel to spawned workers."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]):
+        self.collate = collate
+
+    def __call__(self, rows: list[Any]) -> tuple[int, Any]:
+        return len(rows), self.collate(rows)
+
+
+def stateful_loader(
+    dataset: Dataset,
+    batch_size: int,
+    shuffle: bool = True,
+    seed: int | None = None,
+    num_workers: int = 0,
+    drop_last: bool = True,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    sampler: Sampler[int] | None = None,
+    key: str = "data.train_batch_size",
+) -> StatefulLoader:
+    """A `StatefulLoader`; see there for the arguments and errors."""
+    return StatefulLoader(
+        dataset,
+        batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        num_workers=num_workers,
+        drop_last=drop_last,
+        collate_fn=collate_fn,
+        sampler=sampler,
+        key=key,
+    )

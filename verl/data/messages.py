@@ -1,0 +1,120 @@
+"""One form for a conversation, whatever a file or a user's dataset held: a list of plain message dicts.
+
+Parquet gives every message the union of all fields and fills the rest with null; a template that asks whether a field
+is there must not see those nulls, so they are dropped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from verl.errors import DataError, NotBuiltError
+from verl.metrics import notice
+
+Message = dict[str, Any]
+Where = Callable[[], str]
+"""Names the row for a message: only called when something is wrong with it."""
+
+
+def as_messages(value: Any, where: Where) -> list[Message]:
+    """A conversation from a list of messages, a numpy array of them, their JSON text, or one plain string.
+
+    A plain string becomes one user message, with a notice. Contents that consist of text parts are joined.
+
+    Raises:
+        DataError: null, empty, or not messages with a role and a content.
+        NotBuiltError: a part that is an image, a video or audio.
+    """
+    if isinstance(value, str):
+        value = _from_text(value, where)
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, Sequence) or isinstance(value, (bytes, str)):
+        raise DataError("not a conversation", key=where(), got=value, allowed="a list of {role, content}, or a string")
+    if not value:
+        raise DataError("the conversation is empty", key=where())
+    return [_message(message, number, where) for number, message in enumerate(value)]
+
+
+def as_tools(value: Any, where: Where) -> list[dict[str, Any]] | None:
+    """Tool schemas from a list of dicts or its JSON text; None where there are none."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except json.JSONDecodeError as failure:
+            raise DataError(f"the tools are not valid JSON: {failure}", key=where()) from failure
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if value is None or (isinstance(value, list) and not value):
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise DataError("the tools are not a list of schemas", key=where(), got=value)
+    return prune(value)
+
+
+def prune(value: Any) -> Any:
+    """Without the keys whose value is null, at every depth; numpy arrays become lists."""
+    if isinstance(value, Mapping):
+        return {key: prune(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple, np.ndarray)):
+        return [prune(item) for item in value]
+    return value
+
+
+def _from_text(text: str, where: Where) -> Any:
+    if not text.strip():
+        raise DataError("the prompt is an empty string", key=where())
+    if text.lstrip().startswith("[{"):
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            pass  # a prompt may well begin like JSON without being it
+    notice("data.prompt_key", "the prompts are plain strings; each is taken as one user message")
+    return [{"role": "user", "content": text}]
+
+
+def _message(message: Any, number: int, where: Where) -> Message:
+    if not isinstance(message, Mapping):
+        raise DataError(f"message {number} is not a {{role, content}}", key=where(), got=message)
+    clean = prune(message)
+    role = clean.get("role")
+    if not isinstance(role, str) or not role:
+        raise DataError(f"message {number} has no role", key=where(), got=message)
+    clean["content"] = _content(clean.get("content"), role, number, where)
+    if "tool_calls" in clean:
+        clean["tool_calls"] = [_with_parsed_arguments(call) for call in clean["tool_calls"]]
+        if not clean["tool_calls"]:
+            del clean["tool_calls"]
+    return clean
+
+
+def _content(content: Any, role: str, number: int, where: Where) -> str:
+    if content is None and role == "assistant":
+        return ""  # only tool calls: templates print None as a word
+    if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
+        kinds = {str(part.get("type", "text")) for part in content} - {"text"}
+        if kinds:
+            raise NotBuiltError(f"message {number} has parts of type {', '.join(sorted(kinds))}", key=where())
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str):
+        raise DataError(f"the content of message {number} ({role}) is not text", key=where(), got=content)
+    return content
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    """Arguments as an object: chat templates print an object as JSON, and a string with quotes around it."""
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_parsed_arguments(call["function"])}
+    if not isinstance(call.get("arguments"), str):
+        return dict(call)
+    try:
+        arguments = json.loads(call["arguments"])
+    except json.JSONDecodeError:
+        return dict(call)
+    return {**call, "arguments": arguments} if isinstance(arguments, dict) else dict(call)

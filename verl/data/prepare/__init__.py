@@ -1,0 +1,1 @@
+"""Programs that write the data sets of the examples: ``python -m verl.data.prepare.<name> --help``."""

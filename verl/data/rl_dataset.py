@@ -1,0 +1,223 @@
+"""Prompts for reinforcement learning: rows of the user's files with their templated, truncated token ids.
+
+Files are read, checked and measured when the dataset is made, so that what is wrong with them is said before anything
+is allocated; a row is templated and tokenised when it is asked for. Padding happens where batches of prompts and
+responses are formed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from torch.utils.data import Dataset
+
+from verl.data.chat_template import ChatTemplate
+from verl.data.files import choose_rows, read_files
+from verl.data.messages import Message, as_messages, prune
+from verl.data.overlong import check_truncation, measure, truncate
+from verl.data.settings import read, read_mapping, read_number
+from verl.errors import DataError, NotBuiltError
+from verl.metrics import log, notice
+
+MEDIA_KEYS = {"image_key": "images", "video_key": "videos", "audio_key": "audios"}
+
+
+class RLHFDataset(Dataset):
+    """Prompts with everything a reward needs.
+
+    A row is a dict with ``raw_prompt`` (messages; unless ``return_raw_chat=false``), ``raw_prompt_ids`` (list of int,
+    at most ``max_prompt_length``), ``data_source`` (None where the file has none), ``reward_model`` and ``extra_info``
+    ({} where missing), ``index`` (``extra_info.index``, else the row's number), ``tools_kwargs``,
+    ``interaction_kwargs``, ``need_tools_kwargs``, ``__row__`` (the row's number over all files, which filtering does
+    not change), and every other column of the file. ``full_prompts`` (the rendered text) comes with
+    ``return_full_prompt``, ``raw_input_ids`` (the contents without template) with ``return_raw_input_ids``.
+
+    Subclasses may override `build_messages`, or read ``self.dataframe`` (a `datasets.Dataset` of the kept rows).
+
+    Args:
+        data_files: parquet, json or jsonl, one path or several.
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        config: the ``data`` section: a configuration node, a mapping or a namespace.
+        processor: of a vision model; columns with media are refused for now.
+        max_samples: keep so many rows (drawn by ``seed`` if ``shuffle``); -1 keeps all.
+
+    Raises:
+        DataError: what is wrong with the files, with file, row and column; no row left.
+        ModelError: the tokenizer has no chat template.
+        NotBuiltError: a column with images, videos or audio that is not empty.
+    """
+
+    def __init__(
+        self,
+        data_files: str | Path | Iterable[str | Path],
+        tokenizer: Any,
+        config: Any,
+        processor: Any = None,
+        max_samples: int = -1,
+    ):
+        self.data_files = [data_files] if isinstance(data_files, (str, Path)) else list(data_files or ())
+        self.tokenizer, self.processor, self.config, self.max_samples = tokenizer, processor, config, max_samples
+        self.prompt_key = str(read(config, "prompt_key", "prompt"))
+        self.max_prompt_length = read_number(config, "max_prompt_length", 512)
+        self.truncation = check_truncation(str(read(config, "truncation", "error")))
+        self.filter_overlong_prompts = bool(read(config, "filter_overlong_prompts", False))
+        self.return_raw_chat = bool(read(config, "return_raw_chat", True))
+        self.return_raw_input_ids = bool(read(config, "return_raw_input_ids", False))
+        self.return_full_prompt = bool(read(config, "return_full_prompt", False))
+        self.need_tools_kwargs = bool(read(config, "need_tools_kwargs", False))
+        self._template = ChatTemplate(tokenizer, read_mapping(config, "apply_chat_template_kwargs"))
+        self._load()
+        self._settle_lengths()
+
+    def __len__(self) -> int:
+        return len(self.dataframe)
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        row = dict(self.dataframe[int(item)])
+        messages = self.build_messages(row, int(item))
+        text = self._render(messages, int(item))
+        row.pop(self.prompt_key)
+        row["raw_prompt_ids"] = truncate(self._template.encode(text), self.max_prompt_length, self.truncation)
+        if self.return_raw_chat:
+            row["raw_prompt"] = messages
+        if self.return_full_prompt:
+            row["full_prompts"] = text
+        if self.return_raw_input_ids:
+            row["raw_input_ids"] = self._template.encode("\n".join(m["content"] for m in messages))
+        return {**row, **self._reward_fields(row, int(item))}
+
+    def build_messages(self, row: dict[str, Any], item: int) -> list[Message]:
+        """The conversation of a row, as plain message dicts; override it to make prompts from other columns."""
+        return as_messages(row[self.prompt_key], lambda: f"{self.describe(item)}, column {self.prompt_key!r}")
+
+    def describe(self, item: int) -> str:
+        """The file and the row there of item ``item``, for messages; see also `source_of`."""
+        return self._origin.describe(int(self._rows[item])) if len(self._rows) == len(self) else f"item {item}"
+
+    def source_of(self, row: int) -> tuple[str, int]:
+        """The file of a ``__row__`` and the row's number in it."""
+        return self._origin.locate(int(row))
+
+    def _load(self) -> None:
+        from datasets import Dataset as Table
+
+        table, self._origin = read_files(
+            self.data_files,
+            required=[self.prompt_key],
+            cache_dir=read(self.config, "cache_dir", "~/.cache/verl/rlhf"),
+            use_shm=bool(read(self.config, "use_shm", False)),
+            column_key="data.prompt_key",
+        )
+        for setting, default in MEDIA_KEYS.items():
+            self._refuse_media(table, str(read(self.config, setting, default)))
+        self._check_prompts(table.column(self.prompt_key))
+        shuffle, seed = bool(read(self.config, "shuffle", False)), read(self.config, "seed")
+        self._rows = choose_rows(len(table), self.max_samples, shuffle=shuffle, seed=seed)
+        self.dataframe = Table(table if len(self._rows) == len(table) else table.take(self._rows))
+
+    def _refuse_media(self, table: pa.Table, column: str) -> None:
+        if column not in table.column_names or pa.types.is_null(table.column(column).type):
+            return
+        values = table.column(column)
+        is_list = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
+        filled = pc.greater(pc.list_value_length(values), 0) if is_list else pc.is_valid(values)
+        if pc.any(filled).as_py():
+            row = filled.to_pylist().index(True)
+            raise NotBuiltError(
+                f"prompts with {column} cannot be used yet", key=self._origin.describe(row), fix="Drop the column."
+            )
+
+    def _check_prompts(self, prompts: pa.ChunkedArray) -> None:
+        """Null and empty prompts are found on the whole column at once, before any row is asked for."""
+        kind = prompts.type
+        if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+            length = pc.list_value_length(prompts)
+        elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
+            length = pc.utf8_length(pc.utf8_trim_whitespace(prompts))
+        else:
+            first = self._origin.files[0]
+            allowed = "a list of {role, content}, or a string"
+            raise DataError(f"column {self.prompt_key!r} holds {kind}", key=first, allowed=allowed)
+        bad = pc.fill_null(pc.equal(length, 0), True)
+        if pc.any(bad).as_py():
+            rows = np.flatnonzero(bad.to_numpy())
+            what = "null" if prompts[int(rows[0])].as_py() is None else "empty"
+            more = f" ({len(rows)} such rows)" if len(rows) > 1 else ""
+            raise DataError(f"column {self.prompt_key!r} is {what}{more}", key=self._origin.describe(int(rows[0])))
+
+    def _settle_lengths(self) -> None:
+        """Drop the prompts that are too long, or refuse them; both need the length of every prompt."""
+        if not self.filter_overlong_prompts and self.truncation != "error":
+            return
+        workers = read_number(self.config, "filter_overlong_prompts_workers", 1)
+        lengths = measure(len(self), self._lengths, workers=workers, description="measuring prompts")
+        long = np.flatnonzero(lengths > self.max_prompt_length)
+        if not len(long):
+            return
+        first, longest = self.describe(int(long[0])), int(lengths.max())
+        ways = f"Set data.max_prompt_length={longest}, or data.truncation to left, right or middle"
+        if not self.filter_overlong_prompts:
+            raise DataError(
+                f"{len(long)} of {len(self)} prompts are longer than data.max_prompt_length={self.max_prompt_length}: "
+                f"this, the first, has {lengths[long[0]]} tokens and the longest has {longest}",
+                key=first,
+                fix=f"{ways}, or data.filter_overlong_prompts=true, which drops them.",
+            )
+        if len(long) == len(self):
+            raise DataError(
+                f"all {len(self)} prompts are longer than data.max_prompt_length={self.max_prompt_length}; "
+                f"the shortest has {lengths.min()} tokens",
+                key=", ".join(self._origin.files),
+                fix="Set data.max_prompt_length higher.",
+            )
+        kept = np.flatnonzero(lengths <= self.max_prompt_length)
+        message = f"{len(long)} of {len(self)} prompts are longer than {self.max_prompt_length} tokens and were dropped"
+        notice(f"data.filter_overlong_prompts ({', '.join(self._origin.files)})", message)
+        self.dataframe, self._rows = self.dataframe.select(kept), self._rows[kept]
+        log.info("%d prompts from %s", len(self), ", ".join(self._origin.files))
+
+    def _lengths(self, chunk: range) -> list[int]:
+        columns = self.dataframe[chunk.start : chunk.stop]
+        rows = [{name: values[i] for name, values in columns.items()} for i in range(len(chunk))]
+        texts = [self._render(self.build_messages(row, item), item) for row, item in zip(rows, chunk)]
+        return [len(ids) for ids in self._template.encode_many(texts)]
+
+    def _render(self, messages: list[Message], item: int) -> str:
+        try:
+            return self._template.render(messages, add_generation_prompt=True)
+        except DataError as failure:
+            raise DataError(failure.message, key=self.describe(item)) from failure
+
+    def _reward_fields(self, row: dict[str, Any], item: int) -> dict[str, Any]:
+        extra = self._as_dict(row, "extra_info", item)
+        tools = prune(extra.get("tools_kwargs") or {})
+        needs_tools = bool(extra.get("need_tools_kwargs", self.need_tools_kwargs))
+        if needs_tools and not tools:
+            notice("data.need_tools_kwargs", f"{self.describe(item)} has no extra_info.tools_kwargs")
+        number = int(self._rows[item]) if len(self._rows) == len(self) else item
+        index = extra.get("index")
+        return {
+            "data_source": row.get("data_source"),
+            "reward_model": self._as_dict(row, "reward_model", item),
+            "extra_info": extra,
+            "index": number if index is None else index,
+            "tools_kwargs": tools,
+            "interaction_kwargs": prune(extra.get("interaction_kwargs") or {}),
+            "need_tools_kwargs": needs_tools,
+            "__row__": number,
+        }
+
+    def _as_dict(self, row: dict[str, Any], column: str, item: int) -> dict[str, Any]:
+        value = row.get(column)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            allowed = "an object such as {'style': 'rule', 'ground_truth': '42'}" if column == "reward_model" else None
+            fault = f"column {column!r} is not an object"
+            raise DataError(fault, key=self.describe(item), got=value, allowed=allowed or "an object")
+        return value

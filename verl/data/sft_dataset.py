@@ -1,0 +1,223 @@
+"""Conversations for supervised fine-tuning: token ids with a loss mask that is 1 on what the assistant says.
+
+Beside the column of messages, the older form with a question and an answer column (or fields nested in columns) works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from verl.data.chat_template import ChatTemplate
+from verl.data.collate import sft_collate
+from verl.data.files import choose_rows, read_files, require_column
+from verl.data.messages import Message, as_messages, as_tools
+from verl.data.overlong import check_truncation, measure, truncate
+from verl.data.settings import read, read_mapping, read_number
+from verl.data.turns import TurnFinder
+from verl.errors import ConfigError, DataError, suggest
+from verl.metrics import notice
+
+PAD_MODES = ("no_padding", "right")
+PAIRS = (("prompt", "response"), ("question", "answer"))
+"""Two-column forms that are recognised without a setting."""
+
+
+class MultiTurnSFTDataset(Dataset):
+    """Rows ``input_ids``, ``attention_mask``, ``position_ids``, ``loss_mask``: int64 tensors of shape (L,).
+
+    The loss mask is 1 on the assistants' tokens and the token that ends their turn, 0 on everything the template writes
+    around them; see `verl.data.turns`. ``data.pad_mode=right`` pads every row to ``max_length``; with ``no_padding``
+    the rows keep their length and `collate` pads a batch to its longest row.
+
+    Args:
+        parquet_files: parquet, json or jsonl, one path or several.
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        config: the ``data`` section: a configuration node, a mapping or a namespace.
+        processor: of a vision model; not used for text.
+        max_samples: keep so many rows (drawn by ``seed`` if ``shuffle``); -1 keeps all.
+
+    Raises:
+        DataError: what is wrong with the files, with file, row and column; a row longer than ``max_length`` with
+            ``truncation=error``. A row's turns are found when it is asked for, and refused there.
+        ModelError: the tokenizer has no chat template.
+    """
+
+    def __init__(
+        self,
+        parquet_files: str | Path | Iterable[str | Path],
+        tokenizer: Any,
+        config: Any,
+        processor: Any = None,
+        max_samples: int = -1,
+    ):
+        self.tokenizer, self.processor, self.config = tokenizer, processor, config
+        self.max_length = read_number(config, "max_length", 1024)
+        self.truncation = check_truncation(str(read(config, "truncation", "error")), ("error", "left", "right"))
+        self.pad_mode = str(read(config, "pad_mode", "no_padding"))
+        if self.pad_mode not in PAD_MODES:
+            raise ConfigError("unknown way to pad", key="data.pad_mode", got=self.pad_mode, allowed=PAD_MODES)
+        self.messages_key = str(read(config, "messages_key", "messages"))
+        self.tools_key = str(read(config, "tools_key", "tools"))
+        self.enable_thinking_key = str(read(config, "enable_thinking_key", "enable_thinking"))
+        self.enable_thinking_default = read(config, "enable_thinking_default")
+        self._template = ChatTemplate(tokenizer, read_mapping(config, "apply_chat_template_kwargs"))
+        keep = bool(read(config, "ignore_input_ids_mismatch", False))
+        self._turns = TurnFinder(self._template, keep_produced=keep)
+        self._load(parquet_files, max_samples)
+        if self.truncation == "error":
+            self._refuse_overlong()
+        self[0]  # a template whose turns cannot be told is found now and not in the first step
+
+    def __len__(self) -> int:
+        return len(self.dataframe)
+
+    def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
+        item = int(item)
+        row = self.dataframe[item]
+        try:
+            ids, mask = self._turns.encode(self.build_messages(row, item), **self._arguments(row, item))
+        except DataError as failure:
+            raise self._at(failure, item) from failure
+        if len(ids) > self.max_length and self.truncation == "error":
+            raise self._too_long(item, len(ids))  # turn by turn, a row may have more tokens than as a whole
+        how = self.truncation
+        ids, mask = truncate(ids, self.max_length, how), truncate(mask, self.max_length, how)
+        if not any(mask):
+            notice("data.max_length", f"{self.describe(item)} has no assistant token left after truncation")
+        return self._tensors(ids, mask)
+
+    def collate(self, rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """A batch (B, L) of rows, padded on the right to the longest; the `collate_fn` of a loader of this dataset."""
+        return sft_collate(rows, self._pad_token_id())
+
+    def build_messages(self, row: dict[str, Any], item: int) -> list[Message]:
+        """The conversation of a row, as plain message dicts; override it to make conversations from other columns."""
+        if self._pair is None:
+            return as_messages(row[self.messages_key], lambda: f"{self.describe(item)}, column {self.messages_key!r}")
+        question, answer = (
+            _nested(row[column], path, f"{self.describe(item)}, column {column!r}")
+            for column, path in zip(self._pair, self._fields)
+        )
+        if not question or not isinstance(answer, str):
+            fault = "the prompt is empty" if not question else f"the response is not text: {answer!r}"
+            raise DataError(fault, key=self.describe(item))
+        asked = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+        return as_messages([*asked, {"role": "assistant", "content": answer}], lambda: self.describe(item))
+
+    def describe(self, item: int) -> str:
+        """The file and the row there of item ``item``, for messages."""
+        return self._origin.describe(int(self._rows[item])) if len(self._rows) == len(self) else f"item {item}"
+
+    def _load(self, files: Any, max_samples: int) -> None:
+        from datasets import Dataset as Table
+
+        table, self._origin = read_files(
+            files, cache_dir=read(self.config, "cache_dir"), use_shm=bool(read(self.config, "use_shm", False))
+        )
+        self._pair = self._choose_pair(table.column_names)
+        self._fields = [list(read(self.config, f"{side}_dict_keys", ())) for side in ("prompt", "response")]
+        shuffle, seed = bool(read(self.config, "shuffle", False)), read(self.config, "seed")
+        self._rows = choose_rows(len(table), max_samples, shuffle=shuffle, seed=seed)
+        whole = Table(table)
+        self.dataframe = whole if len(self._rows) == len(whole) else whole.select(self._rows)
+
+    def _choose_pair(self, columns: list[str]) -> tuple[str, str] | None:
+        """The question and the answer column, or None for a column of messages."""
+        pair = tuple(str(read(self.config, f"{side}_key", "")) for side in ("prompt", "response"))
+        if all(pair):
+            for column, side in zip(pair, ("prompt", "response")):
+                require_column(column, columns, file=self._origin.files[0], key=f"data.{side}_key")
+            return pair[0], pair[1]
+        if self.messages_key in columns:
+            return None
+        for known in PAIRS:
+            if set(known) <= set(columns):
+                message = (
+                    f"there is none named {self.messages_key!r}: {known[0]!r} is asked and {known[1]!r} is learned"
+                )
+                notice("data.messages_key", message)
+                return known
+        near = suggest(self.messages_key, columns)
+        raise DataError(
+            f"no column {self.messages_key!r}; the file has: {', '.join(columns)}",
+            key=self._origin.files[0],
+            allowed="a column of messages, or prompt and response, or question and answer",
+            fix=f"{near} Set data.messages_key to the column that holds the messages.".strip(),
+        )
+
+    def _arguments(self, row: dict[str, Any], item: int) -> dict[str, Any]:
+        """The template arguments of a row: its tools, and whether it thinks, where either is given."""
+        found: dict[str, Any] = {}
+        tools = as_tools(row.get(self.tools_key), lambda: f"{self.describe(item)}, column {self.tools_key!r}")
+        if tools:
+            found["tools"] = tools
+        thinking = row.get(self.enable_thinking_key)
+        thinking = self.enable_thinking_default if thinking is None else thinking
+        if thinking is not None:
+            found["enable_thinking"] = bool(thinking)
+        return found
+
+    def _refuse_overlong(self) -> None:
+        lengths = measure(len(self), self._lengths, description="measuring conversations")
+        long = np.flatnonzero(lengths > self.max_length)
+        if len(long):
+            raise self._too_long(int(long[0]), int(lengths[long[0]]), len(long), int(lengths.max()))
+
+    def _lengths(self, chunk: range) -> list[int]:
+        """Tokens of each row. A token stands for at least one byte, so a row of few bytes need not be tokenised."""
+        texts = []
+        for item in chunk:
+            row = self.dataframe[item]
+            try:
+                texts.append(self._template.render(self.build_messages(row, item), **self._arguments(row, item)))
+            except DataError as failure:
+                raise self._at(failure, item) from failure
+        sizes = [len(text.encode()) for text in texts]
+        long = [n for n, size in enumerate(sizes) if size > self.max_length]
+        for n, ids in zip(long, self._template.encode_many([texts[n] for n in long])):
+            sizes[n] = len(ids)
+        return sizes
+
+    def _too_long(self, item: int, length: int, count: int = 1, longest: int = 0) -> DataError:
+        more = f"; {count} of {len(self)} rows are too long, the longest has {longest}" if count > 1 else ""
+        return DataError(
+            f"the conversation has {length} tokens, more than data.max_length={self.max_length}{more}",
+            key=self.describe(item),
+            fix=f"Set data.max_length={max(length, longest)}, or data.truncation to left or right.",
+        )
+
+    def _tensors(self, ids: list[int], mask: list[int]) -> dict[str, torch.Tensor]:
+        row = {
+            "input_ids": torch.tensor(ids, dtype=torch.int64),
+            "attention_mask": torch.ones(len(ids), dtype=torch.int64),
+            "position_ids": torch.arange(len(ids)),
+            "loss_mask": torch.tensor(mask, dtype=torch.int64),
+        }
+        if self.pad_mode == "no_padding" or len(ids) == self.max_length:
+            return row
+        room = (0, self.max_length - len(ids))
+        fill = {"input_ids": self._pad_token_id()}
+        return {name: torch.nn.functional.pad(value, room, value=fill.get(name, 0)) for name, value in row.items()}
+
+    def _pad_token_id(self) -> int:
+        pad = self.tokenizer.pad_token_id
+        return int(self.tokenizer.eos_token_id or 0) if pad is None else int(pad)
+
+    def _at(self, failure: DataError, item: int) -> DataError:
+        """The same error with its row, unless it has a place already."""
+        key = failure.key or self.describe(item)
+        return DataError(failure.message, key=key, got=failure.got, allowed=failure.allowed, fix=failure.fix)
+
+
+def _nested(value: Any, path: list[str], where: str) -> Any:
+    for name in path:
+        if not isinstance(value, Mapping) or name not in value:
+            raise DataError(f"no field {name!r}", key=where, got=value, fix="See data.*_dict_keys.")
+        value = value[name]
+    return value
