@@ -1,0 +1,26 @@
+"""Step folders that are complete or absent: written beside, checked by a manifest, published by one rename.
+
+Layout of ``<root>/global_step_N/``: per role a folder with ``huggingface/`` (configuration, weights, tokenizer: loads
+with ``from_pretrained``), ``optimizer.safetensors``, ``extra.safetensors`` and ``extra.json`` (generators, schedule);
+``trainer.json`` (the controller's state) and ``manifest.json`` (sizes and checksums, written last).
+``<root>/latest_checkpointed_iteration.txt`` names the newest step for other programs; resuming does not need it.
+"""
+
+from verl.checkpoint.find import Checkpoint, find_checkpoint, list_checkpoints
+from verl.checkpoint.lock import RunLock
+from verl.checkpoint.part import read_part, write_part
+from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.state import EngineState
+from verl.checkpoint.writer import CheckpointWriter
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointReader",
+    "CheckpointWriter",
+    "EngineState",
+    "RunLock",
+    "find_checkpoint",
+    "list_checkpoints",
+    "read_part",
+    "write_part",
+]

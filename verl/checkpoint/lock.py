@@ -1,0 +1,78 @@
+"""One run per folder: a lock that the operating system drops when its holder dies, however it dies."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from types import TracebackType
+
+from verl.errors import CheckpointError
+from verl.metrics import notice
+
+_held: set[Path] = set()  # a POSIX lock does not exclude its own process
+
+
+class RunLock:
+    """An exclusive lock on a run folder, held from construction to `release`.
+
+    The file says who holds it. It may stay behind after a crash: the lock is what the kernel knows, not the file.
+
+    Raises:
+        CheckpointError: another live run holds it.
+
+    Example:
+        >>> with RunLock("checkpoints/project/experiment"): ...
+    """
+
+    def __init__(self, root: str | Path):
+        self.path = Path(root).resolve() / ".lock"
+        self._descriptor: int | None = None
+        if self.path in _held:
+            raise self._refusal()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise self._refusal() from error
+            notice(f"lock {self.path}", f"this file system has no locks ({error}): nothing keeps two runs apart here")
+            return
+        self._descriptor = descriptor
+        _held.add(self.path)
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+
+    def release(self) -> None:
+        """Let go; a second call does nothing."""
+        if self._descriptor is not None:
+            _held.discard(self.path)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _refusal(self) -> CheckpointError:
+        try:
+            holder = self.path.read_text(encoding="utf-8")
+        except OSError:
+            holder = ""
+        return CheckpointError(
+            "another run writes its checkpoints into this folder",
+            key="trainer.default_local_dir",
+            got=str(self.path.parent),
+            fix=f"Wait for it, stop it, or choose another folder. Holder: {holder or 'unknown'}.",
+        )

@@ -1,0 +1,94 @@
+"""The list of a checkpoint's files with sizes and checksums; a folder without it is not a checkpoint.
+
+``sequence`` counts the saves of a run folder: the newest checkpoint is the one saved last, also when a run was resumed
+from an older step and saves smaller step numbers again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from verl._version import __version__
+from verl.checkpoint.files import FileRecord, replace_text, sync_file
+from verl.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = "verl-checkpoint-1"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a complete checkpoint consists of.
+
+    Args:
+        step: global step.
+        sequence: number of this save in its run folder.
+        parts: roles that were saved.
+        files: path relative to the step folder -> its record.
+        pruned: roles whose files retention deleted since; such a checkpoint cannot be resumed from.
+    """
+
+    step: int
+    sequence: int
+    parts: tuple[str, ...]
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    pruned: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, folder: Path, step: int, sequence: int, parts: Iterable[str], known: Mapping[str, FileRecord]
+    ) -> Manifest:
+        """List and sync every file below ``folder``; those in ``known`` were synced and summed when written."""
+        files: dict[str, FileRecord] = {}
+        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+            name = path.relative_to(folder).as_posix()
+            if name not in known:
+                sync_file(path)
+            files[name] = known.get(name) or FileRecord.of(path)
+        return cls(step, sequence, tuple(parts), files)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of a step folder.
+
+        Raises:
+            CheckpointError: it is absent, damaged, or of another format.
+        """
+        try:
+            found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            if found["format"] != FORMAT:
+                raise CheckpointError("a checkpoint of another format", got=found["format"], allowed=FORMAT)
+            files = {name: FileRecord(**record) for name, record in found["files"].items()}
+            return cls(found["step"], found["sequence"], tuple(found["parts"]), files, tuple(found["pruned"]))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"it has no {MANIFEST}: it was never finished", got=str(folder)) from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"its {MANIFEST} is damaged", got=str(folder)) from error
+
+    def write(self, folder: Path) -> None:
+        """Write it in one step."""
+        content = {"format": FORMAT, "verl": __version__, **asdict(self)}
+        replace_text(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+
+    def without(self, part: str) -> Manifest:
+        """The same manifest after a role was pruned."""
+        files = {name: record for name, record in self.files.items() if not name.startswith(f"{part}/")}
+        return replace(self, files=files, pruned=(*self.pruned, part))
+
+    def problem(self, folder: Path, checksums: bool = True) -> str:
+        """The first thing that is wrong with the files, in words; empty if all are as they were written."""
+        if self.pruned:
+            return f"retention has deleted its {', '.join(self.pruned)}"
+        for name, record in self.files.items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            size = path.stat().st_size
+            if size != record.size:
+                return f"{name} has {size} bytes instead of {record.size}"
+            if checksums and FileRecord.of(path) != record:
+                return f"the checksum of {name} is wrong"
+        return ""

@@ -1,0 +1,116 @@
+"""One role's folder inside a checkpoint: what a worker writes and reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from verl.checkpoint.files import FileRecord, to_json, write_synced
+from verl.checkpoint.state import SECTIONS, EngineState, prefixed
+from verl.checkpoint.tensors import read_tensors, write_tensors
+from verl.errors import CheckpointError, ConfigError, suggest
+
+HFWriter = Callable[[Path, "Iterable[tuple[str, Tensor]] | None"], None]
+"""Writes a Hugging Face folder with these weights (None: everything but the weights)."""
+
+CONTENTS = (*SECTIONS, "hf_model")
+DEFAULT_CONTENTS = SECTIONS
+SCALARS = "extra.json"
+
+
+def write_part(
+    folder: Path,
+    state: EngineState,
+    contents: Sequence[str] = DEFAULT_CONTENTS,
+    hf: HFWriter | None = None,
+    point: Callable[[str], None] = lambda name: None,
+) -> dict[str, FileRecord]:
+    """Write a role's state.
+
+    Weights go into ``huggingface/``, once, in their own dtype: the same files serve a resume and ``from_pretrained``.
+    ``hf_model`` therefore adds nothing to ``model``. Without ``hf`` they go into ``model.safetensors``.
+
+    Args:
+        contents: of model, optimizer, extra, hf_model (``actor.checkpoint.save_contents``).
+        point: told where the work stands.
+
+    Returns:
+        Records of the files that are already on the disk, by name relative to ``folder``.
+    """
+    check_contents(contents)
+    folder.mkdir(parents=True, exist_ok=True)
+    with_weights = "model" in contents or "hf_model" in contents
+    wanted = [s for s in SECTIONS if s in contents or (s == "model" and with_weights)]
+    records: dict[str, FileRecord] = {}
+    if hf is not None:
+        hf(folder / "huggingface", state.section("model").items() if with_weights else None)
+        point("huggingface")
+    for section in wanted:
+        tensors = state.section(section)
+        if tensors and not (section == "model" and hf is not None):
+            name = f"{section}.safetensors"
+            records[name] = write_tensors(folder / name, tensors, lambda size, name=name: point(f"{name}:{size}"))
+            point(name)
+    scalars = {section: state.scalars[section] for section in wanted if section in state.scalars}
+    write_synced(folder / SCALARS, to_json(scalars, f"{folder.name}/{SCALARS}"))
+    return records
+
+
+def read_part(folder: Path, contents: Sequence[str] = DEFAULT_CONTENTS) -> EngineState:
+    """Read a role's state, only the sections in ``contents``.
+
+    Raises:
+        CheckpointError: a section was not saved, or a file is damaged.
+    """
+    check_contents(contents)
+    if not folder.is_dir():
+        raise CheckpointError("the checkpoint holds no such role", got=folder.name, allowed=_roles(folder.parent))
+    try:
+        scalars = json.loads((folder / SCALARS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"this file cannot be read: {error}", got=str(folder / SCALARS)) from error
+    wanted = [s for s in SECTIONS if s in contents or (s == "model" and "hf_model" in contents)]
+    tensors: dict[str, Tensor] = {}
+    for section in wanted:
+        if section not in scalars:
+            raise CheckpointError(
+                f"the checkpoint holds no {section!r} of {folder.name!r}",
+                key="checkpoint.load_contents",
+                got=list(contents),
+                allowed=sorted(scalars),
+                fix="Leave it out of load_contents, or save it next time.",
+            )
+        tensors |= prefixed(section, _section(folder, section))
+    return EngineState(tensors, {section: scalars[section] for section in wanted})
+
+
+def check_contents(contents: Sequence[str]) -> None:
+    """Raise `ConfigError` at a name that is not one of `CONTENTS`."""
+    for name in contents:
+        if name not in CONTENTS:
+            raise ConfigError(
+                "unknown content of a checkpoint",
+                key="checkpoint.save_contents",
+                got=name,
+                allowed=CONTENTS,
+                fix=suggest(name, CONTENTS),
+            )
+
+
+def _section(folder: Path, section: str) -> Mapping[str, Tensor]:
+    own = folder / f"{section}.safetensors"
+    if own.is_file():
+        return read_tensors(own)
+    if section != "model":
+        return {}
+    files = sorted((folder / "huggingface").glob("model*.safetensors"))
+    if not files:
+        raise CheckpointError("the checkpoint holds no weights", got=str(folder))
+    return {name: tensor for file in files for name, tensor in read_tensors(file).items()}
+
+
+def _roles(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []

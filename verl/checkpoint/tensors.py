@@ -1,0 +1,101 @@
+"""Tensors to disk in the safetensors format, straight from their memory.
+
+The format is a length, a JSON header and the raw bytes. Writing it here instead of through the library saves a copy of
+every tensor and a second pass for the checksum. Reading goes through the library.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from verl.checkpoint.files import FileRecord
+from verl.errors import CheckpointError
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], progress: Callable[[int], None] | None = None
+) -> FileRecord:
+    """Write tensors from any device, one at a time, and wait until the disk has them.
+
+    Args:
+        progress: called with the number of bytes written so far after each tensor.
+
+    Raises:
+        OSError: the disk is full, read-only, ...
+        CheckpointError: a dtype that the format does not know.
+    """
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps every tensor aligned
+    header = _header(order, tensors)
+    crc = zlib.crc32(header)
+    size = len(header)
+    with open(path, "wb") as file:
+        file.write(header)
+        for name in order:
+            data = _bytes(tensors[name])
+            file.write(data)
+            crc, size = zlib.crc32(data, crc), size + len(data)
+            if progress is not None:
+                progress(size)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(size, f"{crc:08x}")
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file, on the CPU.
+
+    Raises:
+        CheckpointError: the file is absent or damaged.
+    """
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"this file cannot be read: {error}", got=str(path)) from error
+
+
+def _header(order: list[str], tensors: Mapping[str, Tensor]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name in order:
+        tensor = tensors[name]
+        if tensor.dtype not in DTYPE_NAMES:
+            raise CheckpointError("safetensors has no such dtype", key=name, got=str(tensor.dtype))
+        end = start + tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())

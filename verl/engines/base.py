@@ -1,0 +1,126 @@
+"""The seam between the dataflow and a training backend.
+
+A backend owns its iteration (accumulation, or a pipeline schedule) and how weights are laid out; what is common to all
+lies beside this file: alignment of rows (`rows`), micro-batches (`micro_batch`), outputs of a forward pass (`forward`),
+clipping and the skip of a non-finite step (`step`), optimizers (`optimizer`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from verl.algorithms.losses import LossFn
+from verl.checkpoint.state import EngineState
+from verl.metrics import MetricSet
+from verl.protocol import DataProto
+
+__all__ = ["Engine", "EngineState", "HFWriter"]
+
+HFWriter = Callable[[Path, Iterable[tuple[str, Tensor]]], None]
+"""Writes a Hugging Face folder from weights that the caller holds (a checkpoint writes its own copy of them)."""
+
+
+class Engine(ABC):
+    """One model that can infer and, with an optimizer, train.
+
+    Batches hold ``input_ids`` and ``attention_mask`` (B, P+T), ``responses`` and ``response_mask`` (B, T). B rows, P
+    prompt and T response tokens. ``micro_batch_size`` limits the rows of one forward pass, ``max_tokens`` its tokens;
+    with neither the engine chooses. Neither changes a result.
+    """
+
+    device: str
+
+    @property
+    @abstractmethod
+    def num_parameters(self) -> int:
+        """Parameters of the whole model over all ranks; tied ones count once."""
+
+    @abstractmethod
+    def infer(
+        self,
+        batch: DataProto,
+        outputs: tuple[str, ...] = ("log_probs",),
+        temperature: float = 1.0,
+        micro_batch_size: int | None = None,
+        max_tokens: int | None = None,
+    ) -> dict[str, Tensor]:
+        """Forward passes in evaluation mode, without gradient.
+
+        Args:
+            outputs: of ``log_probs``, ``entropy``, ``sum_pi_squared`` (a language model), ``values`` (a value model).
+            temperature: logits are divided by it.
+
+        Returns:
+            Per output (B, T) float32 on the CPU, zero where ``response_mask`` is 0. The value at t is that of the state
+            before response token t.
+
+        Raises:
+            EngineError: the model has no such output.
+            DataError: the batch does not fit (a response token that nothing precedes, positions out of order).
+        """
+
+    @abstractmethod
+    def train_batch(
+        self,
+        batch: DataProto,
+        loss_fn: LossFn,
+        temperature: float = 1.0,
+        micro_batch_size: int | None = None,
+        max_tokens: int | None = None,
+    ) -> MetricSet:
+        """One optimizer step on one mini-batch: forward, backward, clip, step.
+
+        A step whose gradient norm is not finite is skipped on every rank alike, and so is one without a single valid
+        token.
+
+        Returns:
+            The loss's own metrics, ``loss``, ``grad_norm``, ``lr``, ``skipped_nonfinite_step``, ``skipped_empty_step``.
+
+        Raises:
+            EngineError: the engine has no optimizer.
+        """
+
+    @abstractmethod
+    def step_scheduler(self) -> None:
+        """Advance the learning rate; once per global step, after its last mini-batch."""
+
+    @abstractmethod
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights under Hugging Face names, detached; tied ones once, under their first name."""
+
+    @abstractmethod
+    def load_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+        """Take over weights under Hugging Face names, all or none (reference refresh, averages)."""
+
+    @abstractmethod
+    def hf_writer(self, tokenizer: Any = None) -> HFWriter:
+        """What writes this model's folder from weights that it is handed."""
+
+    @abstractmethod
+    def state(self) -> EngineState:
+        """All that a bitwise resume needs. The tensors share the engine's memory until they are saved or copied."""
+
+    @abstractmethod
+    def load_state(self, state: EngineState) -> None:
+        """Continue from a state; sections that it does not hold stay as they are.
+
+        Raises:
+            CheckpointError: the state belongs to another model or optimizer.
+        """
+
+    @abstractmethod
+    def offload(self, params: bool = True, optimizer: bool = True) -> None:
+        """Move parameters and optimizer state to host memory; nothing to do on a CPU. The next use brings them back."""
+
+    @abstractmethod
+    def onload(self, params: bool = True, optimizer: bool = True) -> None:
+        """Move parameters and optimizer state to the device."""
+
+    def save_hf(self, folder: str | Path, tokenizer: Any = None) -> None:
+        """Write a Hugging Face folder: configuration, weights in their own dtype, tokenizer."""
+        self.hf_writer(tokenizer)(Path(folder), self.export_weights())

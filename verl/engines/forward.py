@@ -1,0 +1,75 @@
+"""One forward pass over a micro-batch, and what is read from it per response token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from verl import device as devices
+from verl.algorithms.logprob import entropy_from_logits, logprobs_from_logits, sum_pi_squared_from_logits
+from verl.engines.rows import MicroBatch
+from verl.errors import ConfigError, EngineError
+from verl.models.head import output_head, select_positions
+
+OUTPUTS = {"causal_lm": ("log_probs", "entropy", "sum_pi_squared"), "value": ("values",)}
+
+
+class TokenForward:
+    """Runs a model on a micro-batch; the head sees only positions that predict a response token.
+
+    Logits become float32 before anything is computed from them. Gradients flow if they are enabled outside.
+
+    Args:
+        kind: ``causal_lm`` or ``value``.
+        dtype: compute dtype; below float32 the model runs under autocast.
+    """
+
+    def __init__(self, model: nn.Module, kind: str, device: str, dtype: torch.dtype):
+        self.model, self.kind, self.device, self.dtype = model, kind, device, dtype
+        self.head = output_head(model, kind)
+
+    def __call__(self, micro: MicroBatch, outputs: Sequence[str], temperature: float = 1.0) -> dict[str, Tensor]:
+        """Name -> (b, T) float32, zero where no response token is.
+
+        Raises:
+            EngineError: this kind of model has no such output.
+            ConfigError: the temperature is not positive.
+        """
+        self._check(outputs, temperature)
+        logits = self._logits(micro).float()
+        if self.kind == "value":
+            return {"values": micro.scatter(logits.squeeze(-1))}
+        if temperature != 1.0:
+            logits = logits / temperature
+        found = {}
+        if "log_probs" in outputs:
+            found["log_probs"] = micro.scatter(logprobs_from_logits(logits, micro.labels))
+        if "entropy" in outputs:
+            found["entropy"] = micro.scatter(entropy_from_logits(logits))
+        if "sum_pi_squared" in outputs:
+            found["sum_pi_squared"] = micro.scatter(sum_pi_squared_from_logits(logits))
+        return found
+
+    def _logits(self, micro: MicroBatch) -> Tensor:
+        """(N, V), or (N, 1) of a value model."""
+        with devices.autocast(self.device, self.dtype), select_positions(self.head, micro.positions):
+            result = self.model(
+                input_ids=micro.input_ids, attention_mask=None, position_ids=micro.position_ids, use_cache=False
+            )
+        return result.logits[0]
+
+    def _check(self, outputs: Sequence[str], temperature: float) -> None:
+        unknown = [name for name in outputs if name not in OUTPUTS[self.kind]]
+        if unknown:
+            raise EngineError(
+                f"a model of kind {self.kind!r} has no such output", got=unknown[0], allowed=OUTPUTS[self.kind]
+            )
+        if not temperature > 0:
+            raise ConfigError(
+                "log-probabilities need a positive temperature",
+                key="actor_rollout_ref.rollout.temperature",
+                got=temperature,
+                fix="For greedy sampling set do_sample=False and leave the temperature.",
+            )

@@ -1,0 +1,73 @@
+"""Which rows go through the model together where rows are padded to the longest of them.
+
+Rows of like length belong together, so they are sorted before they are cut; a budget counts the padding too, because
+the model computes it. (A layout without padding takes `verl.algorithms.micro_batches`, which balances mixed lengths.)
+The cut never changes a result: losses are normalised over the mini-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from verl.errors import ConfigError
+
+LOGITS_BYTES = 1 << 28
+"""Largest tensor of logits that an engine makes of its own accord."""
+CPU_TOKENS = 2048
+"""On a CPU more tokens at once gain nothing, and memory that was not touched before is slow."""
+GPU_TOKENS = 16384
+
+
+def plan_padded(
+    lengths: Sequence[int], micro_batch_size: int | None = None, max_tokens: int | None = None
+) -> list[list[int]]:
+    """Cut rows into micro-batches, longest first.
+
+    Args:
+        lengths: tokens per row.
+        micro_batch_size: at most that many rows each.
+        max_tokens: rows times the longest of them stays within this budget.
+
+    Returns:
+        Index lists that together hold every row once.
+
+    Raises:
+        ConfigError: a limit is not positive, or one row alone exceeds the budget.
+    """
+    _check_limits(lengths, micro_batch_size, max_tokens)
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    plan: list[list[int]] = []
+    for row in order:
+        rows = len(plan[-1]) if plan else 0
+        full = micro_batch_size is not None and rows >= micro_batch_size
+        if rows and max_tokens is not None:
+            full = full or (rows + 1) * lengths[plan[-1][0]] > max_tokens
+        if not rows or full:
+            plan.append([row])
+        else:
+            plan[-1].append(row)
+    return plan
+
+
+def automatic_tokens(config: Any, device: str, longest: int, kind: str = "causal_lm") -> int:
+    """A token budget for runs that set none: logits stay below `LOGITS_BYTES`, and one row always fits."""
+    tokens = CPU_TOKENS if device == "cpu" else GPU_TOKENS
+    if kind == "causal_lm":
+        tokens = min(tokens, LOGITS_BYTES // (4 * config.get_text_config().vocab_size))
+    return max(tokens, longest)
+
+
+def _check_limits(lengths: Sequence[int], micro_batch_size: int | None, max_tokens: int | None) -> None:
+    if micro_batch_size is not None and micro_batch_size < 1:
+        raise ConfigError(
+            "a micro-batch must hold at least one row", key="micro_batch_size_per_gpu", got=micro_batch_size
+        )
+    longest = max(lengths, default=0)
+    if max_tokens is not None and longest > max_tokens:
+        raise ConfigError(
+            f"the token budget of a micro-batch is smaller than the longest row ({longest} tokens)",
+            key="max_token_len_per_gpu",
+            got=max_tokens,
+            fix=f"Raise it to {longest} or more (prompt plus response length).",
+        )

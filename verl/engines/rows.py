@@ -1,0 +1,127 @@
+"""Rows as a causal model wants them: padding moved behind the tokens, so that attention needs no mask.
+
+A batch pads prompts on the left and responses on the right. Behind the last token of a row padding is harmless, because
+no token looks forward; so rows are shifted to the left, cut to what the loss can see, and the model runs without a
+mask on its fastest path. Shapes: B rows, T response tokens, L longest row; b rows of a micro-batch, l its longest, N
+its positions with ``response_mask`` 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl.errors import DataError, NotBuiltError
+from verl.protocol import DataProto
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass reads, and where its results belong.
+
+    Args:
+        index: (b,) rows of the batch.
+        input_ids, position_ids: (b, l), padding behind the tokens.
+        positions: (N,) positions in the flattened (b * l) whose hidden state predicts a response token.
+        labels: (N,) the predicted tokens.
+        places: (N,) their places in the flattened (b * T).
+        num_responses: T.
+    """
+
+    index: Tensor
+    input_ids: Tensor
+    position_ids: Tensor
+    positions: Tensor
+    labels: Tensor
+    places: Tensor
+    num_responses: int
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """(N,) -> (b, T), zero elsewhere; gradients flow."""
+        flat = values.new_zeros(len(self.index) * self.num_responses).index_copy(0, self.places, values)
+        return flat.view(len(self.index), self.num_responses)
+
+
+@dataclass(frozen=True)
+class AlignedRows:
+    """A batch with every row shifted to the left.
+
+    Args:
+        tokens: (B, L) int64, zeros behind each row.
+        before: (B, T) int64, the position in ``tokens`` of the token in front of response token t.
+        responses: (B, T) int64.
+        mask: (B, T) bool.
+        lengths: per row how many tokens the model must read for the last masked response token, at least 1.
+    """
+
+    tokens: Tensor
+    before: Tensor
+    responses: Tensor
+    mask: Tensor
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, batch: DataProto) -> AlignedRows:
+        """From the standard fields of a batch."""
+        _refuse_vision(batch)
+        tensors = batch.batch
+        input_ids, attended = tensors["input_ids"].cpu(), tensors["attention_mask"].cpu().bool()
+        responses, mask = tensors["responses"].cpu(), tensors["response_mask"].cpu().bool()
+        places = attended.long().cumsum(-1) - 1
+        if "position_ids" in tensors.keys():  # noqa: SIM118 - a TensorDict answers `in` only through its keys
+            _check_positions(tensors["position_ids"].cpu(), places, attended)
+        rows, columns = attended.nonzero(as_tuple=True)
+        tokens = input_ids.new_zeros(len(input_ids), max(1, int(attended.sum(-1).max())))
+        tokens[rows, places[rows, columns]] = input_ids[rows, columns]
+        num_prompt = input_ids.shape[1] - responses.shape[1]
+        before = places[:, num_prompt:] - 1
+        _check_predictable(mask, attended[:, num_prompt:], before)
+        needed = torch.where(mask, before + 1, 1).amax(-1).clamp(min=1)
+        return cls(tokens, before, responses, mask, needed.tolist())
+
+    def micro_batch(self, rows: Sequence[int], device: str) -> MicroBatch:
+        """The given rows, trimmed to the longest of them, on the device."""
+        index = torch.tensor(rows, dtype=torch.long)
+        length = max(self.lengths[row] for row in rows)
+        row, t = self.mask[index].nonzero(as_tuple=True)
+        before = self.before[index]
+        position_ids = torch.arange(length).expand(len(rows), length)
+        num_responses = self.mask.shape[1]
+        return MicroBatch(
+            index=index,
+            input_ids=self.tokens[index, :length].to(device),
+            position_ids=position_ids.to(device),
+            positions=(row * length + before[row, t]).to(device),
+            labels=self.responses[index][row, t].to(device),
+            places=(row * num_responses + t).to(device),
+            num_responses=num_responses,
+        )
+
+
+def _refuse_vision(batch: DataProto) -> None:
+    if "multi_modal_inputs" in batch.non_tensor_batch:
+        raise NotBuiltError("training on image or video inputs is not built yet")
+
+
+def _check_positions(position_ids: Tensor, places: Tensor, attended: Tensor) -> None:
+    if position_ids.dim() != 2:
+        raise NotBuiltError("positions with several axes are not built yet", got=tuple(position_ids.shape))
+    wrong = ((position_ids != places) & attended).any(-1).nonzero().flatten().tolist()
+    if wrong:
+        raise DataError("position_ids must count the attended tokens from 0", key=f"row {wrong[0]}")
+
+
+def _check_predictable(mask: Tensor, attended: Tensor, before: Tensor) -> None:
+    hidden = (mask & ~attended).any(-1).nonzero().flatten().tolist()
+    if hidden:
+        raise DataError("response_mask is 1 on a token whose attention_mask is 0", key=f"row {hidden[0]}")
+    first = (mask & (before < 0)).any(-1).nonzero().flatten().tolist()
+    if first:
+        raise DataError(
+            "the first token of the sequence is to be trained on, and nothing precedes it",
+            key=f"row {first[0]}",
+            fix="Give the row a prompt, or set response_mask to 0 there.",
+        )

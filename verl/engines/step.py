@@ -1,0 +1,70 @@
+"""The end of an optimizer step: clip by the global norm, and skip a step that is not finite.
+
+Every rank sees the same norm and so takes the same decision; a skipped step changes neither weights nor
+optimizer state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from verl.metrics import MetricSet, notice
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What became of one optimizer step.
+
+    Args:
+        grad_norm: L2 norm of the whole gradient before clipping.
+        lr: learning rate of the first parameter group.
+        skipped_nonfinite / skipped_empty: why it was not taken, if it was not.
+    """
+
+    grad_norm: float
+    lr: float
+    skipped_nonfinite: bool = False
+    skipped_empty: bool = False
+
+    def metrics(self, loss: float) -> MetricSet:
+        """``loss`` is this rank's sum over micro-batches, scaled so that the mean over ranks is the global loss."""
+        found = MetricSet()
+        found.add("loss", loss)
+        found.add("grad_norm", self.grad_norm)
+        found.add("lr", self.lr, "last")
+        found.add("skipped_nonfinite_step", float(self.skipped_nonfinite), "sum")
+        found.add("skipped_empty_step", float(self.skipped_empty), "sum")
+        return found
+
+
+def clip_and_step(
+    optimizer: Optimizer,
+    parameters: Iterable[nn.Parameter],
+    max_norm: float | None,
+    total_norm: Callable[[list[Tensor]], Tensor] = torch.nn.utils.get_total_norm,
+) -> StepReport:
+    """Clip the gradients to ``max_norm``, then step, unless their norm is not finite.
+
+    Args:
+        parameters: those with gradients; a parameter without one is left alone.
+        max_norm: None or a value that is not positive does not clip.
+        total_norm: the L2 norm over ALL shards of these gradients; a sharded backend reduces over its ranks.
+    """
+    with_grad = [p for p in parameters if p.grad is not None]
+    norm = total_norm([p.grad for p in with_grad if p.grad is not None])
+    value, lr = float(norm), float(optimizer.param_groups[0]["lr"])
+    if not math.isfinite(value):
+        optimizer.zero_grad(set_to_none=True)
+        notice("skipped_nonfinite_step", f"the gradient norm is {value}: this optimizer step is skipped")
+        return StepReport(value, lr, skipped_nonfinite=True)
+    if max_norm is not None and max_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return StepReport(value, lr)

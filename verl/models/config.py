@@ -1,0 +1,109 @@
+"""Model configurations: read, overridden from ours, and checked: transformers accepts any attribute silently."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from transformers import AutoConfig
+from transformers import logging as transformers_logging
+
+from verl.errors import ConfigError, ModelError, suggest
+from verl.models import folder
+
+_NOT_CONFIG = ("attn_implementation", "model_config")  # taken by our own loader, not attributes of the configuration
+
+
+def load_model_config(
+    path: str,
+    *,
+    override_config: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    external_lib: str | None = None,
+    hf_config_path: str | None = None,
+) -> Any:
+    """The ``PretrainedConfig`` of a model.
+
+    Args:
+        path: folder or hub id.
+        override_config: attributes to replace; those under ``model_config`` count too (an older spelling).
+        external_lib: module (or comma-separated modules) imported first, which may register model classes.
+        hf_config_path: read the configuration from here instead.
+
+    Raises:
+        ModelError: not a model, or a kind of model that this transformers does not know.
+        ConfigError: ``override_config`` names an attribute that this configuration does not have.
+    """
+    import_external(external_lib)
+    where = folder.resolve(hf_config_path or path)
+    folder.check(where, weights=False)
+    with quiet_transformers(), readable_errors(where):
+        config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
+    apply_overrides(config, override_config or {}, strict=not trust_remote_code)
+    return config
+
+
+def apply_overrides(config: Any, override: Mapping[str, Any], strict: bool = True) -> None:
+    """Set attributes on a configuration; an unknown one is an error unless ``strict`` is off (remote code)."""
+    known = config.to_dict()
+    flat = {k: v for k, v in override.items() if k not in _NOT_CONFIG} | dict(override.get("model_config") or {})
+    for key, value in flat.items():
+        if strict and key not in known:
+            raise ConfigError(
+                f"the configuration of a {config.model_type} model has no such attribute",
+                key=f"model.override_config.{key}",
+                fix=suggest(key, known),
+            )
+        current = known.get(key)
+        if isinstance(value, Mapping) and isinstance(current, Mapping):
+            value = {**current, **value}
+        setattr(config, key, value)
+
+
+def import_external(external_lib: str | None) -> None:
+    """Import what ``model.external_lib`` names."""
+    for name in (external_lib or "").split(","):
+        if not name.strip():
+            continue
+        try:
+            importlib.import_module(name.strip())
+        except ModuleNotFoundError as error:
+            if error.name and not name.strip().startswith(error.name):
+                raise  # the person's module exists and lacks something: that traceback is the message
+            raise ConfigError(
+                "no such module", key="model.external_lib", got=name, fix="Is its folder on PYTHONPATH?"
+            ) from error
+
+
+@contextlib.contextmanager
+def readable_errors(where: str) -> Iterator[None]:
+    """What transformers and safetensors raise about a model, as one `ModelError`."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except ImportError as error:
+        raise ModelError(f"this model needs a package that is missing: {error}", got=where) from error
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, ModelError | ConfigError):
+            raise
+        first = str(error).strip().split("\n")[0]
+        fix = "If you trust its code: model.trust_remote_code=True." if "trust_remote_code" in str(error) else ""
+        raise ModelError(f"this model cannot be loaded: {first}", got=where, fix=fix) from error
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and no load report: what matters in them is checked and said by our own loader."""
+    level = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,126 @@
+"""A model folder in Hugging Face format, written from an iterator of weights.
+
+The weights come as (name, tensor) pairs, so that a sharded engine can gather one tensor at a time; what is written
+loads with ``from_pretrained`` and needs no merge step.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from verl.errors import ModelError
+from verl.models import folder as model_folder
+from verl.models.config import quiet_transformers
+
+MAX_SHARD_BYTES = 5 << 30
+_CODE = "*.py"  # modelling code of a remote-code model
+
+
+def save(
+    target: str | Path,
+    *,
+    config: Any,
+    weights: Iterable[tuple[str, torch.Tensor]] | None,
+    tokenizer: Any = None,
+    generation_config: Any = None,
+    architecture: str | None = None,
+    source: str | Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Path:
+    """Write config, weights (safetensors), tokenizer and generation config.
+
+    Args:
+        config: the model's ``PretrainedConfig``; it is not changed.
+        weights: (Hugging Face name, tensor on any device) pairs; None writes everything but the weights.
+        architecture: class name for ``config.json``, so that ``AutoModelFor...`` finds it.
+        source: folder the model came from; its modelling code is copied where there is any.
+        max_shard_bytes: a file grows no larger, except for a single tensor.
+
+    Returns:
+        The folder.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    target = Path(target)
+    target.mkdir(parents=True, exist_ok=True)
+    dtype = _write_weights(target, weights, max_shard_bytes) if weights is not None else None
+    written = copy.deepcopy(config)
+    if architecture is not None:
+        written.architectures = [architecture]
+    if dtype is not None:
+        written.dtype = dtype
+    with quiet_transformers():
+        written.save_pretrained(target)
+        if generation_config is not None:
+            generation_config.save_pretrained(target)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(target)
+    if source is not None and Path(source).is_dir():
+        for code in Path(source).glob(_CODE):
+            shutil.copy2(code, target / code.name)
+    return target
+
+
+def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
+    """All weights of a folder that holds safetensors, on the CPU.
+
+    Raises:
+        ModelError: the folder holds no safetensors files.
+    """
+    from safetensors.torch import load_file
+
+    found = Path(model_folder.resolve(path))
+    files = sorted(found.glob("model*.safetensors"))
+    if not files:
+        raise ModelError("this folder holds no safetensors files", got=str(path))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def _write_weights(
+    target: Path, weights: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int
+) -> torch.dtype | None:
+    """Write shards as they fill up; the names carry the number of shards, so they are given at the end."""
+    shard: dict[str, torch.Tensor] = {}
+    names: list[list[str]] = []
+    size = total = 0
+    dtype: torch.dtype | None = None
+    for name, tensor in weights:
+        if shard and size + tensor.nbytes > max_shard_bytes:
+            names.append(_write_shard(target, len(names), shard))
+            shard, size = {}, 0
+        shard[name] = tensor.detach().to("cpu").contiguous()
+        size += tensor.nbytes
+        total += tensor.nbytes
+        dtype = dtype or (tensor.dtype if tensor.is_floating_point() else None)
+    names.append(_write_shard(target, len(names), shard))
+    _name_shards(target, names, total)
+    return dtype
+
+
+def _write_shard(target: Path, number: int, shard: dict[str, torch.Tensor]) -> list[str]:
+    save_file(shard, target / f"shard-{number}.safetensors", metadata={"format": "pt"})
+    return list(shard)
+
+
+def _name_shards(target: Path, names: list[list[str]], total: int) -> None:
+    for stale in [*target.glob("model*.safetensors"), *target.glob("model*.safetensors.index.json")]:
+        stale.unlink()  # of an earlier save with another number of shards: loaders would prefer it
+    if len(names) == 1:
+        (target / "shard-0.safetensors").rename(target / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for number, members in enumerate(names):
+        file = f"model-{number + 1:05d}-of-{len(names):05d}.safetensors"
+        (target / f"shard-{number}.safetensors").rename(target / file)
+        weight_map.update(dict.fromkeys(members, file))
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

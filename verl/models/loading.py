@@ -1,0 +1,165 @@
+"""Loading language models, as policies and as value functions.
+
+Nothing is filled in silently: weights that a checkpoint lacks would be random numbers, so they are an error, except the
+head of a value model, which starts small and seeded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from verl.device import torch_dtype
+from verl.errors import ModelError
+from verl.metrics import notice
+from verl.models import folder
+from verl.models.config import load_model_config, quiet_transformers, readable_errors
+
+HEAD_NAMES = ("score", "classifier")
+"""What token-classification models call their head."""
+
+
+def load_causal_lm(
+    path: str,
+    dtype: str | torch.dtype = torch.float32,
+    override_config: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    attn: str | None = None,
+    *,
+    external_lib: str | None = None,
+    hf_config_path: str | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """A causal language model with all its weights from ``path``.
+
+    Args:
+        dtype: of the parameters.
+        override_config: see `load_model_config`; its ``attn_implementation`` counts if ``attn`` is None.
+        attn: attention implementation of transformers; None is SDPA where the family has it, else eager.
+        seed: of the initialisation of whatever the family itself adds; the global generators stay as they are.
+
+    Raises:
+        ModelError: not a model folder (the message says what is missing), damaged, or incomplete weights.
+    """
+    config = load_model_config(
+        path,
+        override_config=override_config,
+        trust_remote_code=trust_remote_code,
+        external_lib=external_lib,
+        hf_config_path=hf_config_path,
+    )
+    attn = attn or (override_config or {}).get("attn_implementation")
+    model, info = _load(AutoModelForCausalLM, path, config, dtype, trust_remote_code, attn, seed)
+    _refuse_missing(path, info["missing_keys"])
+    if info["unexpected_keys"]:
+        names = sorted(info["unexpected_keys"])
+        notice(f"model {path}", f"{len(names)} tensors of the checkpoint are not used, the first is {names[0]}")
+    return model
+
+
+def load_value_model(
+    path: str,
+    dtype: str | torch.dtype = torch.float32,
+    override_config: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    attn: str | None = None,
+    *,
+    external_lib: str | None = None,
+    hf_config_path: str | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """A value function: the trunk of a language model with a scalar head on every position.
+
+    ``path`` is a causal language model, or a token or sequence classification checkpoint with one label, whose head is
+    then kept. A new head is drawn from N(0, 1/(hidden+1)) with ``seed``, its bias is zero: values start near zero.
+    All dropout around the head is off.
+
+    Raises:
+        ModelError: see `load_causal_lm`; also a family without a token-classification form, or several labels.
+    """
+    config = load_model_config(
+        path,
+        override_config=override_config,
+        trust_remote_code=trust_remote_code,
+        external_lib=external_lib,
+        hf_config_path=hf_config_path,
+    )
+    config.num_labels = 1
+    for dropout in ("classifier_dropout", "hidden_dropout", "summary_dropout_prob"):
+        setattr(config, dropout, 0.0)
+    attn = attn or (override_config or {}).get("attn_implementation")
+    model, info = _load(AutoModelForTokenClassification, path, config, dtype, trust_remote_code, attn, seed)
+    name = _head_name(model)
+    head_keys = {f"{name}.weight", f"{name}.bias"}
+    _refuse_missing(path, set(info["missing_keys"]) - head_keys)
+    _initialise_head(
+        model.get_submodule(name), {k.split(".")[-1] for k in info["missing_keys"]} & {"weight", "bias"}, seed
+    )
+    return model
+
+
+def value_head(model: nn.Module) -> nn.Module:
+    """The scalar head of a model from `load_value_model`."""
+    return model.get_submodule(_head_name(model))
+
+
+def _load(
+    auto: Any,
+    path: str,
+    config: Any,
+    dtype: str | torch.dtype,
+    trust_remote_code: bool,
+    attn: str | None,
+    seed: int,
+) -> tuple[nn.Module, dict[str, Any]]:
+    where = folder.resolve(path)
+    folder.check(where)
+    with quiet_transformers(), readable_errors(where), torch.random.fork_rng(devices=_cuda_devices()):
+        torch.manual_seed(seed)
+        model, info = auto.from_pretrained(
+            where,
+            config=config,
+            dtype=torch_dtype(dtype),
+            trust_remote_code=trust_remote_code,
+            attn_implementation=attn,
+            output_loading_info=True,
+        )
+    return model, info
+
+
+def _refuse_missing(path: str, missing: set[str]) -> None:
+    if not missing:
+        return
+    names = sorted(missing)
+    raise ModelError(
+        f"the checkpoint lacks {len(names)} tensors of this model, the first is {names[0]}",
+        got=path,
+        fix="Its weights belong to another kind of model, or its config.json (or override_config) does not fit them.",
+    )
+
+
+def _head_name(model: nn.Module) -> str:
+    children = dict(model.named_children())
+    for name in HEAD_NAMES:
+        if name in children:
+            return name
+    raise ModelError(f"{type(model).__name__} has no head called {' or '.join(HEAD_NAMES)}")
+
+
+def _initialise_head(head: nn.Module, fresh: set[str], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if name == "weight" and name in fresh:
+                drawn = torch.randn(parameter.shape, generator=generator) / (parameter.shape[-1] + 1)
+                parameter.copy_(drawn)
+            elif name in fresh:
+                parameter.zero_()
+
+
+def _cuda_devices() -> list[int]:
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []

@@ -1,0 +1,84 @@
+"""Weights under the names they have on disk, in and out.
+
+In memory transformers fuses some of them (the experts of a mixture); samplers and checkpoints know only the names of
+the Hugging Face files, so both directions go through the family's own conversion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from verl.errors import ModelError, suggest
+from verl.models.config import quiet_transformers
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers under their names in memory; a tied tensor once, under its first name."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor
+    return found
+
+
+def export_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights under Hugging Face names, detached, in the order of the model.
+
+    Tied embeddings appear once, under the name of the input embedding: whoever receives them ties them itself, as the
+    configuration says. The tensors share the model's memory where the family stores them as they are on disk.
+    """
+    detached = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
+    with torch.no_grad():
+        yield from revert_weight_conversion(model, detached).items()
+
+
+def load_weights(model: Any, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy weights under Hugging Face names into a model, all of them or none.
+
+    Raises:
+        ModelError: a tensor is missing, unknown, or of another shape.
+    """
+    given = dict(tensors)
+    targets = named_tensors(model)
+    if not set(targets) <= set(given):
+        given = _converted(model, given)
+    _check(targets, given)
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(given[name])
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Number of parameters; tied ones count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _converted(model: Any, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``given`` under the names in memory: transformers converts while loading, so it loads a second model."""
+    names_on_disk = {name for name, _ in export_weights(model)}
+    absent = sorted(names_on_disk - set(given))
+    if absent:
+        raise ModelError(f"{len(absent)} weights are missing, the first is {absent[0]}", fix=suggest(absent[0], given))
+    with quiet_transformers():
+        fresh = type(model).from_pretrained(None, config=model.config, state_dict=given, dtype=model.dtype)
+    return {name: tensor.detach() for name, tensor in named_tensors(fresh).items()}
+
+
+def _check(targets: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
+    for name, target in targets.items():
+        if name not in given:
+            raise ModelError(f"the weight {name} is missing", fix=suggest(name, given))
+        if given[name].shape != target.shape:
+            raise ModelError(
+                f"the weight {name} has another shape", got=tuple(given[name].shape), allowed=str(tuple(target.shape))
+            )
+    unknown = sorted(set(given) - set(targets) - {"lm_head.weight"})
+    if unknown:
+        raise ModelError(f"this model has no weight {unknown[0]}", fix=suggest(unknown[0], targets))
