@@ -156,8 +156,8 @@ def _parse_json(path: Path) -> tuple[list[Any], list[str]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as failure:
-        line = path.read_bytes()[: failure.start].count(b"\n") + 1
-        raise DataError(f"line {line} is not UTF-8: {failure.reason}", key=str(path)) from failure
+        wrong = path.read_bytes()[: failure.start].count(b"\n") + 1
+        raise DataError(f"line {wrong} is not UTF-8: {failure.reason}", key=str(path)) from failure
     if path.suffix.lower() == ".json" and text.lstrip().startswith("["):
         try:
             rows = json.loads(text)

@@ -82,6 +82,7 @@ class TurnFinder:
             start = marked.index(MARK)
             if marked[:start] != whole[:start]:
                 raise self._unclear(number)
+            start = len(whole[:start].removesuffix(self._decoration(arguments)))
         else:
             start = len(before)
         if before is not None and upto.startswith(before):

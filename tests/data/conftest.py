@@ -1,0 +1,31 @@
+"""Tokenizers of the model families, trained once per test session."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.families import family_tokenizer
+from tests.support import tiny_tokenizer
+from verl.metrics import reset_notices
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """A byte-level tokenizer with a plain ChatML template: one character of ASCII is one token."""
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def family(shared: Path) -> Callable[[str], Any]:
+    """``family('qwen3')``: that family's template with a tokenizer of its own."""
+    return functools.cache(functools.partial(family_tokenizer, shared))
+
+
+@pytest.fixture(autouse=True)
+def fresh_notices() -> None:
+    reset_notices()
