@@ -13,6 +13,9 @@ from verl.config.torchtitan import TorchtitanEngineConfig
 from verl.config.veomni import VeOmniEngineConfig
 
 
+CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
+
+
 @dataclass(frozen=True)
 class PolicyLossConfig(ConfigNode):
     """``actor_rollout_ref.actor.policy_loss``."""
@@ -34,13 +37,18 @@ class PolicyLossConfig(ConfigNode):
 class CheckpointConfig(ConfigNode):
     """``actor_rollout_ref.actor.checkpoint``."""
 
-    save_contents: list = setting(["model", "optimizer", "extra"], "any of model, optimizer, extra, hf_model")
-    load_contents: list | None = setting(None, "same vocabulary; defaults to save_contents", follows=".save_contents")
+    save_contents: list = setting(
+        ["model", "optimizer", "extra"], "any of model, optimizer, extra, hf_model", choices=CHECKPOINT_CONTENTS
+    )
+    load_contents: list | None = setting(
+        None, "same vocabulary; defaults to save_contents", follows=".save_contents", choices=CHECKPOINT_CONTENTS
+    )
     async_save: bool = setting(False, "background save (Megatron only)", planned="asynchronous checkpoints")
     strict: bool = setting(
         True, "strict check while exporting weights", no_effect="weights are always exported strictly"
     )
     save_lora_only: bool = setting(False, "save adapters only", planned="LoRA")
+    mbridge_config: dict = setting({}, "arguments of the weight bridge", planned="Megatron-Core training")
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ class ActorQATConfig(ConfigNode):
         "static_minmax", "activation range observer (w4a4)", planned="quantization-aware training"
     )
     quantization_config_path: str | None = setting(
-        None, "vLLM quantization JSON", planned="quantization-aware training"
+        None, "vLLM quantization JSON", planned="quantization-aware training", path=True
     )
 
 
@@ -123,7 +131,7 @@ class ActorConfig(ConfigNode):
         planned="the fused LM head",
     )
     qat: ActorQATConfig = section(ActorQATConfig)
-    grad_clip: float = setting(1.0, "max gradient norm (FSDP)")
+    grad_clip: float = setting(1.0, "max gradient norm", follows=".optim.clip_grad")
     ulysses_sequence_parallel_size: int = setting(
         1, "deprecated alias of fsdp_config.ulysses_sequence_parallel_size", planned="Ulysses sequence parallelism"
     )

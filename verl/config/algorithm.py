@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from verl.config.node import ConfigNode, section, setting
 
@@ -13,13 +12,13 @@ class RolloutCorrectionConfig(ConfigNode):
     """``algorithm.rollout_correction``."""
 
     rollout_is: str | None = setting(None, "null, token, sequence", planned="rollout correction")
-    rollout_is_threshold: Any = setting(
+    rollout_is_threshold: float | str = setting(
         2.0, "float = cap (TIS); 'lo_hi' = zero outside (IcePop)", planned="rollout correction"
     )
     rollout_rs: str | None = setting(
         None, "comma list: token_k1/k2/k3, seq_sum_k1..3, seq_mean_k1..3, seq_max_k2/k3", planned="rollout correction"
     )
-    rollout_rs_threshold: Any = setting(
+    rollout_rs_threshold: float | str | list | None = setting(
         None, "one value or one per option; k1 takes lo_hi", planned="rollout correction"
     )
     bypass_mode: bool = setting(False, "use rollout log-probs as old log-probs", planned="rollout correction")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.config.actor import CHECKPOINT_CONTENTS
 from verl.config.engine import FSDPEngineConfig
 from verl.config.megatron import MegatronEngineConfig
 from verl.config.model import HFModelConfig
@@ -18,9 +19,29 @@ from verl.config.veomni import VeOmniEngineConfig
 class CriticCheckpointConfig(ConfigNode):
     """``critic.checkpoint``."""
 
-    save_contents: list = setting(["model", "optimizer", "extra"], "as actor")
-    load_contents: list | None = setting(None, "as actor", follows=".save_contents")
+    save_contents: list = setting(["model", "optimizer", "extra"], "as actor", choices=CHECKPOINT_CONTENTS)
+    load_contents: list | None = setting(None, "as actor", follows=".save_contents", choices=CHECKPOINT_CONTENTS)
     async_save: bool = setting(False, "as actor", planned="asynchronous checkpoints")
+
+
+@dataclass(frozen=True)
+class CriticModelConfig(HFModelConfig):
+    """The critic starts from the actor's model unless it is given its own."""
+
+    path: str = setting(
+        "~/models/deepseek-llm-7b-chat",
+        "HF id or local/HDFS path; follows the actor's model",
+        follows="actor_rollout_ref.model.path",
+        path=True,
+    )
+    trust_remote_code: bool = setting(
+        False, "allow custom code; follows the actor's model", follows="actor_rollout_ref.model.trust_remote_code"
+    )
+    external_lib: str | None = setting(
+        None,
+        "module imported before load; follows the actor's model",
+        follows="actor_rollout_ref.model.external_lib",
+    )
 
 
 @dataclass(frozen=True)
@@ -54,10 +75,10 @@ class CriticConfig(ConfigNode):
         None, "per-GPU inference batch", follows=".ppo_micro_batch_size_per_gpu"
     )
     ulysses_sequence_parallel_size: int = setting(1, "deprecated alias", planned="Ulysses sequence parallelism")
-    grad_clip: float = setting(1.0, "gradient clip")
+    grad_clip: float = setting(1.0, "max gradient norm", follows=".optim.clip_grad")
     optim: OptimizerConfig = section(OptimizerConfig, lr=1e-5)
     fsdp: FSDPEngineConfig = section(FSDPEngineConfig)
-    model: HFModelConfig = section(HFModelConfig)
+    model: CriticModelConfig = section(CriticModelConfig)
     megatron: MegatronEngineConfig = section(MegatronEngineConfig)
     veomni: VeOmniEngineConfig = section(VeOmniEngineConfig)
     torchtitan: TorchtitanEngineConfig = section(TorchtitanEngineConfig)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from verl.config.node import ConfigNode, section, setting
 
@@ -12,7 +11,7 @@ from verl.config.node import ConfigNode, section, setting
 class CustomClassConfig(ConfigNode):
     """``data.custom_cls``."""
 
-    path: str | None = setting(None, "custom Dataset file")
+    path: str | None = setting(None, "custom Dataset file", path=True)
     name: str | None = setting(None, "class name")
 
 
@@ -22,10 +21,12 @@ class DataConfig(ConfigNode):
 
     tokenizer: str | None = setting(None, "tokenizer override", path=True)
     use_shm: bool = setting(False, "stage data in shared memory")
-    train_files: Any = setting(
+    train_files: str | list = setting(
         "~/data/rlhf/gsm8k/train.parquet", "parquet/json/jsonl path or list (local or HDFS)", path=True
     )
-    val_files: Any = setting(None, "same for validation", upstream="~/data/rlhf/gsm8k/test.parquet", path=True)
+    val_files: str | list | None = setting(
+        None, "same for validation", upstream="~/data/rlhf/gsm8k/test.parquet", path=True
+    )
     train_max_samples: int = setting(-1, "cap (-1 all)")
     val_max_samples: int = setting(-1, "cap (-1 all)")
     prompt_key: str = setting("prompt", "column with chat messages")
@@ -40,12 +41,14 @@ class DataConfig(ConfigNode):
         "follows rollout.multi_turn (for length filtering)",
         follows="actor_rollout_ref.rollout.multi_turn.tool_config_path",
         planned="multi-turn rollouts and tools",
+        path=True,
     )
     function_tool_path: str | None = setting(
         None,
         "follows rollout.multi_turn",
         follows="actor_rollout_ref.rollout.multi_turn.function_tool_path",
         planned="multi-turn rollouts and tools",
+        path=True,
     )
     return_raw_input_ids: bool = setting(False, "keep untemplated ids")
     return_raw_chat: bool = setting(True, "keep messages")

@@ -25,7 +25,9 @@ class QATConfig(ConfigNode):
         ["lm_head", "embed_tokens", "re:.*mlp.gate$"], "see actor.qat", planned="quantization-aware training"
     )
     activation_observer: str = setting("static_minmax", "see actor.qat", planned="quantization-aware training")
-    quantization_config_path: str | None = setting(None, "see actor.qat", planned="quantization-aware training")
+    quantization_config_path: str | None = setting(
+        None, "see actor.qat", planned="quantization-aware training", path=True
+    )
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ class MegatronEngineRouterReplayConfig(ConfigNode):
         "moE routing replay: disabled, R2 (trainer recorded), R3 (rollout recorded)",
         planned="Megatron-Core training",
     )
-    record_file: str | None = setting(None, "save recorded routes", planned="Megatron-Core training")
-    replay_file: str | None = setting(None, "load recorded routes", planned="Megatron-Core training")
+    record_file: str | None = setting(None, "save recorded routes", planned="Megatron-Core training", path=True)
+    replay_file: str | None = setting(None, "load recorded routes", planned="Megatron-Core training", path=True)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class MegatronEngineQatConfig(ConfigNode):
     group_size: int = setting(16, "block", planned="Megatron-Core training")
     ignore_patterns: list = setting(["lm_head", "*mlp.gate"], "skip list", planned="Megatron-Core training")
     activation_observer: str | None = setting(None, "observer", planned="Megatron-Core training")
-    quantization_config_path: str | None = setting(None, "JSON", planned="Megatron-Core training")
+    quantization_config_path: str | None = setting(None, "JSON", planned="Megatron-Core training", path=True)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class MegatronEngineConfig(ConfigNode):
     sequence_parallel: bool = setting(True, "megatron sequence parallel", planned="Megatron-Core training")
     use_distributed_optimizer: bool = setting(True, "sharded optimizer", planned="Megatron-Core training")
     use_dist_checkpointing: bool = setting(False, "native Megatron dist checkpoint", planned="Megatron-Core training")
-    dist_checkpointing_path: str | None = setting(None, "where to load it", planned="Megatron-Core training")
+    dist_checkpointing_path: str | None = setting(None, "where to load it", planned="Megatron-Core training", path=True)
     dynamic_context_parallel: bool = setting(False, "schedule CP per sequence length", planned="Megatron-Core training")
     max_seqlen_per_dp_cp_rank: int | None = setting(
         None, "token budget for dynamic CP", planned="Megatron-Core training"

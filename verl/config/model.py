@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from verl.config.node import ConfigNode, section, setting
 
@@ -58,7 +57,7 @@ class MegatronLoraConfig(ConfigNode):
     lora_B_init_method: str = setting("zero", "B init", planned="LoRA")
     a2a_experimental: bool = setting(False, "all-to-all mode", planned="LoRA")
     dtype: str | None = setting(None, "adapter dtype", planned="LoRA")
-    adapter_path: str | None = setting(None, "adapter to load", planned="LoRA")
+    adapter_path: str | None = setting(None, "adapter to load", planned="LoRA", path=True)
     freeze_vision_model: bool = setting(True, "vlm_lora freeze", planned="LoRA")
     freeze_vision_projection: bool = setting(True, "vlm_lora freeze", planned="LoRA")
     freeze_language_model: bool = setting(True, "vlm_lora freeze", planned="LoRA")
@@ -87,9 +86,9 @@ class HFModelConfig(ConfigNode):
     )
     lora_rank: int = setting(0, "> 0 enables LoRA (FSDP)", planned="LoRA")
     lora_alpha: int = setting(16, "loRA scale", planned="LoRA")
-    target_modules: Any = setting("all-linear", "all-linear or list", planned="LoRA")
+    target_modules: str | list = setting("all-linear", "all-linear or list", planned="LoRA")
     exclude_modules: list | str | None = setting(None, "skip list", planned="LoRA")
-    lora_adapter_path: str | None = setting(None, "continue an adapter", planned="LoRA")
+    lora_adapter_path: str | None = setting(None, "continue an adapter", planned="LoRA", path=True)
     use_liger: bool = setting(False, "liger kernels", planned="Liger kernels")
     use_fused_kernels: bool = setting(False, "fused linear+cross-entropy", planned="the fused LM head")
     fused_kernel_options: FusedKernelConfig = section(FusedKernelConfig)

@@ -31,7 +31,7 @@ class DistillationTeacherModelsTeacherModelConfig(ConfigNode):
     """``distillation.teacher_models.teacher_model``."""
 
     key: str | None = setting(None, "which samples this teacher serves", planned="on-policy distillation")
-    model_path: str | None = setting(None, "teacher weights", planned="on-policy distillation")
+    model_path: str | None = setting(None, "teacher weights", planned="on-policy distillation", path=True)
     num_replicas: int = setting(0, "replicas", planned="on-policy distillation")
 
 
@@ -124,7 +124,7 @@ class RayConfig(ConfigNode):
     """The Ray runtime."""
 
     ray_init: RayRayInitConfig = section(RayRayInitConfig)
-    timeline_json_file: str | None = setting(None, "ray timeline dump", planned="the Ray runtime")
+    timeline_json_file: str | None = setting(None, "ray timeline dump", planned="the Ray runtime", path=True)
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class SkipRolloutConfig(ConfigNode):
     """``skip.rollout``."""
 
     enable: bool = setting(False, "replay dumped rollouts", planned="replay of dumped rollouts")
-    dump_dir: str = setting("~/.verl/rollout_dump", "dump folder", planned="replay of dumped rollouts")
+    dump_dir: str = setting("~/.verl/rollout_dump", "dump folder", planned="replay of dumped rollouts", path=True)
     steps: list = setting([], "steps to skip", planned="replay of dumped rollouts")
     action: str = setting("cache", "cache or repeat", planned="replay of dumped rollouts")
 
@@ -142,7 +142,7 @@ class SkipRolloutTqConfig(ConfigNode):
     """``skip.rollout_tq``."""
 
     enable: bool = setting(False, "replay dumped rollouts", planned="replay of dumped rollouts")
-    dump_dir: str = setting("~/.verl/rollout_dump", "dump folder", planned="replay of dumped rollouts")
+    dump_dir: str = setting("~/.verl/rollout_dump", "dump folder", planned="replay of dumped rollouts", path=True)
     steps: list = setting([], "steps to skip", planned="replay of dumped rollouts")
     action: str = setting("cache", "cache or repeat", planned="replay of dumped rollouts")
 
@@ -152,7 +152,7 @@ class SkipAsyncRolloutConfig(ConfigNode):
     """``skip.async_rollout``."""
 
     enable: bool = setting(False, "replay dumped rollouts", planned="replay of dumped rollouts")
-    dump_dir: str = setting("~/.verl/rollout_dump", "dump folder", planned="replay of dumped rollouts")
+    dump_dir: str = setting("~/.verl/rollout_dump", "dump folder", planned="replay of dumped rollouts", path=True)
     steps: list = setting([], "steps to skip", planned="replay of dumped rollouts")
     action: str = setting("cache", "cache or repeat", planned="replay of dumped rollouts")
 

@@ -11,7 +11,7 @@ from verl.config.node import ConfigNode, section, setting
 class ProfilerToolNsysConfig(ConfigNode):
     """``role.profiler.tool_config.nsys``."""
 
-    discrete: str | None = setting(
+    discrete: bool | None = setting(
         None, "follows global", follows="global_profiler.global_tool_config.nsys.discrete", planned="profiling"
     )
 
@@ -76,6 +76,7 @@ class ProfilerToolPrecisionDebuggerConfig(ConfigNode):
         "follows global",
         follows="global_profiler.global_tool_config.precision_debugger.config_path",
         planned="profiling",
+        path=True,
     )
     steps: list | None = setting(None, "deprecated", planned="profiling")
     stages: list | None = setting(
@@ -113,7 +114,9 @@ class ProfilerConfig(ConfigNode):
     enable: bool = setting(False, "profile this role", planned="profiling")
     all_ranks: bool = setting(False, "every rank", planned="profiling")
     ranks: list = setting([], "rank list", planned="profiling")
-    save_path: str | None = setting(None, "follows global", follows="global_profiler.save_path", planned="profiling")
+    save_path: str | None = setting(
+        None, "follows global", follows="global_profiler.save_path", planned="profiling", path=True
+    )
     relocate_results: bool = setting(
         False, "follows global", follows="global_profiler.relocate_results", planned="profiling"
     )
@@ -154,7 +157,7 @@ class GlobalProfilerGlobalToolTorchMemoryConfig(ConfigNode):
 class GlobalProfilerGlobalToolPrecisionDebuggerConfig(ConfigNode):
     """``global_profiler.global_tool_config.precision_debugger``."""
 
-    config_path: str | None = setting(None, "msprobe JSON", planned="profiling")
+    config_path: str | None = setting(None, "msprobe JSON", planned="profiling", path=True)
     steps: list | None = setting(None, "deprecated", planned="profiling")
     stages: list | None = setting(None, "stage names", planned="profiling")
     strict: bool = setting(False, "fail on unknown stage", planned="profiling")
@@ -178,7 +181,7 @@ class GlobalProfilerConfig(ConfigNode):
     tool: str | None = setting(None, "nsys, npu, torch, torch_memory, precision_debugger", planned="profiling")
     steps: list | None = setting(None, "list of steps to profile", planned="profiling")
     profile_continuous_steps: bool = setting(False, "merge adjacent steps", planned="profiling")
-    save_path: str = setting("outputs/profile", "output folder", planned="profiling")
+    save_path: str = setting("outputs/profile", "output folder", planned="profiling", path=True)
     relocate_results: bool = setting(False, "move engine/nsys files into save_path", planned="profiling")
     finish_hook_cmd: str | None = setting(None, "shell command once at the end", planned="profiling")
     finish_hook_all_ranks: bool = setting(False, "run on all ranks", planned="profiling")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from verl.config.node import ConfigNode, section, setting
 
@@ -176,9 +175,9 @@ class RewardRolloutConfig(ConfigNode):
         None, "quantization of the reward model's engine", planned="served reward models"
     )
     quantization_config_file: str | None = setting(
-        None, "quantization config file of the reward model's engine", planned="served reward models"
+        None, "quantization config file of the reward model's engine", planned="served reward models", path=True
     )
-    mtp: Any = setting(None, "mtp of the reward model's engine", planned="served reward models")
+    mtp: dict | None = setting(None, "mtp of the reward model's engine", planned="served reward models")
     disaggregation: RewardRolloutDisaggregationConfig = section(RewardRolloutDisaggregationConfig)
 
 
@@ -190,7 +189,7 @@ class RewardModelConfig(ConfigNode):
     enable_resource_pool: bool = setting(False, "give it its own GPUs", planned="served reward models")
     n_gpus_per_node: int = setting(8, "pool size", planned="served reward models")
     nnodes: int = setting(0, "pool nodes", planned="served reward models")
-    model_path: str | None = setting(None, "discriminative or generative RM", planned="served reward models")
+    model_path: str | None = setting(None, "discriminative or generative RM", planned="served reward models", path=True)
     rollout: RewardRolloutConfig = section(RewardRolloutConfig)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from verl.config.node import ConfigNode, section, setting
 from verl.config.profiler import ProfilerConfig
@@ -35,9 +34,11 @@ class MultiTurnConfig(ConfigNode):
 
     enable: bool = setting(False, "multi-turn / tool rollouts", planned="multi-turn rollouts and tools")
     max_assistant_turns: int | None = setting(None, "cap on model turns", planned="multi-turn rollouts and tools")
-    tool_config_path: str | None = setting(None, "YAML of stateful tools", planned="multi-turn rollouts and tools")
+    tool_config_path: str | None = setting(
+        None, "YAML of stateful tools", planned="multi-turn rollouts and tools", path=True
+    )
     function_tool_path: str | None = setting(
-        None, "python file with @function_tool functions", planned="multi-turn rollouts and tools"
+        None, "python file with @function_tool functions", planned="multi-turn rollouts and tools", path=True
     )
     max_user_turns: int | None = setting(None, "cap on tool/user turns", planned="multi-turn rollouts and tools")
     max_parallel_calls: int = setting(1, "tool calls run per turn", planned="multi-turn rollouts and tools")
@@ -57,14 +58,16 @@ class MultiTurnConfig(ConfigNode):
         planned="multi-turn rollouts and tools",
     )
     num_repeat_rollouts: int | None = setting(None, "extra repeats per sample", planned="multi-turn rollouts and tools")
-    interaction_config_path: str | None = setting(None, "YAML of interactions", planned="multi-turn rollouts and tools")
+    interaction_config_path: str | None = setting(
+        None, "YAML of interactions", planned="multi-turn rollouts and tools", path=True
+    )
 
 
 @dataclass(frozen=True)
 class CustomAsyncServerConfig(ConfigNode):
     """``actor_rollout_ref.rollout.agent.custom_async_server``."""
 
-    path: str | None = setting(None, "custom server file", planned="agent loops from a file")
+    path: str | None = setting(None, "custom server file", planned="agent loops from a file", path=True)
     name: str | None = setting(None, "class in it", planned="agent loops from a file")
 
 
@@ -80,7 +83,7 @@ class AgentLoopConfig(ConfigNode):
     )
     default_agent_loop: str = setting("single_turn_agent", "single_turn_agent or tool_agent or custom name")
     agent_loop_config_path: str | None = setting(
-        None, "YAML list of {name, _target_, ...}", planned="agent loops from a file"
+        None, "YAML list of {name, _target_, ...}", planned="agent loops from a file", path=True
     )
     custom_async_server: CustomAsyncServerConfig = section(CustomAsyncServerConfig)
     agent_loop_manager_class: str | None = setting(
@@ -126,7 +129,7 @@ class PrometheusConfig(ConfigNode):
     served_model_name: str | None = setting(
         None, "label", follows="actor_rollout_ref.model.path", planned="the Prometheus endpoint"
     )
-    file: str | None = setting(None, "configuration file of the endpoint", planned="the Prometheus endpoint")
+    file: str | None = setting(None, "configuration file of the endpoint", planned="the Prometheus endpoint", path=True)
 
 
 @dataclass(frozen=True)
@@ -258,7 +261,9 @@ class RolloutConfig(ConfigNode):
     )
     engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig)
     val_kwargs: SamplingConfig = section(SamplingConfig)
-    router_config_path: str | None = setting(None, "external request router plugin YAML", planned="request routing")
+    router_config_path: str | None = setting(
+        None, "external request router plugin YAML", planned="request routing", path=True
+    )
     multi_turn: MultiTurnConfig = section(MultiTurnConfig)
     calculate_log_probs: bool = setting(True, "return rollout log-probs (default True since 0.7; False before)")
     agent: AgentLoopConfig = section(AgentLoopConfig)
@@ -273,14 +278,13 @@ class RolloutConfig(ConfigNode):
     moe_load_balance_metrics_interval: int = setting(0, "log MoE balance every k steps", planned="router replay")
     prometheus: PrometheusConfig = section(PrometheusConfig)
     quantization: str | None = setting(None, "fp8 or torchao", planned="quantized rollout")
-    quantization_config_file: str | None = setting(None, "extra quantization config", planned="quantized rollout")
-    mtp: Any = setting(
-        None, "inherits model.mtp", follows="actor_rollout_ref.model.mtp", planned="multi-token prediction"
+    quantization_config_file: str | None = setting(
+        None, "extra quantization config", planned="quantized rollout", path=True
     )
-    qat: Any = setting(
+    mtp: dict | None = setting(None, "instead of model.mtp in the sampler", planned="multi-token prediction")
+    qat: dict | None = setting(
         None,
-        "inherits actor qat",
-        follows="actor_rollout_ref.actor.fsdp_config.qat",
+        "instead of the actor's qat in the sampler",
         planned="quantization-aware training",
     )
     disaggregation: DisaggregationConfig = section(DisaggregationConfig)

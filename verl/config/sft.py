@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from verl.config.actor import CHECKPOINT_CONTENTS
 from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
 from verl.config.node import ConfigNode, section, setting
@@ -16,7 +16,7 @@ from verl.config.profiler import ProfilerConfig
 class SFTCustomClassConfig(ConfigNode):
     """``sft.data.custom_cls``."""
 
-    path: str | None = setting(None, "custom Dataset")
+    path: str | None = setting(None, "custom Dataset", path=True)
     name: str | None = setting(None, "class")
 
 
@@ -28,15 +28,17 @@ class SFTDataConfig(ConfigNode):
     micro_batch_size_per_gpu: int = setting(4, "micro-batch (also validation)")
     max_token_len_per_gpu: int = setting(8192, "token budget")
     use_dynamic_bsz: bool = setting(True, "token-budget packing")
-    train_files: Any = setting("~/data/gsm8k/train.parquet", "parquet(s)", path=True)
-    val_files: Any = setting(None, "parquet(s) or null", upstream="~/data/rlhf/gsm8k/test.parquet", path=True)
+    train_files: str | list = setting("~/data/gsm8k/train.parquet", "parquet(s)", path=True)
+    val_files: str | list | None = setting(
+        None, "parquet(s) or null", upstream="~/data/rlhf/gsm8k/test.parquet", path=True
+    )
     train_max_samples: int = setting(-1, "cap")
     val_max_samples: int = setting(-1, "cap")
     messages_key: str = setting("messages", "chat column")
     tools_key: str = setting("tools", "tools column")
     enable_thinking_key: str = setting("enable_thinking", "thinking flag column")
     enable_thinking_default: bool | None = setting(None, "default flag")
-    pad_mode: str = setting("no_padding", "no_padding or right")
+    pad_mode: str = setting("no_padding", "no_padding or right", choices=("no_padding", "right"))
     max_length: int = setting(1024, "max tokens")
     truncation: str = setting("error", "error, left, right", choices=("error", "left", "right", "middle"))
     balance_dp_token: bool = setting(
@@ -57,8 +59,21 @@ class SFTDataConfig(ConfigNode):
 class SFTCheckpointConfig(ConfigNode):
     """``sft.checkpoint``."""
 
-    save_contents: list = setting(["model", "optimizer", "extra"], "model, optimizer, extra, hf_model")
-    load_contents: list | None = setting(None, "as saved", follows="checkpoint.save_contents")
+    save_contents: list = setting(
+        ["model", "optimizer", "extra"], "any of model, optimizer, extra, hf_model", choices=CHECKPOINT_CONTENTS
+    )
+    load_contents: list | None = setting(None, "as saved", follows=".save_contents", choices=CHECKPOINT_CONTENTS)
+
+
+@dataclass(frozen=True)
+class SFTEngineConfig(FSDPEngineConfig):
+    """``sft.engine``."""
+
+    strategy: str = setting(
+        "auto",
+        "training backend: plain, fsdp, fsdp2, megatron, veomni, torchtitan, automodel; auto decides by the processes",
+        upstream="fsdp",
+    )
 
 
 @dataclass(frozen=True)
@@ -68,7 +83,7 @@ class SFTRunConfig(ConfigNode):
     default_local_dir: str = setting(
         "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "checkpoint root", path=True
     )
-    default_hdfs_dir: str | None = setting(None, "remote copy", planned="remote checkpoints")
+    default_hdfs_dir: str | None = setting(None, "remote copy", planned="remote checkpoints", path=True)
     project_name: str = setting("gsm8k-sft", "tracker project")
     experiment_name: str = setting("test", "tracker run")
     total_epochs: int = setting(4, "epochs")
@@ -95,6 +110,6 @@ class SFTTrainerConfig(ConfigNode):
     checkpoint: SFTCheckpointConfig = section(SFTCheckpointConfig)
     trainer: SFTRunConfig = section(SFTRunConfig)
     model: HFModelConfig = section(HFModelConfig)
-    engine: FSDPEngineConfig = section(FSDPEngineConfig)
+    engine: SFTEngineConfig = section(SFTEngineConfig)
     optim: OptimizerConfig = section(OptimizerConfig, lr=1e-3)
     profiler: ProfilerConfig = section(ProfilerConfig)

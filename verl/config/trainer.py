@@ -40,7 +40,7 @@ class TrainerV1SeparateAsyncConfig(ConfigNode):
 class TrainerV1SamplerCustomSamplerConfig(ConfigNode):
     """``trainer.v1.sampler.custom_sampler``."""
 
-    path: str | None = setting(None, "custom sampler file", planned="asynchronous schedules")
+    path: str | None = setting(None, "custom sampler file", planned="asynchronous schedules", path=True)
     name: str | None = setting(None, "class", planned="asynchronous schedules")
 
 
@@ -95,7 +95,7 @@ class TrainerConfig(ConfigNode):
     val_only: bool = setting(False, "validate and stop")
     test_freq: int = setting(-1, "steps between validations (-1 never)")
     critic_warmup: int = setting(0, "critic-only steps")
-    default_hdfs_dir: str | None = setting(None, "remote copy root", planned="remote checkpoints")
+    default_hdfs_dir: str | None = setting(None, "remote copy root", planned="remote checkpoints", path=True)
     del_local_ckpt_after_load: bool = setting(False, "delete after resume", planned="remote checkpoints")
     default_local_dir: str = setting(
         "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "checkpoint root", path=True

@@ -29,7 +29,7 @@ class VeOmniEngineConfig(ConfigNode):
     init_device: str = setting("meta", "meta init", planned="the VeOmni engine")
     enable_full_shard: bool = setting(True, "full sharding", planned="the VeOmni engine")
     ckpt_manager: str = setting("dcp", "dcp", planned="the VeOmni engine")
-    load_checkpoint_path: str | None = setting(None, "initial checkpoint", planned="the VeOmni engine")
+    load_checkpoint_path: str | None = setting(None, "initial checkpoint", planned="the VeOmni engine", path=True)
     forward_prefetch: bool = setting(True, "prefetch", planned="the VeOmni engine")
     strategy: str = setting("auto", "veomni", upstream="fsdp", planned="the VeOmni engine")
     use_torch_compile: bool = setting(
