@@ -12,7 +12,6 @@ from verl.config.profiler import ProfilerConfig
 from verl.config.torchtitan import TorchtitanEngineConfig
 from verl.config.veomni import VeOmniEngineConfig
 
-
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 

@@ -1,0 +1,116 @@
+"""The tree of one configuration class, flat: every leaf and section under its dotted key, with its declaration."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from verl.config.node import ConfigNode, leaves, to_dict
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One setting as it is declared; ``follows`` is absolute, and null where the followed key is not in this tree."""
+
+    key: str
+    type: Any
+    default: Any
+    meaning: str
+    choices: tuple[Any, ...] | None
+    planned: str | None
+    no_effect: str | None
+    follows: str | None
+    path: bool
+
+
+@dataclass(frozen=True)
+class Schema:
+    """All leaves and sections of a root class.
+
+    Example:
+        >>> schema_of(PPOTrainerConfig).leaves["trainer.total_epochs"].default
+        30
+    """
+
+    root: type[ConfigNode]
+    leaves: dict[str, Leaf] = field(repr=False)
+    sections: dict[str, type[ConfigNode]] = field(repr=False)
+
+    def split(self, key: str) -> tuple[Leaf, str] | None:
+        """The leaf a key names and the path inside it (``override_config`` and ``a.b``); None if there is no such leaf."""
+        if key in self.leaves:
+            return self.leaves[key], ""
+        parts = key.split(".")
+        for cut in range(len(parts) - 1, 0, -1):
+            leaf = self.leaves.get(".".join(parts[:cut]))
+            if leaf is not None:
+                return (leaf, ".".join(parts[cut:])) if holds_mapping(leaf.type) else None
+        return None
+
+    def nearest(self, key: str, limit: int = 3) -> list[str]:
+        """Full keys that were probably meant: a misspelt neighbour, a shortened key, the same name elsewhere."""
+        section, _, name = key.rpartition(".")
+        siblings = {k.rpartition(".")[2]: k for k in self.leaves if k.rpartition(".")[0] == section}
+        found = [siblings[n] for n in difflib.get_close_matches(name, siblings, n=limit, cutoff=0.7)]
+        found += [k for k in self.leaves if k.endswith(f".{key}")]
+        same_name = [k for k in self.leaves if k.rpartition(".")[2] == name]
+        found += sorted(same_name, key=lambda k: -difflib.SequenceMatcher(None, key, k).ratio())
+        if not found:
+            found = difflib.get_close_matches(key, self.leaves, n=limit, cutoff=0.6)
+        return list(dict.fromkeys(found))[:limit]
+
+
+def holds_mapping(wanted: Any) -> bool:
+    """Whether a leaf of this type may hold a mapping, so that keys may reach into it."""
+    return wanted is dict or dict in typing.get_args(wanted)
+
+
+@lru_cache(maxsize=8)
+def schema_of(root: type[ConfigNode]) -> Schema:
+    """The flat tree of a root class."""
+    defaults = to_dict(root())
+    sections: dict[str, type[ConfigNode]] = {}
+    types: dict[str, Any] = {}
+    _walk(root, "", sections, types)
+    found = {}
+    for key, declared in leaves(root):
+        meta, value = declared.metadata, defaults
+        for part in key.split("."):
+            value = value[part]
+        follows = _absolute(meta["follows"], key)
+        found[key] = Leaf(
+            key,
+            types[key],
+            value,
+            meta["meaning"],
+            meta["choices"],
+            meta["planned"],
+            meta["no_effect"],
+            follows if follows in types else None,
+            meta["path"],
+        )
+    return Schema(root, found, sections)
+
+
+def _walk(cls: type[ConfigNode], prefix: str, sections: dict[str, type[ConfigNode]], types: dict[str, Any]) -> None:
+    hints = typing.get_type_hints(cls)
+    for name, declared in cls.__dataclass_fields__.items():
+        key = f"{prefix}.{name}".removeprefix(".")
+        inner = declared.metadata.get("section")
+        if inner is None:
+            types[key] = hints[name]
+        else:
+            sections[key] = inner
+            _walk(inner, key, sections, types)
+
+
+def _absolute(follows: str | None, key: str) -> str | None:
+    """A leading dot is the section of the key itself, each further one the section around it."""
+    if follows is None or not follows.startswith("."):
+        return follows
+    name = follows.lstrip(".")
+    sections = key.split(".")[: -(len(follows) - len(name))]
+    return ".".join([*sections, name])
