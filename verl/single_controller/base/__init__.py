@@ -1,0 +1,46 @@
+"""What every runtime shares: tagged methods, workers, worker groups, pools, roles and handles."""
+
+from verl.single_controller.base.colocated import ColocatedWorker, create_colocated_worker_cls
+from verl.single_controller.base.decorator import (
+    Dispatch,
+    Execute,
+    get_predefined_dispatch_fn,
+    get_predefined_execute_fn,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+    register_dispatch_mode,
+    update_dispatch_mode,
+)
+from verl.single_controller.base.handle import Handle
+from verl.single_controller.base.resources import ClassWithInitArgs, ResourcePool, ResourcePoolManager
+from verl.single_controller.base.rng import RngState, worker_seed
+from verl.single_controller.base.roles import Role, RoleEntry, RoleKind, Roles
+from verl.single_controller.base.worker import Worker, WorkerInfo, placed
+from verl.single_controller.base.worker_group import WorkerGroup
+
+__all__ = [
+    "ClassWithInitArgs",
+    "ColocatedWorker",
+    "Dispatch",
+    "Execute",
+    "Handle",
+    "ResourcePool",
+    "ResourcePoolManager",
+    "RngState",
+    "Role",
+    "RoleEntry",
+    "RoleKind",
+    "Roles",
+    "Worker",
+    "WorkerGroup",
+    "WorkerInfo",
+    "create_colocated_worker_cls",
+    "get_predefined_dispatch_fn",
+    "get_predefined_execute_fn",
+    "make_nd_compute_dataproto_dispatch_fn",
+    "placed",
+    "register",
+    "register_dispatch_mode",
+    "update_dispatch_mode",
+    "worker_seed",
+]

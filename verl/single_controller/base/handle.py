@@ -1,0 +1,122 @@
+"""`Handle`: the asynchronous way to talk to one object, wherever it lives.
+
+Agent loops, replicas, scorers and engines that serve many requests at once are used through a handle; the tagged
+methods of a worker group are the batch-synchronous form of the same thing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from verl.errors import WorkerError
+
+H = TypeVar("H", bound="Handle")
+
+
+def note_origin(error: BaseException, where: str) -> None:
+    """Add to an exception, which stays as it is otherwise, which worker it comes from."""
+    note = f"(in worker {where})"
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]
+
+
+class Handle(ABC):
+    """One object that answers calls.
+
+    Several calls may be in flight. Cancelling the task that awaits a call cancels the call; `cancel` does it from
+    outside. An exception of the object arrives unchanged.
+
+    Args:
+        name: for messages, for instance ``rollout[0]``.
+        timeout: seconds after which a call, or the wait for one item of a stream, is given up; None waits for ever.
+
+    Example:
+        >>> completion = await handle.call("generate", request)
+        >>> async for piece in handle.stream("generate_stream", request): ...
+    """
+
+    def __init__(self, name: str = "", timeout: float | None = None):
+        self.name, self.timeout = name, timeout
+        self._in_flight: dict[asyncio.Task[Any], tuple[str, asyncio.AbstractEventLoop]] = {}
+
+    @abstractmethod
+    def _invoke(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Coroutine[Any, Any, Any]:
+        """Run a method and give its result; must let go when it is cancelled."""
+
+    @abstractmethod
+    def _iterate(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AsyncIterator[Any]:
+        """Run a method that yields."""
+
+    async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """The result of ``method(*args, **kwargs)``.
+
+        Raises:
+            WorkerError: there is no such method, the call took too long, or it was cancelled by `cancel`.
+        """
+        return await self._await(method, self._invoke(method, args, kwargs))
+
+    async def stream(self, method: str, /, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        """The items of a method that yields, one by one; leaving the loop early ends the method."""
+        items = self._iterate(method, args, kwargs)
+        try:
+            while True:
+                item = await self._await(method, _next(items))
+                if item is _END:
+                    return
+                yield item
+        finally:
+            await _close(items)
+
+    def cancel(self, method: str | None = None) -> int:
+        """Cancel the calls in flight, of one method or all; returns how many. Callable from any thread."""
+        chosen = [(task, loop) for task, (name, loop) in list(self._in_flight.items()) if method in (None, name)]
+        for task, loop in chosen:
+            loop.call_soon_threadsafe(task.cancel)
+        return len(chosen)
+
+    def with_timeout(self: H, seconds: float | None) -> H:
+        """The same object behind a handle with another timeout."""
+        other = copy.copy(self)
+        other.timeout = seconds
+        other._in_flight = {}
+        return other
+
+    async def _await(self, method: str, work: Coroutine[Any, Any, Any]) -> Any:
+        task = asyncio.ensure_future(work)
+        self._in_flight[task] = method, asyncio.get_running_loop()
+        try:
+            await asyncio.wait({task}, timeout=self.timeout)
+            if not task.done():
+                raise WorkerError(f"{self.name}.{method} did not answer within {self.timeout} s", key=self.name or None)
+            if task.cancelled():
+                raise WorkerError(f"{self.name}.{method} was cancelled")
+            error = task.exception()
+            if error is not None:
+                note_origin(error, f"{self.name}.{method}")
+                raise error
+            return task.result()
+        finally:
+            del self._in_flight[task]
+            if not task.done():
+                task.cancel()
+
+
+_END = object()
+
+
+async def _next(items: AsyncIterator[Any]) -> Any:
+    """The next item, or the end mark: a StopAsyncIteration cannot travel through a task."""
+    return await anext(items, _END)
+
+
+async def _close(items: AsyncIterator[Any]) -> None:
+    close = getattr(items, "aclose", None)  # iterators need not have it, generators do
+    if close is not None:
+        await close()

@@ -1,0 +1,50 @@
+"""One event loop for the async methods of all local workers.
+
+It lives in a thread of its own and never stops, as the loop of a worker process would: tasks that a method leaves
+behind go on between calls, objects of different workers share a loop, and a caller that is itself in a loop (a
+notebook) works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+from verl.errors import WorkerError
+
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_thread: threading.Thread | None = None
+
+
+def _running_loop() -> asyncio.AbstractEventLoop:
+    global _loop, _thread
+    with _lock:
+        if _loop is None or _thread is None or not _thread.is_alive():
+            _loop = asyncio.new_event_loop()
+            _thread = threading.Thread(target=_loop.run_forever, name="verl-local-loop", daemon=True)
+            _thread.start()
+        return _loop
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run to the end on the shared loop and wait; an interrupt of the waiting thread cancels it.
+
+    Raises:
+        WorkerError: called from a coroutine on that loop, which would wait for itself.
+    """
+    loop = _running_loop()
+    if threading.current_thread() is _thread:
+        coroutine.close()
+        raise WorkerError(
+            "an async worker method was called through its group from inside another async worker method",
+            fix="Use the group's handle: await group.handle(rank).call(name, ...).",
+        )
+    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
