@@ -1,0 +1,225 @@
+"""Every spelling that scripts still carry, and what it is called today: one table per program.
+
+``MOVED`` resolves to a current key; a section moves with everything below it. ``REMOVED`` is refused with what to write
+instead. ``IGNORED`` changes nothing any more and says so once. What is null in an old script was its default there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_A, _R, _M, _REF, _C = (
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.rollout",
+    "actor_rollout_ref.model",
+    "actor_rollout_ref.ref",
+    "critic",
+)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Where an old key went; ``convert`` turns the old value into the new one."""
+
+    targets: tuple[str, ...]
+    convert: Callable[[Any], Any] | None = None
+
+
+def _to(*targets: str, convert: Callable[[Any], Any] | None = None) -> Moved:
+    return Moved(targets, convert)
+
+
+def _word(yes: str, no: str) -> Callable[[Any], str]:
+    """A switch that became a name; anything but a switch passes and is judged as that name."""
+    return lambda value: {"true": yes, "false": no}.get(str(value).lower(), value)
+
+
+_ACTOR = {
+    f"{_A}.lr": _to(f"{_A}.optim.lr"),
+    f"{_A}.max_grad_norm": _to(f"{_A}.grad_clip"),
+    f"{_A}.lora.r": _to(f"{_M}.lora_rank"),
+    f"{_A}.lora.alpha": _to(f"{_M}.lora_alpha"),
+    f"{_A}.lora.target_modules": _to(f"{_M}.target_modules"),
+    f"{_M}.backend": _to(f"{_A}.strategy", f"{_REF}.strategy"),
+    f"{_A}.checkpoint.contents": _to(f"{_A}.checkpoint.save_contents"),
+    f"{_C}.lr": _to(f"{_C}.optim.lr"),
+    f"{_C}.max_grad_norm": _to(f"{_C}.grad_clip"),
+    f"{_C}.model.fsdp_config": _to(f"{_C}.fsdp"),
+    f"{_C}.fsdp_config": _to(f"{_C}.fsdp"),
+    f"{_C}.model.backend": _to(f"{_C}.strategy"),
+    f"{_C}.checkpoint.contents": _to(f"{_C}.checkpoint.save_contents"),
+    f"{_A}.fsdp_config.strategy": _to(f"{_A}.strategy"),
+    f"{_REF}.fsdp_config.strategy": _to(f"{_REF}.strategy"),
+    f"{_C}.fsdp.strategy": _to(f"{_C}.strategy"),
+}
+_OPTIM = {
+    f"{section}.{old}": _to(f"{section}.{new}")
+    for section in (f"{_A}.optim", f"{_C}.optim")
+    for old, new in (
+        ("warmup_style", "lr_scheduler_type"),
+        ("lr_scheduler", "lr_scheduler_type"),
+        ("warmup_steps_ratio", "lr_warmup_steps_ratio"),
+    )
+}
+_MEGATRON = {
+    f"{role}.{name}": _to(f"{role}.megatron.{name}")
+    for role in (_A, _REF, _C)
+    for name in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "context_parallel_size",
+        "sequence_parallel",
+    )
+} | {f"{role}.router_replay": _to(f"{role}.megatron.router_replay") for role in (_A, _REF)}
+_ROLLOUT = {
+    f"{_R}.tensor_parallel_size": _to(f"{_R}.tensor_model_parallel_size"),
+    f"{_R}.pipeline_parallel_size": _to(f"{_R}.pipeline_model_parallel_size"),
+    f"{_R}.skip_rollout": _to("skip.rollout.enable"),
+    f"{_R}.skip_dump_dir": _to("skip.rollout.dump_dir"),
+    f"{_R}.skip": _to("skip.rollout"),
+    f"{_R}.update_weights_bucket_megabytes": _to(f"{_R}.checkpoint_engine.update_weights_bucket_megabytes"),
+    f"{_R}.multi_turn.max_turns": _to(f"{_R}.multi_turn.max_assistant_turns"),
+    f"{_R}.multi_turn.enable_tokenization_sanity_check": _to(
+        f"{_R}.multi_turn.tokenization_sanity_check_mode", convert=_word("strict", "disable")
+    ),
+}
+_ALGORITHM = {
+    "algorithm.rollout_correction.rollout_token_veto_threshold": _to("algorithm.rollout_is_veto_threshold"),
+    "algorithm.rollout_correction.use_policy_gradient": _to(
+        "algorithm.rollout_correction.loss_type", convert=_word("reinforce", "ppo_clip")
+    ),
+}
+_REWARD = {
+    "custom_reward_function": _to("reward.custom_reward_function"),
+    "reward_manager": _to("reward.reward_manager"),
+    "sandbox_fusion": _to("reward.sandbox_fusion"),
+    "reward_model.enable": _to("reward.reward_model.enable"),
+    "reward_model.enable_resource_pool": _to("reward.reward_model.enable_resource_pool"),
+    "reward_model.n_gpus_per_node": _to("reward.reward_model.n_gpus_per_node"),
+    "reward_model.nnodes": _to("reward.reward_model.nnodes"),
+    "reward_model.model.path": _to("reward.reward_model.model_path"),
+    "reward_model.rollout": _to("reward.reward_model.rollout"),
+    "reward_model.num_workers": _to("reward.num_workers"),
+    "reward_model.reward_manager": _to("reward.reward_manager.name"),
+    "reward_model.reward_loop_source": _to("reward.reward_manager.source"),
+    "reward_model.reward_loop_module_path": _to("reward.reward_manager.module.path"),
+    "reward_model.reward_loop_class_name": _to("reward.reward_manager.name"),
+    "reward_model.sandbox_fusion": _to("reward.sandbox_fusion"),
+    "reward_model.overlong_buffer": _to("reward.reward_kwargs.overlong_buffer_cfg"),
+    "reward_model.reward_kwargs": _to("reward.reward_kwargs"),
+}
+_NSYS = "global_profiler.global_tool_config.nsys"
+_RUN = {
+    "actor_rollout_ref.profiler.discrete": _to(f"{_NSYS}.discrete"),
+    "actor_rollout_ref.profiler.all_ranks": _to(f"{_A}.profiler.all_ranks", f"{_REF}.profiler.all_ranks"),
+    "actor_rollout_ref.profiler.ranks": _to(f"{_A}.profiler.ranks", f"{_REF}.profiler.ranks"),
+    "critic.profiler.discrete": _to("critic.profiler.tool_config.nsys.discrete"),
+    "trainer.profile_steps": _to("global_profiler.steps"),
+    "trainer.controller_nsight_options": _to(f"{_NSYS}.controller_nsight_options"),
+    "trainer.worker_nsight_options": _to(f"{_NSYS}.worker_nsight_options"),
+    "trainer.val_generations_to_log_to_wandb": _to("trainer.log_val_generations"),
+    "ray_init.timeline_json_file": _to("ray_kwargs.timeline_json_file"),
+    "ray_init": _to("ray_kwargs.ray_init"),
+    "data.sampler.class_path": _to("trainer.v1.sampler.custom_sampler.path"),
+    "data.sampler.class_name": _to("trainer.v1.sampler.custom_sampler.name"),
+}
+
+PPO_MOVED: dict[str, Moved] = _ACTOR | _OPTIM | _MEGATRON | _ROLLOUT | _ALGORITHM | _REWARD | _RUN
+
+PPO_REMOVED: dict[str, str] = {
+    f"{_A}.tis_imp_ratio_cap": (
+        "set algorithm.rollout_is_threshold=<value>, algorithm.rollout_is=true and "
+        "actor_rollout_ref.rollout.calculate_log_probs=true instead"
+    ),
+    "algorithm.rollout_correction.rollout_rs_threshold_lower": (
+        "write both bounds in algorithm.rollout_correction.rollout_rs_threshold, as a text '<low>_<high>'"
+    ),
+    f"{_R}.multi_turn.completion_callback": (
+        "write an agent loop and name it in actor_rollout_ref.rollout.agent.default_agent_loop"
+    ),
+    f"{_R}.chat_scheduler": "write an agent loop and name it in actor_rollout_ref.rollout.agent.default_agent_loop",
+    f"{_REF}.model": "the reference policy starts from actor_rollout_ref.model",
+    "trainer.npu_profile": "set global_profiler.tool=npu and the options under <role>.profiler.tool_config.npu",
+    "data.datagen": "make the rows in a dataset class of your own: data.custom_cls.path and data.custom_cls.name",
+} | {
+    f"{role}.profiler.tool_config.torch.{step}": (
+        f"use {role}.profiler.tool_config.torch.schedule.skip_first and .active, which count mini-batches"
+    )
+    for role in (_A, _REF, _R, _C)
+    for step in ("step_start", "step_end")
+}
+
+_NO_REWARD_WORKER = (
+    "has no effect: there is no reward worker with a training backend; a reward model is served by an engine "
+    "(reward.reward_model.*)"
+)
+PPO_IGNORED: dict[str, str] = {
+    f"reward_model.{name}": _NO_REWARD_WORKER
+    for name in (
+        "strategy", "micro_batch_size", "micro_batch_size_per_gpu", "max_length", "use_dynamic_bsz", "model",
+        "forward_max_token_len_per_gpu", "ulysses_sequence_parallel_size", "profiler",
+    )
+} | {
+    "reward_model.launch_reward_fn_async": "has no effect: when samples are scored is no longer a setting",
+    "reward_model.use_reward_loop": "has no effect: there is one way of scoring, with reward.reward_manager",
+    f"{_A}.sum_pi_squared_checkpointing": "has no effect: the sum of squared probabilities is never recomputed",
+    f"{_A}.fsdp_config.grad_offload": "has no effect: gradients go where the parameters go (param_offload)",
+    f"{_C}.fsdp.grad_offload": "has no effect: gradients go where the parameters go (param_offload)",
+    "trainer.use_legacy_worker_impl": "has no effect: there is one implementation of the workers",
+    "data.continuous_token": "has no effect: tokens are always carried on as they were sampled",
+    "hydra": "has no effect: only Hydra's syntax is used here, not its launcher; see trainer.default_local_dir",
+}  # fmt: skip
+
+SFT_MOVED: dict[str, Moved] = {
+    "data.micro_batch_size": _to("data.micro_batch_size_per_gpu"),
+    "data.multiturn.messages_key": _to("data.messages_key"),
+    "data.multiturn.tools_key": _to("data.tools_key"),
+    "data.multiturn.enable_thinking_key": _to("data.enable_thinking_key"),
+    "data.chat_template": _to("model.custom_chat_template"),
+    "model.partial_pretrain": _to("model.path"),
+    "model.strategy": _to("engine.strategy"),
+    "model.fsdp_config.cpu_offload": _to("engine.offload_policy"),
+    "model.fsdp_config.offload_params": _to("engine.param_offload"),
+    "model.fsdp_config": _to("engine"),
+    "optim.lr_scheduler": _to("optim.lr_scheduler_type"),
+    "optim.warmup_style": _to("optim.lr_scheduler_type"),
+    "optim.warmup_steps_ratio": _to("optim.lr_warmup_steps_ratio"),
+    "ulysses_sequence_parallel_size": _to("engine.ulysses_sequence_parallel_size"),
+    "use_remove_padding": _to("model.use_remove_padding"),
+    "trainer.checkpoint": _to("checkpoint"),
+}
+SFT_REMOVED: dict[str, str] = {}
+SFT_IGNORED: dict[str, str] = {
+    "data.multiturn.enable": (
+        "has no effect: the messages column is read unless data.prompt_key and data.response_key name two columns"
+    ),
+    "hydra": PPO_IGNORED["hydra"],
+}
+
+
+@dataclass(frozen=True)
+class Aliases:
+    """The three tables of one program."""
+
+    moved: dict[str, Moved]
+    removed: dict[str, str]
+    ignored: dict[str, str]
+
+
+PPO_ALIASES = Aliases(PPO_MOVED, PPO_REMOVED, PPO_IGNORED)
+SFT_ALIASES = Aliases(SFT_MOVED, SFT_REMOVED, SFT_IGNORED)
+
+
+def longest_prefix(key: str, table: dict[str, Any]) -> str | None:
+    """The entry of a table that names ``key`` or the closest section around it."""
+    parts = key.split(".")
+    for cut in range(len(parts), 0, -1):
+        head = ".".join(parts[:cut])
+        if head in table:
+            return head
+    return None
