@@ -16,6 +16,11 @@ def accepted(function: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[st
     return {name: value for name, value in inputs.items() if name in names}
 
 
+def names_parameter(function: Callable[..., Any], name: str) -> bool:
+    """Whether the signature has a parameter of that name (``**kwargs`` names nothing)."""
+    return name in inspect.signature(function).parameters
+
+
 def name_of(function: Callable[..., Any]) -> str:
     """How messages call a user's function: its name and where it stands."""
     named = inspect.unwrap(function)

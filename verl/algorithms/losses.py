@@ -140,7 +140,7 @@ class SFTLoss:
 
 def optional_field(batch: Any, name: str) -> Tensor | None:
     """A tensor of the micro-batch, or None; a TensorDict answers ``in`` only through its keys."""
-    return batch[name] if name in batch.keys() else None  # noqa: SIM118
+    return batch[name] if name in batch.keys() else None
 
 
 def field(batch: Any, name: str) -> Tensor:

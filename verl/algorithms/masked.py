@@ -43,8 +43,8 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     Raises:
         ValueError: with ``unbiased`` and fewer than two valid positions there is no variance.
     """
-    mean = masked_mean(values, mask)
-    variance = masked_mean((at_least_float32(values) - mean) ** 2, mask)
+    kept = zero_outside(values, mask)
+    variance = masked_mean((kept - masked_mean(kept, mask)) ** 2, mask)
     if not unbiased:
         return variance
     count = mask.bool().expand_as(values).sum()
@@ -61,10 +61,11 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
 
     Fewer than two valid positions have no variance: the values minus their mean are returned, and a notice is given.
     """
-    mean = masked_mean(values, mask)
-    centred = at_least_float32(values) - mean
+    kept = zero_outside(values, mask)  # first, because junk would come back through the gradient of the square
+    mean = masked_mean(kept, mask)
+    centred = kept - mean
     if mask.bool().expand_as(values).sum() < 2:
         notice("advantages", "a batch with fewer than 2 valid tokens was centred but not scaled")
     else:
-        centred = centred * torch.rsqrt(masked_var(values, mask) + EPSILON)
+        centred = centred * torch.rsqrt(masked_var(kept, mask) + EPSILON)
     return zero_outside(centred if shift_mean else centred + mean, mask)

@@ -22,7 +22,7 @@ def discounted_sum(values: Tensor, mask: Tensor, discount: float) -> Tensor:
         (B, T); at a masked position the sum of the next valid one. Padding on the right changes no bit of the rest.
     """
     total = zero_outside(values, mask)
-    factor = torch.where(mask.bool(), discount, 1.0).to(total.dtype)
+    factor = torch.ones_like(total).masked_fill(mask.bool(), discount)
     shift, width = 1, values.shape[-1]
     while shift < width:  # now total_t covers the positions t .. t + shift - 1
         head = total[:, :-shift] + factor[:, :-shift] * total[:, shift:]

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from verl.algorithms.aggregation import LossNorm, normalised_by
-from verl.algorithms.calls import accepted, name_of
+from verl.algorithms.calls import accepted, name_of, names_parameter
 from verl.errors import ConfigError
 from verl.metrics import Metric, as_float, notice
 
@@ -52,13 +52,13 @@ def call_policy_loss(
         "loss_agg_mode": loss_agg_mode,
         "config": config,
         "rollout_is_weights": rollout_is_weights,
-        "norm": norm,
     }
-    given = accepted(policy_loss, inputs)
+    takes_norm = names_parameter(policy_loss, "norm")
+    given = accepted(policy_loss, inputs | {"norm": norm} if takes_norm else inputs)
     with normalised_by(norm) as running:
         loss, metrics = _unpack(policy_loss, policy_loss(**given))
     num_tokens = float(response_mask.bool().sum())
-    if "norm" not in given and not running.used:
+    if not takes_norm and not running.used:
         notice(
             "actor.policy_loss.loss_mode",
             f"{name_of(policy_loss)} calls neither agg_loss nor takes a norm: its loss is weighted as a token mean",

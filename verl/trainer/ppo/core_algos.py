@@ -29,7 +29,8 @@ class _Name(str, Enum):
     __str__ = str.__str__
 
 
-AdvantageEstimator = _Name("AdvantageEstimator", {name.upper(): name for name in ADVANTAGE_ESTIMATORS.names()})
+_NAMES = {name.upper(): name for name in ADVANTAGE_ESTIMATORS.builtin_targets()}
+AdvantageEstimator = _Name("AdvantageEstimator", _NAMES)  # type: ignore[call-overload]
 
 
 def register_adv_est(name_or_enum: str) -> Callable[[AdvantageFn], AdvantageFn]:

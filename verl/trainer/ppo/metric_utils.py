@@ -62,7 +62,7 @@ def compute_data_metrics(
     A sample without response tokens was aborted: it counts in the lengths and in ``response/aborted_ratio``, not in
     the scores.
     """
-    tensors = batch.batch
+    tensors = _tensors(batch)
     mask = tensors["response_mask"].bool()
     prompt_lengths, response_lengths = _lengths(batch)
     produced = response_lengths > 0
@@ -132,10 +132,15 @@ def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float]
     }
 
 
+def _tensors(batch: DataProto) -> Any:
+    assert batch.batch is not None, "a batch without tensors has no metrics"
+    return batch.batch
+
+
 def _lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
     """(B,) and (B,): real tokens of each prompt and of each response, observations included."""
-    attention = batch.batch["attention_mask"].bool()
-    width = batch.batch["responses"].shape[-1]
+    tensors = _tensors(batch)
+    attention, width = tensors["attention_mask"].bool(), tensors["responses"].shape[-1]
     split = attention.shape[-1] - width
     return attention[:, :split].sum(dim=-1), attention[:, split:].sum(dim=-1)
 

@@ -1,0 +1,70 @@
+import pytest
+import torch
+
+from tests.algorithms.fixtures import actor_config, loss_batch
+from verl.algorithms.aggregation import loss_norm
+from verl.algorithms.masked import masked_mean
+from verl.algorithms.policy_losses import call_policy_loss
+from verl.algorithms.policy_losses.vanilla import vanilla
+from verl.errors import ConfigError
+from verl.metrics import Metric, notices, reset_notices
+from verl.trainer.ppo import core_algos
+
+
+def over_micro_batches(policy_loss, mode="token-mean", dp_size=1):
+    """The sum over two micro-batches of one row each, as an engine calls it."""
+    batch, total, metrics = loss_batch(), 0.0, []
+    norm = loss_norm(batch["response_mask"], dp_size)
+    for row in (slice(0, 1), slice(1, 2)):
+        part = {name: tensor[row] for name, tensor in batch.items()}
+        loss, found = call_policy_loss(policy_loss, **part, loss_agg_mode=mode, config=actor_config(), norm=norm)
+        total, metrics = total + loss, [*metrics, found]
+    return total.item(), metrics
+
+
+def through_agg_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+    """A loss as users write it for upstream: no norm, metrics as floats under their full names."""
+    loss_mat = -advantages * (log_prob - old_log_prob).exp()
+    return core_algos.agg_loss(loss_mat, response_mask, loss_agg_mode), {"actor/mine": 3.0}
+
+
+def by_itself(old_log_prob, log_prob, advantages, response_mask, **kwargs):
+    return masked_mean(-advantages * (log_prob - old_log_prob).exp(), response_mask)
+
+
+PLAIN = (-1 - 1.5 - 0.5 + 0.7 + 5) / 5  # token mean of -A r over both rows
+
+
+def test_the_built_in_loss_is_normalised_over_the_mini_batch():
+    total, metrics = over_micro_batches(vanilla)
+    assert total == pytest.approx(0.204, abs=1e-6)
+    assert metrics[0]["pg_clipfrac"].merge(metrics[1]["pg_clipfrac"]).value == pytest.approx(0.4)
+
+
+def test_a_users_loss_that_calls_agg_loss_is_normalised_over_the_mini_batch():
+    assert over_micro_batches(through_agg_loss)[0] == pytest.approx(PLAIN)
+    assert over_micro_batches(through_agg_loss, dp_size=2)[0] == pytest.approx(2 * PLAIN)
+    sequence_mean = ((-1 - 1.5 - 0.5) + (0.7 + 5)) / 2
+    assert over_micro_batches(through_agg_loss, "seq-mean-token-sum")[0] == pytest.approx(sequence_mean)
+
+
+def test_a_users_loss_that_averages_by_itself_is_weighted_by_tokens_and_told():
+    reset_notices()
+    assert over_micro_batches(by_itself)[0] == pytest.approx(PLAIN)
+    assert "token mean" in notices()["actor.policy_loss.loss_mode"]
+
+
+def test_metrics_become_metrics_without_prefix_whatever_their_form():
+    _, metrics = over_micro_batches(through_agg_loss)
+    assert metrics[0] == {"mine": Metric(3.0, "mean", 3)}
+    four = lambda log_prob, response_mask: (masked_mean(log_prob, response_mask), torch.tensor(0.1), 0.2, 0.3)
+    _, metrics = over_micro_batches(four)
+    assert {k: m.value for k, m in metrics[1].items()} == pytest.approx(
+        {"pg_clipfrac": 0.1, "ppo_kl": 0.2, "pg_clipfrac_lower": 0.3}
+    )
+
+
+@pytest.mark.parametrize("result", [None, (1.0, {}), torch.ones(2), "loss"])
+def test_another_result_is_refused(result):
+    with pytest.raises(ConfigError, match=r"\(scalar tensor, dict of metrics\)"):
+        over_micro_batches(lambda **kwargs: result)

@@ -1,0 +1,59 @@
+import pytest
+import torch
+
+from verl.algorithms.logprob import (
+    entropy_from_logits,
+    entropy_from_logits_with_chunking,
+    logprobs_from_logits,
+    sum_pi_squared_from_logits,
+)
+
+Z = torch.tensor([2.0, 1.0, 0.0], dtype=torch.float64)
+
+
+def test_worked_numbers_of_three_logits():
+    logprobs = logprobs_from_logits(Z.expand(3, 3), torch.arange(3))
+    assert logprobs.exp().tolist() == pytest.approx([0.665241, 0.244728, 0.090031], abs=1e-6)
+    assert entropy_from_logits(Z).item() == pytest.approx(0.832396, abs=1e-6)
+    assert sum_pi_squared_from_logits(Z).item() == pytest.approx(0.510543, abs=1e-6)
+
+
+def test_entropy_gradient_is_the_formula():
+    z = Z.clone().requires_grad_()
+    entropy = entropy_from_logits(z)
+    entropy.backward()
+    p = Z.softmax(-1)
+    torch.testing.assert_close(z.grad, -p * (p.log() + entropy.detach()))
+
+
+@pytest.mark.parametrize("function", [lambda z: logprobs_from_logits(z, torch.tensor([[1, 3]])), entropy_from_logits])
+def test_gradients_equal_finite_differences(function):
+    z = torch.randn(1, 2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    assert torch.autograd.gradcheck(function, (z,))
+
+
+def test_an_impossible_token_contributes_nothing():
+    z = torch.tensor([[0.0, 0.0, -torch.inf]], requires_grad=True)
+    entropy = entropy_from_logits(z)
+    entropy.sum().backward()
+    assert entropy.item() == pytest.approx(0.693147)
+    assert torch.isfinite(z.grad).all()
+
+
+def test_half_precision_logits_are_computed_in_float32():
+    logits = (torch.randn(4, 1000, generator=torch.Generator().manual_seed(0)) * 5).bfloat16()
+    labels = torch.tensor([0, 1, 2, 3])
+    exact = logits.double().log_softmax(-1)
+    torch.testing.assert_close(
+        logprobs_from_logits(logits, labels).double(), exact[range(4), labels], atol=1e-5, rtol=0
+    )
+    torch.testing.assert_close(
+        entropy_from_logits(logits).double(), -(exact.exp() * exact).sum(-1), atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_chunks_change_nothing(chunk):
+    logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(entropy_from_logits_with_chunking(logits, chunk), entropy_from_logits(logits))
+    assert entropy_from_logits_with_chunking(logits[:, :0], chunk).shape == (2, 0)
