@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -52,7 +53,7 @@ def write_part(
         tensors = state.section(section)
         if tensors and not (section == "model" and hf is not None):
             name = f"{section}.safetensors"
-            records[name] = write_tensors(folder / name, tensors, lambda size, name=name: point(f"{name}:{size}"))
+            records[name] = write_tensors(folder / name, tensors, partial(_tell, point, name))
             point(name)
     scalars = {section: state.scalars[section] for section in wanted if section in state.scalars}
     write_synced(folder / SCALARS, to_json(scalars, f"{folder.name}/{SCALARS}"))
@@ -98,6 +99,10 @@ def check_contents(contents: Sequence[str]) -> None:
                 allowed=CONTENTS,
                 fix=suggest(name, CONTENTS),
             )
+
+
+def _tell(point: Callable[[str], None], name: str, size: int) -> None:
+    point(f"{name}:{size}")
 
 
 def _section(folder: Path, section: str) -> Mapping[str, Tensor]:

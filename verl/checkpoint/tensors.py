@@ -98,4 +98,4 @@ def _header(order: list[str], tensors: Mapping[str, Tensor]) -> bytes:
 
 def _bytes(tensor: Tensor) -> memoryview:
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data

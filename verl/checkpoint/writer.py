@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -170,7 +171,7 @@ class CheckpointWriter:
         try:
             for part, state in states.items():
                 wanted = contents.get(part, DEFAULT_CONTENTS)
-                told = lambda name, part=part: self.point(f"{part}/{name}")  # noqa: E731
+                told = partial(self._part_point, part)
                 records |= _under(part, write_part(beside / part, state, wanted, hf.get(part), told))
             sequence = 1 + max((c.manifest.sequence for c in list_checkpoints(self.root)), default=0)
             manifest = Manifest.of(beside, step, sequence, parts, records)
@@ -183,6 +184,9 @@ class CheckpointWriter:
             self._give_up(step, beside, error)
             raise
         self._after(step)
+
+    def _part_point(self, part: str, name: str) -> None:
+        self.point(f"{part}/{name}")
 
     def _publish(self, step: int, beside: Path) -> None:
         """Rename into place. An older save of the same step steps aside first, and is found there until then."""

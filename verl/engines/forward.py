@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from verl import device as devices
 from verl.algorithms.logprob import entropy_from_logits, logprobs_from_logits, sum_pi_squared_from_logits
@@ -26,7 +27,7 @@ class TokenForward:
         dtype: compute dtype; below float32 the model runs under autocast.
     """
 
-    def __init__(self, model: nn.Module, kind: str, device: str, dtype: torch.dtype):
+    def __init__(self, model: Any, kind: str, device: str, dtype: torch.dtype):
         self.model, self.kind, self.device, self.dtype = model, kind, device, dtype
         self.head = output_head(model, kind)
 

@@ -40,9 +40,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: Any, device: str)
     return cls(list(parameters), **{**arguments, **override})
 
 
-def optimizer_state(
-    optimizer: Optimizer, names: Mapping[nn.Parameter, str]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def optimizer_state(optimizer: Optimizer, names: Mapping[Any, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The state as ``{parameter}/{key}`` -> tensor, and the rest as JSON.
 
     Group options that the configuration sets (lr, betas, ...) belong to it and not to the state; what an optimizer

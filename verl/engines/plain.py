@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ class PlainEngine(Engine):
         check_settings(engine, trains=optim is not None, device=device)
         self.kind, self.device, self.grad_clip, self.path = kind, device, grad_clip, model.path
         self.idle = {"params": engine.param_offload, "optimizer": engine.optimizer_offload}
-        self.model = self._load(model, engine, engine.seed if seed is None else seed)
+        self.model: Any = self._load(model, engine, engine.seed if seed is None else seed)
         self.dtype = compute_dtype(engine.dtype, device)
         self.forward = TokenForward(self.model, kind, device, self.dtype)
         self.optimizer = self.scheduler = None
@@ -119,13 +120,14 @@ class PlainEngine(Engine):
         self.onload()
         self.model.train()
         rows, metrics, total = AlignedRows.of(batch), MetricSet(), 0.0
-        norm = loss_norm(batch.batch["response_mask"])
+        tensors: Any = batch.batch
+        norm = loss_norm(tensors["response_mask"])
         if norm.num_tokens == 0:
             lr = float(self.optimizer.param_groups[0]["lr"])
             return StepReport(0.0, lr, skipped_empty=True).metrics(0.0)
         for micro in self._micro_batches(rows, micro_batch_size, max_tokens):
             outputs = self.forward(micro, loss_fn.outputs, temperature)
-            loss, found = loss_fn(outputs, batch.batch[micro.index].to(self.device), norm)
+            loss, found = loss_fn(outputs, tensors[micro.index].to(self.device), norm)
             loss.backward()
             total += float(loss.detach())
             metrics.merge(found)
@@ -197,7 +199,7 @@ class PlainEngine(Engine):
             move_optimizer_state(self.optimizer, {"cpu": self.device})
 
     def _load(self, model: Any, engine: Any, seed: int) -> Any:
-        loaded = LOADERS[self.kind](
+        loaded: Any = LOADERS[self.kind](
             model.path,
             dtype=torch_dtype(engine.model_dtype),
             override_config=dict(model.override_config or {}),
@@ -207,7 +209,9 @@ class PlainEngine(Engine):
             seed=seed,
         )
         if recompute_activations(model.enable_gradient_checkpointing, self.device):
-            loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # its new name is not in every version we support
+                loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return loaded.to(self.device)
 
     def _micro_batches(

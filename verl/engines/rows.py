@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,11 +68,11 @@ class AlignedRows:
     def of(cls, batch: DataProto) -> AlignedRows:
         """From the standard fields of a batch."""
         _refuse_vision(batch)
-        tensors = batch.batch
+        tensors: Any = batch.batch
         input_ids, attended = tensors["input_ids"].cpu(), tensors["attention_mask"].cpu().bool()
         responses, mask = tensors["responses"].cpu(), tensors["response_mask"].cpu().bool()
         places = attended.long().cumsum(-1) - 1
-        if "position_ids" in tensors.keys():  # noqa: SIM118 - a TensorDict answers `in` only through its keys
+        if "position_ids" in tensors.keys():  # a TensorDict answers `in` only through its keys
             _check_positions(tensors["position_ids"].cpu(), places, attended)
         rows, columns = attended.nonzero(as_tuple=True)
         tokens = input_ids.new_zeros(len(input_ids), max(1, int(attended.sum(-1).max())))

@@ -49,6 +49,8 @@ def apply_overrides(config: Any, override: Mapping[str, Any], strict: bool = Tru
     """Set attributes on a configuration; an unknown one is an error unless ``strict`` is off (remote code)."""
     known = config.to_dict()
     flat = {k: v for k, v in override.items() if k not in _NOT_CONFIG} | dict(override.get("model_config") or {})
+    if "rope_parameters" in known:
+        flat = _current_rope_names(flat)
     for key, value in flat.items():
         if strict and key not in known:
             raise ConfigError(
@@ -60,6 +62,19 @@ def apply_overrides(config: Any, override: Mapping[str, Any], strict: bool = Tru
         if isinstance(value, Mapping) and isinstance(current, Mapping):
             value = {**current, **value}
         setattr(config, key, value)
+
+
+def _current_rope_names(override: Mapping[str, Any]) -> dict[str, Any]:
+    """``rope_theta`` and ``rope_scaling`` of older configurations are fields of ``rope_parameters`` today."""
+    found = {key: value for key, value in override.items() if key not in ("rope_theta", "rope_scaling")}
+    rope = dict(override.get("rope_scaling") or {})
+    if "type" in rope:
+        rope["rope_type"] = rope.pop("type")
+    if "rope_theta" in override:
+        rope["rope_theta"] = override["rope_theta"]
+    if rope:
+        found["rope_parameters"] = {**rope, **(found.get("rope_parameters") or {})}
+    return found
 
 
 def import_external(external_lib: str | None) -> None:

@@ -58,7 +58,9 @@ class ModelFlops:
     @classmethod
     def of(cls, config: Any, num_parameters: int | None = None) -> ModelFlops:
         """From a transformers configuration; ``num_parameters`` is used for families that are not known here."""
-        c = config.get_text_config().to_dict()
+        text = config.get_text_config()
+        c = text.to_dict()
+        c |= {name: c[own] for name, own in text.attribute_map.items() if own in c}  # gpt2's n_embd is hidden_size
         width = c["num_attention_heads"] * _head_dim(c)
         head = c["hidden_size"] * c["vocab_size"]
         if c["model_type"] in DENSE_FAMILIES | MOE_FAMILIES:
@@ -122,5 +124,5 @@ def _mlp(c: dict[str, Any]) -> int:
 
 
 def _windows(c: dict[str, Any]) -> tuple[int | None, ...]:
-    types = c.get("layer_types") or ["full_attention"] * c.get("num_hidden_layers", c.get("n_layer", 0))
+    types = c.get("layer_types") or ["full_attention"] * c["num_hidden_layers"]
     return tuple(c.get("sliding_window") if kind == "sliding_attention" else None for kind in types)

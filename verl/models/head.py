@@ -18,7 +18,7 @@ from verl.errors import ModelError
 from verl.models.loading import value_head
 
 
-def output_head(model: nn.Module, kind: str) -> nn.Module:
+def output_head(model: Any, kind: str) -> nn.Module:
     """The last linear map of a model: the language-model head, or the scalar head of a value model."""
     if kind == "value":
         return value_head(model)

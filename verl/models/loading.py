@@ -128,7 +128,18 @@ def _load(
             attn_implementation=attn,
             output_loading_info=True,
         )
+    _own_memory(model)
     return model, info
+
+
+def _own_memory(model: nn.Module) -> None:
+    """Move the parameters out of the mapped file, where they lie at the file's odd offsets.
+
+    Kernels round differently on unaligned memory, so equal weights from two files would give different bits; and a
+    mapped file must not be overwritten, which saving into the same folder does.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
 
 
 def _refuse_missing(path: str, missing: set[str]) -> None:

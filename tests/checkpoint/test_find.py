@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.checkpoint.builders import assert_holds, save
+from verl.checkpoint import CheckpointWriter, find_checkpoint
+from verl.errors import CheckpointError, ConfigError
+from verl.metrics import notices, reset_notices
+
+
+@pytest.fixture
+def run(tmp_path):
+    reset_notices()
+    with CheckpointWriter(tmp_path) as writer:
+        for step in (1, 2):
+            save(writer, step)
+    return tmp_path
+
+
+def damage_flip(folder):
+    path = folder / "actor" / "optimizer.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def damage_truncate(folder):
+    path = folder / "actor" / "huggingface" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGES = {
+    "the checksum of actor/optimizer.safetensors is wrong": damage_flip,
+    "actor/huggingface/model.safetensors has": damage_truncate,
+    "trainer.json is missing": lambda folder: (folder / "trainer.json").unlink(),
+    "its manifest.json is damaged": lambda folder: (folder / "manifest.json").write_text("{"),
+    "never finished": lambda folder: (folder / "manifest.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_auto_names_a_damaged_checkpoint_and_takes_the_one_before(run, message):
+    DAMAGES[message](run / "global_step_2")
+    assert_holds(find_checkpoint(run), 1)
+    told = " ".join(f"{key}: {text}" for key, text in notices().items())
+    assert "global_step_2" in told and message in told
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_a_damaged_checkpoint_named_by_path_is_refused(run, message):
+    DAMAGES[message](run / "global_step_2")
+    with pytest.raises(CheckpointError, match=message):
+        find_checkpoint(run, "resume_path", run / "global_step_2")
+
+
+def test_sizes_alone_do_not_see_a_flipped_bit(run):
+    damage_flip(run / "global_step_2")
+    assert find_checkpoint(run, checksums=False) == run / "global_step_2"
+
+
+def test_auto_without_any_checkpoint_starts_afresh(tmp_path):
+    assert find_checkpoint(tmp_path) is None
+    assert find_checkpoint(tmp_path / "never_made") is None
+
+
+def test_disable_looks_at_nothing(run):
+    assert find_checkpoint(run, "disable") is None
+
+
+def test_a_path_to_a_sound_checkpoint_is_taken(run):
+    assert find_checkpoint(run, "resume_path", str(run / "global_step_1")) == run / "global_step_1"
+
+
+def test_a_moved_checkpoint_is_still_sound(run, tmp_path_factory):
+    moved = shutil.copytree(run / "global_step_1", tmp_path_factory.mktemp("elsewhere") / "best")
+    assert_holds(find_checkpoint(run, "resume_path", moved), 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "message"),
+    [
+        (None, ConfigError, "resume_from_path"),
+        ("nowhere", CheckpointError, "no such folder.*nowhere"),
+        (".", CheckpointError, "holds checkpoints.*global_step_2"),
+    ],
+)
+def test_a_path_that_is_no_checkpoint_is_an_error_with_a_way_out(run, path, error, message):
+    with pytest.raises(error, match=message):
+        find_checkpoint(run, "resume_path", None if path is None else run / path)
+
+
+def test_an_unknown_mode_is_an_error(run):
+    with pytest.raises(ConfigError, match=r"Did you mean 'resume_path'"):
+        find_checkpoint(run, "resumepath")
+
+
+@pytest.mark.parametrize("mode", ["auto", "resume_path"])
+def test_a_checkpoint_in_upstreams_format_is_refused_by_name(tmp_path, mode):
+    (tmp_path / "global_step_5" / "actor").mkdir(parents=True)
+    (tmp_path / "global_step_5" / "actor" / "model_world_size_8_rank_0.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"upstream's format"):
+        find_checkpoint(tmp_path, mode, tmp_path / "global_step_5")

@@ -1,0 +1,108 @@
+"""Engines over tiny models, ragged batches, and an independent forward pass to compare them with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.support import tiny_model_dir
+from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig
+from verl.engines.plain import PlainEngine
+from verl.protocol import DataProto
+
+VOCAB = 259
+FAMILIES = ("qwen2", "qwen3", "llama", "gemma2")
+
+
+def model_dir(folder: Path, family: str = "qwen2", **config: Any) -> Path:
+    return tiny_model_dir(folder / family, family, **config)
+
+
+def make_engine(
+    path: Path,
+    kind: str = "causal_lm",
+    trains: bool = True,
+    optim: dict[str, Any] | None = None,
+    engine: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> PlainEngine:
+    settings = {"lr": 1e-2, **(optim or {})}
+    return PlainEngine(
+        HFModelConfig(path=str(path), **(model or {})),
+        FSDPEngineConfig(**(engine or {})),
+        OptimizerConfig(**settings) if trains else None,
+        kind=kind,
+        **{"total_training_steps": 10, **arguments},
+    )
+
+
+def ragged_batch(rows: int = 6, prompt: int = 5, response: int = 7, seed: int = 0, vocab: int = VOCAB) -> DataProto:
+    """Prompts of 1 to ``prompt`` tokens, responses of 1 to ``response`` with a gap that is not trained on; one row is
+    trained on nowhere. Everything outside the response mask is NaN where it can be."""
+    generator = np.random.default_rng(seed)
+    ids = torch.from_numpy(generator.integers(3, vocab, (rows, prompt + response)))
+    attention = torch.zeros(rows, prompt + response, dtype=torch.long)
+    mask = torch.zeros(rows, response, dtype=torch.long)
+    for row in range(rows):
+        before, after = generator.integers(1, prompt + 1), generator.integers(1, response + 1)
+        attention[row, prompt - before : prompt + after] = 1
+        mask[row, :after] = 1
+        if after > 3:
+            mask[row, 1:3] = 0  # a tool's answer inside the response
+    mask[rows // 2] = 0
+    ids = torch.where(attention.bool(), ids, 0)
+    floats = {}
+    for name in ("advantages", "old_log_probs", "returns", "values"):
+        drawn = torch.from_numpy(generator.standard_normal((rows, response))).float()
+        if name == "old_log_probs":
+            drawn = 0.2 * drawn - float(np.log(vocab))  # near an untrained model's, so that few tokens are clipped
+        floats[name] = torch.where(mask.bool(), drawn, torch.nan)
+    return DataProto.from_dict(
+        tensors={
+            "prompts": ids[:, :prompt],
+            "responses": ids[:, prompt:],
+            "input_ids": ids,
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
+            "response_mask": mask,
+            **floats,
+        }
+    )
+
+
+def padded_logits(model: Any, batch: DataProto) -> Tensor:
+    """(B, T, V): the logits that predict each response token, from one padded forward pass with an attention mask."""
+    tensors = batch.batch
+    logits = model(
+        input_ids=tensors["input_ids"],
+        attention_mask=tensors["attention_mask"],
+        position_ids=tensors["position_ids"],
+        use_cache=False,
+    ).logits
+    return logits[:, tensors["prompts"].shape[1] - 1 : -1]
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """||found - expected|| / ||expected||."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12))
+
+
+def gradients(engine: PlainEngine, batch: DataProto, loss_fn: Any, **limits: Any) -> tuple[float, Tensor]:
+    """Loss and flat gradient of one mini-batch, caught where the optimizer would use them."""
+    caught: list[Tensor] = []
+
+    def step(closure: Any = None) -> None:
+        caught.append(torch.cat([p.grad.flatten().clone() for p in engine.model.parameters() if p.grad is not None]))
+
+    original, engine.optimizer.step = engine.optimizer.step, step
+    clip, engine.grad_clip = engine.grad_clip, None
+    try:
+        metrics = engine.train_batch(batch, loss_fn, **limits)
+    finally:
+        engine.optimizer.step, engine.grad_clip = original, clip
+    return metrics.values()["loss"], caught[0]
