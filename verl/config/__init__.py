@@ -5,6 +5,7 @@ from verl.config.algorithm import AlgoConfig, FilterGroupsConfig, KLControlConfi
 from verl.config.critic import CriticConfig
 from verl.config.data import DataConfig
 from verl.config.engine import FSDPEngineConfig
+from verl.config.loading import load_config, save_config
 from verl.config.model import HFModelConfig
 from verl.config.node import ConfigNode, leaves, record_reads, replace, section, setting, to_dict, unread
 from verl.config.optim import OptimizerConfig
@@ -41,8 +42,10 @@ __all__ = [
     "SamplingConfig",
     "TrainerConfig",
     "leaves",
+    "load_config",
     "record_reads",
     "replace",
+    "save_config",
     "section",
     "setting",
     "to_dict",

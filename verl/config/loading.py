@@ -1,0 +1,109 @@
+"""``load_config``: defaults, then YAML, then the command line become one checked, frozen configuration."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from verl.config.files import Entry, Layer, Reader
+from verl.config.groups import Program, program_of
+from verl.config.merge import Merge
+from verl.config.node import ConfigNode, to_dict
+from verl.config.overrides import CommandLine, parse_command_line
+from verl.config.resolve import resolve
+from verl.config.schema import schema_of
+from verl.errors import ConfigError
+
+
+def load_config(name: str, argv: list[str]) -> ConfigNode:
+    """The configuration of a program, checked as a whole.
+
+    Args:
+        name: ``ppo_trainer`` or ``sft_trainer`` (or an upstream name of one of them).
+        argv: the command line without the program: ``a.b=c``, ``--config-path``, ``--config-name``, ``--cfg job``.
+
+    Raises:
+        ConfigError: everything that is wrong, one line each, with the key, what it got and what is allowed.
+        NotBuiltError: every problem is a feature that does not exist yet.
+        SystemExit: ``--cfg job`` and ``--help`` print and leave.
+    """
+    program, _ = program_of(name)
+    command = parse_command_line(argv)
+    if command.help:
+        from verl.config.help import usage
+
+        sys.stdout.write(usage(program))
+        raise SystemExit(0)
+    config = read_config(name, command)
+    if command.cfg is not None:
+        sys.stdout.write(to_yaml(config))
+        raise SystemExit(0)
+    _check_whole(program, config)
+    return config
+
+
+def read_config(name: str, command: CommandLine | list[str]) -> ConfigNode:
+    """The configuration with every setting checked for itself, but not against the others or against this machine."""
+    if isinstance(command, list):
+        command = parse_command_line(command)
+    if command.cfg not in (None, "job", "all"):
+        raise ConfigError("nothing of that name can be printed", key="--cfg", got=command.cfg, allowed=["job"])
+    program, engine = program_of(name)
+    schema = schema_of(program.root)
+    reader = Reader(program, lambda key: schema.split(key) is not None)
+    layers = reader.start(command)
+    layers = [_engines(program, [engine, *_base_engines(program, reader.bases)]), *layers, _typed(command)]
+    return resolve(Merge(program, layers))
+
+
+def to_yaml(config: ConfigNode) -> str:
+    """The resolved configuration as YAML that loads back to the same configuration."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(to_dict(config))))
+
+
+def save_config(config: ConfigNode, path: str | Path) -> None:
+    """Write the resolved configuration as YAML; missing folders are made."""
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(to_yaml(config))
+
+
+def _check_whole(program: Program, config: ConfigNode) -> None:
+    from verl.config import validate  # here, since the rules look at devices and so load torch
+
+    if program.name == "ppo_trainer":
+        validate.validate(config)  # type: ignore[arg-type]
+    else:
+        validate.validate_sft(config)  # type: ignore[arg-type]
+
+
+def _base_engines(program: Program, bases: list[str]) -> list[str]:
+    """The engine choices of the configurations that files build on; another program's is an error."""
+    found = []
+    for base in bases:
+        other, engine = program_of(base)
+        if other is not program:
+            raise ConfigError(
+                "that configuration belongs to another program", got=base, fix=f"This one reads {program.name}."
+            )
+        found.append(engine)
+    return found
+
+
+def _engines(program: Program, engines: list[str]) -> Layer:
+    return [Entry(program.engine_group, engine, "the configuration's name") for engine in engines if engine != "dp"]
+
+
+def _typed(command: CommandLine) -> Layer:
+    return [Entry(o.key.replace("/", "."), o.value, "", o.delete) for o in command.overrides]
+
+
+def _escaped(value: object) -> object:
+    """``${`` in a resolved text is a text, not an interpolation."""
+    if isinstance(value, dict):
+        return {key: _escaped(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_escaped(inner) for inner in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value

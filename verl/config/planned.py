@@ -1,0 +1,60 @@
+"""Settings that are known but cannot be followed yet, and settings that change nothing: what a person is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.config.schema import Leaf
+from verl.errors import ConfigError, NotBuiltError
+from verl.metrics import notice
+
+INSTEAD: dict[str, str] = {
+    "LoRA": "Leave it out to train all weights.",
+    "Megatron-Core training": "Leave it out, with actor_rollout_ref.actor.strategy=auto, to train on one device.",
+    "the FSDP engines": "Leave it out to train on one device; param_offload and optimizer_offload work there.",
+    "the Ray runtime": "Leave it out to run in this process (trainer.runtime=local).",
+    "the server rollout engines": "Leave it out to sample with actor_rollout_ref.rollout.name=hf.",
+    "sampling on several ranks": "Set it to 1 to sample on the trainer's device.",
+    "profiling": "Leave it out; the seconds of every stage are logged as timing_s/*.",
+    "rollout traces": "Leave it out; trainer.rollout_data_dir writes every rollout to JSON lines.",
+    "replay of dumped rollouts": "Leave it out; trainer.rollout_data_dir writes every rollout to JSON lines.",
+    "served reward models": "Score with a function: reward.custom_reward_function.path.",
+    "code rewards": "Score with a function: reward.custom_reward_function.path.",
+    "remote checkpoints": "Leave it out to keep checkpoints in trainer.default_local_dir.",
+    "asynchronous checkpoints": "Leave it out; checkpoints are written before the next step.",
+    "asynchronous schedules": "Leave it out to sample and train in turn.",
+    "asynchronous weight updates": "Leave it out; weights are handed over in the same process, without a copy to disk.",
+    "multi-turn rollouts and tools": "Leave it out for single-turn rollouts.",
+    "the memory-saving entropy": "Leave it out and lower the micro-batch size.",
+    "the fused LM head": "Leave it out; the head runs on response tokens only.",
+}
+"""What works today, by the feature that is missing."""
+
+
+def check_choices(leaf: Leaf, value: Any) -> ConfigError | None:
+    """An error if the value, or an element of a list, is outside the declared set."""
+    if leaf.choices is None or value is None:
+        return None
+    wrong = [v for v in (value if isinstance(value, list) else [value]) if v not in leaf.choices]
+    if not wrong:
+        return None
+    return ConfigError("no such choice", key=leaf.key, got=wrong[0], allowed=list(leaf.choices))
+
+
+def check_built(leaf: Leaf, value: Any, default: Any) -> ConfigError | None:
+    """An error that names the feature, if the value asks for one that does not exist yet."""
+    if leaf.planned is None or value == default:
+        return None
+    return NotBuiltError(
+        f"not built yet: {leaf.planned}",
+        key=leaf.key,
+        got=value,
+        allowed="null" if default is None else f"{default!r}",
+        fix=INSTEAD.get(leaf.planned, "Leave it out."),
+    )
+
+
+def tell_no_effect(leaf: Leaf, value: Any, default: Any, on_command_line: bool) -> None:
+    """One notice for a setting that changes nothing; a file may repeat a default without being told."""
+    if leaf.no_effect is not None and (on_command_line or value != default):
+        notice(leaf.key, f"has no effect: {leaf.no_effect}")
