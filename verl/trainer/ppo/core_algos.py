@@ -1,14 +1,16 @@
 """The algorithms under the path and the names that users' estimators, losses and recipes import from upstream."""
 # ruff: noqa: F401
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from enum import Enum
 
-from verl.algorithms.advantages import AdvantageFn
+from verl.algorithms.advantages import AdvantageFn, reinforce_plus_plus, reinforce_plus_plus_baseline
 from verl.algorithms.advantages.gae import gae as compute_gae_advantage_return
+from verl.algorithms.advantages.gpg import gpg as compute_gpg_outcome_advantage
 from verl.algorithms.advantages.grpo import grpo as compute_grpo_outcome_advantage
+from verl.algorithms.advantages.opo import opo as compute_opo_outcome_advantage
+from verl.algorithms.advantages.remax import remax as compute_remax_outcome_advantage
+from verl.algorithms.advantages.rloo import rloo as compute_rloo_outcome_advantage
 from verl.algorithms.kl import AdaptiveKLController, FixedKLController, get_kl_controller
 from verl.algorithms.policy_losses import PolicyLossFn
 from verl.algorithms.upstream_forms import (
@@ -22,11 +24,14 @@ from verl.algorithms.upstream_forms import (
 )
 from verl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 
+compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
+compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
+compute_reinforce_plus_plus_outcome_advantage = reinforce_plus_plus.reinforce_plus_plus
+compute_reinforce_plus_plus_baseline_outcome_advantage = reinforce_plus_plus_baseline.reinforce_plus_plus_baseline
+
 
 class _Name(str, Enum):
-    """A name that is also a string, so that it can stand wherever a configuration value does."""
-
-    __str__ = str.__str__
+    __str__ = str.__str__  # a member stands wherever a configuration value does
 
 
 _NAMES = {name.upper(): name for name in ADVANTAGE_ESTIMATORS.builtin_targets()}

@@ -1,0 +1,169 @@
+"""A whole GRPO step, ours beside TRL's `GRPOTrainer`, in turn, on the same model folder and the same prompts.
+
+    python benchmarks/bench_grpo_step.py --peer-python path/to/venv-with-trl/bin/python [--sizes 0.1M 10M] [--rounds 3]
+
+The peer lives in an environment of its own (``pip install torch==2.13.0 trl==1.16.0 transformers==5.23.0``). Both
+sides: float32, no gradient checkpointing, one update per batch, no reference model, 16 prompts x 8 samples x 32 new
+tokens (end tokens are ignored, so that both generate and train the same number of tokens), AdamW. A round runs ours,
+then the peer's; the table gives the median seconds per step over all counted steps and the ratio of each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+PROMPTS, SAMPLES, NEW_TOKENS, WARMUP = 16, 8, 32, 3
+SIZES = {
+    "0.1M": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128},
+    "1M": {"hidden_size": 128, "num_hidden_layers": 5, "num_attention_heads": 4, "intermediate_size": 384},
+    "10M": {"hidden_size": 320, "num_hidden_layers": 8, "num_attention_heads": 10, "intermediate_size": 864},
+}
+VOCAB = 512
+
+PEER = """
+import json, sys, time, warnings
+warnings.filterwarnings("ignore")
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+model, rows, steps, out = sys.argv[1], json.load(open(sys.argv[2])), int(sys.argv[3]), sys.argv[4]
+
+marks = []
+
+class Clock(TrainerCallback):
+    def on_step_end(self, *a, **k):
+        marks.append(time.perf_counter())
+
+def reward(completions, **kwargs):
+    return [float(len(str(c)) %% 7) for c in completions]
+
+config = GRPOConfig(
+    output_dir=out, per_device_train_batch_size=%d, num_generations=%d, max_completion_length=%d, max_steps=steps,
+    gradient_checkpointing=False, num_iterations=1, beta=0.0, temperature=1.0, learning_rate=1e-5, logging_steps=1000000,
+    save_strategy="no", report_to=[], bf16=False, use_cpu=True, disable_tqdm=True, shuffle_dataset=False,
+    generation_kwargs={"min_new_tokens": %d}, seed=1, model_init_kwargs={"dtype": "float32"},
+)
+trainer = GRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows),
+                      processing_class=AutoTokenizer.from_pretrained(model), callbacks=[Clock()])
+marks.append(time.perf_counter())
+trainer.train()
+print("SECONDS " + json.dumps([b - a for a, b in zip(marks, marks[1:])]))
+""" % (PROMPTS * SAMPLES, SAMPLES, NEW_TOKENS, NEW_TOKENS)
+
+
+def make_inputs(folder: Path, size: str) -> tuple[Path, Path, Path]:
+    """Model folder, our prompts (parquet) and the peer's (JSON), all from fixed seeds."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    model = folder / f"model-{size}"
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["<|end|>", "<|pad|>", *letters]
+    words += [f"word{i}" for i in range(VOCAB - len(words))]
+    backend = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|end|>", pad_token="<|pad|>", chat_template=template
+    )
+    tokenizer.save_pretrained(model)
+    torch.manual_seed(0)
+    shape = SIZES[size]
+    config = Qwen2Config(
+        vocab_size=VOCAB, num_key_value_heads=shape["num_attention_heads"] // 2, max_position_embeddings=512,
+        eos_token_id=0, pad_token_id=1, bos_token_id=None, tie_word_embeddings=True, **shape,
+    )  # fmt: skip
+    network = Qwen2ForCausalLM(config)
+    network.save_pretrained(model)
+    print(f"{size}: {sum(p.numel() for p in network.parameters()) / 1e6:.2f}M parameters", flush=True)
+    texts = [f"a prompt of 32 tokens, number {i:03d}" for i in range(PROMPTS * 64)]
+    texts = [text[:32].ljust(32, ".") for text in texts]
+    rows = [
+        {"prompt": [{"role": "user", "content": t}], "data_source": "bench", "reward_model": {"ground_truth": "0"}}
+        for t in texts
+    ]
+    ours, theirs = folder / "prompts.parquet", folder / "prompts.json"
+    pq.write_table(pa.Table.from_pylist(rows), ours)
+    theirs.write_text(json.dumps([{"prompt": t} for t in texts]))
+    (folder / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(len(solution_str) % 7)\n"
+    )
+    return model, ours, theirs
+
+
+def run_ours(folder: Path, model: Path, prompts: Path, steps: int, name: str) -> list[float]:
+    """Seconds per step of `main_ppo`, as its own metrics report them."""
+    command = [
+        sys.executable, "-m", "verl.trainer.main_ppo", "algorithm.adv_estimator=grpo", f"data.train_files={prompts}",
+        f"data.train_batch_size={PROMPTS}", "data.max_prompt_length=64", f"data.max_response_length={NEW_TOKENS}",
+        "data.shuffle=false", f"actor_rollout_ref.model.path={model}", f"actor_rollout_ref.rollout.n={SAMPLES}",
+        "actor_rollout_ref.rollout.ignore_eos=true", f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
+        "actor_rollout_ref.actor.optim.lr=1e-5", f"reward.custom_reward_function.path={folder / 'reward.py'}",
+        f"trainer.total_training_steps={steps}", "trainer.logger=[file]", "trainer.project_name=bench",
+        f"trainer.experiment_name={name}", f"trainer.default_local_dir={folder / 'run'}", "trainer.resume_mode=disable",
+    ]  # fmt: skip
+    root = Path(__file__).resolve().parents[1]
+    environment = {**os.environ, "VERL_FILE_LOGGER_ROOT": str(folder / "logs"), "PYTHONPATH": str(root)}
+    subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+    lines = (folder / "logs" / "bench" / f"{name}.jsonl").read_text().splitlines()
+    return [json.loads(line)["data"]["timing_s/step"] for line in lines]
+
+
+def run_peer(folder: Path, python: str, model: Path, prompts: Path, steps: int) -> list[float]:
+    script = folder / "peer.py"
+    script.write_text(PEER)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [python, str(script), str(model), str(prompts), str(steps), str(folder / "peer-out")],
+        cwd=folder, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:])
+    line = next(line for line in done.stdout.splitlines() if line.startswith("SECONDS "))
+    return json.loads(line.removeprefix("SECONDS "))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer-python", help="python of the environment with TRL; without it only ours is timed")
+    parser.add_argument("--sizes", nargs="+", default=["0.1M", "10M"], choices=SIZES)
+    parser.add_argument("--steps", type=int, default=12, help=f"steps per run; the first {WARMUP} are not counted")
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    rows = []
+    for size in arguments.sizes:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            model, ours, theirs = make_inputs(folder, size)
+            mine, peer, ratios = [], [], []
+            for number in range(arguments.rounds):
+                seconds = run_ours(folder, model, ours, arguments.steps, f"r{number}")[WARMUP:]
+                mine += seconds
+                if arguments.peer_python:
+                    other = run_peer(folder, arguments.peer_python, model, theirs, arguments.steps)[WARMUP:]
+                    peer += other
+                    ratios.append(statistics.median(other) / statistics.median(seconds))
+            rows.append((size, statistics.median(mine), statistics.median(peer or [float("nan")]), ratios))
+    print(
+        f"\n{PROMPTS} prompts x {SAMPLES} samples x {NEW_TOKENS} tokens, {os.environ['OMP_NUM_THREADS']} threads, float32"
+    )
+    print("| model | ours, s/step | TRL, s/step | TRL / ours, per round |\n|---|---|---|---|")
+    for size, mine_s, peer_s, ratios in rows:
+        print(f"| {size} | {mine_s:.3f} | {peer_s:.3f} | {', '.join(f'{r:.2f}' for r in ratios)} |")
+
+
+if __name__ == "__main__":
+    main()

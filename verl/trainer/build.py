@@ -1,0 +1,122 @@
+"""From the configuration to the pieces of a run: the one place that picks backends, devices and classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl import device
+from verl.config import PPOTrainerConfig
+from verl.data import create_rl_dataset
+from verl.observability import samples as sample_output
+from verl.observability.tracking import Tracking
+from verl.rewards.managers import load_reward_manager
+from verl.single_controller.base import ResourcePoolManager, Role
+from verl.trainer.ppo.validation import Sampled
+from verl.workers import ActorRolloutRefWorker, CriticWorker
+from verl.workers.part import Site
+
+
+@dataclass(frozen=True)
+class AdvantageSettings:
+    """The part of ``algorithm`` that upstream's `compute_advantage` takes as single arguments."""
+
+    gamma: float
+    lam: float
+    norm_adv_by_std_in_grpo: bool
+    config: Any
+
+    @property
+    def singleton(self) -> str:
+        return "zero" if self.config is None else self.config.singleton
+
+
+def need_reference_policy(config: PPOTrainerConfig) -> bool:
+    """A KL term in the loss or in the reward needs the reference policy."""
+    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+
+
+def need_critic(config: PPOTrainerConfig) -> bool:
+    """``critic.enable`` where it is set, else: gae has a critic."""
+    if config.critic.enable is not None:
+        return bool(config.critic.enable)
+    return config.algorithm.adv_estimator == "gae"
+
+
+def need_reward_model(config: PPOTrainerConfig) -> bool:
+    """A served reward model scores the samples."""
+    return bool(config.reward.reward_model.enable)
+
+
+def role_worker_mapping(config: PPOTrainerConfig) -> dict[Role, type]:
+    """Which worker class plays which role."""
+    policy = Role.ActorRolloutRef if need_reference_policy(config) else Role.ActorRollout
+    mapping: dict[Role, type] = {policy: ActorRolloutRefWorker}
+    if need_critic(config):
+        mapping[Role.Critic] = CriticWorker
+    return mapping
+
+
+def resource_pools(config: PPOTrainerConfig) -> ResourcePoolManager:
+    """All roles in one pool (colocated)."""
+    processes = [processes_per_node(config)] * config.trainer.nnodes
+    return ResourcePoolManager(
+        resource_pool_spec={"global_pool": processes},
+        mapping=dict.fromkeys(role_worker_mapping(config), "global_pool"),
+    )
+
+
+def processes_per_node(config: PPOTrainerConfig) -> int:
+    """``trainer.n_gpus_per_node``, or what the machine has where it is left out."""
+    if config.trainer.n_gpus_per_node is not None:
+        return config.trainer.n_gpus_per_node
+    return 1
+
+
+def strategy(named: str) -> str:
+    """``auto`` is the plain engine on one process."""
+    return "plain" if named == "auto" else named
+
+
+def worker_arguments(config: PPOTrainerConfig, role: Role, total_steps: int, device_name: str | None) -> dict[str, Any]:
+    """Constructor arguments of the worker that plays ``role``."""
+    on = device_name or device.resolve_device(config.trainer.device)
+    length = config.data.max_response_length
+    if role == Role.Critic:
+        site = Site(on, strategy(config.critic.strategy), config.trainer.seed, total_steps, length)
+        return {"config": config.critic, "site": site}
+    site = Site(on, strategy(config.actor_rollout_ref.actor.strategy), config.trainer.seed, total_steps, length)
+    return {"config": config.actor_rollout_ref, "role": str(role), "site": site}
+
+
+def dataset(config: PPOTrainerConfig, tokenizer: Any, processor: Any, is_train: bool) -> Any:
+    """The training or validation dataset; None where there are no validation files."""
+    data = config.data
+    files = data.train_files if is_train else data.val_files
+    if not files and not is_train:
+        return None
+    limit = data.train_max_samples if is_train else data.val_max_samples
+    return create_rl_dataset(files, data, tokenizer, processor, is_train=is_train, max_samples=limit)
+
+
+def reward_manager(config: PPOTrainerConfig, tokenizer: Any, num_examine: int) -> Any:
+    """The reward manager of ``reward.reward_manager`` with the scorer of ``reward.custom_reward_function``."""
+    return load_reward_manager(config, tokenizer, num_examine=num_examine)
+
+
+def report_validation(config: PPOTrainerConfig, tracking: Tracking | None, seen: Sampled, step: int) -> None:
+    """Write validation samples to ``trainer.validation_data_dir`` and a few of them to the trackers."""
+    trainer = config.trainer
+    if trainer.validation_data_dir:
+        sample_output.dump_generations(
+            trainer.validation_data_dir, step, inputs=seen.inputs, outputs=seen.outputs, gts=seen.ground_truths,
+            scores=seen.scores, reward_extra_infos=dict(seen.infos),
+        )  # fmt: skip
+    if trainer.log_val_generations > 0 and tracking is not None:
+        rows = list(zip(seen.inputs, seen.outputs, seen.scores))[: trainer.log_val_generations]
+        sample_output.ValidationGenerationsLogger().log(tracking, rows, step)
+
+
+def memory_metrics(config: PPOTrainerConfig) -> dict[str, float]:
+    """Memory of this process under upstream's names."""
+    return device.memory_metrics(device.resolve_device(config.trainer.device))

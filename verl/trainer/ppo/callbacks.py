@@ -1,0 +1,92 @@
+"""What happens around the algorithm: dumps, checkpoints, validation, console samples; one ordered list."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from verl.observability.samples import dump_generations
+from verl.observability.tracker import Sample
+from verl.protocol import DataProto
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+
+class Callback:
+    """Hooks of a run; every one is optional. A hook may add metrics through ``trainer.ctx.metrics``."""
+
+    def on_fit_begin(self, trainer: RayPPOTrainer) -> None:
+        """Before the first step."""
+
+    def on_step_end(self, trainer: RayPPOTrainer, batch: DataProto) -> None:
+        """After the update; the sampler still has the old weights until all callbacks before `Publish` ran."""
+
+    def on_fit_end(self, trainer: RayPPOTrainer) -> None:
+        """After the last step, in every orderly end of the run."""
+
+
+class DumpRollouts(Callback):
+    """``trainer.rollout_data_dir``: one JSONL file of samples per step."""
+
+    def on_step_end(self, trainer: RayPPOTrainer, batch: DataProto) -> None:
+        folder = trainer.config.trainer.rollout_data_dir
+        if not folder:
+            return
+        with trainer.ctx.timed("dump_rollout_generations"):
+            rows = trainer.describe_samples(batch)
+            dump_generations(folder, trainer.ctx.step, **rows)
+
+
+class ShowSamples(Callback):
+    """A few sampled completions on the console, at the first step and then every ``test_freq`` steps."""
+
+    def on_step_end(self, trainer: RayPPOTrainer, batch: DataProto) -> None:
+        config, step = trainer.config.trainer, trainer.ctx.step
+        count = config.log_train_generations
+        if count <= 0 or (step != 1 and (config.test_freq <= 0 or step % config.test_freq)):
+            return
+        rows = trainer.describe_samples(batch.slice(0, count))
+        shown = [Sample(*row) for row in zip(rows["inputs"], rows["outputs"], rows["scores"], rows["gts"])]
+        trainer.show_samples("sampled completions", shown)
+
+
+class SaveCheckpoint(Callback):
+    """Every ``trainer.save_freq`` steps, and at the end of the run when saving is on."""
+
+    def on_step_end(self, trainer: RayPPOTrainer, batch: DataProto) -> None:
+        every, ctx = trainer.config.trainer.save_freq, trainer.ctx
+        if every > 0 and (ctx.step % every == 0 or ctx.step == ctx.total_steps):
+            with ctx.timed("save_checkpoint"):
+                trainer.save_checkpoint()
+
+
+class Publish(Callback):
+    """Hands the updated weights to the sampler."""
+
+    def on_step_end(self, trainer: RayPPOTrainer, batch: DataProto) -> None:
+        trainer.schedule.publish(trainer.roles, trainer.ctx)
+
+
+class Validate(Callback):
+    """Before training, every ``trainer.test_freq`` steps, and after the last one."""
+
+    def on_fit_begin(self, trainer: RayPPOTrainer) -> None:
+        if trainer.validator is None or not (
+            trainer.config.trainer.val_before_train or trainer.config.trainer.val_only
+        ):
+            return
+        metrics = trainer.validate()
+        trainer.log(metrics, trainer.ctx.step)
+
+    def on_step_end(self, trainer: RayPPOTrainer, batch: DataProto) -> None:
+        every, ctx = trainer.config.trainer.test_freq, trainer.ctx
+        if trainer.validator is None or every <= 0 or (ctx.step % every and ctx.step != ctx.total_steps):
+            return
+        with ctx.timed("testing"):
+            for name, value in trainer.validate().items():
+                ctx.metrics.add(name, value, "last")
+
+
+def default_callbacks() -> list[Callback]:
+    """In upstream's order of a step: dump, save, publish, validate."""
+    return [DumpRollouts(), ShowSamples(), SaveCheckpoint(), Publish(), Validate()]

@@ -1,0 +1,113 @@
+"""What a step needs besides the batch and the roles: the configuration, its number, its timers and its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.algorithms.kl import get_kl_controller
+from verl.config import PPOTrainerConfig
+from verl.errors import DataError
+from verl.metrics import MetricSet, Timers
+from verl.protocol import DataProto
+from verl.registry import ADVANTAGE_ESTIMATORS
+
+
+class SamplePool:
+    """Scored samples that wait for their training batch; what is left over starts the next one.
+
+    Args:
+        rows: samples of one training batch (prompts x ``rollout.n``).
+    """
+
+    def __init__(self, rows: int):
+        self.rows = rows
+        self._parts: list[DataProto] = []
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self._parts)
+
+    def is_full(self) -> bool:
+        return len(self) >= self.rows
+
+    def add(self, samples: DataProto) -> None:
+        if len(samples):
+            self._parts.append(samples)
+
+    def peek(self) -> DataProto | None:
+        """Everything that waits, or None; the pool keeps it."""
+        if not self._parts:
+            return None
+        return self._parts[0] if len(self._parts) == 1 else DataProto.concat(self._parts)
+
+    def take(self) -> DataProto:
+        """Exactly one training batch, in the order of sampling; groups are adjacent and stay whole."""
+        whole = self.peek()
+        assert whole is not None, "an empty pool has no batch"
+        batch, rest = whole.slice(0, self.rows), whole.slice(self.rows, None)
+        self._parts = [rest] if len(rest) else []
+        batch.meta_info = dict(batch.meta_info)
+        return batch
+
+
+@dataclass
+class StepContext:
+    """State of the run that outlives a step, and the step's own notebook.
+
+    Args:
+        config: the whole configuration.
+        reward: scores samples; returns ``reward_tensor``, ``reward_extra_info`` and ``unscorable``.
+        total_steps: length of the run.
+    """
+
+    config: PPOTrainerConfig
+    reward: Callable[..., dict[str, Any]]
+    total_steps: int
+    step: int = 0
+    epoch: int = 0
+    metrics: MetricSet = field(default_factory=MetricSet)
+    timers: Timers = field(default_factory=Timers)
+    sample_info: dict[str, list[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.estimator = ADVANTAGE_ESTIMATORS.get(config.algorithm.adv_estimator)
+        self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
+        self.pool = SamplePool(config.data.train_batch_size * self.samples_per_prompt)
+        self.gen_batches = 0
+
+    @property
+    def samples_per_prompt(self) -> int:
+        return self.config.actor_rollout_ref.rollout.n
+
+    def begin(self, step: int, epoch: int) -> None:
+        """Open the notebook of a new step."""
+        self.step, self.epoch, self.gen_batches = step, epoch, 0
+        self.metrics, self.timers = MetricSet(), Timers()
+
+    def timed(self, stage: str) -> AbstractContextManager[None]:
+        """Seconds spent inside are reported as ``timing_s/<stage>``."""
+        return self.timers(stage)
+
+    def count_gen_batch(self) -> None:
+        """One more batch of prompts was sampled for this step; an endless refill is an error."""
+        self.gen_batches += 1
+        limit = self.config.algorithm.filter_groups.max_num_gen_batches
+        if 0 < limit < self.gen_batches:
+            raise DataError(
+                f"{limit} batches of prompts were sampled, only {len(self.pool)} of {self.pool.rows} samples kept",
+                key="algorithm.filter_groups.max_num_gen_batches",
+                fix="The task is too easy or too hard for this model: change the data, raise the limit or set it to 0.",
+            )
+
+    @property
+    def needs_old_log_prob(self) -> bool:
+        """False where the policy cannot have moved since sampling, so that its own detached log-probs serve.
+
+        That is the case with one mini-batch and one epoch, if nothing else reads the log-probs before the update.
+        """
+        config, actor = self.config, self.config.actor_rollout_ref.actor
+        one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
+        return not (config.trainer.skip_old_log_prob and one_update and not config.algorithm.use_kl_in_reward)

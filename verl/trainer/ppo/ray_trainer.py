@@ -1,0 +1,276 @@
+"""`RayPPOTrainer`: the controller of PPO and of everything that PPO became, over local or Ray worker groups.
+
+The algorithm is in `step.py`, what happens around it in `callbacks.py`; this class owns the pieces and their order.
+Subclass it to change a piece: every part is an attribute, made in a method of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.config import PPOTrainerConfig, to_dict
+from verl.data import collate_fn as default_collate
+from verl.data import stateful_loader
+from verl.errors import DataError
+from verl.metrics import notice
+from verl.observability.tracker import Sample
+from verl.observability.tracking import Tracking
+from verl.protocol import DataProto
+from verl.registry import SCHEDULES
+from verl.single_controller.base import ClassWithInitArgs, ResourcePoolManager, Role, Roles
+from verl.single_controller.local import LocalWorkerGroup, create_colocated_worker_cls
+from verl.trainer import build
+from verl.trainer.ppo import stages
+from verl.trainer.ppo.callbacks import Callback, default_callbacks
+from verl.trainer.ppo.checkpointing import RunCheckpoints
+from verl.trainer.ppo.context import StepContext
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
+from verl.trainer.ppo.roles import RoleHandle, add_role, distinct_groups
+from verl.trainer.ppo.validation import Sampled, Validator
+
+__all__ = ["RayPPOTrainer", "ResourcePoolManager", "apply_kl_penalty", "compute_advantage", "compute_response_mask"]
+
+
+class RayPPOTrainer:
+    """Builds data, workers and rewards from the configuration and runs the loop.
+
+    Args:
+        config: the typed configuration.
+        tokenizer, processor: of the policy.
+        role_worker_mapping: `Role` -> worker class.
+        resource_pool_manager: which pool each role lives in.
+        ray_worker_group_cls: `LocalWorkerGroup` (this process) or a Ray worker group.
+        train_dataset, val_dataset, collate_fn, train_sampler: replace what the configuration would build.
+        device_name: device of the workers; None takes the configuration's.
+        site: backend, seed and device handed to every worker.
+    """
+
+    def __init__(
+        self,
+        config: PPOTrainerConfig,
+        tokenizer: Any,
+        role_worker_mapping: dict[Role, type],
+        resource_pool_manager: ResourcePoolManager,
+        ray_worker_group_cls: type = LocalWorkerGroup,
+        processor: Any = None,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        collate_fn: Any = None,
+        train_sampler: Any = None,
+        device_name: str | None = None,
+    ):
+        self.config, self.tokenizer, self.processor = config, tokenizer, processor
+        self.role_worker_mapping, self.resource_pool_manager = role_worker_mapping, resource_pool_manager
+        self.worker_group_cls, self.device_name = ray_worker_group_cls, device_name
+        self.callbacks: list[Callback] = default_callbacks()
+        self.schedule = SCHEDULES.get("sync")()
+        self.tracking: Tracking | None = None
+        self._make_data(train_dataset, val_dataset, collate_fn or default_collate, train_sampler)
+        self._make_rewards()
+
+    # ---- building ----------------------------------------------------------------------------------------------
+
+    def _make_data(self, train_dataset: Any, val_dataset: Any, collate: Any, sampler: Any) -> None:
+        data, trainer = self.config.data, self.config.trainer
+        if train_dataset is None:
+            train_dataset = build.dataset(self.config, self.tokenizer, self.processor, is_train=True)
+        if val_dataset is None:
+            val_dataset = build.dataset(self.config, self.tokenizer, self.processor, is_train=False)
+        loader = stateful_loader(
+            train_dataset,
+            batch_size=data.gen_batch_size or data.train_batch_size,
+            shuffle=data.shuffle,
+            seed=trainer.seed if data.seed is None else data.seed,
+            num_workers=data.dataloader_num_workers,
+            drop_last=True,
+            collate_fn=collate,
+            sampler=sampler,
+        )
+        self.source = stages.PromptSource(loader)
+        self.steps_per_epoch = len(loader)
+        self.total_training_steps = trainer.total_training_steps or self.steps_per_epoch * trainer.total_epochs
+        self.val_loader = None
+        if val_dataset is not None:
+            self.val_loader = stateful_loader(
+                val_dataset,
+                batch_size=data.val_batch_size or len(val_dataset),
+                shuffle=data.validation_shuffle,
+                seed=trainer.seed,
+                num_workers=data.dataloader_num_workers,
+                drop_last=False,
+                collate_fn=collate,
+            )
+
+    def _make_rewards(self) -> None:
+        self.reward_fn = build.reward_manager(self.config, self.tokenizer, num_examine=0)
+        self.val_reward_fn = build.reward_manager(self.config, self.tokenizer, num_examine=0)
+
+    def init_workers(self) -> None:
+        """Create the worker groups, one colocated process set per pool, and load the models."""
+        self.resource_pool_manager.create_resource_pool()
+        self.roles = Roles()
+        by_pool: dict[Any, dict[str, ClassWithInitArgs]] = {}
+        for role, worker_class in self.role_worker_mapping.items():
+            pool = self.resource_pool_manager.get_resource_pool(role)
+            arguments = build.worker_arguments(self.config, role, self.total_training_steps, self.device_name)
+            by_pool.setdefault(pool, {})[str(role)] = ClassWithInitArgs(worker_class, **arguments)
+        groups: dict[str, Any] = {}
+        for pool, classes in by_pool.items():
+            together = create_colocated_worker_cls(classes)
+            groups |= self.worker_group_cls(resource_pool=pool, ray_cls_with_init=together).spawn(set(classes))
+        self._name_roles(groups)
+        for group in distinct_groups(self.roles):
+            group.init_model()
+
+    def _name_roles(self, groups: dict[str, Any]) -> None:
+        actor, critic = self.config.actor_rollout_ref.actor, self.config.critic
+        policy = groups.get("actor_rollout_ref") or groups["actor_rollout"]
+        add_role(
+            self.roles,
+            RoleHandle("actor", "trainable", policy, actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle,
+                       actor.data_loader_seed)
+        )  # fmt: skip
+        add_role(self.roles, RoleHandle("rollout", "sampler", policy))
+        if "actor_rollout_ref" in groups or "ref" in groups:
+            add_role(self.roles, RoleHandle("ref", "frozen", groups.get("ref") or policy))
+        if "critic" in groups:
+            add_role(
+            self.roles,
+                RoleHandle("critic", "trainable", groups["critic"], critic.ppo_mini_batch_size, critic.ppo_epochs,
+                           critic.shuffle, critic.data_loader_seed)
+            )  # fmt: skip
+
+    # ---- running -----------------------------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        """Train to the end: resume if asked, validate, step, log; callbacks run in their order."""
+        trainer = self.config.trainer
+        self.ctx = StepContext(self.config, self.reward_fn, self.total_training_steps)
+        self.validator = None
+        if self.val_loader is not None:
+            self.validator = Validator(self.config, self.val_loader, self.val_reward_fn, self.tokenizer)
+        self.checkpoints = RunCheckpoints(self.config, self.roles, self.source, self.ctx)
+        self.tracking = Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, to_dict(self.config))
+        try:
+            self.load_checkpoint()
+            self.tracking.start(self.total_training_steps, self.ctx.step)
+            self.schedule.publish(self.roles, self.ctx)
+            self._notify("on_fit_begin")
+            if not trainer.val_only:
+                self._run_steps()
+            self._notify("on_fit_end")
+            self.tracking.finish()
+        except BaseException:
+            self.tracking.finish(exit_code=1)
+            raise
+        finally:
+            self.checkpoints.close()
+
+    def _run_steps(self) -> None:
+        first = self.ctx.step + 1
+        if first > self.total_training_steps:
+            notice("trainer.resume_mode", f"the run is complete: step {self.ctx.step} of {self.total_training_steps}")
+        for step in range(first, self.total_training_steps + 1):
+            ctx = self.ctx
+            ctx.begin(step, (step - 1) // self.steps_per_epoch)
+            with ctx.timed("step"):
+                batch = self.schedule.step(self.source, self.roles, ctx)
+                self._notify("on_step_end", batch)
+            self.log(self._step_metrics(batch), step)
+
+    def _notify(self, hook: str, *arguments: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, hook)(self, *arguments)
+
+    def _step_metrics(self, batch: DataProto) -> dict[str, float]:
+        ctx = self.ctx
+        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
+        ranks = self.resource_pool_manager.get_n_gpus()
+        skipped = 0.0 if ctx.needs_old_log_prob else 1.0
+        return {
+            "training/global_step": ctx.step,
+            "training/epoch": ctx.epoch,
+            "training/old_log_prob_skipped": skipped,
+            **ctx.metrics.values(),
+            **compute_data_metrics(batch, use_critic="critic" in self.roles),
+            **compute_timing_metrics(batch, ctx.timers.seconds),
+            **compute_throughout_metrics(batch, ctx.timers.seconds, ranks),
+            **build.memory_metrics(self.config),
+        }
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Send metrics to every tracker."""
+        if self.tracking is not None:
+            self.tracking.log(metrics, step)
+
+    def show_samples(self, title: str, shown: list[Sample]) -> None:
+        """Send a few completions to the trackers that can show text."""
+        if self.tracking is not None:
+            self.tracking.log_samples(title, shown, self.ctx.step)
+
+    # ---- pieces that users override ----------------------------------------------------------------------------
+
+    def validate(self) -> dict[str, float]:
+        """Validate with the sampler's present weights; returns the metrics."""
+        if self.validator is None:
+            raise DataError("there is nothing to validate on", key="data.val_files", fix="Set data.val_files.")
+        metrics, seen = self.validator.run(self.roles, self.ctx.step)
+        self.on_validation_samples(seen)
+        return metrics
+
+    def on_validation_samples(self, seen: Sampled) -> None:
+        """Dump (``trainer.validation_data_dir``) and log (``trainer.log_val_generations``) what was sampled."""
+        build.report_validation(self.config, self.tracking, seen, self.ctx.step)
+
+    def describe_samples(self, batch: DataProto) -> dict[str, Any]:
+        """Prompt, response, score and reward details of every row as text, for dumps and the console."""
+        decode = self.tokenizer.batch_decode
+        truths = batch.non_tensor_batch.get("reward_model", np.full(len(batch), None, dtype=object))
+        extra = {
+            name: list(batch.non_tensor_batch[name]) for name in self.ctx.sample_info if name in batch.non_tensor_batch
+        }
+        return {
+            "inputs": decode(batch.batch["prompts"], skip_special_tokens=True),
+            "outputs": decode(batch.batch["responses"], skip_special_tokens=True),
+            "gts": [truth.get("ground_truth") if isinstance(truth, dict) else None for truth in truths],
+            "scores": batch.batch["token_level_scores"].sum(-1).tolist(),
+            "reward_extra_infos": extra,
+        }
+
+    def save_checkpoint(self) -> None:
+        """Write a checkpoint of this step."""
+        self.checkpoints.save()
+
+    def load_checkpoint(self) -> None:
+        """Continue where an earlier run stopped (``trainer.resume_mode``)."""
+        self.checkpoints.load()
+
+
+def compute_advantage(
+    data: DataProto,
+    adv_estimator: Any,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    num_repeat: int = 1,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+) -> DataProto:
+    """Upstream's form of `stages.compute_advantage`: adds ``advantages`` and ``returns`` to ``data`` and returns it."""
+    settings = build.AdvantageSettings(gamma, lam, norm_adv_by_std_in_grpo, config)
+    stages.compute_advantage(data, get_adv_estimator_fn(adv_estimator), settings)
+    return data
+
+
+def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[DataProto, dict[str, float]]:
+    """Upstream's form of `stages.apply_kl_penalty`."""
+    metrics = stages.apply_kl_penalty(data, kl_ctrl, kl_penalty)
+    return data, metrics.values()
+
+
+def compute_response_mask(data: DataProto) -> torch.Tensor:
+    """The attention mask over the response part, (B, T)."""
+    return data.batch["attention_mask"][:, -data.batch["responses"].size(1) :]

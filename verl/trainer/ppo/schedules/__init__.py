@@ -1,0 +1,1 @@
+"""How `collect` and `learn` are composed in time."""

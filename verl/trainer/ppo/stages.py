@@ -1,0 +1,238 @@
+"""The stages that `step.collect` and `step.learn` name, one function each.
+
+A stage takes a batch and adds declared fields to it; it never decides what comes next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.algorithms.advantages import call_estimator
+from verl.algorithms.balancing import balance_within_mini_batches, log_seqlen_unbalance
+from verl.algorithms.kl import kl_penalty
+from verl.algorithms.masked import masked_mean
+from verl.algorithms.micro_batches import mini_batches
+from verl.metrics import Metric, MetricSet
+from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.single_controller.base import Roles
+from verl.trainer.ppo.context import StepContext
+from verl.trainer.ppo.roles import RoleHandle
+
+
+def prompt_uid(epoch: int, row: Any) -> str:
+    """The identity of a prompt in a run: what its random numbers and its group are keyed by."""
+    return hashlib.blake2b(f"{epoch}:{row}".encode(), digest_size=8).hexdigest()
+
+
+class PromptSource:
+    """Batches of prompts without end: epoch after epoch of a stateful loader, each row with its uid."""
+
+    def __init__(self, loader: Any):
+        self.loader = loader
+        self._batches: Iterator[dict[str, Any]] = iter(())
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch, from 0."""
+        return self.loader.epoch
+
+    def next_prompts(self) -> DataProto:
+        """The next batch; begins the next epoch where one ends."""
+        epoch, rows = self.loader.epoch, next(self._batches, None)
+        if rows is None:
+            self._batches = iter(self.loader)
+            epoch, rows = self.loader.epoch, next(self._batches)
+        prompts = DataProto.from_single_dict(rows)
+        give_uids(prompts, epoch)
+        return prompts
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+        self._batches = iter(())
+
+
+def give_uids(prompts: DataProto, epoch: int) -> None:
+    """Write ``uid`` of every row; the rows of a custom dataset without ``__row__`` are told apart by their content."""
+    rows = prompts.non_tensor_batch.get("__row__", prompts.non_tensor_batch.get("raw_prompt_ids"))
+    if rows is None:
+        rows = prompts.non_tensor_batch["raw_prompt"]
+    prompts.non_tensor_batch["uid"] = np.array([prompt_uid(epoch, row) for row in rows], dtype=object)
+
+
+def generate(prompts: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
+    """`rollout.n` responses per prompt, adjacent; adds responses, masks, rollout log-probs and token versions."""
+    ctx.count_gen_batch()
+    prompts = prompts.repeat(ctx.samples_per_prompt, interleave=True)
+    prompts.meta_info = {**prompts.meta_info, "global_steps": ctx.step, "validate": False}
+    return sample(prompts, roles["rollout"], ctx.metrics)
+
+
+def sample(prompts: DataProto, rollout: RoleHandle, metrics: MetricSet) -> DataProto:
+    """One call of the sampler for all rows of ``prompts``; the rows keep their order."""
+    padded, pad = pad_dataproto_to_divisor(prompts, rollout.group.world_size)
+    made = unpad_dataproto(rollout.group.generate_sequences(padded), pad)
+    metrics.merge(made.meta_info.pop("metrics", {}))
+    return prompts.union(made)
+
+
+def score(samples: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
+    """Adds token_level_scores (B, T); a sample that could not be scored is masked and leaves its group's baseline."""
+    scored = ctx.reward(samples)
+    samples.batch["token_level_scores"] = scored["reward_tensor"]
+    unscorable = np.array(scored.get("unscorable", [False] * len(samples)), dtype=bool)
+    samples.non_tensor_batch["unscorable"] = unscorable
+    for name, values in scored.get("reward_extra_info", {}).items():
+        samples.non_tensor_batch[name] = np.array(values, dtype=object)
+    ctx.sample_info = dict(scored.get("reward_extra_info", {}))
+    ctx.metrics.merge(scored.get("metrics", {}))
+    if unscorable.any():
+        samples.batch["response_mask"][torch.from_numpy(unscorable)] = 0
+    return samples
+
+
+def keep(samples: DataProto, ctx: StepContext) -> DataProto:
+    """Dynamic sampling (DAPO, arXiv 2503.14476): drop the groups whose samples all have the same metric."""
+    rule = ctx.config.algorithm.filter_groups
+    values = samples.batch["token_level_scores"].sum(-1).numpy()
+    if rule.metric not in (None, "reward", "seq_reward", "seq_final_reward") and rule.enable:
+        values = np.array(samples.non_tensor_batch[rule.metric], dtype=float)
+    groups = np.unique(samples.non_tensor_batch["uid"], return_inverse=True)[1]
+    low, high = np.full(groups.max() + 1, np.inf), np.full(groups.max() + 1, -np.inf)
+    np.minimum.at(low, groups, values)
+    np.maximum.at(high, groups, values)
+    flat = low == high
+    ctx.metrics.add("training/zero_variance_groups", float(flat.mean()), weight=len(flat))
+    if not rule.enable:
+        return samples
+    kept = np.flatnonzero(~flat[groups])
+    ctx.metrics.add("training/filter_groups/dropped_groups", int(flat.sum()), "sum")
+    return samples.select_idxs(kept)
+
+
+def measure_balance(batch: DataProto, ctx: StepContext) -> None:
+    """Token counts per data-parallel rank before and after balancing: ``global_seqlen/*``."""
+    lengths = batch.batch["attention_mask"].sum(-1).tolist()
+    ctx.metrics.add("perf/total_num_tokens", sum(lengths), "last")
+    for name, value in log_seqlen_unbalance(lengths, [list(range(len(lengths)))], "global_seqlen").items():
+        ctx.metrics.add(name, value, "last")
+
+
+def add_old_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
+    """Adds old_log_probs, and reports the entropy and the distance to the sampler's own log-probs."""
+    found = roles["actor"].infer(batch, ("old_log_probs", "entropys"))
+    mask = batch.batch["response_mask"]
+    if "entropys" in found.batch.keys():
+        ctx.metrics.add("actor/entropy", masked_mean(found.batch["entropys"], mask).item(), "last")
+    batch.batch["old_log_probs"] = found.batch["old_log_probs"]
+    if "rollout_log_probs" in batch.batch.keys():
+        for name, value in rollout_difference(batch).items():
+            ctx.metrics.add(name, value, "last")
+
+
+def rollout_difference(batch: DataProto) -> dict[str, float]:
+    """How far the sampler's probabilities are from the trainer's, over sampled tokens."""
+    mask = batch.batch["response_mask"].bool()
+    if not mask.any():
+        return {"training/rollout_probs_diff_valid": 0.0}
+    ours, theirs = (batch.batch[k][mask].float().exp() for k in ("old_log_probs", "rollout_log_probs"))
+    difference = (ours - theirs).abs()
+    found = {
+        "training/rollout_probs_diff_valid": 1.0,
+        "training/rollout_probs_diff_max": difference.max().item(),
+        "training/rollout_probs_diff_mean": difference.mean().item(),
+        "training/rollout_probs_diff_std": difference.std(correction=0).item(),
+    }
+    if len(ours) > 1 and ours.std() > 0 and theirs.std() > 0:
+        found["training/rollout_actor_probs_pearson_corr"] = torch.corrcoef(torch.stack([ours, theirs]))[0, 1].item()
+    return found
+
+
+def add_advantages(batch: DataProto, ctx: StepContext) -> None:
+    """Adds token_level_rewards, advantages and returns; unscorable samples get zeros and are in no baseline."""
+    algorithm = ctx.config.algorithm
+    if algorithm.use_kl_in_reward:
+        ctx.metrics.merge(apply_kl_penalty(batch, ctx.kl_controller, algorithm.kl_penalty))
+    else:
+        batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+    compute_advantage(batch, ctx.estimator, algorithm)
+
+
+def apply_kl_penalty(batch: DataProto, controller: Any, kind: str = "kl") -> MetricSet:
+    """Rewards minus beta times the KL to the reference (ALGORITHMS B.13); then the controller learns from it."""
+    mask = batch.batch["response_mask"]
+    kl = kl_penalty(batch.batch["old_log_probs"], batch.batch["ref_log_prob"], kind)
+    kl = torch.where(mask.bool(), kl, torch.zeros_like(kl))
+    beta = controller.value
+    batch.batch["token_level_rewards"] = batch.batch["token_level_scores"] - beta * kl
+    rows = mask.sum(-1) > 0
+    current = masked_mean(kl, mask, -1)[rows].mean().item() if rows.any() else 0.0
+    controller.update(current_kl=current, n_steps=len(batch))
+    return MetricSet(
+        {
+            "actor/reward_kl_penalty": Metric(current, "last"),
+            "actor/reward_kl_penalty_coeff": Metric(beta, "last"),
+        }
+    )
+
+
+def compute_advantage(batch: DataProto, estimator: Any, algorithm: Any) -> None:
+    """Call the estimator on the scorable rows and write advantages and returns (B, T)."""
+    unscorable = batch.non_tensor_batch.get("unscorable")
+    rows = np.arange(len(batch)) if unscorable is None else np.flatnonzero(~unscorable.astype(bool))
+    part = batch if len(rows) == len(batch) else batch.select_idxs(rows)
+    inputs = {name: part.batch[name] for name in part.batch.keys()}
+    advantages, returns = call_estimator(
+        estimator,
+        **inputs,
+        index=part.non_tensor_batch.get("uid"),
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+        singleton=algorithm.singleton,
+        config=algorithm,
+        non_tensor_batch=part.non_tensor_batch,
+    )
+    zeros = torch.zeros_like(batch.batch["response_mask"], dtype=torch.float32)
+    for name, values in (("advantages", advantages), ("returns", returns)):
+        whole = zeros.clone()
+        whole[torch.from_numpy(rows)] = values.float()
+        batch.batch[name] = whole
+
+
+TRAIN_KEYS = (
+    "prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask", "advantages", "returns",
+    "values", "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights",
+)  # fmt: skip
+
+
+def train(role: RoleHandle, batch: DataProto, ctx: StepContext) -> None:
+    """Every optimizer step of one role on this batch.
+
+    Mini-batches are formed here, from the sample order, so their rows do not depend on the number of ranks; inside each
+    one the rows are dealt out so that every rank gets as many tokens.
+    """
+    rows = role.mini_batch_size * ctx.samples_per_prompt
+    present = [key for key in TRAIN_KEYS if key in batch.batch.keys()]
+    data = batch.select(batch_keys=present, non_tensor_batch_keys=[])
+    data.meta_info = {"global_steps": ctx.step}
+    plan = list(mini_batches(len(batch), rows, role.epochs, role.shuffle, role.seed + ctx.step))
+    lengths = batch.batch["attention_mask"].sum(-1).tolist()
+    for number, members in enumerate(plan, start=1):
+        mini_batch = data.select_idxs(_deal_out(members, lengths, role.group.world_size, ctx))
+        metrics = role.train(mini_batch, more_updates=number < len(plan))
+        ctx.metrics.merge({f"{role.name}/{name}": metric for name, metric in metrics.items()})
+
+
+def _deal_out(members: list[int], lengths: list[int], num_ranks: int, ctx: StepContext) -> list[int]:
+    if num_ranks == 1 or not ctx.config.trainer.balance_batch:
+        return members
+    order = balance_within_mini_batches([lengths[i] for i in members], len(members), num_ranks)
+    return [members[i] for i in order]

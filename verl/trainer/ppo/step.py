@@ -1,0 +1,50 @@
+"""One iteration of RL training: this page is the algorithm, everything else serves it.
+
+`collect` samples until a batch is full; `learn` turns the batch into one update of the critic and the actor. A schedule
+(`verl/trainer/ppo/schedules/`) composes the two, so that asynchrony never copies them. Shapes: B rows (prompts x
+`rollout.n`), T response tokens; what a stage adds to the batch is said beside it.
+"""
+
+from __future__ import annotations
+
+from verl.protocol import DataProto
+from verl.single_controller.base import Roles
+from verl.trainer.ppo import stages
+from verl.trainer.ppo.context import StepContext
+
+
+def collect(source: stages.PromptSource, roles: Roles, ctx: StepContext) -> DataProto:
+    """Sample and score prompts until the training batch is full."""
+    while not ctx.pool.is_full():
+        prompts = source.next_prompts()
+        with ctx.timed("gen"):
+            samples = stages.generate(prompts, roles, ctx)  # responses, response_mask, rollout_log_probs, ...
+        with ctx.timed("reward"):
+            samples = stages.score(samples, roles, ctx)  # token_level_scores; unscorable samples are masked
+        ctx.pool.add(stages.keep(samples, ctx))
+    return ctx.pool.take()
+
+
+def learn(batch: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
+    """Estimate advantages on the batch, then update the critic and the actor."""
+    stages.measure_balance(batch, ctx)
+    if ctx.needs_old_log_prob:
+        with ctx.timed("old_log_prob"):
+            stages.add_old_log_prob(batch, roles, ctx)  # old_log_probs
+    if "ref" in roles:
+        with ctx.timed("ref"):
+            batch.union(roles["ref"].infer(batch, ("ref_log_prob",)))
+    if "critic" in roles:
+        with ctx.timed("values"):
+            batch.union(roles["critic"].infer(batch, ("values",)))
+
+    with ctx.timed("adv"):
+        stages.add_advantages(batch, ctx)  # token_level_rewards, advantages, returns
+
+    if "critic" in roles:
+        with ctx.timed("update_critic"):
+            stages.train(roles["critic"], batch, ctx)
+    if ctx.step >= ctx.config.trainer.critic_warmup:
+        with ctx.timed("update_actor"):
+            stages.train(roles["actor"], batch, ctx)
+    return batch

@@ -1,0 +1,94 @@
+"""Validation: sample the held-out prompts, score them, and report by data source under upstream's metric names."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from verl.config import PPOTrainerConfig
+from verl.metrics import MetricSet
+from verl.protocol import DataProto
+from verl.single_controller.base import Roles
+from verl.trainer.ppo.metric_utils import process_validation_metrics
+from verl.trainer.ppo.stages import give_uids, sample
+
+VALIDATION_EPOCH = -1  # keeps validation uids, hence their random numbers, apart from those of training
+
+
+@dataclass
+class Sampled:
+    """Everything one validation saw, one list entry per sample."""
+
+    inputs: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    ground_truths: list[Any] = field(default_factory=list)
+    data_sources: list[str] = field(default_factory=list)
+    uids: list[str] = field(default_factory=list)
+    infos: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    num_turns: list[float] = field(default_factory=list)
+
+
+class Validator:
+    """Validates with fixed prompts and fixed random numbers, so that two steps differ only by the policy.
+
+    Args:
+        loader: batches of validation rows.
+        reward: the validation reward manager.
+    """
+
+    def __init__(
+        self, config: PPOTrainerConfig, loader: Iterable[dict[str, Any]], reward: Callable[..., Any], tokenizer: Any
+    ):
+        self.config, self.loader, self.reward, self.tokenizer = config, loader, reward, tokenizer
+
+    def run(self, roles: Roles, step: int) -> tuple[dict[str, float], Sampled]:
+        """``val-core/*`` and ``val-aux/*`` metrics, and the samples behind them."""
+        seen = Sampled()
+        for rows in self.loader:
+            self._add_batch(DataProto.from_single_dict(rows), roles, step, seen)
+        return self._metrics(seen), seen
+
+    def _add_batch(self, prompts: DataProto, roles: Roles, step: int, seen: Sampled) -> None:
+        give_uids(prompts, VALIDATION_EPOCH)
+        prompts = prompts.repeat(self.config.actor_rollout_ref.rollout.val_kwargs.n, interleave=True)
+        prompts.meta_info = {"validate": True, "global_steps": step}
+        samples = sample(prompts, roles["rollout"], MetricSet())
+        scored = self.reward(samples)
+        scores = scored["reward_tensor"].sum(-1).tolist()
+        seen.scores += scores
+        seen.infos["reward"] += scores
+        for name, values in scored.get("reward_extra_info", {}).items():
+            seen.infos[name] += list(values)
+        decode = self.tokenizer.batch_decode
+        seen.inputs += decode(samples.batch["prompts"], skip_special_tokens=True)
+        seen.outputs += decode(samples.batch["responses"], skip_special_tokens=True)
+        seen.uids += list(samples.non_tensor_batch["uid"])
+        unknown = np.full(len(samples), "unknown", dtype=object)
+        sources = samples.non_tensor_batch.get("data_source", unknown)
+        seen.data_sources += [source or "unknown" for source in sources]
+        truths = samples.non_tensor_batch.get("reward_model", np.full(len(samples), None, dtype=object))
+        seen.ground_truths += [truth.get("ground_truth") if isinstance(truth, dict) else None for truth in truths]
+        seen.num_turns += [float(turns) for turns in samples.non_tensor_batch.get("__num_turns__", [])]
+
+    def _metrics(self, seen: Sampled) -> dict[str, float]:
+        found: dict[str, float] = {}
+        nested = process_validation_metrics(seen.data_sources, seen.uids, dict(seen.infos))
+        for source, variables in nested.items():
+            core = "acc" if "acc" in variables else "reward"
+            for variable, metrics in variables.items():
+                largest = max(int(name.split("@")[-1].split("/")[0]) for name in metrics)
+                for name, value in metrics.items():
+                    is_core = variable == core and f"@{largest}" in name and name.startswith(("mean", "maj", "best"))
+                    found[f"{'val-core' if is_core else 'val-aux'}/{source}/{variable}/{name}"] = value
+        if seen.num_turns:
+            turns = np.array(seen.num_turns)
+            found |= {
+                f"val-aux/num_turns/{k}": float(f(turns))
+                for k, f in (("min", np.min), ("max", np.max), ("mean", np.mean))
+            }
+        return found

@@ -1,0 +1,164 @@
+"""The one loop of supervised training; SFT is its first use, and a method differs by its dataset and its loss alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from verl import device as devices
+from verl.algorithms.losses import LossFn
+from verl.checkpoint import CheckpointReader, CheckpointWriter, find_checkpoint
+from verl.config import SFTTrainerConfig, to_dict
+from verl.data import stateful_loader
+from verl.engines.base import Engine
+from verl.metrics import notice
+from verl.observability.tracking import Tracking
+from verl.protocol import DataProto
+from verl.trainer import rng
+from verl.workers.part import Limits, ModelPart, make_engine
+
+
+class SupervisedTrainer:
+    """Epochs over a dataset with one optimizer step per batch, validation loss, checkpoints and trackers.
+
+    Args:
+        config: the typed configuration of a supervised run.
+        tokenizer: written into the exported folder.
+        train_dataset, val_dataset: rows that ``collate`` turns into a batch; ``val_dataset`` may be None.
+        collate: rows -> tensors ``input_ids``, ``attention_mask``, ``position_ids``, ``loss_mask``, each (B, L).
+        loss_fn: what is minimised.
+    """
+
+    def __init__(
+        self,
+        config: SFTTrainerConfig,
+        tokenizer: Any,
+        train_dataset: Any,
+        val_dataset: Any,
+        collate: Any,
+        loss_fn: LossFn,
+    ):
+        self.config, self.tokenizer, self.loss_fn = config, tokenizer, loss_fn
+        data, trainer = config.data, config.trainer
+        common = {"seed": trainer.seed, "num_workers": data.num_workers, "collate_fn": collate}
+        self.train_loader = stateful_loader(
+            train_dataset, batch_size=data.train_batch_size, shuffle=True, drop_last=True, **common
+        )
+        self.val_loader = None
+        if val_dataset is not None:
+            rows = min(data.train_batch_size, len(val_dataset))
+            self.val_loader = stateful_loader(val_dataset, batch_size=rows, shuffle=False, drop_last=False, **common)
+        self.total_steps = trainer.total_training_steps or len(self.train_loader) * trainer.total_epochs
+        self.part = self._make_part()
+        self.step = 0
+        self.writer: CheckpointWriter | None = None
+
+    @property
+    def engine(self) -> Engine:
+        return self.part.engine
+
+    def _make_part(self) -> ModelPart:
+        c = self.config
+        engine = make_engine(
+            "plain" if c.engine.strategy in ("auto", "plain") else c.engine.strategy,
+            model=c.model,
+            engine=c.engine,
+            optim=c.optim,
+            kind="causal_lm",
+            grad_clip=c.optim.clip_grad,
+            total_training_steps=self.total_steps,
+            device=devices.resolve_device(c.trainer.device),
+            seed=c.trainer.seed,
+        )
+        limits = Limits.of(
+            c.data.micro_batch_size_per_gpu, None, c.data.use_dynamic_bsz, c.data.max_token_len_per_gpu, 1
+        )
+        return ModelPart(engine, train_limits=limits, loss_fn=self.loss_fn)
+
+    def fit(self) -> None:
+        """Train to the end; the last step is validated and saved where these are switched on."""
+        trainer = self.config.trainer
+        keep = {"model": trainer.max_ckpt_to_keep}
+        self.writer = CheckpointWriter(trainer.default_local_dir, keep=keep) if trainer.save_freq > 0 else None
+        try:
+            self.load_checkpoint()
+            config = to_dict(self.config)
+            with Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, config) as tracking:
+                tracking.start(self.total_steps, self.step)
+                self._run_steps(tracking)
+        finally:
+            if self.writer is not None:
+                self.writer.close()
+
+    def _run_steps(self, tracking: Tracking) -> None:
+        trainer, batches = self.config.trainer, self._batches()
+        while self.step < self.total_steps:
+            started = time.perf_counter()
+            batch = next(batches)
+            found = self.part.train(batch).values()
+            self.step += 1
+            metrics = {f"train/{name}": value for name, value in found.items()}
+            metrics["train/global_tokens"] = int(batch.batch["attention_mask"].sum())
+            metrics["train/time(s)"] = time.perf_counter() - started
+            last = self.step == self.total_steps
+            if self.val_loader is not None and trainer.test_freq > 0 and (last or self.step % trainer.test_freq == 0):
+                metrics["val/loss"] = self.validate()
+            tracking.log(metrics, self.step)
+            if trainer.save_freq > 0 and (last or self.step % trainer.save_freq == 0):
+                self.save_checkpoint()
+
+    def _batches(self) -> Iterator[DataProto]:
+        while True:
+            for rows in self.train_loader:
+                yield supervised_batch(rows)
+
+    def validate(self) -> float:
+        """Mean negative log-likelihood per trained token over the validation rows."""
+        total, count = 0.0, 0
+        for rows in self.val_loader:
+            batch = supervised_batch(rows)
+            log_probs = self.part.infer(batch, ("log_probs",))["log_probs"]
+            total -= log_probs.sum().item()  # zero where the mask is zero
+            count += int(batch.batch["response_mask"].sum())
+        return total / max(count, 1)
+
+    def save_checkpoint(self) -> None:
+        """Write ``global_step_<step>`` with the model as a Hugging Face folder in ``model/huggingface``."""
+        assert self.writer is not None, "saving is off"
+        state = {"step": self.step, "data": self.train_loader.state_dict(), "rng": rng.rng_state()}
+        contents = {"model": list(self.config.checkpoint.save_contents)}
+        writers = {"model": self.engine.hf_writer(self.tokenizer)}
+        self.writer.save(self.step, {"model": self.engine.state()}, hf=writers, trainer_state=state, contents=contents)
+
+    def load_checkpoint(self) -> None:
+        """Continue from the checkpoint that ``trainer.resume_mode`` names, if there is one."""
+        trainer, checkpoint = self.config.trainer, self.config.checkpoint
+        folder = find_checkpoint(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
+        if folder is None:
+            return
+        reader = CheckpointReader(folder)
+        self.engine.load_state(reader.load("model", list(checkpoint.load_contents or checkpoint.save_contents)))
+        state = reader.trainer_state()
+        self.train_loader.load_state_dict(state["data"])
+        rng.set_rng_state(state["rng"])
+        self.step = int(state["step"])
+        notice("trainer.resume_mode", f"continues from {folder}")
+
+
+def supervised_batch(rows: dict[str, torch.Tensor]) -> DataProto:
+    """Rows of a supervised dataset as the engines take them: every token but the first is a 'response' token.
+
+    Shapes: ``input_ids`` (B, L) gives ``responses`` and ``response_mask`` (B, L - 1).
+    """
+    return DataProto.from_dict(
+        tensors={
+            "input_ids": rows["input_ids"],
+            "attention_mask": rows["attention_mask"],
+            "position_ids": rows["position_ids"],
+            "responses": rows["input_ids"][:, 1:],
+            "response_mask": rows["loss_mask"][:, 1:],
+        }
+    )

@@ -1,0 +1,19 @@
+"""Worker classes: thin registered methods, one engine or sampler call each."""
+
+__all__ = ["ActorRolloutRefWorker", "CriticWorker", "RewardModelWorker", "TrainingWorker"]
+
+_HOMES = {
+    "ActorRolloutRefWorker": "verl.workers.actor_rollout_ref",
+    "CriticWorker": "verl.workers.critic",
+    "RewardModelWorker": "verl.workers.reward_model",
+    "TrainingWorker": "verl.workers.training",
+}
+
+
+def __getattr__(name: str):
+    # Loaded on demand: `verl.workers.config` and `verl.workers.reward_manager` must not pull in torch engines.
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'verl.workers' has no attribute {name!r}")

@@ -1,0 +1,163 @@
+"""Policy, sampler and reference policy on one worker, in any combination."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from verl.agent_loop import AgentLoopManager
+from verl.algorithms.losses import PPOPolicyLoss
+from verl.config import ActorRolloutRefConfig, replace
+from verl.data import hf_tokenizer
+from verl.engines.base import Engine
+from verl.errors import WorkerError
+from verl.metrics import MetricSet
+from verl.protocol import DataProto
+from verl.registry import SAMPLERS
+from verl.single_controller.base import Dispatch, Worker, register
+from verl.weight_sync import chunk_weights
+from verl.workers.part import Limits, ModelPart, Site, make_engine
+from verl.workers.training import load_part, save_part
+
+ROLES = {
+    "actor": {"actor"},
+    "rollout": {"rollout"},
+    "ref": {"ref"},
+    "actor_rollout": {"actor", "rollout"},
+    "actor_rollout_ref": {"actor", "rollout", "ref"},
+}
+
+
+class ActorRolloutRefWorker(Worker):
+    """One worker of the policy.
+
+    Args:
+        config: the section ``actor_rollout_ref`` of the configuration.
+        role: which of the three it plays: actor, rollout, ref, actor_rollout, actor_rollout_ref.
+        site: device, training backend, seed and length of the run.
+    """
+
+    def __init__(self, config: ActorRolloutRefConfig, role: str = "actor_rollout_ref", site: Site | None = None):
+        super().__init__()
+        if role not in ROLES:
+            raise WorkerError("unknown worker role", got=role, allowed=sorted(ROLES))
+        self.config, self.site, self.plays = config, site or Site(), ROLES[role]
+        self.tokenizer: Any = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the model once per role that trains or scores, and start the sampler."""
+        model = self.config.model
+        self.tokenizer = hf_tokenizer(
+            model.tokenizer_path or model.path,
+            trust_remote_code=model.trust_remote_code,
+            custom_chat_template=model.custom_chat_template,
+        )
+        if "actor" in self.plays:
+            self.actor = self._make_actor()
+        if "ref" in self.plays:
+            self.ref = self._make_ref()
+        if "rollout" in self.plays:
+            self._make_rollout()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Run the agent loop of every row: responses, masks and the sampler's own log-probs."""
+        return self.agent_loops.generate_sequences(prompts)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """``old_log_probs`` (B, T), and ``entropys`` if ``meta_info["outputs"]`` asks for the entropy."""
+        wanted = data.meta_info.get("outputs") or ["old_log_probs"]
+        outputs = ("log_probs", "entropy") if "entropys" in wanted else ("log_probs",)
+        found = self.actor.infer(data, outputs)
+        tensors = {"old_log_probs": found["log_probs"]}
+        if "entropy" in found:
+            tensors["entropys"] = found["entropy"]
+        return DataProto.from_dict(tensors=tensors)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """``ref_log_prob`` (B, T) of the reference policy."""
+        return DataProto.from_dict(tensors={"ref_log_prob": self.ref.infer(data, ("log_probs",))["log_probs"]})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update_actor(self, data: DataProto) -> MetricSet:
+        """One optimizer step per mini-batch of ``data``, which holds ``advantages``."""
+        return self.actor.train(data)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_weights(self, global_steps: int) -> None:
+        """Hand the actor's weights to the sampler as version ``global_steps``."""
+        bucket_bytes = self.config.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
+        chunks = chunk_weights(self.actor.engine.export_weights(), bucket_bytes, version=global_steps)
+        asyncio.run(self.sampler.update_weights(chunks, global_steps))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, local_path: str, contents: tuple[str, ...] = ("model", "optimizer", "extra")) -> dict:
+        """Write the actor's state and its Hugging Face folder into ``local_path``."""
+        return save_part(self.actor, local_path, contents, self.tokenizer)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, local_path: str, contents: tuple[str, ...] = ("model", "optimizer", "extra")) -> None:
+        """Continue from what `save_checkpoint` wrote; the sampler gets the weights at the next `update_weights`."""
+        load_part(self.actor, local_path, contents)
+
+    def _make_actor(self) -> ModelPart:
+        c, ranks = self.config.actor, self.world_size
+        rollout = self.config.rollout
+        return ModelPart(
+            self._engine(
+                optim=replace(c.optim, total_training_steps=self.site.total_training_steps), fsdp=c.fsdp_config
+            ),
+            train_limits=Limits.of(
+                c.ppo_micro_batch_size_per_gpu,
+                c.ppo_micro_batch_size,
+                c.use_dynamic_bsz,
+                c.ppo_max_token_len_per_gpu,
+                ranks,
+            ),
+            infer_limits=Limits.of(
+                rollout.log_prob_micro_batch_size_per_gpu,
+                rollout.log_prob_micro_batch_size,
+                rollout.log_prob_use_dynamic_bsz,
+                rollout.log_prob_max_token_len_per_gpu,
+                ranks,
+            ),
+            loss_fn=PPOPolicyLoss(c, response_length=rollout.response_length),
+            temperature=rollout.temperature,
+            mini_batch_rows=max(1, c.ppo_mini_batch_size * rollout.n // ranks),
+        )
+
+    def _make_ref(self) -> ModelPart:
+        c = self.config.ref
+        return ModelPart(
+            self._engine(optim=None, fsdp=c.fsdp_config),
+            infer_limits=Limits.of(
+                c.log_prob_micro_batch_size_per_gpu,
+                c.log_prob_micro_batch_size,
+                c.log_prob_use_dynamic_bsz,
+                c.log_prob_max_token_len_per_gpu,
+                self.world_size,
+            ),
+            temperature=self.config.rollout.temperature,
+        )
+
+    def _engine(self, optim: Any, fsdp: Any) -> Engine:
+        return make_engine(
+            self.site.strategy,
+            model=self.config.model,
+            engine=fsdp,
+            optim=optim,
+            kind="causal_lm",
+            grad_clip=self.config.actor.grad_clip,
+            total_training_steps=self.site.total_training_steps,
+            device=self.site.device,
+            seed=self.site.seed,
+        )
+
+    def _make_rollout(self) -> None:
+        rollout = self.config.rollout
+        build = SAMPLERS.get(rollout.name).from_config
+        self.sampler = build(rollout, self.config.model, device=self.site.device)
+        self.agent_loops = AgentLoopManager(rollout, self.sampler, self.tokenizer)

@@ -1,0 +1,130 @@
+"""One model on one worker: its engine, its batch limits and its loss.
+
+A worker class is a list of registered methods; what they do with a model is here, once for actor, reference, critic and
+for every role that a recipe adds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.algorithms.losses import LossFn
+from verl.engines.base import Engine
+from verl.errors import WorkerError
+from verl.metrics import Metric, MetricSet
+from verl.protocol import DataProto
+from verl.registry import ENGINES
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a worker is told about the place and the run it works in.
+
+    Args:
+        device: ``cpu``, ``cuda`` or ``npu``.
+        strategy: name of the training backend in the engine registry; ``auto`` has been resolved by the trainer.
+        seed: master seed of the run.
+        total_training_steps: length of the run in steps, for learning-rate schedules.
+        response_length: the configured maximum of response tokens.
+    """
+
+    device: str = "cpu"
+    strategy: str = "plain"
+    seed: int = 1
+    total_training_steps: int = 1
+    response_length: int | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many rows or tokens one forward pass takes; both None leaves the choice to the engine."""
+
+    micro_batch_size: int | None = None
+    max_tokens: int | None = None
+
+    @classmethod
+    def of(cls, per_gpu: int | None, total: int | None, use_dynamic: bool, max_tokens: int, num_ranks: int) -> Limits:
+        """From the configuration: the per-GPU count wins over the deprecated total, a token budget over both."""
+        if use_dynamic:
+            return cls(max_tokens=max_tokens)
+        if per_gpu is None and total is not None:
+            per_gpu = max(1, total // num_ranks)
+        return cls(micro_batch_size=per_gpu)
+
+
+class ModelPart:
+    """An engine with the settings of one role.
+
+    Args:
+        engine: the training backend that holds the model.
+        train_limits / infer_limits: micro-batch limits of the two passes.
+        loss_fn: what `train` minimises; None for a frozen model.
+        temperature: logits are divided by it before every softmax (the sampling temperature for policies).
+        mini_batch_rows: rows of one optimizer step on this rank; None takes the whole batch in one step.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        train_limits: Limits | None = None,
+        infer_limits: Limits | None = None,
+        loss_fn: LossFn | None = None,
+        temperature: float = 1.0,
+        mini_batch_rows: int | None = None,
+    ):
+        self.engine = engine
+        self.train_limits = train_limits or Limits()
+        self.infer_limits = infer_limits or self.train_limits
+        self.loss_fn = loss_fn
+        self.temperature = temperature
+        self.mini_batch_rows = mini_batch_rows
+
+    def infer(self, batch: DataProto, outputs: tuple[str, ...]) -> dict[str, Any]:
+        """Forward passes without gradient: name -> (B, T) float32."""
+        limits = self.infer_limits
+        return self.engine.infer(
+            batch,
+            outputs=outputs,
+            temperature=self.temperature,
+            micro_batch_size=limits.micro_batch_size,
+            max_tokens=limits.max_tokens,
+        )
+
+    def train(self, batch: DataProto) -> MetricSet:
+        """One optimizer step per mini-batch of ``batch``.
+
+        The controller sends one mini-batch at a time; a caller that sends more gets them cut in row order. The
+        learning-rate schedule advances unless ``meta_info["more_updates"]`` says that this global step goes on.
+        """
+        if self.loss_fn is None:
+            raise WorkerError("this model is frozen and has no loss", fix="Set a loss before training it.")
+        metrics = MetricSet()
+        rows = self.mini_batch_rows or len(batch)
+        for part in batch.split(rows):
+            found = self.engine.train_batch(
+                part,
+                self.loss_fn,
+                temperature=self.temperature,
+                micro_batch_size=self.train_limits.micro_batch_size,
+                max_tokens=self.train_limits.max_tokens,
+            )
+            metrics.merge(per_step(found))
+        if not batch.meta_info.get("more_updates", False):
+            self.engine.step_scheduler()
+        return metrics
+
+
+def per_step(metrics: MetricSet) -> MetricSet:
+    """Metrics of one optimizer step, ready to merge over steps and ranks.
+
+    Inside a step a globally normalised value is a sum over micro-batches (already times the number of ranks, ALGORITHMS
+    B.1); over ranks and over steps it is averaged.
+    """
+    return MetricSet({name: Metric(m.value) if m.reduction == "sum" else m for name, m in metrics.items()})
+
+
+def make_engine(strategy: str, **arguments: Any) -> Engine:
+    """The engine class behind a strategy name, built."""
+    return ENGINES.get(strategy)(**arguments)

@@ -1,0 +1,74 @@
+"""The worker of any single model: what the critic is, and what a recipe's extra roles are made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from verl.algorithms.losses import LossFn
+from verl.checkpoint import read_part, write_part
+from verl.metrics import MetricSet
+from verl.protocol import DataProto
+from verl.single_controller.base import Dispatch, Worker, register
+from verl.workers.part import ModelPart
+
+
+class TrainingWorker(Worker):
+    """One model that infers, trains, saves and loads; subclasses build ``self.part`` in `init_model`."""
+
+    part: ModelPart
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_loss_fn(self, loss_fn: LossFn) -> None:
+        """Replace the loss that `train_mini_batch` minimises."""
+        self.part.loss_fn = loss_fn
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def infer_batch(self, data: DataProto) -> DataProto:
+        """``meta_info["outputs"]`` names what is computed; each output is (B, T) float32."""
+        return DataProto.from_dict(tensors=self.part.infer(data, tuple(data.meta_info["outputs"])))
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def train_mini_batch(self, data: DataProto) -> MetricSet:
+        """Optimizer steps on ``data``; metrics are those of the loss, plus ``grad_norm`` and ``lr``."""
+        return self.part.train(data)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, local_path: str, contents: tuple[str, ...] = ("model", "optimizer", "extra")) -> dict:
+        """Write this model's state into ``local_path``; returns the records of the files (see `write_part`)."""
+        return save_part(self.part, local_path, contents)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, local_path: str, contents: tuple[str, ...] = ("model", "optimizer", "extra")) -> None:
+        """Continue from what `save_checkpoint` wrote."""
+        load_part(self.part, local_path, contents)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def get_weights(self) -> dict[str, Tensor]:
+        """The weights under Hugging Face names."""
+        return dict(self.part.engine.export_weights())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_weights(self, weights: dict[str, Tensor]) -> None:
+        """Take over weights under Hugging Face names (reference refresh, moving averages)."""
+        self.part.engine.load_weights(weights)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def to(self, device: str) -> None:
+        """``cpu`` offloads model and optimizer, anything else brings them back."""
+        if device == "cpu":
+            self.part.engine.offload()
+        else:
+            self.part.engine.onload()
+
+
+def save_part(part: ModelPart, folder: str, contents: tuple[str, ...], tokenizer: Any = None) -> dict:
+    """Write one model's sections and its Hugging Face folder."""
+    return write_part(Path(folder), part.engine.state(), contents, part.engine.hf_writer(tokenizer))
+
+
+def load_part(part: ModelPart, folder: str, contents: tuple[str, ...]) -> None:
+    """Load the sections in ``contents``; the others stay as they are."""
+    part.engine.load_state(read_part(Path(folder), contents))
