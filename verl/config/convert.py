@@ -6,6 +6,7 @@ can only mean one thing is converted; everything else is refused.
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import types
@@ -66,12 +67,13 @@ def expand_path(value: Any, key: str) -> Any:
     return expanded
 
 
-def build(cls: type[ConfigNode], values: dict[str, Any]) -> Any:
-    """A node of ``cls`` from nested plain values that are complete and of the right types."""
+def build(cls: type[ConfigNode], values: dict[str, Any], prefix: str = "") -> Any:
+    """A node of ``cls`` from the value of every leaf below it, by dotted key; values are of the declared types."""
     made = {}
     for name, field in cls.__dataclass_fields__.items():
+        key = f"{prefix}.{name}".removeprefix(".")
         inner = field.metadata.get("section")
-        made[name] = values[name] if inner is None else build(inner, values[name])
+        made[name] = copy.deepcopy(values[key]) if inner is None else build(inner, values, key)
     return cls(**made)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
-import time
 from typing import Any
 
 from verl.config.convert import build, convert, describe, expand_path
+from verl.config.interpolate import interpolated
 from verl.config.merge import Merge, where
 from verl.config.node import ConfigNode, place
 from verl.config.planned import check_built, check_choices, tell_no_effect
@@ -16,23 +15,24 @@ from verl.errors import ConfigError, NotBuiltError
 
 def resolve(merge: Merge) -> ConfigNode:
     """The configuration that the merged settings mean; all problems in one error."""
-    problems = list(merge.problems)
-    raw = _interpolated(merge, problems)
-    tree: dict[str, Any] = {}
+    raw, nowhere = interpolated(merge)
+    problems = merge.problems + [_located(error, merge, str(error.key)) for error in nowhere]
     late: list[ConfigError] = []
-    for leaf in merge.schema.leaves.values():
-        own = leaf.key in merge.values
+    values: dict[str, Any] = {}
+    for key, leaf in merge.schema.leaves.items():
+        own = key in merge.values
         try:
-            value = _finished(leaf, _at(raw, leaf.key))
+            values[key] = _finished(leaf, raw[key])
             if own:
-                _check(leaf, value, merge)
-            _set(tree, leaf.key, value)
+                _check(leaf, values[key])
         except ConfigError as error:
-            (problems if own else late).append(_located(error, merge, leaf.key))
+            (problems if own else late).append(_located(error, merge, key))
     raise_all(problems or late)
-    for key in merge.values:
-        _tell(merge, merge.schema.leaves[key], _at(tree, key))
-    made = build(merge.program.root, tree)
+    for key, entry in merge.origin.items():
+        leaf = merge.schema.leaves[key]
+        if leaf.planned is None:
+            tell_no_effect(leaf, values[key], _default(leaf), on_command_line=not entry.source)
+    made = build(merge.program.root, values)
     place(made)
     return made
 
@@ -49,15 +49,10 @@ def raise_all(problems: list[ConfigError]) -> None:
     raise kind("\n  - ".join(lines))
 
 
-def _check(leaf: Leaf, value: Any, merge: Merge) -> None:
+def _check(leaf: Leaf, value: Any) -> None:
     problem = check_built(leaf, value, _default(leaf)) or check_choices(leaf, value)
     if problem is not None:
         raise problem
-
-
-def _tell(merge: Merge, leaf: Leaf, value: Any) -> None:
-    if leaf.planned is None:
-        tell_no_effect(leaf, value, _default(leaf), on_command_line=not merge.origin[leaf.key].source)
 
 
 def _finished(leaf: Leaf, value: Any) -> Any:
@@ -83,66 +78,3 @@ def _located(error: ConfigError, merge: Merge, key: str) -> ConfigError:
     said = "" if entry.key.startswith(key) or key.startswith(entry.key) else f", given as {entry.key}"
     note = f"{error.message}{said}{where(entry)}"
     return type(error)(note, key=error.key, got=error.got, allowed=error.allowed, fix=error.fix)
-
-
-# ---- interpolation ---------------------------------------------------------------------------------------------------
-
-
-def _interpolated(merge: Merge, problems: list[ConfigError]) -> dict[str, Any]:
-    """All raw values with ``${...}`` replaced; a setting that follows another one is an interpolation of it."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    if not OmegaConf.has_resolver("now"):
-        OmegaConf.register_new_resolver("now", time.strftime, use_cache=True)
-    nested: dict[str, Any] = {}
-    for leaf in merge.schema.leaves.values():
-        followed = f"${{{leaf.follows}}}" if leaf.follows else leaf.default
-        _set(nested, leaf.key, merge.values.get(leaf.key, followed))
-    for key, value in merge.variables.items():
-        _set(nested, key, value)
-    tree = OmegaConf.create(nested)
-    try:
-        return OmegaConf.to_container(tree, resolve=True)  # type: ignore[return-value]
-    except OmegaConfBaseException:
-        pass
-    plain: dict[str, Any] = {}  # what is left once the culprits are found: enough to find other mistakes too
-    for leaf in merge.schema.leaves.values():
-        value = merge.values.get(leaf.key, leaf.default)
-        _set(plain, leaf.key, leaf.default if "${" in str(value) else value)
-        if leaf.key in merge.values:
-            try:
-                _resolved(OmegaConf.select(tree, leaf.key))
-            except OmegaConfBaseException as error:
-                problems.append(_unresolved(leaf, merge, error))
-    return plain
-
-
-def _resolved(value: Any) -> Any:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-
-
-def _unresolved(leaf: Leaf, merge: Merge, error: Exception) -> ConfigError:
-    value = merge.values[leaf.key]
-    name = re.search(r"\$\{([^}:]+)", str(value))
-    near = merge.schema.nearest(name[1]) if name else []
-    fix = f"Did you mean {' or '.join(repr(key) for key in near)}?" if near else ""
-    if name and name[1].isupper():
-        fix = f"For an environment variable write ${{oc.env:{name[1]}}}, or ${name[1]} in a path."
-    reason = str(error).splitlines()[0]
-    return _located(ConfigError(f"cannot be resolved ({reason})", key=leaf.key, got=value, fix=fix), merge, leaf.key)
-
-
-def _at(tree: dict[str, Any], key: str) -> Any:
-    for part in key.split("."):
-        tree = tree[part]
-    return tree
-
-
-def _set(tree: dict[str, Any], key: str, value: Any) -> None:
-    *sections, name = key.split(".")
-    for part in sections:
-        tree = tree.setdefault(part, {})
-    tree[name] = value
