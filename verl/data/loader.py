@@ -1,7 +1,8 @@
 """Batches in an order that is a function of (seed, epoch) alone, resumable at any batch.
 
 The state is a few JSON numbers: which epoch, and how many of its rows were handed out. It depends neither on worker
-processes nor on what they fetched ahead, so a run may be resumed with other workers or another batch size.
+processes nor on what they fetched ahead, so a run may be resumed with other workers or another batch size; this is why
+torchdata's loader, whose state is that of its workers, is not used.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from verl import env
 from verl.data.collate import collate_fn as collate_rows
@@ -171,7 +171,7 @@ class StatefulLoader:
         batches = _Batches(self.sampler, self.batch_size, self.drop_last, skip)
         if self.num_workers:
             env.set_default("TOKENIZERS_PARALLELISM", "false")  # forked tokenizers must not start threads
-        loader = StatefulDataLoader(
+        loader = DataLoader(
             self.dataset,
             batch_sampler=batches,
             num_workers=self.num_workers,

@@ -17,13 +17,14 @@ import pyarrow.compute as pc
 from torch.utils.data import Dataset
 
 from verl.data.chat_template import ChatTemplate
-from verl.data.files import choose_rows, read_files
+from verl.data.files import choose_rows, read_files, require_column
 from verl.data.messages import Message, as_messages, prune
 from verl.data.overlong import check_truncation, measure, truncate
 from verl.data.settings import read, read_mapping, read_number
 from verl.errors import DataError, NotBuiltError
 from verl.metrics import log, notice
 
+DATA_SOURCE = "data_source"
 MEDIA_KEYS = {"image_key": "images", "video_key": "videos", "audio_key": "audios"}
 
 
@@ -63,6 +64,7 @@ class RLHFDataset(Dataset):
         self.data_files = [data_files] if isinstance(data_files, (str, Path)) else list(data_files or ())
         self.tokenizer, self.processor, self.config, self.max_samples = tokenizer, processor, config, max_samples
         self.prompt_key = str(read(config, "prompt_key", "prompt"))
+        self.reward_fn_key = str(read(config, "reward_fn_key", DATA_SOURCE))
         self.max_prompt_length = read_number(config, "max_prompt_length", 512)
         self.truncation = check_truncation(str(read(config, "truncation", "error")))
         self.filter_overlong_prompts = bool(read(config, "filter_overlong_prompts", False))
@@ -113,6 +115,9 @@ class RLHFDataset(Dataset):
             use_shm=bool(read(self.config, "use_shm", False)),
             column_key="data.prompt_key",
         )
+        if self.reward_fn_key != DATA_SOURCE:
+            first = self._origin.files[0]
+            require_column(self.reward_fn_key, table.column_names, file=first, key="data.reward_fn_key")
         for setting, default in MEDIA_KEYS.items():
             self._refuse_media(table, str(read(self.config, setting, default)))
         self._check_prompts(table.column(self.prompt_key))
@@ -202,7 +207,7 @@ class RLHFDataset(Dataset):
         number = int(self._rows[item]) if len(self._rows) == len(self) else item
         index = extra.get("index")
         return {
-            "data_source": row.get("data_source"),
+            DATA_SOURCE: row.get(DATA_SOURCE),
             "reward_model": self._as_dict(row, "reward_model", item),
             "extra_info": extra,
             "index": number if index is None else index,

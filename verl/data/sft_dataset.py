@@ -24,6 +24,8 @@ from verl.errors import ConfigError, DataError, suggest
 from verl.metrics import notice
 
 PAD_MODES = ("no_padding", "right")
+KEPT_TOKENS = 20_000_000
+"""How many encoded tokens a dataset keeps in memory (5 bytes each)."""
 PAIRS = (("prompt", "response"), ("question", "answer"))
 """Two-column forms that are recognised without a setting."""
 
@@ -69,6 +71,9 @@ class MultiTurnSFTDataset(Dataset):
         self._template = ChatTemplate(tokenizer, read_mapping(config, "apply_chat_template_kwargs"))
         keep = bool(read(config, "ignore_input_ids_mismatch", False))
         self._turns = TurnFinder(self._template, keep_produced=keep)
+        # Encoding a row costs about as much as training on a short one: what fits is kept for the next epochs.
+        self._encoded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._room = KEPT_TOKENS
         self._load(parquet_files, max_samples)
         if self.truncation == "error":
             self._refuse_overlong()
@@ -79,6 +84,16 @@ class MultiTurnSFTDataset(Dataset):
 
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
         item = int(item)
+        if item not in self._encoded:
+            encoded = self._encode(item)
+            if self._room < len(encoded[0]):
+                return self._tensors(*encoded)
+            self._room -= len(encoded[0])
+            self._encoded[item] = encoded
+        return self._tensors(*self._encoded[item])
+
+    def _encode(self, item: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ids and the loss mask of a row, truncated, in small types."""
         row = self.dataframe[item]
         try:
             ids, mask = self._turns.encode(self.build_messages(row, item), **self._arguments(row, item))
@@ -90,7 +105,7 @@ class MultiTurnSFTDataset(Dataset):
         ids, mask = truncate(ids, self.max_length, how), truncate(mask, self.max_length, how)
         if not any(mask):
             notice("data.max_length", f"{self.describe(item)} has no assistant token left after truncation")
-        return self._tensors(ids, mask)
+        return torch.tensor(ids, dtype=torch.int32), torch.tensor(mask, dtype=torch.bool)
 
     def collate(self, rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """A batch (B, L) of rows, padded on the right to the longest; the `collate_fn` of a loader of this dataset."""
@@ -192,12 +207,12 @@ class MultiTurnSFTDataset(Dataset):
             fix=f"Set data.max_length={max(length, longest)}, or data.truncation to left or right.",
         )
 
-    def _tensors(self, ids: list[int], mask: list[int]) -> dict[str, torch.Tensor]:
+    def _tensors(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
         row = {
-            "input_ids": torch.tensor(ids, dtype=torch.int64),
+            "input_ids": ids.long(),
             "attention_mask": torch.ones(len(ids), dtype=torch.int64),
             "position_ids": torch.arange(len(ids)),
-            "loss_mask": torch.tensor(mask, dtype=torch.int64),
+            "loss_mask": mask.long(),
         }
         if self.pad_mode == "no_padding" or len(ids) == self.max_length:
             return row

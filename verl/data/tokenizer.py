@@ -43,15 +43,19 @@ def hf_tokenizer(
     from transformers import AutoTokenizer
 
     source = _source(name_or_path, key)
+    kwargs.setdefault("trust_remote_code", False)  # unset, transformers would ask at the keyboard and wait
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **kwargs)
     except (OSError, ValueError, ImportError, KeyError) as failure:
         where = "this folder" if Path(source).is_dir() else "this hub name"
+        fix = "Check the name and the network, or give a folder on this machine that has the tokenizer's files."
+        if "trust_remote_code" in str(failure):
+            fix = "It runs code of its own: read it, then set trust_remote_code=true in the model's section."
         raise ModelError(
-            f"no tokenizer could be loaded from {where}: {type(failure).__name__}: {str(failure).strip()[:500]}",
+            f"no tokenizer could be loaded from {where}: {_brief(failure)}",
             key=key,
             got=str(name_or_path),
-            fix="Check the name and the network, or give a folder on this machine that has the tokenizer's files.",
+            fix=fix,
         ) from failure
     if custom_chat_template:
         tokenizer.chat_template = _template_text(custom_chat_template)
@@ -74,7 +78,7 @@ def hf_processor(name_or_path: str | Path, *, key: str = "model.path", **kwargs:
         processor = AutoProcessor.from_pretrained(source, **kwargs)
     except (OSError, ValueError, ImportError, KeyError) as failure:
         raise ModelError(
-            f"its processor could not be loaded: {type(failure).__name__}: {str(failure).strip()[:500]}",
+            f"its processor could not be loaded: {_brief(failure)}",
             key=key,
             got=str(name_or_path),
         ) from failure
@@ -150,6 +154,11 @@ def _check_folder(folder: Path, key: str) -> None:
         got=str(folder),
         fix=f"It has: {found}. Copy the tokenizer's files there, or set the tokenizer's own path.",
     )
+
+
+def _brief(failure: BaseException) -> str:
+    lines = str(failure).strip().splitlines() or [""]
+    return f"{type(failure).__name__}: {lines[0][:300]}"
 
 
 def _template_text(template: str) -> str:

@@ -75,7 +75,8 @@ class TurnFinder:
 
     def _find(self, messages: Sequence[Message], number: int, whole: str, arguments: dict[str, Any]) -> Turn:
         before = self._prompt(messages[:number], arguments)
-        upto = self.template.render(messages[: number + 1], **arguments)
+        is_last = number == len(messages) - 1
+        upto = whole if is_last else self.template.render(messages[: number + 1], **arguments)
         marked = None
         if before is None or not whole.startswith(before):
             marked = self._marked(messages, number, arguments)
