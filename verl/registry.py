@@ -157,21 +157,20 @@ def load_from_module(module_path: str, name: str) -> Any:
 
 ADVANTAGE_ESTIMATORS = Registry(
     "advantage estimator",
-    {"gae": "verl.algorithms.advantages.gae:gae", "grpo": "verl.algorithms.advantages.grpo:grpo"},
-    planned=(
-        "grpo_vectorized",
-        "grpo_passk",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-        "rloo",
-        "rloo_vectorized",
-        "remax",
-        "opo",
-        "gpg",
-        "gdpo",
-        "optimal_token_baseline",
-        "tir_optimal_token_baseline",
-    ),
+    {
+        "gae": "verl.algorithms.advantages.gae:gae",
+        "grpo": "verl.algorithms.advantages.grpo:grpo",
+        "grpo_vectorized": "verl.algorithms.advantages.grpo:grpo",
+        "reinforce_plus_plus": "verl.algorithms.advantages.reinforce_plus_plus:reinforce_plus_plus",
+        "reinforce_plus_plus_baseline": (
+            "verl.algorithms.advantages.reinforce_plus_plus_baseline:reinforce_plus_plus_baseline"
+        ),
+        "rloo": "verl.algorithms.advantages.rloo:rloo",
+        "rloo_vectorized": "verl.algorithms.advantages.rloo:rloo",
+        "opo": "verl.algorithms.advantages.opo:opo",
+        "gpg": "verl.algorithms.advantages.gpg:gpg",
+    },
+    planned=("grpo_passk", "remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"),
     key="algorithm.adv_estimator",
 )
 POLICY_LOSSES = Registry(

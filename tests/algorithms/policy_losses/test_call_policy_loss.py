@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.algorithms.fixtures import actor_config, loss_batch
+from tests.algorithms.fixtures import actor_config, loss_batch, poison
 from verl.algorithms.aggregation import loss_norm
 from verl.algorithms.masked import masked_mean
 from verl.algorithms.policy_losses import call_policy_loss
@@ -52,6 +52,28 @@ def test_a_users_loss_that_averages_by_itself_is_weighted_by_tokens_and_told():
     reset_notices()
     assert over_micro_batches(by_itself)[0] == pytest.approx(PLAIN)
     assert "token mean" in notices()["actor.policy_loss.loss_mode"]
+
+
+def test_junk_outside_the_mask_does_not_reach_a_users_product_with_the_mask():
+    batch = loss_batch()
+    batch = {name: x if name == "response_mask" else poison(x, batch["response_mask"]) for name, x in batch.items()}
+    new = batch["log_prob"].detach().requires_grad_()
+
+    def product(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights, **_):
+        x = -advantages * (log_prob - old_log_prob).exp() * rollout_is_weights
+        return (x * response_mask).sum() / response_mask.sum(), {}
+
+    loss, _ = call_policy_loss(
+        product,
+        **{**batch, "log_prob": new},
+        loss_agg_mode="token-mean",
+        config=None,
+        norm=loss_norm(batch["response_mask"]),
+        rollout_is_weights=poison(torch.ones(2, 3), batch["response_mask"]),
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(PLAIN)
+    assert torch.isfinite(new.grad).all()
 
 
 def test_metrics_become_metrics_without_prefix_whatever_their_form():

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from verl.algorithms.aggregation import LossNorm, normalised_by
 from verl.algorithms.calls import accepted, name_of, names_parameter
+from verl.algorithms.masked import zero_outside
 from verl.errors import ConfigError
 from verl.metrics import Metric, as_float, notice
 
@@ -44,14 +45,14 @@ def call_policy_loss(
     Returns:
         The loss, and its metrics without the prefix ``actor/``.
     """
-    inputs = {
-        "old_log_prob": old_log_prob,
-        "log_prob": log_prob,
-        "advantages": advantages,
+    # Padding is cleared first, because a user's ``(x * mask).sum()`` would let a NaN through.
+    tensors = {"old_log_prob": old_log_prob, "log_prob": log_prob, "advantages": advantages}
+    weights = None if rollout_is_weights is None else zero_outside(rollout_is_weights, response_mask)
+    inputs = {name: zero_outside(tensor, response_mask) for name, tensor in tensors.items()} | {
         "response_mask": response_mask,
         "loss_agg_mode": loss_agg_mode,
         "config": config,
-        "rollout_is_weights": rollout_is_weights,
+        "rollout_is_weights": weights,
     }
     takes_norm = names_parameter(policy_loss, "norm")
     given = accepted(policy_loss, inputs | {"norm": norm} if takes_norm else inputs)
