@@ -68,6 +68,10 @@ def tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
 
 def tensor_from_bytes(raw: np.ndarray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """The reverse, sharing memory with ``raw``: read-only memory gives a tensor that must not be written to."""
+    if raw.size == 0:
+        if math.prod(shape):
+            raise ValueError(f"no bytes for a tensor of shape {shape}")
+        return torch.empty(tuple(shape), dtype=dtype)
     if not raw.flags.writeable:
         raw = _writable_view(raw)
     return torch.from_numpy(raw).view(dtype).reshape(tuple(shape))
@@ -75,8 +79,6 @@ def tensor_from_bytes(raw: np.ndarray, dtype: torch.dtype, shape: Sequence[int])
 
 def _writable_view(raw: np.ndarray) -> np.ndarray:
     """The same memory without the read-only flag, which torch cannot express and would warn about."""
-    if raw.size == 0:
-        return np.empty(0, dtype=np.uint8)
     interface = dict(raw.__array_interface__, data=(raw.__array_interface__["data"][0], False))
     return np.asarray(_Memory(interface, raw))
 
@@ -235,7 +237,7 @@ class Decoder:
     def decode(self, text: bytes | str) -> Any:
         try:
             return json.loads(text, object_hook=self._hook)
-        except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError, OSError) as error:
+        except (ValueError, LookupError, TypeError, OverflowError, RuntimeError, OSError) as error:
             raise DataError(f"damaged batch data ({type(error).__name__}: {error})") from error
 
     def _hook(self, found: dict[str, Any]) -> Any:
@@ -267,9 +269,11 @@ class Decoder:
     def _png(self, at: Sequence[int]) -> Any:
         from PIL import Image
 
-        image = Image.open(io.BytesIO(self._raw(at).tobytes()), formats=["PNG"])
-        image.load()
-        return image.copy()  # a plain image, without the open file
+        try:
+            image = Image.open(io.BytesIO(self._raw(at).tobytes()), formats=["PNG"])
+            return image.copy()  # a plain image, without the open file
+        except (SyntaxError, Image.DecompressionBombError) as error:  # what PIL raises for a broken or monstrous PNG
+            raise ValueError(str(error)) from error
 
     def _image(self, mode: str, size: tuple[int, int], at: Sequence[int]) -> Any:
         from PIL import Image
