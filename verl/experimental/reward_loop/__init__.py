@@ -1,0 +1,1 @@
+"""Reward managers under upstream's newer import path."""

@@ -1,0 +1,27 @@
+"""Rewards: from a text to a score. Scorers by ``data_source``, users' functions, and the managers that score a batch.
+
+Nothing here loads torch until a manager is asked for: a reward file can be checked in a second.
+"""
+
+from verl.rewards.dispatch import check_data_sources, default_compute_score
+from verl.rewards.forms import Form
+from verl.rewards.function import RewardFunction, load_reward_function
+from verl.rewards.loading import get_custom_reward_fn, load_reward_manager, resolve_reward_manager_cls
+from verl.rewards.samples import RewardFailure, RewardResult, RewardSample
+from verl.rewards.scoring import Limits, Scorer
+
+__all__ = [
+    "Form",
+    "Limits",
+    "RewardFailure",
+    "RewardFunction",
+    "RewardResult",
+    "RewardSample",
+    "Scorer",
+    "check_data_sources",
+    "default_compute_score",
+    "get_custom_reward_fn",
+    "load_reward_function",
+    "load_reward_manager",
+    "resolve_reward_manager_cls",
+]

@@ -1,0 +1,121 @@
+"""Which built-in scorer belongs to a ``data_source``, and what to say where none does."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from verl.errors import NotBuiltError, RewardError, suggest
+from verl.metrics import notice
+from verl.rewards.scorers import geo3k, gsm8k, math_boxed, math_dapo, search_qa
+
+BuiltinScorer = Callable[..., "float | dict[str, Any]"]
+
+SCORERS: dict[str, BuiltinScorer] = {
+    "openai/gsm8k": gsm8k.compute_score,
+    "lighteval/MATH": math_boxed.compute_score,
+    "DigitalLearningGmbH/MATH-lighteval": math_boxed.compute_score,
+    "HuggingFaceH4/MATH-500": math_boxed.compute_score,
+    "math_dapo": math_dapo.compute_score,
+    "math": math_dapo.compute_score,
+    "math_dapo_reasoning": math_dapo.compute_score,
+    "hiyouga/geometry3k": geo3k.compute_score,
+}
+PREFIXES: dict[str, BuiltinScorer] = {"aime": math_dapo.compute_score, "searchR1_": search_qa.compute_score}
+NOT_BUILT = ("codecontests", "apps", "codeforces", "taco")
+NOT_BUILT_PREFIXES = ("numina_",)
+
+OWN_FUNCTION = (
+    "Set reward.custom_reward_function.path to a Python file with a function "
+    "compute_score(data_source, solution_str, ground_truth, extra_info)"
+)
+
+
+def known_data_sources() -> list[str]:
+    """All names and prefixes (written ``aime*``) that have a built-in scorer."""
+    return sorted([*SCORERS, *(f"{prefix}*" for prefix in PREFIXES)])
+
+
+def find_scorer(data_source: Any) -> BuiltinScorer:
+    """The built-in scorer of a data source.
+
+    Raises:
+        NotBuiltError: the source is known, its grader is not part of this version.
+        RewardError: the source is unknown or missing; the message names both ways out.
+    """
+    if not isinstance(data_source, str) or not data_source:
+        raise missing_data_source(f"a row has no data_source (it holds {data_source!r})")
+    if data_source in SCORERS:
+        return SCORERS[data_source]
+    for prefix, scorer in PREFIXES.items():
+        if data_source.startswith(prefix):
+            return scorer
+    if data_source in NOT_BUILT or data_source.startswith(NOT_BUILT_PREFIXES):
+        raise NotBuiltError(
+            f"the grader for data_source {data_source!r} is not built yet", key="data_source", fix=f"{OWN_FUNCTION}."
+        )
+    raise RewardError(
+        "no built-in scorer for this data_source",
+        key="data_source",
+        got=data_source,
+        allowed=known_data_sources(),
+        fix=" ".join(filter(None, [_nearest(data_source), f"{OWN_FUNCTION}, or give the rows one of these names."])),
+    )
+
+
+def check_data_sources(data_sources: Iterable[Any] | None, column: str = "data_source") -> None:
+    """Raise before a run if the built-in scorers cannot score these rows; ``None`` says that the column is missing."""
+    if data_sources is None:
+        raise missing_data_source(f"the data has no column {column!r} and no reward function is set", column)
+    for source in {s if isinstance(s, str) else None for s in data_sources}:
+        find_scorer(source)
+
+
+def missing_data_source(message: str, column: str = "data_source") -> RewardError:
+    """The error for rows that say nothing about how to score them; it names both ways out."""
+    return RewardError(
+        message,
+        key=column,
+        allowed=known_data_sources(),
+        fix=f"{OWN_FUNCTION}, or add a column {column!r} whose value names a built-in scorer.",
+    )
+
+
+def default_compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any = None,
+    sandbox_fusion_url: str | None = None,
+    concurrent_semaphore: Any = None,
+    memory_limit_mb: int | None = None,
+    **kwargs: Any,
+) -> float | dict[str, Any]:
+    """The score of one answer by the scorer of its ``data_source``: a float, or a dict with ``score``.
+
+    ``kwargs`` reach the scorer that has them (``method``, ``lenient``, ``strict_box_verify``, ...). The three sandbox
+    parameters belong to the code graders.
+    """
+    scorer = find_scorer(data_source)
+    options = _options_of(scorer, kwargs) if kwargs else {}
+    return scorer(solution_str, ground_truth, **options)
+
+
+def _options_of(scorer: BuiltinScorer, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    known = {name for one in (*SCORERS.values(), *PREFIXES.values()) for name in inspect.signature(one).parameters}
+    for name in kwargs.keys() - known:
+        notice(
+            f"reward option {name}", f"no built-in scorer has it, so it has no effect. {suggest(name, known)}".strip()
+        )
+    return {name: value for name, value in kwargs.items() if name in inspect.signature(scorer).parameters}
+
+
+def _nearest(data_source: str) -> str:
+    """A known name that is near, or whose last part is: ``gsm8k`` -> ``openai/gsm8k``."""
+    near = suggest(data_source, SCORERS)
+    if near:
+        return near
+    tail = data_source.lower().rpartition("/")[2]
+    same = [name for name in SCORERS if tail and name.lower().rpartition("/")[2] == tail]
+    return f"Did you mean {same[0]!r}?" if same else ""

@@ -1,0 +1,120 @@
+"""Calls a reward function and turns whatever it returns or raises into results; none of it escapes as an exception."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import numbers
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl.errors import suggest
+from verl.rewards.forms import Form
+from verl.rewards.function import RewardFunction
+from verl.rewards.samples import RewardFailure, RewardResult, RewardSample, all_failed
+
+WANTED = "a finite float, int or bool, or a dict with the key 'score'"
+
+
+def invoke(function: RewardFunction, samples: Sequence[RewardSample]) -> list[RewardResult]:
+    """One call of the function, in this thread; one result per sample."""
+    try:
+        raw = function.call(samples)
+        if inspect.isawaitable(raw):
+            raw = asyncio.run(_wait(raw))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # boundary: the user's code, which may even call sys.exit
+        return all_failed(samples, raised(error))
+    return results_of(function, raw, len(samples))
+
+
+async def invoke_async(function: RewardFunction, samples: Sequence[RewardSample]) -> list[RewardResult]:
+    """The same for an async function, in the running event loop. Cancellation goes through."""
+    try:
+        raw = function.call(samples)
+        if inspect.isawaitable(raw):
+            raw = await raw
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise
+    except BaseException as error:  # boundary: the user's code
+        return all_failed(samples, raised(error))
+    return results_of(function, raw, len(samples))
+
+
+def raised(error: BaseException) -> RewardFailure:
+    """The failure for an exception of the user's code, without the frames of this library above it."""
+    trace = error.__traceback__
+    while (
+        trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("verl.rewards.") and trace.tb_next
+    ):
+        trace = trace.tb_next
+    lines = traceback.format_exception(type(error), error, trace)
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    return RewardFailure("raised", text, "".join(lines), error)
+
+
+def results_of(function: RewardFunction, raw: Any, count: int) -> list[RewardResult]:
+    """What the function returned, as one result per sample."""
+    if function.form is Form.SINGLE:
+        return [result_of(raw)]
+    values = raw.tolist() if hasattr(raw, "tolist") else raw  # numpy arrays and tensors
+    if not isinstance(values, (list, tuple)):
+        return all_failed(range(count), _bad(f"returned {_kind(raw)} instead of a list of {count} scores"))
+    if len(values) != count:
+        return all_failed(range(count), _bad(f"returned {len(values)} scores for {count} responses"))
+    return [result_of(value) for value in values]
+
+
+def result_of(value: Any) -> RewardResult:
+    """One returned value as a score, or as the failure that says what is wrong with it."""
+    extra: dict[str, Any] = {}
+    if isinstance(value, Mapping):
+        extra = {str(key): _plain(item) for key, item in value.items()}
+        if "score" not in extra:
+            return _failed(
+                "returned a dict without the key 'score'", f"Its keys: {list(extra)}.", suggest("score", extra)
+            )
+        value = extra["score"]
+    value = _plain(value)
+    if not isinstance(value, numbers.Real):
+        return _failed(f"returned {_kind(value)} instead of a score")
+    try:
+        score = float(value)
+    except OverflowError:
+        score = math.inf
+    if not math.isfinite(score):
+        return _failed(f"returned {score}, which is no score")
+    if extra:
+        extra["score"] = score
+    return RewardResult(score, extra)
+
+
+async def _wait(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _plain(value: Any) -> Any:
+    """Numpy scalars, arrays and tensors as Python values; a single element as a number."""
+    if isinstance(value, (str, bytes, int, float)) or not hasattr(value, "tolist"):
+        return value
+    listed = value.tolist()
+    return listed[0] if isinstance(listed, list) and len(listed) == 1 else listed
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "None"
+    shown = repr(value)
+    short = shown if len(shown) <= 60 else shown[:57] + "..."
+    return f"a string ({short})" if isinstance(value, str) else f"{type(value).__name__} ({short})"
+
+
+def _bad(what: str, *details: str) -> RewardFailure:
+    return RewardFailure("value", " ".join([f"{what}.", *filter(None, details), f"Allowed: {WANTED}."]))
+
+
+def _failed(*parts: str) -> RewardResult:
+    return RewardResult(failure=_bad(*parts))

@@ -1,0 +1,133 @@
+"""From the ``reward`` section of a configuration to the function and the manager that it names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from verl.errors import ConfigError, suggest
+from verl.metrics import notice
+from verl.registry import REWARD_MANAGERS
+from verl.rewards.function import RewardFunction, load_reward_function
+from verl.rewards.scoring import Limits
+from verl.rewards.user_file import load_user_code
+
+USUAL_NAME = "compute_score"
+LIMIT_NAMES = ("timeout", "on_error", "isolation", "num_workers")
+NAME_KEY = "reward.reward_manager.name"
+MODULE_KEY = "reward.reward_manager.module.path"
+
+
+def get_custom_reward_fn(config: Any) -> RewardFunction | None:
+    """The user's reward function of ``reward.custom_reward_function``, None where no file is named.
+
+    The section may also stand at the top level, as in the evaluation program. The name ``compute_score`` is upstream's
+    default and so counts as none: a file with only ``compute_reward`` works.
+    """
+    section = _at(config, "reward.custom_reward_function") or _at(config, "custom_reward_function")
+    path = _at(section, "path")
+    if not path:
+        return None
+    name = _at(section, "name")
+    return load_reward_function(path, None if name == USUAL_NAME else name, _dict(_at(section, "reward_kwargs")))
+
+
+def resolve_reward_manager_cls(config: Any) -> type:
+    """The manager class that ``reward.reward_manager`` names: built in, registered, dotted, or in a file."""
+    section = _at(config, "reward.reward_manager")
+    name = _at(section, "name") or "naive"
+    if _at(section, "source") != "importlib":
+        return REWARD_MANAGERS.get(name)
+    path = _at(section, "module.path")
+    if not path:
+        raise ConfigError("a Python file is needed", key=MODULE_KEY, fix="It holds your reward manager's class.")
+    module = load_user_code(path, MODULE_KEY)
+    classes = {
+        n: c for n, c in vars(module).items() if inspect.isclass(c) and c.__module__ == module.__name__ and n[0] != "_"
+    }
+    for wanted in (name, _at(section, "module.name")):
+        if wanted in classes:
+            return classes[wanted]
+    managers = [c for c in classes.values() if "__call__" in dir(c) and not inspect.isabstract(c)]
+    if len(managers) == 1:
+        return managers[0]
+    raise ConfigError(
+        f"{path} has no class of this name",
+        key=NAME_KEY,
+        got=name,
+        allowed=classes or "none",
+        fix=suggest(name, classes),
+    )
+
+
+def load_reward_manager(config: Any, tokenizer: Any, **reward_kwargs: Any) -> Any:
+    """The reward manager of a run, ready to be called with a batch.
+
+    Args:
+        config: the whole configuration (``reward``, and ``data`` for the name of the column and the longest response).
+        tokenizer: decodes responses.
+        reward_kwargs: further arguments of the manager; they win over ``reward.reward_kwargs``. ``num_examine`` is the
+            number of samples per data source that are logged (0).
+
+    Returns:
+        A manager whose call returns ``reward_tensor``, ``reward_extra_info``, ``unscorable`` and ``metrics``.
+    """
+    cls = resolve_reward_manager_cls(config)
+    kwargs = {**_dict(_at(config, "reward.reward_kwargs")), **reward_kwargs}
+    limits = Limits(**_limits(config, kwargs))
+    kwargs.setdefault("num_examine", 0)
+    kwargs.setdefault("reward_fn_key", _at(config, "data.reward_fn_key") or "data_source")
+    kwargs.update(config=config, tokenizer=tokenizer, compute_score=get_custom_reward_fn(config))
+    parameters = inspect.signature(cls).parameters
+    if "max_resp_len" in parameters and kwargs.get("max_resp_len") is None:
+        kwargs["max_resp_len"] = _at(config, "data.max_response_length")
+    from verl.rewards.managers.foreign import adopt  # loads torch
+
+    return adopt(cls(**_fitting(cls, parameters, kwargs)), limits)
+
+
+def _limits(config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Limits from the ``reward`` section; those among the manager's own arguments win and are taken out of them."""
+    found = {name: _at(config, f"reward.{name}") for name in LIMIT_NAMES}
+    found |= {name: kwargs.pop(name) for name in LIMIT_NAMES if name in kwargs}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _fitting(cls: type, parameters: Mapping[str, inspect.Parameter], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that a manager takes. One of another manager's gives a notice, an unknown one is an error."""
+    ours = ("config", "tokenizer", "num_examine", "compute_score", "reward_fn_key")
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return {name: value for name, value in kwargs.items() if name in parameters or name not in ours[:1]}
+    for name in kwargs:
+        if name in parameters or name in ours:
+            continue
+        takers = [taker for taker, its in _parameters_of_builtins().items() if name in its]
+        if not takers:
+            own = [n for n in parameters if n not in ours and n != "limits"] + list(LIMIT_NAMES)
+            raise ConfigError(
+                f"{cls.__name__} has no such setting",
+                key=f"reward.reward_kwargs.{name}",
+                allowed=own,
+                fix=suggest(name, own),
+            )
+        notice(f"reward.reward_kwargs.{name}", f"has an effect only with {NAME_KEY}={' or '.join(takers)}")
+    return {name: value for name, value in kwargs.items() if name in parameters}
+
+
+def _parameters_of_builtins() -> dict[str, list[str]]:
+    built_in = REWARD_MANAGERS.builtin_targets()
+    return {name: list(inspect.signature(REWARD_MANAGERS.get(name)).parameters) for name in built_in}
+
+
+def _at(node: Any, dotted: str) -> Any:
+    """A value in a configuration of any kind (our own, a dict, a namespace); None where a part is missing or null."""
+    for part in dotted.split("."):
+        if node is None:
+            return None
+        node = node.get(part) if hasattr(node, "get") else getattr(node, part, None)
+    return node
+
+
+def _dict(node: Any) -> dict[str, Any]:
+    return dict(node.items()) if node is not None else {}

@@ -1,0 +1,151 @@
+"""What the built-in managers share: read rows, score them, write each score on its token, report failures."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from verl.errors import RewardError
+from verl.protocol import DataProto
+from verl.rewards.dispatch import check_data_sources, default_compute_score
+from verl.rewards.failures import failure_metrics, report_failures
+from verl.rewards.forms import Form
+from verl.rewards.function import RewardFunction
+from verl.rewards.managers.abstract import AbstractRewardManager
+from verl.rewards.managers.rows import Row, has, prompt_text, read_rows
+from verl.rewards.samples import RewardResult, RewardSample
+from verl.rewards.scoring import Isolation, Limits, Scorer
+
+log = logging.getLogger("verl.rewards")
+
+
+class RewardManager(AbstractRewardManager):
+    """Scores a batch with a reward function.
+
+    Calling it returns ``reward_tensor`` (B, T) float32 with each score on the last sampled token of its row,
+    ``reward_extra_info`` (name -> list of B, None where a row has nothing), ``unscorable`` (list of B bools) and
+    ``metrics``. If the batch holds ``rm_scores`` already, these are used.
+
+    Args:
+        tokenizer: decodes the responses.
+        num_examine: how many rows of each data source are logged per call.
+        compute_score: a reward function in any accepted form; None for the built-in scorers.
+        reward_fn_key: the column that selects the built-in scorer.
+    """
+
+    isolation: Isolation = "auto"
+    """Where this manager runs functions unless the limits say something else."""
+    default_form: Form = Form.SINGLE
+    """The form of a function that takes everything as ``**kwargs``."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: Callable[..., Any] | None = None,
+        reward_fn_key: str = "data_source",
+        *,
+        reward_kwargs: dict[str, Any] | None = None,
+        limits: Limits | None = None,
+    ):
+        self.tokenizer, self.num_examine, self.reward_fn_key = tokenizer, num_examine, reward_fn_key
+        self.compute_score = compute_score or default_compute_score
+        self._function = RewardFunction.of(self.compute_score, reward_kwargs, self.default_form)
+        self.configure(limits or Limits())
+
+    def configure(self, limits: Limits) -> None:
+        """Set time limit, isolation and what a failure does; before the first batch."""
+        self.limits = replace(limits, isolation=self.isolation) if limits.isolation == "auto" else limits
+        self._scorer = Scorer(self._function, self.limits)
+
+    def __call__(self, data: DataProto, return_dict: bool = True) -> torch.Tensor | dict[str, Any]:
+        """Score a batch; the tensor alone with ``return_dict=False``.
+
+        Raises:
+            RewardError: every sample failed, or one did and ``on_error`` is ``raise``, or a ``data_source`` is unknown.
+        """
+        if has(data, "rm_scores"):
+            found = given_scores(data)
+            return found if return_dict else found["reward_tensor"]
+        rows = read_rows(data, self.tokenizer, self.reward_fn_key, self._function.is_builtin)
+        samples = [row.sample for row in rows]
+        if self._function.is_builtin:
+            sources = [s.data_source for s in samples] if self.reward_fn_key in data.non_tensor_batch else None
+            check_data_sources(sources, self.reward_fn_key)
+        results = [
+            result if result.failure else self.adjust(row, result)
+            for row, result in zip(rows, self._scorer.score(samples), strict=True)
+        ]
+        report_failures(samples, results, self._function.label, self.limits.on_error)
+        scores = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
+        for i, (row, result) in enumerate(zip(rows, results, strict=True)):
+            if result.score is not None and row.last is not None:
+                scores[i, row.last] = result.score
+        self._examine(data, samples, results)
+        if not return_dict:
+            return scores
+        return {
+            "reward_tensor": scores,
+            "reward_extra_info": gather_extra(results),
+            "unscorable": [result.failure is not None for result in results],
+            "metrics": failure_metrics(results),
+        }
+
+    def adjust(self, row: Row, result: RewardResult) -> RewardResult:
+        """A hook of subclasses: the result of a row, changed by what the manager knows beyond the function."""
+        return result
+
+    async def score_sample(self, sample: RewardSample) -> RewardResult:
+        """The result of one answer while others are still being sampled; does not block the event loop."""
+        return await self._scorer.score_async(sample)
+
+    def close(self) -> None:
+        """Stop the processes and threads of the reward function."""
+        self._scorer.close()
+
+    def _examine(self, data: DataProto, samples: Sequence[RewardSample], results: Sequence[RewardResult]) -> None:
+        shown: Counter[str] = Counter()
+        for i, (sample, result) in enumerate(zip(samples, results, strict=True)):
+            source = str(sample.data_source)
+            if shown[source] >= self.num_examine:
+                continue
+            shown[source] += 1
+            log.info(
+                "sample of %s\n[prompt] %s\n[response] %s\n[ground truth] %s\n[score] %s%s",
+                source,
+                prompt_text(data, self.tokenizer, i),
+                sample.solution_str,
+                sample.ground_truth,
+                result.failure.message if result.failure else result.score,
+                f" {result.extra}" if result.extra else "",
+            )
+
+
+def gather_extra(results: Sequence[RewardResult]) -> dict[str, list[Any]]:
+    """What the functions reported beside the score: one list per name, None for rows without it."""
+    names = list(dict.fromkeys(name for result in results for name in result.extra))
+    gathered = {name: [result.extra.get(name) for result in results] for name in names}
+    if "score" in gathered:  # rows whose function returned a bare number have a score all the same
+        gathered["score"] = [result.score for result in results]
+    return gathered
+
+
+def given_scores(data: DataProto) -> dict[str, Any]:
+    """The scores that the batch brought along as ``rm_scores``, in the form that a manager returns."""
+    if not has(data, "rm_scores"):
+        raise RewardError("the batch holds no rm_scores", allowed="a tensor rm_scores (B, T)")
+    scores = data.batch["rm_scores"].float()
+    columns = data.non_tensor_batch
+    names = [name for name in data.meta_info.get("reward_extra_keys", ()) if name in columns]
+    unscorable = [bool(flag) for flag in columns["unscorable"]] if "unscorable" in columns else [False] * len(scores)
+    return {
+        "reward_tensor": scores,
+        "reward_extra_info": {name: list(columns[name]) for name in names},
+        "unscorable": unscorable,
+        "metrics": {},
+    }

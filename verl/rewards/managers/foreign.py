@@ -1,0 +1,77 @@
+"""Managers that know only the older contract (a tensor, or a dict without failures) behind that of this library."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from verl.errors import RewardError
+from verl.protocol import DataProto
+from verl.rewards.failures import failure_metrics, report_failures
+from verl.rewards.managers.base import RewardManager, given_scores
+from verl.rewards.managers.loop import RewardManagerBase
+from verl.rewards.managers.rows import has
+from verl.rewards.samples import RewardFailure, RewardResult, RewardSample
+from verl.rewards.scoring import Limits
+
+
+class ForeignManager:
+    """A user's manager; rows whose scores are not finite are masked and counted, the form of the result is checked."""
+
+    def __init__(self, manager: Callable[..., Any], limits: Limits):
+        self.manager, self.limits = manager, limits
+        self._takes_return_dict = "return_dict" in inspect.signature(manager).parameters
+
+    def __call__(self, data: DataProto, return_dict: bool = True) -> torch.Tensor | dict[str, Any]:
+        if has(data, "rm_scores"):
+            found = given_scores(data)
+            return found if return_dict else found["reward_tensor"]
+        raw = self.manager(data, return_dict=True) if self._takes_return_dict else self.manager(data)
+        found = dict(raw) if isinstance(raw, dict) else {"reward_tensor": raw}
+        scores, label = found.get("reward_tensor"), type(self.manager).__name__
+        shape = tuple(data.batch["responses"].shape)
+        if not isinstance(scores, torch.Tensor) or tuple(scores.shape) != shape:
+            got = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+            raise RewardError(
+                f"{label} did not return token-level scores", got=got, allowed=f"a tensor of shape {shape}"
+            )
+        scores = scores.float()
+        finite = scores.isfinite().all(-1).tolist()
+        marked = found.get("unscorable", [False] * len(finite))
+        results = [_result(good, mark) for good, mark in zip(finite, marked, strict=True)]
+        sources = data.non_tensor_batch.get("data_source", [None] * len(results))
+        samples = [RewardSample(sources[i], "", None, None, i) for i in range(len(results))]
+        report_failures(samples, results, label, self.limits.on_error)
+        unscorable = [result.failure is not None for result in results]
+        scores = scores.masked_fill(torch.tensor(unscorable, dtype=torch.bool)[:, None], 0.0)
+        if not return_dict:
+            return scores
+        extra = {name: list(values) for name, values in found.get("reward_extra_info", {}).items()}
+        return {
+            "reward_tensor": scores,
+            "reward_extra_info": extra,
+            "unscorable": unscorable,
+            "metrics": failure_metrics(results),
+        }
+
+    def close(self) -> None:
+        return None
+
+
+def adopt(manager: Any, limits: Limits) -> Any:
+    """A manager of any kind as one that keeps the contract of this library."""
+    if isinstance(manager, (RewardManager, RewardManagerBase)):
+        manager.configure(limits)
+        return manager
+    return ForeignManager(manager, limits)
+
+
+def _result(finite: bool, marked: Any) -> RewardResult:
+    if finite and not marked:
+        return RewardResult(0.0)
+    return RewardResult(
+        failure=RewardFailure("value", "it is marked unscorable" if finite else "its score is not finite")
+    )

@@ -1,0 +1,26 @@
+"""The manager for scorers that are slow or dangerous: parallel processes, a time limit per answer, and a kill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from verl.rewards.managers.base import RewardManager
+from verl.rewards.scoring import Isolation, Limits
+
+
+class PrimeRewardManager(RewardManager):
+    """Scores in child processes, the built-in scorers too. The function must stand at the top level of a file."""
+
+    isolation: Isolation = "process"
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: Callable[..., Any] | None = None,
+        reward_fn_key: str = "data_source",
+        *,
+        limits: Limits | None = None,
+    ):
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, limits=limits)

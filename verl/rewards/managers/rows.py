@@ -1,0 +1,124 @@
+"""What a manager reads from a batch: for each row the text, what to score it against, and where the score goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.errors import DataError
+from verl.protocol import DataProto
+from verl.rewards.samples import RewardSample
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a batch.
+
+    ``last`` is the last position of the response that was sampled (None for an empty response), ``length`` the number
+    of its tokens, those of tools included.
+    """
+
+    sample: RewardSample
+    last: int | None
+    length: int
+
+
+def read_rows(data: DataProto, tokenizer: Any, reward_fn_key: str, needs_truth: bool) -> list[Row]:
+    """All rows of a batch with decoded responses (special tokens skipped).
+
+    Args:
+        data: tensors ``responses (B, T)`` and ``attention_mask (B, P+T)`` or ``response_mask (B, T)``.
+        needs_truth: whether a row without a ground truth is an error (it is for the built-in scorers).
+
+    Raises:
+        DataError: a row has no ground truth, or its ``reward_model`` is no dict.
+    """
+    responses = data.batch["responses"].cpu()
+    there, sampled = _masks(data, responses)
+    last = _last_positions(sampled)
+    lengths = there.sum(-1).tolist()
+    columns = data.non_tensor_batch
+    eos = getattr(tokenizer, "eos_token", None)  # tests and users bring tokenizers that only decode
+    rows = []
+    for i in range(responses.size(0)):
+        text = tokenizer.decode(responses[i][there[i]].tolist(), skip_special_tokens=True)
+        sample = RewardSample(
+            data_source=_cell(columns, reward_fn_key, i),
+            solution_str=text.removesuffix(eos) if isinstance(eos, str) and eos else text,
+            ground_truth=_ground_truth(columns, i, needs_truth),
+            extra_info=_extra_info(columns, i),
+            row=i,
+        )
+        rows.append(Row(sample, last[i], int(lengths[i])))
+    return rows
+
+
+def prompt_text(data: DataProto, tokenizer: Any, row: int) -> str:
+    """The prompt of a row as text, empty where the batch holds no prompts."""
+    if not has(data, "prompts"):
+        return ""
+    prompts = data.batch["prompts"]
+    ids = prompts[row]
+    if has(data, "attention_mask"):
+        ids = ids[data.batch["attention_mask"][row, : prompts.size(1)].bool()]
+    return tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+
+
+def has(data: DataProto, name: str) -> bool:
+    """Whether the batch holds a tensor of this name."""
+    return name in data.batch.keys()
+
+
+def last_sampled(data: DataProto) -> list[int | None]:
+    """For each row the position in the response where a sequence score is written."""
+    return _last_positions(_masks(data, data.batch["responses"])[1])
+
+
+def _masks(data: DataProto, responses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two masks ``(B, T)``: the tokens that are there, and those of them that were sampled."""
+    if has(data, "attention_mask"):
+        there = data.batch["attention_mask"][:, -responses.size(1) :].bool().cpu()
+    elif has(data, "response_mask"):
+        there = data.batch["response_mask"].bool().cpu()
+    else:
+        there = torch.ones_like(responses, dtype=torch.bool)
+    return there, data.batch["response_mask"].bool().cpu() if has(data, "response_mask") else there
+
+
+def _last_positions(mask: torch.Tensor) -> list[int | None]:
+    if mask.size(1) == 0:
+        return [None] * mask.size(0)
+    places = torch.arange(1, mask.size(1) + 1)
+    return [place - 1 if place else None for place in (mask.long() * places).amax(-1).tolist()]
+
+
+def _cell(columns: Mapping[str, np.ndarray], name: str, row: int) -> Any:
+    return columns[name][row] if name in columns else None
+
+
+def _ground_truth(columns: Mapping[str, np.ndarray], row: int, needed: bool) -> Any:
+    holder = _cell(columns, "reward_model", row)
+    truth = holder.get("ground_truth") if isinstance(holder, Mapping) else None
+    if truth is None and needed:
+        found = "no such column" if "reward_model" not in columns else holder
+        raise DataError(
+            f"row {row} has no ground truth",
+            key="reward_model.ground_truth",
+            got=found,
+            allowed='a column reward_model with {"ground_truth": ...}',
+        )
+    return truth
+
+
+def _extra_info(columns: Mapping[str, np.ndarray], row: int) -> dict[str, Any]:
+    """The row's ``extra_info`` (a copy) with what the rollout knows: number of turns, rewards of its tools."""
+    info = _cell(columns, "extra_info", row)
+    known = dict(info) if isinstance(info, Mapping) else {}
+    for column, name in (("__num_turns__", "num_turns"), ("reward_scores", "rollout_reward_scores")):
+        if column in columns:
+            known[name] = columns[column][row]
+    return known

@@ -1,0 +1,195 @@
+"""Async reward functions: all samples at once in an event loop of their own, each with its time limit."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from verl.rewards.runners.base import Results, Runner, too_slow
+from verl.rewards.samples import RewardFailure, all_failed
+
+MOST_AT_ONCE = 256
+TICK = 0.05
+IDLE_TICK = 0.5
+
+Work = Callable[[Any], Awaitable[Results]]
+
+
+@dataclass
+class _Call:
+    samples: Sequence[Any]
+    future: Future[Results]
+    started: float | None = None
+
+
+class _State:
+    """The loop with its calls; it outlives the runner just long enough to be closed."""
+
+    def __init__(self, work: Work, timeout: float):
+        self.work, self.timeout = work, timeout
+        self.lock = threading.Lock()
+        self.calls: dict[int, _Call] = {}
+        self.numbers = itertools.count()
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.thread: threading.Thread | None = None
+        self.places: asyncio.Semaphore | None = None
+        self.stepping: int | None = None
+        self.closed = False
+
+
+class LoopRunner(Runner):
+    """Runs a coroutine function ``work(samples)``, at most 256 calls at once; each may take ``timeout`` seconds."""
+
+    def __init__(self, work: Work, timeout: float):
+        self._state = _State(work, timeout)
+        weakref.finalize(self, _close, self._state)
+
+    def submit(self, samples: Sequence[Any]) -> Future[Results]:
+        state = self._state
+        future: Future[Results] = Future()
+        with state.lock:
+            if state.closed:
+                raise RuntimeError("the reward function was closed")
+            if state.loop is None:
+                _open(state)
+            number = next(state.numbers)
+            state.calls[number] = _Call(samples, future)
+            _schedule(state, number)
+        return future
+
+    def close(self) -> None:
+        _close(self._state)
+
+
+def _open(state: _State) -> None:
+    """Start a loop, its thread, and the thread that watches whether the loop still turns. The lock is held."""
+    loop = asyncio.new_event_loop()
+    state.loop, state.places = loop, asyncio.Semaphore(MOST_AT_ONCE)
+    state.thread = threading.Thread(target=_turn, args=(loop,), name="verl-reward-loop", daemon=True)
+    state.thread.start()
+    threading.Thread(target=_watch, args=(state, loop), name="verl-reward-watch", daemon=True).start()
+
+
+def _turn(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.close()
+
+
+def _schedule(state: _State, number: int) -> None:
+    assert state.loop is not None and state.places is not None
+    asyncio.run_coroutine_threadsafe(_run(state, number, state.places), state.loop)
+
+
+async def _run(state: _State, number: int, places: asyncio.Semaphore) -> None:
+    async with places:
+        call = state.calls.get(number)
+        if call is None:
+            return
+        call.started = time.monotonic()
+        try:
+            results = await asyncio.wait_for(_Steps(state, number, state.work(call.samples)), state.timeout)
+        except asyncio.TimeoutError:
+            results = all_failed(call.samples, too_slow(state.timeout, "and was cancelled"))
+        except asyncio.CancelledError as error:
+            results = all_failed(call.samples, RewardFailure("raised", "it was cancelled", exception=error))
+    with state.lock:
+        mine = state.calls.pop(number, None)
+    if mine is not None:
+        mine.future.set_result(results)
+
+
+class _Steps:
+    """An awaitable that notes which call has the loop while it has it, so that the one which blocks is known."""
+
+    def __init__(self, state: _State, number: int, awaitable: Awaitable[Results]):
+        self.state, self.number, self.awaitable = state, number, awaitable
+
+    def __await__(self) -> Generator[Any, Any, Results]:
+        steps = self.awaitable.__await__()
+        step: Callable[[], Any] = functools.partial(next, steps)
+        while True:
+            self.state.stepping = self.number
+            try:
+                waits_for = step()
+            except StopIteration as done:
+                return done.value
+            finally:
+                self.state.stepping = None
+            try:
+                sent = yield waits_for
+            except BaseException as error:  # a cancellation: it goes on to the call
+                step = functools.partial(steps.throw, error)
+            else:
+                step = functools.partial(steps.send, sent)
+
+
+def _watch(state: _State, loop: asyncio.AbstractEventLoop) -> None:
+    """Ask the loop for signs of life; if none comes while a call is overdue, that call blocks it: replace the loop."""
+    while not state.closed and state.loop is loop:
+        alive = threading.Event()
+        with suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(alive.set)
+        while not alive.wait(TICK) and not state.closed:
+            if _overdue(state):
+                _replace(state, loop)
+                return
+        time.sleep(TICK if state.calls else IDLE_TICK)
+
+
+def _overdue(state: _State) -> list[int]:
+    latest = time.monotonic() - state.timeout - 2 * TICK
+    with state.lock:
+        return [number for number, call in state.calls.items() if call.started is not None and call.started < latest]
+
+
+def _replace(state: _State, loop: asyncio.AbstractEventLoop) -> None:
+    """Give the loop up with the call that blocks it; all others begin again in a fresh one."""
+    failure = RewardFailure(
+        "timeout",
+        f"blocked the event loop for more than {state.timeout:g} s: an async function must await what takes long",
+    )
+    blocking = state.stepping
+    late = _overdue(state) if blocking is None else [blocking]  # None: it is in a task that the function started
+    with state.lock:
+        if state.closed or state.loop is not loop:
+            return
+        stuck, state.loop = state.thread, None
+        failed = [state.calls.pop(number) for number in late if number in state.calls]
+        if state.calls:
+            _open(state)
+            for number, call in state.calls.items():
+                call.started = None
+                _schedule(state, number)
+    for call in failed:
+        call.future.set_result(all_failed(call.samples, failure))
+    loop.call_soon_threadsafe(loop.stop)
+    if stuck is not None and stuck.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(stuck.ident), ctypes.py_object(SystemExit))
+
+
+def _close(state: _State) -> None:
+    with state.lock:
+        state.closed, loop = True, state.loop
+        state.loop = None
+        left, state.calls = list(state.calls.values()), {}
+    for call in left:
+        call.future.set_result(all_failed(call.samples, RewardFailure("died", "the reward function was closed")))
+    if loop is not None and loop.is_running():
+        loop.call_soon_threadsafe(loop.stop)

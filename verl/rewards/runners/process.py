@@ -1,0 +1,176 @@
+"""Reward functions in child processes: a call that takes too long, crashes or exits costs its process, nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from verl.errors import RewardError
+from verl.rewards import wire
+from verl.rewards.function import RewardFunction
+from verl.rewards.runners.base import Pool, Results, Runner, too_slow
+from verl.rewards.samples import RewardFailure, all_failed
+
+START_TIMEOUT = 300.0
+TICK = 0.5
+EXIT_TIME = 0.2
+PIECE = 1 << 20
+BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from verl.rewards.worker import main; main()"
+
+
+class ProcessRunner(Runner):
+    """At most ``num_processes`` children, started when calls wait; each call may take ``timeout`` seconds.
+
+    Raises:
+        RewardError: another process could not load the function (a lambda, a method, a closure), or could not be sent
+            its ``reward_kwargs``.
+    """
+
+    def __init__(self, function: RewardFunction, timeout: float, num_processes: int):
+        if function.origin is None:
+            raise RewardError(
+                f"{function.label} cannot run in a process of its own: no file or module holds it under its name",
+                fix="Define it at the top level of a file and name that in reward.custom_reward_function.path.",
+            )
+        try:
+            kwargs = wire.to_plain(dict(function.reward_kwargs))
+        except wire.NotPlainError as error:
+            raise RewardError(
+                f"{error} cannot be sent to the process of {function.label}",
+                key="reward_kwargs",
+                allowed="plain values",
+            ) from error
+        start = {"origin": function.origin, "name": function.name, "reward_kwargs": kwargs, "timeout": timeout}
+        broken: list[RewardFailure] = []
+        self._pool = Pool(lambda: Child(start, timeout, broken), num_processes)
+        weakref.finalize(self, self._pool.close)
+
+    def submit(self, samples: Sequence[Any]) -> Future[Results]:
+        """Raises `verl.rewards.wire.NotPlainError` where a row holds something that cannot travel."""
+        return self._pool.submit(wire.pack_samples(samples))
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class Child:
+    """One child process: started at the first call, killed and replaced when it fails.
+
+    Args:
+        start: what the child needs to load the function.
+        broken: shared by all children; holds the failure of the first one that could not load the function, so that
+            the others do not try again.
+    """
+
+    def __init__(self, start: dict[str, Any], timeout: float, broken: list[RewardFailure]):
+        self._start, self._timeout, self._broken = start, timeout, broken
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def handle(self, samples: Sequence[Any]) -> Results:
+        """Run one call (packed samples) in the child. Never raises for what the child does."""
+        if not self._broken and self._process is None:
+            self._launch()
+        if self._broken:
+            return all_failed(samples, self._broken[0])
+        answer = self._ask(samples, self._timeout)
+        if isinstance(answer, RewardFailure):
+            return all_failed(samples, answer)
+        return wire.unpack_results(answer)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self._kill()
+
+    def _launch(self) -> None:
+        with self._lock:
+            if self._closed:
+                self._broken.append(RewardFailure("died", "the reward function was closed"))
+                return
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", BOOT, json.dumps([entry or os.getcwd() for entry in sys.path])],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # so that whatever the function starts is killed with it
+            )
+        answer = self._ask(self._start, START_TIMEOUT)
+        if isinstance(answer, RewardFailure):
+            self._broken.append(RewardFailure("start", f"its process did not start: {answer.message}", answer.trace))
+        elif answer["failure"] is not None:
+            self._broken.append(replace(wire.unpack_failure(answer["failure"]), kind="start"))
+
+    def _ask(self, message: Any, timeout: float) -> Any:
+        """Send one message and wait for its answer; a `RewardFailure` if the process is slow or gone."""
+        process = self._process
+        if process is None or process.stdin is None:
+            return RewardFailure("died", "the reward function was closed")
+        try:
+            wire.send(process.stdin, message)
+            answer = _receive(process, time.monotonic() + timeout)
+        except TimeoutError:
+            self._kill()
+            return too_slow(timeout, "and was stopped")
+        except (OSError, ValueError):  # the pipe broke, or another thread closed it
+            answer = None
+        if answer is not None:
+            return answer
+        return RewardFailure("died", f"ended its process ({_cause(self._kill(crashed=True))})")
+
+    def _kill(self, crashed: bool = False) -> int | None:
+        """End the child and everything that it started; returns its exit code."""
+        with self._lock:
+            process, self._process = self._process, None
+        if process is None:
+            return None
+        with suppress(subprocess.TimeoutExpired):  # after a crash the exit code is near
+            process.wait(EXIT_TIME if crashed else 0)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            with suppress(OSError):
+                if stream is not None:
+                    stream.close()
+        return process.returncode
+
+
+def _receive(process: subprocess.Popen[bytes], deadline: float) -> Any:
+    """The child's next message; None when it is gone. Raises TimeoutError at the deadline, even amid a message."""
+    assert process.stdout is not None
+    pipe, data = process.stdout.fileno(), b""
+    while (left := deadline - time.monotonic()) > 0:
+        if select.select([pipe], [], [], min(left, TICK))[0]:
+            piece = os.read(pipe, PIECE)
+            if not piece:
+                return None
+            data += piece
+            message = wire.parse(data)
+            if message is not None:
+                return message
+        elif process.poll() is not None:  # something that the function started may still hold the pipe open
+            return None
+    raise TimeoutError
+
+
+def _cause(code: int | None) -> str:
+    if code is None:
+        return "it was closed"
+    if code >= 0:
+        return f"exit code {code}"
+    with suppress(ValueError):
+        return f"signal {-code}, {signal.Signals(-code).name}"
+    return f"signal {-code}"

@@ -1,0 +1,55 @@
+"""What goes into a scorer and what comes out: one record each, the same in every process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FailureKind = Literal["raised", "timeout", "value", "died", "start"]
+
+
+@dataclass(frozen=True)
+class RewardSample:
+    """One answer to be scored.
+
+    Example:
+        >>> RewardSample("openai/gsm8k", "... #### 18", "18", {"index": 0}, row=0)
+    """
+
+    data_source: Any
+    solution_str: str
+    ground_truth: Any
+    extra_info: Any = None
+    row: int = 0
+
+    @property
+    def place(self) -> str:
+        """Where the sample stands, in words that a person can look up."""
+        index = self.extra_info.get("index") if isinstance(self.extra_info, dict) else None
+        known = "" if index is None else f", extra_info.index {index}"
+        return f"row {self.row} of the batch (data_source {self.data_source!r}{known})"
+
+
+@dataclass(frozen=True)
+class RewardFailure:
+    """Why a sample has no score. ``trace`` is the traceback of the user's code, empty where there is none."""
+
+    kind: FailureKind
+    message: str
+    trace: str = ""
+    exception: BaseException | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """A finite score with what the function reported beside it, or a failure; exactly one of the two."""
+
+    score: float | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    failure: RewardFailure | None = None
+
+
+def all_failed(samples: Sequence[Any], failure: RewardFailure) -> list[RewardResult]:
+    """The same failure for every sample of a call."""
+    return [RewardResult(failure=failure) for _ in range(len(samples))]

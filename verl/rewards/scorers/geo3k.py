@@ -1,0 +1,116 @@
+r"""Geometry3K: 0.9 for the right answer and 0.1 for the form ``<think>...</think> ... \boxed{...}``.
+
+Answers are compared as normalised strings, as tuples element by element, and as exact numbers. Symbolic equality is
+deliberately left out here: it would evaluate what a model wrote, and belongs in a process that can be killed.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Any
+
+from verl.rewards.scorers.math_boxed import is_equiv
+from verl.rewards.scorers.text import last_braced, text_of
+
+LONGEST_ANSWER = 400
+UNITS = re.compile(
+    r"(?:square|degree|centimeter|cm|mm|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard|liter)"
+    r"(?:es|s)?(?:\^-?[0-9]+)?(?![a-z])"
+)
+DROPPED = (
+    "\\text",
+    "\\mathrm",
+    "\\left",
+    "\\right",
+    "^{\\circ}",
+    "^\\circ",
+    "\\circ",
+    "°",
+    "\\%",
+    "%",
+    "\\$",
+    "$",
+    "\\!",
+)
+THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
+WHOLE_DECIMAL = re.compile(r"(-?[0-9]{1,40})\.0*")
+MIXED = re.compile(r"([0-9]{1,20}) ([0-9]{1,20}/[0-9]{1,20})")
+LATEX_FRACTION = re.compile(r"(-?)\\[td]?frac\{(-?[0-9]{1,40})\}\{([0-9]{1,40})\}")
+INTEGER = re.compile(r"-?[0-9]{1,40}")
+RATIO = re.compile(r"-?[0-9]{1,40}/[0-9]{1,40}")
+DECIMAL = re.compile(r"-?[0-9]{0,40}\.[0-9]{1,40}")
+
+
+def compute_score(predict_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1) -> float:
+    r"""``(1 - f) * accuracy + f * format``; with ``use_boxed=False`` the whole text is the answer."""
+    answer = last_braced(predict_str, r"\boxed") if use_boxed else predict_str
+    accuracy = float(answer is not None and same_answer(answer, text_of(ground_truth)))
+    return (1.0 - format_score) * accuracy + format_score * has_format(predict_str)
+
+
+def has_format(text: str) -> float:
+    r"""1.0 if the text opens with a closed think element and has a box after it, else 0.0."""
+    thought = text.find("</think>") if text.startswith("<think>") else -1
+    boxed = text.find(r"\boxed{", thought) if thought >= 0 else -1
+    return float(boxed >= 0 and text.find("}", boxed) >= 0)
+
+
+def same_answer(answer: str, truth: str) -> bool:
+    """Equal as strings after normalisation, as tuples or intervals of equal elements, or as numbers."""
+    if max(len(answer), len(truth)) > LONGEST_ANSWER:
+        return answer.strip() == truth.strip()
+    if is_equiv(answer, truth):
+        return True
+    first, second = simplify(answer), simplify(truth)
+    if not first or not second:
+        return False
+    if first == second:
+        return True
+    ours, theirs = _elements(first), _elements(second)
+    if len(ours) == len(theirs) > 1:
+        return (first[0], first[-1]) == (second[0], second[-1]) and all(map(_same_number, ours, theirs))
+    return len(ours) == len(theirs) and _same_number(first, second)
+
+
+def simplify(text: str) -> str:
+    """Lower case, without units, signs of currency and layout; fractions as ``a/b``, ``4.0`` as ``4``."""
+    text = text.strip().lower().rstrip(".")
+    for piece in DROPPED:
+        text = text.replace(piece, "")
+    text = text.replace(" or ", ",").replace(" and ", ",")
+    text = THOUSANDS.sub("", UNITS.sub("", text).strip())
+    mixed = MIXED.fullmatch(text)
+    if mixed:
+        return str(int(mixed[1]) + Fraction(mixed[2])) if not mixed[2].endswith("/0") else text
+    text = text.replace(" ", "")
+    text = LATEX_FRACTION.sub(r"\1\2/\3", text)
+    text = text[1:-1] if text.startswith("{") and text.endswith("}") else text
+    whole = WHOLE_DECIMAL.fullmatch(text)
+    return whole[1] if whole else text
+
+
+def _elements(text: str) -> list[str]:
+    inside = text[1:-1] if text[0] in "([" and text[-1] in ")]" else text
+    return inside.split(",")
+
+
+def _same_number(first: str, second: str) -> bool:
+    """Equal as exact numbers. Two fractions must be written alike (2/4 is not reduced), an integer is no fraction."""
+    if first == second:
+        return True
+    if bool(INTEGER.fullmatch(first)) != bool(INTEGER.fullmatch(second)):
+        return False
+    if RATIO.fullmatch(first) and RATIO.fullmatch(second):
+        return False
+    ours, theirs = _number(first), _number(second)
+    return ours is not None and ours == theirs
+
+
+def _number(text: str) -> Fraction | None:
+    if INTEGER.fullmatch(text) or DECIMAL.fullmatch(text):
+        return Fraction(text)
+    if RATIO.fullmatch(text):
+        top, _, below = text.partition("/")
+        return Fraction(int(top), int(below)) if int(below) else None
+    return None

@@ -1,0 +1,67 @@
+"""GSM8K [2110.14168]: the number after ``####``, compared as a string.
+
+Only the last 300 characters are read: an answer further up is no final answer, and the regular expressions stay short.
+``strict`` and ``flexible`` keep the community's conventions, the trailing full stop included (``#### 18.`` is not
+``18``), so that numbers stay comparable; ``lenient=True`` compares values instead.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal, InvalidOperation
+from typing import Any, Literal
+
+from verl.errors import RewardError
+from verl.rewards.scorers.text import text_of
+
+WINDOW = 300
+NUMBER = r"-?[0-9.,]+"
+AFTER_HASHES = re.compile("#### (" + NUMBER + ")")
+ANYWHERE = re.compile(NUMBER)
+HAS_DIGIT = re.compile("[0-9]")
+
+Method = Literal["strict", "flexible"]
+
+
+def extract_solution(solution_str: str, method: Method = "strict", lenient: bool = False) -> str | None:
+    """The final answer as it is written, or None.
+
+    ``strict`` takes the last number after ``"#### "`` and drops its commas; ``flexible`` takes the last number anywhere
+    as it stands. ``lenient`` drops commas and a trailing full stop under both.
+    """
+    tail = solution_str[-WINDOW:]
+    if method == "strict":
+        numbers = [found.replace(",", "") for found in AFTER_HASHES.findall(tail)][-1:]
+    elif method == "flexible":
+        numbers = [found for found in ANYWHERE.findall(tail) if found not in ("", ".")]
+    else:
+        raise RewardError(
+            "unknown way to read a GSM8K answer", key="method", got=method, allowed=["strict", "flexible"]
+        )
+    if lenient:
+        numbers = [found.replace(",", "").rstrip(".") for found in numbers if HAS_DIGIT.search(found)]
+    return numbers[-1] if numbers else None
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    method: Method = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
+    lenient: bool = False,
+) -> float:
+    """``score`` for the right answer, ``format_score`` for another number, 0 where no answer is found."""
+    answer = extract_solution(solution_str, method, lenient)
+    if answer is None:
+        return 0.0
+    truth = text_of(ground_truth)
+    right = answer == truth or (lenient and _same_value(answer, truth))
+    return score if right else format_score
+
+
+def _same_value(answer: str, truth: str) -> bool:
+    try:
+        return Decimal(answer) == Decimal(truth[:WINDOW].replace(",", "").strip())
+    except InvalidOperation:
+        return False

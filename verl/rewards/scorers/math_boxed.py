@@ -1,0 +1,95 @@
+r"""MATH [2103.03874]: the last ``\boxed{...}``, normalised as a string and compared as a string.
+
+The rules and their order are those of the Hendrycks and Minerva evaluations, so that results are comparable. Nothing is
+evaluated: symbolic equality belongs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from verl.rewards.scorers.text import closing_brace, text_of
+
+INTEGER_RATIO = re.compile(r"(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)")
+REMOVED_FIRST = ("\n", r"\!")
+REPLACED = (("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"))
+REMOVED = (r"\left", r"\right", r"^{\circ}", r"^\circ", r"\$")
+LONGEST_LEFT_SIDE = 2  # "x=5" and "y_=5" name a variable; a longer left side is part of the answer
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The inside of the last ``\boxed`` (else ``\fbox``); None where there is none or its braces never close.
+
+    If the form ``\boxed 5`` (with a space) occurs anywhere, the text after its last occurrence up to ``$`` counts.
+    """
+    if r"\boxed " in text:
+        return text.rpartition(r"\boxed ")[2].partition("$")[0]
+    start = text.rfind(r"\boxed")
+    start = text.rfind(r"\fbox") if start < 0 else start
+    if start < 0:
+        return None
+    name_end = text.find("{", start)
+    if name_end < 0 or text[start:name_end] not in (r"\boxed", r"\fbox"):
+        return None
+    end = closing_brace(text, name_end + 1)
+    return None if end is None else text[name_end + 1 : end]
+
+
+def normalize(text: str) -> str:
+    """The canonical spelling of an answer: layout, units, signs and fraction shorthands unified."""
+    for piece in REMOVED_FIRST:
+        text = text.replace(piece, "")
+    for old, new in REPLACED:
+        text = text.replace(old, new)
+    for piece in REMOVED:
+        text = text.replace(piece, "")
+    if text.count(r"\text{ ") == 1:
+        text = text.partition(r"\text{ ")[0]
+    text = text.replace(r"\%", "")
+    text = text.replace(" .", " 0.").replace("{.", "{0.")
+    if text.startswith("."):
+        text = "0" + text
+    left, equals, right = text.partition("=")
+    if equals and "=" not in right and len(left) <= LONGEST_LEFT_SIDE:
+        text = right
+    text = _brace_roots(text).replace(" ", "")
+    text = _brace_fractions(text)
+    if text == "0.5":
+        text = r"\frac{1}{2}"
+    ratio = INTEGER_RATIO.fullmatch(text)
+    return rf"\frac{{{ratio[1]}}}{{{ratio[2]}}}" if ratio else text
+
+
+def is_equiv(first: str | None, second: str | None) -> bool:
+    """Whether two answers are the same after `normalize`; two missing answers are."""
+    if first is None or second is None:
+        return first is second
+    return normalize(first) == normalize(second)
+
+
+def compute_score(solution_str: str, ground_truth: Any) -> float:
+    """1.0 if the last boxed answer is the ground truth, else 0.0."""
+    answer = last_boxed(solution_str)
+    return float(answer is not None and is_equiv(answer, text_of(ground_truth)))
+
+
+def _brace_roots(text: str) -> str:
+    r"""``\sqrt3`` -> ``\sqrt{3}``."""
+    head, *rest = text.split(r"\sqrt")
+    return head + "".join(r"\sqrt" + (part if part[:1] in ("{", "") else f"{{{part[0]}}}{part[1:]}") for part in rest)
+
+
+def _brace_fractions(text: str) -> str:
+    r"""``\frac12`` -> ``\frac{1}{2}`` and ``\frac1{72}`` -> ``\frac{1}{72}``; a fraction that is cut off stays."""
+    head, *rest = text.split(r"\frac")
+    if any(len(part) < 2 and not part.startswith("{") for part in rest):
+        return text
+    return head + "".join(r"\frac" + _brace_fraction(part) for part in rest)
+
+
+def _brace_fraction(part: str) -> str:
+    if part.startswith("{"):
+        return part
+    top, below = part[0], part[1:]
+    return f"{{{top}}}{below}" if below.startswith("{") else f"{{{top}}}{{{below[0]}}}{below[1:]}"

@@ -1,0 +1,89 @@
+r"""DAPO and AIME [2503.14476]: ``Answer: ...`` in the last 300 characters, normalised by the rules of [2206.14858 D].
+
+A wrong answer scores -1, not 0, and the result tells ``acc`` apart from ``score``, because the overlong penalty is
+added to the score while groups are filtered by accuracy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from verl.rewards.scorers.text import last_braced, text_of
+
+WINDOW = 300
+BOX_WINDOW = 100
+NO_ANSWER = "[INVALID]"
+ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+
+SUBSTITUTIONS = (
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    (r"\$", ""),
+    ("\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (r",\text{and}", ","),
+    (r"\text{and}", ","),
+    (r"\text{m}", r"\text{}"),
+)
+# The order matters: "cm" and "gm" go before "meters", "\text{s}" before the empty "\text{}".
+DELETED = (
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue", "points"),
+    *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
+    *("childrentickets", "multiples", r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3"),
+    *("\\text{\n}", r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
+)
+DOLLAR_PAIR = re.compile(r".*?\$(.*?)\$.*")
+UNWRAPPED = tuple(re.compile(rf"\\{name}\{{(.*?)\}}") for name in ("text", "textbf", "overline"))
+BOXED = re.compile(r"\\boxed\{(.*)\}")
+BARE_FRACTION = re.compile(r"frac([^{])(.)")
+BARE_ROOT = re.compile(r"sqrt([^{])")
+
+
+def normalize_final_answer(answer: str) -> str:
+    """One spelling for an answer: units, words, LaTeX wrappers and thousands commas removed.
+
+    Only the last 300 characters count, as everywhere in this scorer, so that the patterns are bounded.
+    """
+    text = answer[-WINDOW:].rpartition("=")[2]
+    for old, new in SUBSTITUTIONS:
+        text = text.replace(old, new)
+    for piece in DELETED:
+        text = text.replace(piece, "")
+    text = DOLLAR_PAIR.sub(r"\1", text)
+    for wrapper in UNWRAPPED:
+        text = wrapper.sub(r"\1", text)
+    text = BOXED.sub(r"\1", text)
+    text = BARE_FRACTION.sub(r"frac{\1}{\2}", text)
+    text = BARE_ROOT.sub(r"sqrt{\1}", text).replace("$", "")
+    if text.replace(",", "").isdigit():
+        text = text.replace(",", "")
+    return text.strip()
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    strict_box_verify: bool = False,
+    pause_tokens_index: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    r"""``{"score": 1.0 or -1.0, "acc": bool, "pred": str}``.
+
+    Args:
+        strict_box_verify: take the last ``\boxed{...}`` of the last 100 characters and compare it as it stands.
+        pause_tokens_index: positions of pause tokens; with ``strict_box_verify`` the window then starts 100 characters
+            before the last of them.
+    """
+    truth = text_of(ground_truth)
+    if strict_box_verify:
+        start = max(pause_tokens_index[-1] - BOX_WINDOW, 0) if pause_tokens_index else -BOX_WINDOW
+        boxed = last_braced(solution_str[start:], r"\boxed")
+        pred, right = (NO_ANSWER, False) if boxed is None else (boxed, boxed == truth)
+    else:
+        found = ANSWER_LINE.findall(solution_str[-WINDOW:])
+        pred = normalize_final_answer(found[-1]) if found else NO_ANSWER
+        right = pred == normalize_final_answer(truth)
+    return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}

@@ -1,0 +1,75 @@
+"""Search question answering [2503.09516]: the text in the last ``<answer>`` element, compared by SQuAD's rules."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping
+from typing import Any
+
+from verl.rewards.scorers.text import text_of
+
+OPEN, CLOSE = "<answer>", "</answer>"
+MOST_TAGS = 10
+PENALTY_FOR_MANY_TAGS = 4
+ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def extract_solution(solution_str: str) -> str | None:
+    """The trimmed content of the last closed answer element of the response, or None."""
+    end = start = 0
+    answer = None
+    while (start := solution_str.find(OPEN, end)) >= 0:
+        start += len(OPEN)
+        end = solution_str.find(CLOSE, start)
+        if end < 0:
+            break
+        answer = solution_str[start:end].strip()
+        end += len(CLOSE)
+    return answer
+
+
+def normalize_answer(text: str) -> str:
+    """Lower case, without ASCII punctuation and articles, single spaces."""
+    return " ".join(ARTICLES.sub(" ", text.lower().translate(NO_PUNCTUATION)).split())
+
+
+def compute_score(
+    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """``score`` if the answer equals any gold answer, else ``format_score``; 0 where there is no answer.
+
+    ``ground_truth`` is ``{"target": text or list of texts}``, or the text or list itself. A right answer among more
+    than ten opening or closing tags gets a quarter. ``method`` is there for callers of the upstream signature; it has
+    no effect, as it has none there.
+    """
+    return _score(solution_str, ground_truth, format_score, score, lambda gold, answer: gold == answer)
+
+
+def compute_score_subem(
+    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """As `compute_score`, but a gold answer that is contained in the answer counts."""
+    return _score(solution_str, ground_truth, format_score, score, lambda gold, answer: gold in answer)
+
+
+def _score(solution_str: str, ground_truth: Any, format_score: float, score: float, matches: Any) -> float:
+    answer = extract_solution(solution_str)
+    if answer is None:
+        return 0.0
+    wanted = normalize_answer(answer)
+    if not any(matches(normalize_answer(gold), wanted) for gold in gold_answers(ground_truth)):
+        return format_score
+    crowded = max(solution_str.count(OPEN), solution_str.count(CLOSE)) > MOST_TAGS
+    return score / PENALTY_FOR_MANY_TAGS if crowded else score
+
+
+def gold_answers(ground_truth: Any) -> list[str]:
+    """The gold answers as texts, whatever the file made of them (a struct, a list, an array, a string)."""
+    target = ground_truth.get("target", ()) if isinstance(ground_truth, Mapping) else ground_truth
+    if hasattr(target, "tolist"):
+        target = target.tolist()
+    if target is None:
+        return []
+    return [text_of(gold) for gold in target] if isinstance(target, (list, tuple)) else [text_of(target)]

@@ -1,0 +1,142 @@
+"""Scores samples with a reward function: chooses where it runs, keeps its time limit, and finds the rows at fault."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from verl.errors import ConfigError, RewardError, suggest
+from verl.metrics import notice
+from verl.rewards.forms import Form
+from verl.rewards.function import RewardFunction
+from verl.rewards.invoke import invoke_async
+from verl.rewards.runners import InlineRunner, LoopRunner, ProcessRunner, Runner, ThreadRunner
+from verl.rewards.samples import RewardResult, RewardSample
+from verl.rewards.wire import NotPlainError
+
+Isolation = Literal["auto", "process", "thread", "none"]
+OnError = Literal["mask", "raise"]
+
+SAMPLE_TIMEOUT = 60.0
+BATCH_TIMEOUT = 300.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How reward functions are run and what happens when one fails."""
+
+    timeout: float | None = None
+    """Seconds for one call; None means 60 for a function of one answer and 300 for a function of the whole batch."""
+    on_error: OnError = "mask"
+    """``mask``: a failing sample gets no score and is counted. ``raise``: the run stops."""
+    isolation: Isolation = "auto"
+    """``auto``: child processes for functions from files, threads for others, an event loop for async ones, nothing
+    for the built-in scorers. ``none`` runs everything in place without a time limit, for breakpoints."""
+    num_workers: int = 8
+    """Most processes (never more than cores) or threads."""
+
+    def __post_init__(self) -> None:
+        for key, value, allowed in (
+            ("isolation", self.isolation, get_args(Isolation)),
+            ("on_error", self.on_error, get_args(OnError)),
+        ):
+            if value not in allowed:
+                raise ConfigError(
+                    "unknown value", key=f"reward.{key}", got=value, allowed=allowed, fix=suggest(value, allowed)
+                )
+        if self.timeout is not None and not self.timeout > 0:
+            raise ConfigError("must be positive", key="reward.timeout", got=self.timeout, allowed="seconds, or null")
+        if self.num_workers < 1:
+            raise ConfigError("must be at least 1", key="reward.num_workers", got=self.num_workers)
+
+
+class Scorer:
+    """A reward function ready to score. Safe to use from several threads; its processes start at the first call.
+
+    Example:
+        >>> Scorer(load_reward_function("my_reward.py")).score([RewardSample("d", "42", "42")])
+    """
+
+    def __init__(self, function: RewardFunction, limits: Limits | None = None):
+        self.function, self.limits = function, limits or Limits()
+        self.timeout = self.limits.timeout or (SAMPLE_TIMEOUT if function.form is Form.SINGLE else BATCH_TIMEOUT)
+        self._runner = self._make_runner()
+
+    def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        """One result per sample, in order; what the function does wrong is in the results."""
+        if not samples:
+            return []
+        if self.function.form is not Form.SINGLE:
+            return self._score_together(samples)
+        waiting = [self._submit([sample]) for sample in samples]
+        return [future.result()[0] for future in waiting]
+
+    async def score_async(self, sample: RewardSample) -> RewardResult:
+        """The result of one sample, without blocking the event loop (a batch function gets lists of one)."""
+        return (await asyncio.wrap_future(self._submit([sample])))[0]
+
+    def close(self) -> None:
+        """Stop its processes and threads. Happens by itself when the scorer is dropped or Python ends."""
+        self._runner.close()
+
+    def _score_together(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        """One call for all. If it raises, find the rows that raise alone, and score the others together once more."""
+        results = self._submit(samples).result()
+        failure = results[0].failure
+        if failure is None or failure.kind not in ("raised", "died") or len(samples) == 1:
+            return results
+        alone: list[RewardResult] = []
+        for sample in samples:
+            alone += self._submit([sample]).result()
+            reason = alone[-1].failure
+            if reason is not None and reason.kind in ("timeout", "start"):
+                return results  # looking for the row would take a time limit per row
+        good = [i for i, result in enumerate(alone) if result.failure is None]
+        if not good or len(good) == len(samples):
+            return results  # no row is at fault alone: the call as a whole is
+        for i, result in zip(good, self._submit([samples[i] for i in good]).result(), strict=True):
+            alone[i] = result
+        return alone
+
+    def _submit(self, samples: Sequence[RewardSample]) -> Future[list[RewardResult]]:
+        try:
+            return self._runner.submit(samples)
+        except NotPlainError as error:
+            why = f"a row holds {error}, which cannot be sent to another one"
+            if self.limits.isolation == "process":
+                raise RewardError(
+                    f"{self.function.label} cannot run in a process of its own: {why}",
+                    fix="Use another reward manager than prime, or set isolation=thread.",
+                ) from error
+            self._tell_about_threads(why)
+            self._runner.close()
+            self._runner = ThreadRunner(self.function, self.timeout, self.limits.num_workers)
+            return self._runner.submit(samples)
+
+    def _make_runner(self) -> Runner:
+        function, isolation, workers = self.function, self.limits.isolation, self.limits.num_workers
+        if isolation == "none" or (isolation == "auto" and function.is_builtin):
+            return InlineRunner(function)
+        if function.is_async:
+            return LoopRunner(lambda samples: invoke_async(function, samples), self.timeout)
+        workers = workers if function.form is Form.SINGLE else 1
+        cores = min(workers, len(os.sched_getaffinity(0)))
+        if isolation == "process":
+            return ProcessRunner(function, self.timeout, cores)
+        if isolation == "auto" and function.is_loaded:
+            try:
+                return ProcessRunner(function, self.timeout, cores)
+            except RewardError as error:
+                self._tell_about_threads(error.message)
+        return ThreadRunner(function, self.timeout, workers)
+
+    def _tell_about_threads(self, why: str) -> None:
+        notice(
+            f"reward function {self.function.label}",
+            f"runs in threads of this process: {why}. A call that never gives the interpreter back (a regular "
+            "expression without end) cannot be stopped there.",
+        )

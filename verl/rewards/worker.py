@@ -1,0 +1,57 @@
+"""The process in which a user's reward function runs: it reads calls, answers them, and is killed if it takes too long.
+
+The parent keeps the time and kills. The alarm set here only guards against the parent's own death, so that a function
+that hangs leaves no process behind; its default action ends the process even while C code holds the interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from verl.errors import VerlError
+from verl.rewards import wire
+from verl.rewards.function import load_reward_function
+from verl.rewards.invoke import invoke, raised
+
+GRACE = 5.0
+
+
+def main() -> None:
+    """Serve the calls that arrive on standard input until it ends."""
+    calls, answers = _take_pipes()
+    _volunteer_for_the_oom_killer()
+    start = wire.receive(calls)
+    if start is None:
+        return
+    try:
+        function = load_reward_function(start["origin"], start["name"], wire.from_plain(start["reward_kwargs"]))
+    except (VerlError, SystemExit) as error:
+        wire.send(answers, {"failure": wire.pack_failure(raised(error))})
+        return
+    wire.send(answers, {"failure": None})
+    while (call := wire.receive(calls)) is not None:
+        signal.setitimer(signal.ITIMER_REAL, start["timeout"] + GRACE)
+        results = invoke(function, wire.unpack_samples(call))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        wire.send(answers, wire.pack_results(results))
+
+
+def _take_pipes() -> tuple[Any, Any]:
+    """Keep the two pipes for ourselves; what the user's code prints goes to standard error, its input is empty."""
+    calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    return calls, answers
+
+
+def _volunteer_for_the_oom_killer() -> None:
+    """If memory runs out because of a reward function, that function's process should go, not the training."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")

@@ -1,0 +1,5 @@
+"""The built-in scorers under upstream's import path."""
+
+from verl.rewards.dispatch import default_compute_score
+
+__all__ = ["default_compute_score"]

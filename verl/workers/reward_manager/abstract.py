@@ -1,0 +1,5 @@
+"""The contract of reward managers under upstream's import path."""
+
+from verl.rewards.managers.abstract import AbstractRewardManager
+
+__all__ = ["AbstractRewardManager"]
