@@ -166,7 +166,7 @@ class RewardRolloutConfig(ConfigNode):
     ignore_eos: bool = setting(False, "ignore eos of the reward model's engine", planned="served reward models")
     temperature: float = setting(1.0, "temperature of the reward model's engine", planned="served reward models")
     top_k: int = setting(-1, "top k of the reward model's engine", planned="served reward models")
-    top_p: float = setting(1, "top p of the reward model's engine", planned="served reward models")
+    top_p: float = setting(1.0, "top p of the reward model's engine", planned="served reward models")
     do_sample: bool = setting(True, "do sample of the reward model's engine", planned="served reward models")
     n: int = setting(1, "n of the reward model's engine", planned="served reward models")
     prompt_length: int = setting(2048, "prompt length of the reward model's engine", planned="served reward models")
