@@ -66,12 +66,20 @@ def resolve_device(name: str | None) -> str:
     )
 
 
+def usable_cores() -> int:
+    """Cores this process may run on; all of them where the system cannot tell (macOS)."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+
+
 def set_threads(count: int | None = None) -> int:
     """Torch's thread count, set by the library itself so that it is the same in every runtime.
 
     Without ``count``: the value of OMP_NUM_THREADS if the shell set it, else the number of cores this process may use.
     """
-    wanted = count or env.get_int("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))
+    wanted = count or env.get_int("OMP_NUM_THREADS", usable_cores())
     torch.set_num_threads(wanted)
     return wanted
 

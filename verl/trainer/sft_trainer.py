@@ -29,7 +29,9 @@ def run_sft(config: SFTTrainerConfig) -> None:
     val = None
     if data.val_files:
         val = create_sft_dataset(data.val_files, data, tokenizer, max_samples=data.val_max_samples)
-    SupervisedTrainer(config, tokenizer, train, val, partial(sft_collate, pad_token_id=tokenizer.pad_token_id), SFTLoss()).fit()
+    SupervisedTrainer(
+        config, tokenizer, train, val, partial(sft_collate, pad_token_id=tokenizer.pad_token_id), SFTLoss()
+    ).fit()
 
 
 def main(argv: list[str] | None = None) -> int:

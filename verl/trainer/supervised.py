@@ -13,7 +13,6 @@ from verl.algorithms.losses import LossFn
 from verl.checkpoint import CheckpointReader, CheckpointWriter, find_checkpoint
 from verl.config import SFTTrainerConfig, to_dict
 from verl.data import stateful_loader
-from verl.engines.base import Engine
 from verl.metrics import notice
 from verl.observability.tracking import Tracking
 from verl.protocol import DataProto
@@ -57,7 +56,8 @@ class SupervisedTrainer:
         self.writer: CheckpointWriter | None = None
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> Any:
+        """The training backend (`verl.engines.base.Engine`) behind the model."""
         return self.part.engine
 
     def _make_part(self) -> ModelPart:

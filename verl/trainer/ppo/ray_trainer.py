@@ -19,7 +19,7 @@ from verl.metrics import notice
 from verl.observability.tracker import Sample
 from verl.observability.tracking import Tracking
 from verl.protocol import DataProto
-from verl.registry import SCHEDULES
+from verl.registry import ADVANTAGE_ESTIMATORS, SCHEDULES
 from verl.single_controller.base import ClassWithInitArgs, ResourcePoolManager, Role, Roles
 from verl.single_controller.local import LocalWorkerGroup, create_colocated_worker_cls
 from verl.trainer import build
@@ -27,7 +27,6 @@ from verl.trainer.ppo import stages
 from verl.trainer.ppo.callbacks import Callback, default_callbacks
 from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.context import StepContext
-from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
 from verl.trainer.ppo.roles import RoleHandle, add_role, distinct_groups
 from verl.trainer.ppo.validation import Sampled, Validator
@@ -196,7 +195,12 @@ class RayPPOTrainer:
             "training/epoch": ctx.epoch,
             "training/old_log_prob_skipped": skipped,
             **ctx.metrics.values(),
-            **compute_data_metrics(batch, use_critic="critic" in self.roles),
+            **compute_data_metrics(
+                batch,
+                use_critic="critic" in self.roles,
+                max_prompt_length=self.config.data.max_prompt_length,
+                max_response_length=self.config.data.max_response_length,
+            ),
             **compute_timing_metrics(batch, ctx.timers.seconds),
             **compute_throughout_metrics(batch, ctx.timers.seconds, ranks),
             **build.memory_metrics(self.config),
@@ -261,14 +265,13 @@ def compute_advantage(
 ) -> DataProto:
     """Upstream's form of `stages.compute_advantage`: adds ``advantages`` and ``returns`` to ``data`` and returns it."""
     settings = build.AdvantageSettings(gamma, lam, norm_adv_by_std_in_grpo, config)
-    stages.compute_advantage(data, get_adv_estimator_fn(adv_estimator), settings)
+    stages.compute_advantage(data, ADVANTAGE_ESTIMATORS.get(adv_estimator), settings)
     return data
 
 
 def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[DataProto, dict[str, float]]:
-    """Upstream's form of `stages.apply_kl_penalty`."""
-    metrics = stages.apply_kl_penalty(data, kl_ctrl, kl_penalty)
-    return data, metrics.values()
+    """Upstream's form of `stages.charge_kl`: writes token_level_rewards into ``data``."""
+    return data, stages.charge_kl(data, kl_ctrl, kl_penalty)
 
 
 def compute_response_mask(data: DataProto) -> torch.Tensor:

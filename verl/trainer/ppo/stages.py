@@ -14,10 +14,10 @@ import torch
 
 from verl.algorithms.advantages import call_estimator
 from verl.algorithms.balancing import balance_within_mini_batches, log_seqlen_unbalance
-from verl.algorithms.kl import kl_penalty
+from verl.algorithms.kl import apply_kl_penalty
 from verl.algorithms.masked import masked_mean
 from verl.algorithms.micro_batches import mini_batches
-from verl.metrics import Metric, MetricSet
+from verl.metrics import MetricSet
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.base import Roles
 from verl.trainer.ppo.context import StepContext
@@ -159,28 +159,25 @@ def add_advantages(batch: DataProto, ctx: StepContext) -> None:
     """Adds token_level_rewards, advantages and returns; unscorable samples get zeros and are in no baseline."""
     algorithm = ctx.config.algorithm
     if algorithm.use_kl_in_reward:
-        ctx.metrics.merge(apply_kl_penalty(batch, ctx.kl_controller, algorithm.kl_penalty))
+        for name, value in charge_kl(batch, ctx.kl_controller, algorithm.kl_penalty).items():
+            ctx.metrics.add(name, value, "last")
     else:
         batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
     compute_advantage(batch, ctx.estimator, algorithm)
 
 
-def apply_kl_penalty(batch: DataProto, controller: Any, kind: str = "kl") -> MetricSet:
-    """Rewards minus beta times the KL to the reference (ALGORITHMS B.13); then the controller learns from it."""
-    mask = batch.batch["response_mask"]
-    kl = kl_penalty(batch.batch["old_log_probs"], batch.batch["ref_log_prob"], kind)
-    kl = torch.where(mask.bool(), kl, torch.zeros_like(kl))
-    beta = controller.value
-    batch.batch["token_level_rewards"] = batch.batch["token_level_scores"] - beta * kl
-    rows = mask.sum(-1) > 0
-    current = masked_mean(kl, mask, -1)[rows].mean().item() if rows.any() else 0.0
-    controller.update(current_kl=current, n_steps=len(batch))
-    return MetricSet(
-        {
-            "actor/reward_kl_penalty": Metric(current, "last"),
-            "actor/reward_kl_penalty_coeff": Metric(beta, "last"),
-        }
+def charge_kl(batch: DataProto, controller: Any, kind: str = "kl") -> dict[str, float]:
+    """Adds token_level_rewards: scores minus the KL to the reference; returns its metrics."""
+    tensors = batch.batch
+    tensors["token_level_rewards"], metrics = apply_kl_penalty(
+        tensors["token_level_scores"],
+        tensors["old_log_probs"],
+        tensors["ref_log_prob"],
+        tensors["response_mask"],
+        controller,
+        kind,
     )
+    return metrics
 
 
 def compute_advantage(batch: DataProto, estimator: Any, algorithm: Any) -> None:
