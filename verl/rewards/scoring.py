@@ -79,6 +79,10 @@ class Scorer:
         """The result of one sample, without blocking the event loop (a batch function gets lists of one)."""
         return (await asyncio.wrap_future(self._submit([sample])))[0]
 
+    def prepare(self) -> None:
+        """Start what would start with the first call."""
+        self._runner.prepare()
+
     def close(self) -> None:
         """Stop its processes and threads. Happens by itself when the scorer is dropped or Python ends."""
         self._runner.close()

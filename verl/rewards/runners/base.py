@@ -27,6 +27,10 @@ class Runner(ABC):
         The future always gets results, never an exception; its time limit begins when the call begins.
         """
 
+    def prepare(self) -> None:
+        """Start what would start with the first call, and wait for it."""
+        return None
+
     def close(self) -> None:
         """Give up what is running and free threads and processes."""
         return None

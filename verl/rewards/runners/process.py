@@ -61,6 +61,9 @@ class ProcessRunner(Runner):
         """Raises `verl.rewards.wire.NotPlainError` where a row holds something that cannot travel."""
         return self._pool.submit(wire.pack_samples(samples))
 
+    def prepare(self) -> None:
+        self._pool.submit([]).result()
+
     def close(self) -> None:
         self._pool.close()
 
@@ -81,12 +84,12 @@ class Child:
         self._lock = threading.Lock()
 
     def handle(self, samples: Sequence[Any]) -> Results:
-        """Run one call (packed samples) in the child. Never raises for what the child does."""
+        """Run one call (packed samples) in the child; without samples, only start it."""
         if not self._broken and self._process is None:
             self._launch()
         if self._broken:
             return all_failed(samples, self._broken[0])
-        answer = self._ask(samples, self._timeout)
+        answer = self._ask(samples, self._timeout) if samples else []
         if isinstance(answer, RewardFailure):
             return all_failed(samples, answer)
         return wire.unpack_results(answer)
