@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 from verl.errors import WorkerError
 
 H = TypeVar("H", bound="Handle")
+CANCEL_SECONDS = 1.0
+"""How long a cancelled call may take to clean up before it is left alone."""
 
 
 def note_origin(error: BaseException, where: str) -> None:
@@ -94,7 +96,7 @@ class Handle(ABC):
         try:
             await asyncio.wait({task}, timeout=self.timeout)
             if not task.done():
-                raise WorkerError(f"{self.name}.{method} did not answer within {self.timeout} s", key=self.name or None)
+                raise WorkerError(f"{self.name}.{method} did not answer within {self.timeout} s")
             if task.cancelled():
                 raise WorkerError(f"{self.name}.{method} was cancelled")
             error = task.exception()
@@ -106,6 +108,7 @@ class Handle(ABC):
             del self._in_flight[task]
             if not task.done():
                 task.cancel()
+                await asyncio.wait({task}, timeout=CANCEL_SECONDS)
 
 
 _END = object()

@@ -1,0 +1,221 @@
+"""`LocalHandle`: calls, streams, cancelling, time limits, threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+import torch
+
+from verl.errors import WorkerError
+from verl.single_controller.base import ClassWithInitArgs, Dispatch, Worker, register, worker_seed
+from verl.single_controller.local import LocalHandle, LocalWorkerGroup
+
+
+class Server:
+    def __init__(self):
+        self.started, self.cancelled, self.closed = 0, 0, 0
+        self.release = threading.Event()
+
+    async def echo(self, name, timeout=None, method=None):
+        return name, timeout, method
+
+    async def hang(self):
+        self.started += 1
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    async def fail(self):
+        raise KeyError("mine")
+
+    async def fail_by_timeout(self):
+        raise TimeoutError("my own")
+
+    async def tokens(self, count):
+        try:
+            for i in range(count):
+                await asyncio.sleep(0)
+                yield i
+        finally:
+            self.closed += 1
+
+    async def stalls(self):
+        yield 1
+        await asyncio.sleep(60)
+
+    def lines(self, count):
+        yield from range(count)
+
+    def thread(self):
+        return threading.current_thread()
+
+    def block(self):
+        return self.release.wait(5)
+
+    def coroutine(self):
+        return self.echo("late")
+
+    def _private(self):
+        return None
+
+
+def test_async_and_plain_methods_answer_with_any_keyword():
+    async def main():
+        handle = LocalHandle(Server())
+        assert await handle.call("echo", name="n", timeout=3, method="m") == ("n", 3, "m")
+        assert await handle.call("thread") is not threading.main_thread()
+        assert await handle.call("coroutine") == ("late", None, None)
+
+    asyncio.run(main())
+
+
+def test_plain_methods_do_not_stop_the_loop_and_keep_their_order():
+    async def main():
+        server = Server()
+        handle = LocalHandle(server)
+        blocked = asyncio.ensure_future(handle.call("block"))
+        behind = asyncio.ensure_future(handle.call("thread"))
+        assert await handle.call("echo", "while it blocks") == ("while it blocks", None, None)
+        assert not blocked.done() and not behind.done()
+        server.release.set()
+        assert await blocked is True
+        await behind
+        handle.close()
+
+    asyncio.run(main())
+
+
+def test_two_plain_calls_run_at_once_where_allowed():
+    class Meeting:
+        def __init__(self):
+            self.barrier = threading.Barrier(2)
+
+        def meet(self):
+            return self.barrier.wait(5) >= 0
+
+    async def main():
+        handle = LocalHandle(Meeting(), max_concurrency=2)
+        assert await asyncio.gather(handle.call("meet"), handle.call("meet")) == [True, True]
+
+    asyncio.run(main())
+
+
+def test_the_objects_exception_arrives_unchanged_with_a_note():
+    async def main():
+        with pytest.raises(KeyError, match="mine") as caught:
+            await LocalHandle(Server(), name="rollout[0]").call("fail")
+        assert caught.value.__notes__ == ["(in worker rollout[0].fail)"]
+        with pytest.raises(TimeoutError, match="my own"):
+            await LocalHandle(Server(), timeout=5).call("fail_by_timeout")
+
+    asyncio.run(main())
+
+
+def test_a_call_that_takes_too_long_is_given_up_and_cancelled():
+    async def main():
+        server = Server()
+        handle = LocalHandle(server, name="rollout[0]").with_timeout(0.02)
+        with pytest.raises(WorkerError, match=r"rollout\[0\].hang did not answer within 0.02 s"):
+            await handle.call("hang")
+        await asyncio.sleep(0)
+        assert server.cancelled == 1
+
+    asyncio.run(main())
+
+
+def test_cancelling_the_waiting_task_cancels_the_call():
+    async def main():
+        server = Server()
+        task = asyncio.ensure_future(LocalHandle(server).call("hang"))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0)
+        assert (server.started, server.cancelled) == (1, 1)
+
+    asyncio.run(main())
+
+
+def test_cancel_ends_the_calls_in_flight_of_one_method_from_any_thread():
+    async def main():
+        server = Server()
+        handle = LocalHandle(server)
+        hanging = [asyncio.ensure_future(handle.call("hang")) for _ in range(2)]
+        blocked = asyncio.ensure_future(handle.call("block"))
+        await asyncio.sleep(0.01)
+        counts: list[int] = []
+        thread = threading.Thread(target=lambda: counts.append(handle.cancel("hang")))
+        thread.start()
+        results = await asyncio.gather(*hanging, return_exceptions=True)
+        thread.join()
+        assert counts == [2] and server.cancelled == 2 and not blocked.done()
+        assert all(isinstance(r, WorkerError) and "was cancelled" in str(r) for r in results)
+        server.release.set()
+        assert await blocked and handle.cancel() == 0
+
+    asyncio.run(main())
+
+
+def test_streams_give_items_of_async_and_plain_generators_and_close_when_left_early():
+    async def main():
+        server = Server()
+        handle = LocalHandle(server)
+        assert [i async for i in handle.stream("tokens", 3)] == [0, 1, 2] and server.closed == 1
+        assert [i async for i in handle.stream("lines", 3)] == [0, 1, 2]
+        items = handle.stream("tokens", 100)
+        async for item in items:
+            if item == 2:
+                break
+        await items.aclose()
+        assert server.closed == 2
+
+    asyncio.run(main())
+
+
+def test_a_stream_waits_for_each_item_only_so_long():
+    async def main():
+        got = []
+        with pytest.raises(WorkerError, match="did not answer"):
+            async for item in LocalHandle(Server(), timeout=0.02).stream("stalls"):
+                got.append(item)
+        assert got == [1]
+
+    asyncio.run(main())
+
+
+def test_an_unknown_or_private_method_is_refused_with_the_nearest_name():
+    async def main():
+        handle = LocalHandle(Server())
+        with pytest.raises(WorkerError, match="'tokens'"):
+            await handle.call("token")
+        with pytest.raises(WorkerError, match="no method '_private'"):
+            await handle.call("_private")
+
+    asyncio.run(main())
+
+
+class Drawer(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def draw(self):
+        return torch.rand(1).item()
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def ask(self, handle):
+        """An async method that awaits a plain method of another worker while its own call holds the generators."""
+        return await handle.call("draw")
+
+
+def test_the_handle_of_a_worker_draws_from_the_workers_state_also_inside_another_call():
+    group = LocalWorkerGroup(None, ClassWithInitArgs(Drawer), name_prefix="drawer")
+    asking = LocalWorkerGroup(None, ClassWithInitArgs(Drawer), name_prefix="asking")
+    seed = worker_seed(0, "drawer", 0)
+    expected = torch.rand(3, generator=torch.Generator().manual_seed(seed)).tolist()
+    start = time.monotonic()
+    found = [asyncio.run(group.handle().call("draw")), group.draw()[0], asking.ask(group.handle(timeout=5))[0]]
+    assert found == expected and time.monotonic() - start < 4
