@@ -153,11 +153,14 @@ def _header_package(file: Path) -> str | None:
 def _load(file: Path) -> dict[Any, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
+    from yaml import MarkedYAMLError, YAMLError
 
     try:
         data = OmegaConf.load(file)
         plain = OmegaConf.to_container(data, resolve=False)
+    except MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise ConfigError(f"not readable as YAML, line {line}: {error.problem}", key=str(file)) from error
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise ConfigError(f"not readable as YAML: {error}", key=str(file)) from error
     if not isinstance(plain, dict):
