@@ -125,6 +125,22 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_one_is_dead(tmp_pat
         save(writer, 1)
 
 
+def test_a_refused_writer_of_the_same_process_does_not_drop_the_lock(tmp_path):
+    """Closing any descriptor of a locked file drops a POSIX lock of the process, so the refusal must not open it."""
+    code = "import sys; sys.path.insert(0, {!r})\nfrom verl.checkpoint import RunLock\nRunLock({!r})"
+    with CheckpointWriter(tmp_path):
+        with pytest.raises(CheckpointError, match=r"this process"):
+            CheckpointWriter(tmp_path)
+        other = subprocess.run(
+            [sys.executable, "-c", code.format(str(ROOT), str(tmp_path))],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert "another run writes" in other.stderr
+
+
 def test_two_writers_of_one_process_exclude_each_other(tmp_path):
     with CheckpointWriter(tmp_path), pytest.raises(CheckpointError, match=r"another run"):
         CheckpointWriter(tmp_path)

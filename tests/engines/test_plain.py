@@ -36,7 +36,7 @@ def policy_loss(**settings) -> PPOPolicyLoss:
 def test_log_probs_equal_a_padded_forward_pass_of_transformers(tmp_path, family):
     path = model_dir(tmp_path, family)
     batch = ragged_batch()
-    found = make_engine(path, trains=False).infer(batch, ("log_probs", "entropy"), temperature=0.7)
+    found = make_engine(path, trains=False).infer(batch, ("log_probs", "entropy", "sum_pi_squared"), temperature=0.7)
     with torch.no_grad():
         logits = padded_logits(AutoModelForCausalLM.from_pretrained(path).eval(), batch) / 0.7
     mask = batch.batch["response_mask"].bool()
@@ -45,6 +45,8 @@ def test_log_probs_equal_a_padded_forward_pass_of_transformers(tmp_path, family)
     entropy = -(every.exp() * every).sum(-1)
     assert found["log_probs"].dtype == torch.float32
     torch.testing.assert_close(found["log_probs"], log_probs.where(mask, torch.tensor(0.0)), atol=1e-5, rtol=1e-5)
+    squared = every.exp().square().sum(-1).where(mask, torch.tensor(0.0))
+    torch.testing.assert_close(found["sum_pi_squared"], squared, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(found["entropy"], entropy.where(mask, torch.tensor(0.0)), atol=1e-5, rtol=1e-5)
 
 

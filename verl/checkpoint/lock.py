@@ -33,7 +33,7 @@ class RunLock:
         self.path = Path(root).resolve() / ".lock"
         self._descriptor: int | None = None
         if self.path in _held:
-            raise self._refusal()
+            raise self._refusal("this process")  # the file stays closed: closing it would drop the lock
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -41,7 +41,7 @@ class RunLock:
         except OSError as error:
             os.close(descriptor)
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise self._refusal() from error
+                raise self._refusal(_text_of(self.path)) from error
             notice(f"lock {self.path}", f"this file system has no locks ({error}): nothing keeps two runs apart here")
             return
         self._descriptor = descriptor
@@ -65,14 +65,17 @@ class RunLock:
     ) -> None:
         self.release()
 
-    def _refusal(self) -> CheckpointError:
-        try:
-            holder = self.path.read_text(encoding="utf-8")
-        except OSError:
-            holder = ""
+    def _refusal(self, holder: str) -> CheckpointError:
         return CheckpointError(
             "another run writes its checkpoints into this folder",
             key="trainer.default_local_dir",
             got=str(self.path.parent),
-            fix=f"Wait for it, stop it, or choose another folder. Holder: {holder or 'unknown'}.",
+            fix=f"Wait for it, stop it, or choose another folder. Holder: {holder}.",
         )
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8") or "unknown"
+    except OSError:
+        return "unknown"

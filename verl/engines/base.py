@@ -8,21 +8,19 @@ clipping and the skip of a non-finite step (`step`), optimizers (`optimizer`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from verl.algorithms.losses import LossFn
+from verl.checkpoint.part import HFWriter
 from verl.checkpoint.state import EngineState
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
 
 __all__ = ["Engine", "EngineState", "HFWriter"]
-
-HFWriter = Callable[[Path, Iterable[tuple[str, Tensor]]], None]
-"""Writes a Hugging Face folder from weights that the caller holds (a checkpoint writes its own copy of them)."""
 
 
 class Engine(ABC):
@@ -99,7 +97,7 @@ class Engine(ABC):
 
     @abstractmethod
     def hf_writer(self, tokenizer: Any = None) -> HFWriter:
-        """What writes this model's folder from weights that it is handed."""
+        """What writes this model's folder from weights that it is handed: a checkpoint hands it its own copy."""
 
     @abstractmethod
     def state(self) -> EngineState:

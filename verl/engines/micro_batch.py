@@ -14,7 +14,7 @@ from verl.errors import ConfigError
 
 LOGITS_BYTES = 1 << 28
 """Largest tensor of logits that an engine makes of its own accord."""
-CPU_TOKENS = 2048
+CPU_TOKENS = 1024
 """On a CPU more tokens at once gain nothing, and memory that was not touched before is slow."""
 GPU_TOKENS = 16384
 
