@@ -54,6 +54,13 @@ def test_roles_have_their_own_limits(tmp_path):
     )
 
 
+def test_a_part_without_a_limit_of_its_own_goes_with_the_roles(tmp_path):
+    with CheckpointWriter(tmp_path, keep={"actor": 1, "critic": 1}) as writer:
+        for step in (1, 2):
+            save(writer, step, ("actor", "surplus"))
+    assert steps(tmp_path) == [2]
+
+
 def test_a_deletion_that_fails_is_told_and_tried_again(tmp_path, monkeypatch):
     reset_notices()
     with CheckpointWriter(tmp_path, keep={"actor": 1}) as writer:

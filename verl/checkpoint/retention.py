@@ -27,7 +27,8 @@ def prune(root: Path, keep: Mapping[str, int | None], point: Callable[[str], Non
     """Keep the newest ``keep[role]`` complete checkpoints of each role; None keeps all.
 
     A role is crossed out of the manifest before its files go, and a whole folder is renamed before it is deleted, so a
-    kill in between leaves nothing that looks complete. Damaged folders are neither counted nor deleted. A deletion that
+    kill in between leaves nothing that looks complete. What ``keep`` does not name (samples carried over, say) goes with
+    the last role that it names. Damaged folders are neither counted nor deleted. A deletion that
     fails is told once and tried again after the next save.
     """
     seen: dict[str, int] = {}
@@ -44,7 +45,8 @@ def prune(root: Path, keep: Mapping[str, int | None], point: Callable[[str], Non
                 pruned.add(part)
         if pruned:
             try:
-                _delete(root, checkpoint, pruned, point)
+                holding = (set(checkpoint.manifest.parts) & set(keep)) - pruned
+                _delete(root, checkpoint, pruned if holding else set(checkpoint.manifest.parts), point)
             except OSError as error:
                 notice(f"checkpoint {checkpoint.folder}", f"it could not be deleted: {error}")
 
