@@ -41,10 +41,11 @@ def check_choices(leaf: Leaf, value: Any) -> ConfigError | None:
     return ConfigError("no such choice", key=leaf.key, got=wrong[0], allowed=list(leaf.choices))
 
 
-def check_built(leaf: Leaf, value: Any, default: Any) -> ConfigError | None:
-    """An error that names the feature, if the value asks for one that does not exist yet."""
-    if leaf.planned is None or value == default:
+def check_built(leaf: Leaf, value: Any, usual: list[Any]) -> ConfigError | None:
+    """An error that names the feature, unless the value is what the leaf would be anyway."""
+    if leaf.planned is None or value in usual:
         return None
+    default = usual[0]
     return NotBuiltError(
         f"not built yet: {leaf.planned}",
         key=leaf.key,
@@ -54,7 +55,7 @@ def check_built(leaf: Leaf, value: Any, default: Any) -> ConfigError | None:
     )
 
 
-def tell_no_effect(leaf: Leaf, value: Any, default: Any, on_command_line: bool) -> None:
-    """One notice for a setting that changes nothing; a file may repeat a default without being told."""
-    if leaf.no_effect is not None and (on_command_line or value != default):
+def tell_no_effect(leaf: Leaf, value: Any, usual: list[Any], on_command_line: bool) -> None:
+    """One notice for a setting that changes nothing; a file may repeat what the leaf would be anyway, unremarked."""
+    if leaf.no_effect is not None and (on_command_line or value not in usual):
         notice(leaf.key, f"has no effect: {leaf.no_effect}")

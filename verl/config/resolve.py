@@ -20,18 +20,20 @@ def resolve(merge: Merge) -> ConfigNode:
     late: list[ConfigError] = []
     values: dict[str, Any] = {}
     for key, leaf in merge.schema.leaves.items():
-        own = key in merge.values
         try:
             values[key] = _finished(leaf, raw[key])
-            if own:
-                _check(leaf, values[key])
         except ConfigError as error:
-            (problems if own else late).append(_located(error, merge, key))
+            (problems if key in merge.values else late).append(_located(error, merge, key))
+    own = [merge.schema.leaves[key] for key in merge.origin if key in values]
+    for leaf in own:
+        usual = _usual(leaf, values)
+        problem = check_built(leaf, values[leaf.key], usual) or check_choices(leaf, values[leaf.key])
+        problems += [_located(problem, merge, leaf.key)] if problem else []
     raise_all(problems or late)
-    for key, entry in merge.origin.items():
-        leaf = merge.schema.leaves[key]
+    for leaf in own:
         if leaf.planned is None:
-            tell_no_effect(leaf, values[key], _default(leaf), on_command_line=not entry.source)
+            on_command_line = not merge.origin[leaf.key].source
+            tell_no_effect(leaf, values[leaf.key], _usual(leaf, values), on_command_line)
     made = build(merge.program.root, values)
     place(made)
     return made
@@ -49,12 +51,6 @@ def raise_all(problems: list[ConfigError]) -> None:
     raise kind("\n  - ".join(lines))
 
 
-def _check(leaf: Leaf, value: Any) -> None:
-    problem = check_built(leaf, value, _default(leaf)) or check_choices(leaf, value)
-    if problem is not None:
-        raise problem
-
-
 def _finished(leaf: Leaf, value: Any) -> Any:
     """The value in its declared type, paths expanded."""
     if value == "???":
@@ -66,8 +62,11 @@ def _finished(leaf: Leaf, value: Any) -> Any:
     return expand_path(value, leaf.key) if leaf.path else value
 
 
-def _default(leaf: Leaf) -> Any:
-    return expand_path(leaf.default, leaf.key) if leaf.path and "${" not in str(leaf.default) else leaf.default
+def _usual(leaf: Leaf, values: dict[str, Any]) -> list[Any]:
+    """What a leaf is where nobody sets it: its default, or the value it follows."""
+    plain = not leaf.path or "${" in str(leaf.default)
+    followed = [values[leaf.follows]] if leaf.follows in values else []
+    return [leaf.default if plain else expand_path(leaf.default, leaf.key), *followed]
 
 
 def _located(error: ConfigError, merge: Merge, key: str) -> ConfigError:

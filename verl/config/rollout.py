@@ -127,7 +127,7 @@ class PrometheusConfig(ConfigNode):
     enable: bool = setting(False, "engine metrics endpoint", planned="the Prometheus endpoint")
     port: int = setting(9090, "port", planned="the Prometheus endpoint")
     served_model_name: str | None = setting(
-        None, "label", follows="actor_rollout_ref.model.path", planned="the Prometheus endpoint"
+        None, "label", follows="actor_rollout_ref.model.path", planned="the Prometheus endpoint", path=True
     )
     file: str | None = setting(None, "configuration file of the endpoint", planned="the Prometheus endpoint", path=True)
 
