@@ -266,6 +266,15 @@ def test_export_names_tied_embeddings_once(tmp_path):
     assert engine.num_parameters == sum(tensor.numel() for _, tensor in engine.export_weights())
 
 
+@pytest.mark.parametrize(("rows", "tokens"), [(0, 7), (6, 0)])
+def test_a_batch_without_rows_or_without_response_tokens_gives_empty_results(qwen2, rows, tokens):
+    batch = ragged_batch()[:rows]
+    for name in ("responses", "response_mask"):
+        batch.batch[name] = batch.batch[name][:, :tokens]
+    assert make_engine(qwen2, trains=False).infer(batch)["log_probs"].shape == (rows, tokens)
+    assert make_engine(qwen2).train_batch(batch, SFTLoss()).values()["skipped_empty_step"] == 1
+
+
 @pytest.mark.parametrize(
     ("outputs", "error"), [(("values",), EngineError), (("logits",), EngineError), (("log_probs", "x"), EngineError)]
 )

@@ -27,9 +27,9 @@ def prune(root: Path, keep: Mapping[str, int | None], point: Callable[[str], Non
     """Keep the newest ``keep[role]`` complete checkpoints of each role; None keeps all.
 
     A role is crossed out of the manifest before its files go, and a whole folder is renamed before it is deleted, so a
-    kill in between leaves nothing that looks complete. What ``keep`` does not name (samples carried over, say) goes with
-    the last role that it names. Damaged folders are neither counted nor deleted. A deletion that
-    fails is told once and tried again after the next save.
+    kill in between leaves nothing that looks complete. What ``keep`` does not name (samples carried over, say) goes
+    with the last role that it names. Damaged folders are neither counted nor deleted. A deletion that fails is told
+    once and tried again after the next save.
     """
     seen: dict[str, int] = {}
     for checkpoint in list_checkpoints(root):

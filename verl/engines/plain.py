@@ -218,7 +218,7 @@ class PlainEngine(Engine):
         self, rows: AlignedRows, micro_batch_size: int | None, max_tokens: int | None
     ) -> Iterator[MicroBatch]:
         if micro_batch_size is None and max_tokens is None:
-            max_tokens = automatic_tokens(self.model.config, self.device, max(rows.lengths), self.kind)
+            max_tokens = automatic_tokens(self.model.config, self.device, max(rows.lengths, default=1), self.kind)
         for index in plan_padded(rows.lengths, micro_batch_size, max_tokens):
             yield rows.micro_batch(index, self.device)
 

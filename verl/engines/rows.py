@@ -75,13 +75,14 @@ class AlignedRows:
         if "position_ids" in tensors.keys():  # a TensorDict answers `in` only through its keys
             _check_positions(tensors["position_ids"].cpu(), places, attended)
         rows, columns = attended.nonzero(as_tuple=True)
-        tokens = input_ids.new_zeros(len(input_ids), max(1, int(attended.sum(-1).max())))
+        tokens = input_ids.new_zeros(len(input_ids), max([1, *attended.sum(-1).tolist()]))
         tokens[rows, places[rows, columns]] = input_ids[rows, columns]
         num_prompt = input_ids.shape[1] - responses.shape[1]
         before = places[:, num_prompt:] - 1
         _check_predictable(mask, attended[:, num_prompt:], before)
-        needed = torch.where(mask, before + 1, 1).amax(-1).clamp(min=1)
-        return cls(tokens, before, responses, mask, needed.tolist())
+        reach = torch.where(mask, before + 1, 1)  # a batch whose responses are all empty reaches nowhere
+        needed = reach.amax(-1).tolist() if reach.shape[1] else [1] * len(reach)
+        return cls(tokens, before, responses, mask, needed)
 
     def micro_batch(self, rows: Sequence[int], device: str) -> MicroBatch:
         """The given rows, trimmed to the longest of them, on the device."""
