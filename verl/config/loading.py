@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from verl.config.files import Entry, Layer, Reader
 from verl.config.groups import Program, program_of
@@ -100,7 +101,7 @@ def _typed(command: CommandLine) -> Layer:
     return [Entry(o.key.replace("/", "."), o.value, "", o.delete) for o in command.overrides]
 
 
-def _escaped(value: object) -> object:
+def _escaped(value: Any) -> Any:
     """``${`` in a resolved text is a text, not an interpolation."""
     if isinstance(value, dict):
         return {key: _escaped(inner) for key, inner in value.items()}

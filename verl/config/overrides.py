@@ -70,23 +70,9 @@ def parse_command_line(argv: list[str]) -> CommandLine:
 
 def parse_override(text: str) -> Override:
     """One override by Hydra's grammar; a value that the grammar refuses (``~/data``, ``a=b``) is taken as a text."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import OverrideType
-    from hydra.errors import HydraException
 
-    parser = OverridesParser.create()
-    try:
-        read = parser.parse_override(text)
-    except HydraException as error:
-        read = None
-        quoted = _quoted(text)
-        if quoted is not None:
-            try:
-                read = parser.parse_override(quoted)
-            except HydraException:
-                read = None
-        if read is None:
-            raise _unreadable(text) from error
+    read = _read(text)
     if read.is_sweep_override():
         value = text.partition("=")[2]
         raise ConfigError(
@@ -96,6 +82,20 @@ def parse_override(text: str) -> Override:
             fix=f"For a list write '{read.key_or_group}=[{value}]', for a text with commas quote it twice.",
         )
     return Override(read.key_or_group, read.value(), read.type == OverrideType.DEL, read.package)
+
+
+def _read(text: str) -> Any:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    for attempt in (text, _quoted(text)):
+        if attempt is not None:
+            try:
+                return parser.parse_override(attempt)
+            except HydraException:
+                continue
+    raise _unreadable(text)
 
 
 def _flag(found: CommandLine, word: str, rest: list[str]) -> None:

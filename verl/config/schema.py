@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import typing
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 from verl.config.node import ConfigNode, leaves, to_dict
@@ -68,9 +67,17 @@ def holds_mapping(wanted: Any) -> bool:
     return wanted is dict or dict in typing.get_args(wanted)
 
 
-@lru_cache(maxsize=8)
+_made: dict[type[ConfigNode], Schema] = {}
+
+
 def schema_of(root: type[ConfigNode]) -> Schema:
-    """The flat tree of a root class."""
+    """The flat tree of a root class, made once."""
+    if root not in _made:
+        _made[root] = _make(root)
+    return _made[root]
+
+
+def _make(root: type[ConfigNode]) -> Schema:
     defaults = to_dict(root())
     sections: dict[str, type[ConfigNode]] = {}
     types: dict[str, Any] = {}
