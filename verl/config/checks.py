@@ -7,22 +7,21 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from verl.errors import ConfigError, suggest
+from verl import env
+from verl.config.resolve import raise_all
+from verl.errors import ConfigError, NotBuiltError, suggest
+from verl.registry import Registry
 
 Problems = list[ConfigError]
+Rule = Callable[[Any], Problems]
 
 
-def collect(rules: Iterable[Callable[..., Problems]], cfg: Any) -> None:
+def collect(rules: Iterable[Rule], cfg: Any) -> None:
     """Run every rule and raise all problems together; a single one is raised as it is."""
-    problems = [problem for rule in rules for problem in rule(cfg)]
-    if len(problems) == 1:
-        raise problems[0]
-    if problems:
-        lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, start=1))
-        raise ConfigError(f"{len(problems)} settings cannot be used:\n{lines}")
+    raise_all([problem for rule in rules for problem in rule(cfg)])
 
 
-def caught(check: Callable[..., None], *arguments: Any) -> Problems:
+def caught(check: Callable[..., Any], *arguments: Any) -> Problems:
     """The error that a check raises, as a list."""
     try:
         check(*arguments)
@@ -31,63 +30,99 @@ def caught(check: Callable[..., None], *arguments: Any) -> Problems:
     return []
 
 
-def in_range(key: str, value: float, allowed: str, holds: bool) -> Problems:
+def in_range(key: str, value: Any, allowed: str, holds: bool) -> Problems:
+    """A problem unless ``holds``; ``allowed`` says the range in words."""
     return [] if holds else [ConfigError("out of range", key=key, got=value, allowed=allowed)]
 
 
 def one_of(key: str, value: Any, choices: Iterable[str]) -> Problems:
+    """A problem unless the value is one of the names, with the nearest of them."""
     choices = list(choices)
     if value in choices:
         return []
     return [ConfigError("unknown value", key=key, got=value, allowed=choices, fix=suggest(str(value), choices))]
 
 
+def known_name(registry: Registry, key: str, name: str, instead: str) -> Problems:
+    """A name that the registry does not have; ``instead`` is what to write where it is known but not built yet."""
+    found = caught(registry.check, name)
+    return [
+        type(error)(
+            error.message,
+            key=key,
+            got=name,
+            allowed=error.allowed,
+            fix=instead if isinstance(error, NotBuiltError) else error.fix,
+        )
+        for error in found
+    ]
+
+
 def is_remote(path: str) -> bool:
+    """A URL of any kind, which is not looked up here."""
     return "://" in path
 
 
 def missing_files(key: str, files: Any, hint: str = "") -> Problems:
-    """Local files of a data setting that do not exist, each with the nearest names in its folder."""
+    """Local paths of a file setting that are no files, each with the nearest names in its folder."""
     problems: Problems = []
     for name in [files] if isinstance(files, str) else list(files or []):
-        path = Path(name)
-        if is_remote(name) or path.exists():
+        path = Path(env.expand(name))
+        if is_remote(name) or (name and path.is_file()):
             continue
-        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = suggest(path.name, beside) if beside else f"The folder {str(path.parent)!r} does not exist either."
-        problems.append(ConfigError("no such file", key=key, got=name, fix=f"{near} {hint}".strip()))
+        problems.append(_no_file(key, name, path, hint))
     return problems
+
+
+def _no_file(key: str, name: str, path: Path, hint: str) -> ConfigError:
+    if not name:
+        return ConfigError("an empty path", key=key, got=name, fix=hint or "Name a file.")
+    if path.is_dir():
+        inside = sorted(p.name for p in path.iterdir() if p.is_file())
+        fix = f"It holds: {', '.join(inside[:8])}." if inside else "It holds no file."
+        return ConfigError("this is a folder; name the files in it", key=key, got=name, fix=fix)
+    beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else None
+    near = f"The folder {str(path.parent)!r} does not exist either." if beside is None else suggest(path.name, beside)
+    return ConfigError("no such file", key=key, got=name, fix=f"{near} {hint}".strip())
+
+
+def missing_folder(key: str, path: str) -> Problems:
+    """A local path that is no folder, with the nearest names beside it."""
+    folder = Path(env.expand(path))
+    if is_remote(path) or folder.is_dir():
+        return []
+    beside = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
+    return [ConfigError("no such folder", key=key, got=path, fix=suggest(folder.name, beside))]
 
 
 def looks_local(path: str) -> bool:
     """A path of this machine rather than a name on a hub."""
-    return path.startswith(("/", ".", "~")) or Path(path).exists() or path.count("/") > 1
+    return path.startswith(("/", ".", "~", "$")) or Path(path).exists() or path.count("/") > 1
 
 
 def bad_model_folder(key: str, path: str, hint: str = "") -> Problems:
-    """A local-looking model path must be a folder with a config.json; hub names pass unseen."""
+    """A path that looks local must be a folder with a config.json; hub names pass unseen."""
     if is_remote(path) or not looks_local(path):
         return []
-    folder = Path(path)
-    if not folder.is_dir():
-        beside = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
-        return [
-            ConfigError("no such model folder", key=key, got=path, fix=f"{suggest(folder.name, beside)} {hint}".strip())
-        ]
+    folder = Path(env.expand(path))
+    missing = missing_folder(key, path)
+    if missing:
+        fix = f"{missing[0].fix} {hint}".strip()
+        return [ConfigError("no such model folder", key=key, got=path, fix=fix)]
     if not (folder / "config.json").exists():
-        return [ConfigError("this folder is not a Hugging Face model: it has no config.json", key=key, got=path)]
+        message = "this folder is not a Hugging Face model: it has no config.json"
+        return [ConfigError(message, key=key, got=path, fix=hint)]
     return []
 
 
-def missing_tracker(key: str, name: str) -> Problems:
-    """A tracker whose package is not installed."""
-    package = {"wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab", "tensorboard": "tensorboard"}.get(name)
-    if package is None or importlib.util.find_spec(package) is not None:
+def missing_package(key: str, name: str, package: str) -> Problems:
+    """A named thing whose package is not installed."""
+    if importlib.util.find_spec(package) is not None:
         return []
     return [
         ConfigError(
-            f"the tracker {name!r} needs the package {package!r}, which is not installed",
+            f"{name!r} needs the package {package!r}, which is not installed",
             key=key,
-            fix=f"pip install 'verl[{package}]', or take {name!r} out of the list.",
+            fix=f"pip install {package}, or take {name!r} out of {key}.",
         )
     ]

@@ -82,6 +82,17 @@ def record_reads() -> Iterator[set[str]]:
         _reads = outer
 
 
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Reads inside the block do not count: a rule that looks at a setting does not follow it."""
+    global _reads
+    outer, _reads = _reads, None
+    try:
+        yield
+    finally:
+        _reads = outer
+
+
 @dataclasses.dataclass(frozen=True)
 class ConfigNode:
     """A section. Attribute, item, ``in`` and ``.get`` access; read-only.
@@ -130,13 +141,23 @@ class ConfigNode:
         return len(self.keys())
 
 
-def place(node: ConfigNode, path: str = "") -> None:
-    """Tell a node and everything below it where it stands, for read recording."""
+def place(node: ConfigNode, path: str = "", typed: frozenset[str] = frozenset()) -> None:
+    """Tell a node and everything below it where it stands, for read recording.
+
+    ``typed`` are the dotted keys that were given on the command line, see `was_typed`.
+    """
     object.__setattr__(node, "_path", path)
     for name in type(node).__dataclass_fields__:
-        value = object.__getattribute__(node, name)
+        value, key = object.__getattribute__(node, name), f"{path}.{name}".removeprefix(".")
         if isinstance(value, ConfigNode):
-            place(value, f"{path}.{name}".removeprefix("."))
+            place(value, key, typed)
+        elif key in typed:
+            object.__setattr__(node, "_typed", (*node.__dict__.get("_typed", ()), name))
+
+
+def was_typed(node: ConfigNode, name: str) -> bool:
+    """Whether a setting was given on the command line, be it with its default."""
+    return name in node.__dict__.get("_typed", ())
 
 
 def replace(node: N, **changes: Any) -> N:

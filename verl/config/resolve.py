@@ -35,7 +35,7 @@ def resolve(merge: Merge) -> ConfigNode:
             on_command_line = not merge.origin[leaf.key].source
             tell_no_effect(leaf, values[leaf.key], _usual(leaf, values), on_command_line)
     made = build(merge.program.root, values)
-    place(made)
+    place(made, typed=frozenset(key for key, entry in merge.origin.items() if not entry.source))
     return made
 
 

@@ -50,3 +50,13 @@ class PPOTrainerConfig(ConfigNode):
     transfer_queue: TransferQueueConfig = section(TransferQueueConfig)
     skip: SkipConfig = section(SkipConfig)
     ray_kwargs: RayConfig = section(RayConfig)
+
+
+def uses_critic(cfg: PPOTrainerConfig) -> bool:
+    """``critic.enable`` where it is set, else the estimator decides: only gae needs values."""
+    return cfg.critic.enable if cfg.critic.enable is not None else cfg.algorithm.adv_estimator == "gae"
+
+
+def uses_reference(cfg: PPOTrainerConfig) -> bool:
+    """A KL term in the loss or in the reward needs the reference policy."""
+    return cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward

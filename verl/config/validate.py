@@ -1,171 +1,110 @@
-"""Rules across sections, checked before anything is allocated.
+"""Rules between settings, checked before anything is allocated.
 
-What one setting may be is known where it is declared; here is what settings must be together. A combination that cannot
-work is an error with the change that makes it work; one that works but does nothing is a notice.
+What one setting may be is said where it is declared and in `ranges`, what this machine has in `machine`; here is what
+settings must be together. A combination that cannot work is an error with the change that makes it work; one that works
+but does nothing is a notice.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from verl import registry
-from verl.config.checks import (
-    Problems,
-    bad_model_folder,
-    caught,
-    collect,
-    in_range,
-    missing_files,
-    missing_tracker,
-    one_of,
-)
-from verl.config.critic import CriticConfig
-from verl.config.node import ConfigNode, leaves
-from verl.config.root import PPOTrainerConfig
+from verl.config import machine, notices, ranges
+from verl.config.checks import Problems, collect, known_name, missing_folder, one_of
+from verl.config.node import unrecorded
+from verl.config.root import PPOTrainerConfig, uses_critic
 from verl.config.sft import SFTTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
-from verl.metrics import notice
 
 GROUP_ESTIMATORS = (
     "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo",
     "optimal_token_baseline", "tir_optimal_token_baseline",
 )  # fmt: skip
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
+KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+_A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_ONE_DEVICE = "Leave it out (auto) to train on one device."
 
 
 def validate(cfg: PPOTrainerConfig) -> None:
     """All problems of an RL configuration in one `ConfigError`; settings without effect get a notice each."""
-    collect((_names, _trackers, _hardware, _files, _groups, _batches, _micro_batches, _sampling, _ranges, _resume), cfg)
-    _notices(cfg)
+    rules = (_names, _kl, machine.trackers, machine.hardware, machine.files, ranges.numbers, _groups, _batches,
+             _ranks, _micro_batches, _sampling, _lengths, _correction, _plugins, _resume, _validation)  # fmt: skip
+    with unrecorded():
+        collect(rules, cfg)
+        notices.tell(cfg)
 
 
 def validate_sft(cfg: SFTTrainerConfig) -> None:
     """The same for a supervised run."""
-    collect((_trackers, _sft_hardware, _sft_files, _sft_ranges, _resume), cfg)
-    if not cfg.data.val_files:
-        notice("data.val_files", "no validation files are given, so nothing is validated")
-
-
-def uses_critic(cfg: PPOTrainerConfig) -> bool:
-    """``critic.enable`` where set, else the estimator decides."""
-    return cfg.critic.enable if cfg.critic.enable is not None else cfg.algorithm.adv_estimator == "gae"
-
-
-# ---- errors ----------------------------------------------------------------------------------------------------------
+    rules = (machine.trackers, machine.sft_hardware, machine.sft_files, ranges.sft_numbers, _sft_engine, _two_columns,
+             _custom_dataset, _resume)  # fmt: skip
+    with unrecorded():
+        collect(rules, cfg)
+        notices.tell_sft(cfg)
 
 
 def _names(cfg: PPOTrainerConfig) -> Problems:
-    actor, rollout = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
-    found = caught(registry.ADVANTAGE_ESTIMATORS.check, cfg.algorithm.adv_estimator)
-    found += caught(registry.POLICY_LOSSES.check, actor.policy_loss.loss_mode)
-    found += caught(registry.SAMPLERS.check, rollout.name)
-    found += caught(registry.AGENT_LOOPS.check, rollout.agent.default_agent_loop)
-    if cfg.reward.reward_manager.source == "register":
-        found += caught(registry.REWARD_MANAGERS.check, cfg.reward.reward_manager.name)
-    for section in (actor, cfg.actor_rollout_ref.ref, cfg.critic):
+    actor, rollout, ref = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.ref
+    manager, default = cfg.reward.reward_manager, "Leave it out to take the default."
+    loop = rollout.agent.default_agent_loop
+    found = known_name(
+        registry.ADVANTAGE_ESTIMATORS, "algorithm.adv_estimator", cfg.algorithm.adv_estimator, "Take one of these."
+    )
+    found += known_name(registry.POLICY_LOSSES, f"{_A}.policy_loss.loss_mode", actor.policy_loss.loss_mode, default)
+    found += known_name(registry.SAMPLERS, f"{_R}.name", rollout.name, f"Set {_R}.name=hf.")
+    found += known_name(registry.AGENT_LOOPS, f"{_R}.agent.default_agent_loop", loop, default)
+    if manager.source == "register":
+        found += known_name(registry.REWARD_MANAGERS, "reward.reward_manager.name", manager.name, default)
+    sections = {_A: actor, "actor_rollout_ref.ref": ref} | ({"critic": cfg.critic} if uses_critic(cfg) else {})
+    if ref.strategy == actor.strategy:
+        del sections["actor_rollout_ref.ref"]
+    for key, section in sections.items():
         if section.strategy != "auto":
-            found += caught(registry.ENGINES.check, section.strategy)
-    found += one_of("actor_rollout_ref.actor.loss_agg_mode", actor.loss_agg_mode, LOSS_AGG_MODES)
-    found += one_of("critic.loss_agg_mode", cfg.critic.loss_agg_mode, LOSS_AGG_MODES)
-    found += one_of("actor_rollout_ref.actor.kl_loss_type", actor.kl_loss_type.removesuffix("+"), KL_KINDS)
-    found += one_of("algorithm.kl_penalty", cfg.algorithm.kl_penalty.removesuffix("+"), KL_KINDS)
+            found += known_name(registry.ENGINES, f"{key}.strategy", section.strategy, _ONE_DEVICE)
+    found += one_of(f"{_A}.loss_agg_mode", actor.loss_agg_mode, LOSS_AGG_MODES)
+    if cfg.critic.loss_agg_mode != actor.loss_agg_mode:
+        found += one_of("critic.loss_agg_mode", cfg.critic.loss_agg_mode, LOSS_AGG_MODES)
     return found
 
 
-def _trackers(cfg: Any) -> Problems:
+def _kl(cfg: PPOTrainerConfig) -> Problems:
     found: Problems = []
-    for name in cfg.trainer.logger:
-        found += caught(registry.TRACKERS.check, name) or missing_tracker("trainer.logger", name)
+    for key, kind in ((f"{_A}.kl_loss_type", cfg.actor_rollout_ref.actor.kl_loss_type),
+                      ("algorithm.kl_penalty", cfg.algorithm.kl_penalty)):  # fmt: skip
+        name = kind.removesuffix("+")
+        if name == "full":
+            fix = "Take low_var_kl, an unbiased estimate of the same KL."
+            found.append(NotBuiltError("the exact KL is not built yet", key=key, got=kind, allowed=KL_KINDS, fix=fix))
+        else:
+            found += one_of(key, name, KL_KINDS)
     return found
-
-
-def _hardware(cfg: PPOTrainerConfig) -> Problems:
-    return _devices(cfg.trainer) or _one_process(cfg.trainer, cfg.trainer.runtime)
-
-
-def _sft_hardware(cfg: SFTTrainerConfig) -> Problems:
-    return _devices(cfg.trainer) or _one_process(cfg.trainer, "auto")
-
-
-def _devices(trainer: Any) -> Problems:
-    from verl import device  # torch is loaded only once there is something to validate
-
-    wanted = trainer.n_gpus_per_node
-    unknown = caught(device.resolve_device, trainer.device)
-    if unknown or wanted is None:
-        return unknown
-    kind = device.resolve_device(trainer.device)
-    there = device.device_count(kind)
-    if kind == "cpu" or wanted <= there:
-        return in_range("trainer.n_gpus_per_node", wanted, "1 or more", wanted >= 1)
-    return [
-        ConfigError(
-            f"this machine has {there} {kind} device(s)",
-            key="trainer.n_gpus_per_node",
-            got=wanted,
-            allowed=f"1 to {there}",
-            fix="Lower it, or leave it out to use what there is.",
-        )
-    ]
-
-
-def _one_process(trainer: Any, runtime: str) -> Problems:
-    processes = trainer.nnodes * (trainer.n_gpus_per_node or 1)
-    if runtime != "ray" and processes == 1:
-        return []
-    return [
-        NotBuiltError(
-            "a run of several processes needs the Ray runtime, which is not built yet",
-            key="trainer.runtime",
-            got=f"{runtime}, {trainer.nnodes} node(s) x {trainer.n_gpus_per_node or 1}",
-            fix="Set trainer.nnodes=1 trainer.n_gpus_per_node=1 trainer.runtime=local to run in this process.",
-        )
-    ]
-
-
-def _files(cfg: PPOTrainerConfig) -> Problems:
-    hint = ""
-    if cfg.data.train_files == _default(cfg, "data.train_files"):
-        hint = "Set data.train_files, or make this file with `python -m verl.data.prepare.gsm8k --local_save_dir ...`."
-    found = missing_files("data.train_files", cfg.data.train_files, hint)
-    found += missing_files("data.val_files", cfg.data.val_files)
-    custom = cfg.reward.custom_reward_function.path
-    found += missing_files("reward.custom_reward_function.path", custom) if custom else []
-    found += bad_model_folder(
-        "actor_rollout_ref.model.path", cfg.actor_rollout_ref.model.path, "Set it to a Hugging Face folder or hub name."
-    )
-    if uses_critic(cfg) and cfg.critic.model.path != cfg.actor_rollout_ref.model.path:
-        found += bad_model_folder("critic.model.path", cfg.critic.model.path)
-    return found
-
-
-def _sft_files(cfg: SFTTrainerConfig) -> Problems:
-    found = missing_files("data.train_files", cfg.data.train_files) + missing_files(
-        "data.val_files", cfg.data.val_files
-    )
-    return found + bad_model_folder("model.path", cfg.model.path, "Set it to a Hugging Face folder or hub name.")
 
 
 def _groups(cfg: PPOTrainerConfig) -> Problems:
-    if cfg.algorithm.adv_estimator in GROUP_ESTIMATORS and cfg.actor_rollout_ref.rollout.n < 2:
+    estimator, rollout = cfg.algorithm.adv_estimator, cfg.actor_rollout_ref.rollout
+    if estimator not in GROUP_ESTIMATORS:
+        return []
+    if rollout.n < 2:
         return [
             ConfigError(
-                f"the estimator {cfg.algorithm.adv_estimator!r} compares the samples of one prompt and needs several",
-                key="actor_rollout_ref.rollout.n",
-                got=cfg.actor_rollout_ref.rollout.n,
+                f"the estimator {estimator!r} compares the samples of one prompt and needs several",
+                key=f"{_R}.n",
+                got=rollout.n,
                 allowed="2 or more",
-                fix="Set e.g. actor_rollout_ref.rollout.n=8, or algorithm.adv_estimator=gae for a critic.",
+                fix=f"Set e.g. {_R}.n=8, or algorithm.adv_estimator=gae for a critic.",
             )
         ]
+    if not rollout.do_sample:
+        message = (
+            f"greedy samples of one prompt are all the same, so the estimator {estimator!r} has nothing to compare"
+        )
+        return [ConfigError(message, key=f"{_R}.do_sample", got=False, fix=f"Set {_R}.do_sample=true.")]
     return []
 
 
 def _batches(cfg: PPOTrainerConfig) -> Problems:
-    batch = cfg.data.train_batch_size
-    found = in_range("data.train_batch_size", batch, "1 or more", batch >= 1)
-    gen = cfg.data.gen_batch_size
-    if gen is not None and not cfg.algorithm.filter_groups.enable and gen != batch:
+    batch, gen, found = cfg.data.train_batch_size, cfg.data.gen_batch_size, []
+    if gen is not None and gen != batch and not cfg.algorithm.filter_groups.enable:
         found.append(
             ConfigError(
                 f"without group filtering one sampled batch is one training batch of {batch}",
@@ -174,16 +113,15 @@ def _batches(cfg: PPOTrainerConfig) -> Problems:
                 fix=f"Set data.gen_batch_size={batch}, or algorithm.filter_groups.enable=true.",
             )
         )
-    found += _divides(
-        "actor_rollout_ref.actor.ppo_mini_batch_size", cfg.actor_rollout_ref.actor.ppo_mini_batch_size, batch
-    )
-    if uses_critic(cfg):
+    actor = cfg.actor_rollout_ref.actor.ppo_mini_batch_size
+    found += _divides(f"{_A}.ppo_mini_batch_size", actor, batch)
+    if uses_critic(cfg) and cfg.critic.ppo_mini_batch_size != actor:
         found += _divides("critic.ppo_mini_batch_size", cfg.critic.ppo_mini_batch_size, batch)
     return found
 
 
 def _divides(key: str, mini: int, batch: int) -> Problems:
-    if mini >= 1 and batch % mini == 0:
+    if mini < 1 or batch < 1 or batch % mini == 0:
         return []
     sizes = [size for size in range(1, batch + 1) if batch % size == 0]
     near = sorted(sizes, key=lambda size: abs(size - mini))[:4]
@@ -193,167 +131,148 @@ def _divides(key: str, mini: int, batch: int) -> Problems:
             key=key,
             got=mini,
             allowed=f"a divisor of {batch}, such as {', '.join(str(size) for size in sorted(near))}",
-            fix=f"Set {key}={near[0] if near else 1}.",
+            fix=f"Set {key}={near[0]}.",
+        )
+    ]
+
+
+def _ranks(cfg: PPOTrainerConfig) -> Problems:
+    nodes, gpus = cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node or 1
+    samples = cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n
+    if nodes < 1 or gpus < 1 or samples % (nodes * gpus) == 0:
+        return []
+    return [
+        ConfigError(
+            f"data.train_batch_size x {_R}.n = {samples} samples cannot be shared evenly by {nodes * gpus} processes",
+            key="data.train_batch_size",
+            got=cfg.data.train_batch_size,
+            fix="Change it, or trainer.nnodes and trainer.n_gpus_per_node.",
         )
     ]
 
 
 def _micro_batches(cfg: PPOTrainerConfig) -> Problems:
-    a, found = cfg.actor_rollout_ref, []
+    a, ref, critic, found = cfg.actor_rollout_ref.actor, "actor_rollout_ref.ref", cfg.critic, []
     pairs = [
-        (
-            "actor_rollout_ref.actor.ppo_micro_batch_size",
-            a.actor.ppo_micro_batch_size,
-            a.actor.ppo_micro_batch_size_per_gpu,
-        ),
-        (
-            "actor_rollout_ref.ref.log_prob_micro_batch_size",
-            a.ref.log_prob_micro_batch_size,
-            a.ref.log_prob_micro_batch_size_per_gpu,
-        ),
-        (
-            "actor_rollout_ref.rollout.log_prob_micro_batch_size",
-            a.rollout.log_prob_micro_batch_size,
-            a.rollout.log_prob_micro_batch_size_per_gpu,
-        ),
-        ("critic.ppo_micro_batch_size", cfg.critic.ppo_micro_batch_size, cfg.critic.ppo_micro_batch_size_per_gpu),
+        (_A, a, "ppo_micro_batch_size"),
+        (ref, cfg.actor_rollout_ref.ref, "log_prob_micro_batch_size"),
+        (_R, cfg.actor_rollout_ref.rollout, "log_prob_micro_batch_size"),
     ]
-    for key, total, per_gpu in pairs:
+    if uses_critic(cfg):
+        pairs += [("critic", critic, "ppo_micro_batch_size"), ("critic", critic, "forward_micro_batch_size")]
+    for section, node, name in pairs:
+        total, per_gpu = node[name], node[f"{name}_per_gpu"]
         if total is not None and per_gpu is not None and total != per_gpu:
-            found.append(
-                ConfigError(
-                    f"{key}={total} and {key}_per_gpu={per_gpu} contradict each other", fix=f"Keep {key}_per_gpu."
-                )
-            )
-        for name, value in ((key, total), (f"{key}_per_gpu", per_gpu)):
-            found += in_range(name, value, "1 or more, or null", value is None or value >= 1)
+            key = f"{section}.{name}_per_gpu"
+            message = f"{section}.{name}={total} and {key}={per_gpu} contradict each other"
+            found.append(ConfigError(message, key=key, fix="Keep this one and leave the other out."))
     return found
 
 
 def _sampling(cfg: PPOTrainerConfig) -> Problems:
-    rollout = cfg.actor_rollout_ref.rollout
-    key = "actor_rollout_ref.rollout"
-    found = in_range(f"{key}.n", rollout.n, "1 or more", rollout.n >= 1)
-    found += in_range(f"{key}.top_p", rollout.top_p, "above 0, at most 1", 0 < rollout.top_p <= 1)
-    found += in_range(f"{key}.val_kwargs.n", rollout.val_kwargs.n, "1 or more", rollout.val_kwargs.n >= 1)
-    found += in_range(
-        f"{key}.temperature", rollout.temperature, "above 0: training needs samples", rollout.temperature > 0
-    )
-    if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature <= 0:
-        found.append(
-            ConfigError(
-                "sampling at temperature 0 is greedy",
-                key=f"{key}.val_kwargs.temperature",
-                got=rollout.val_kwargs.temperature,
-                fix=f"Set a temperature above 0, or {key}.val_kwargs.do_sample=false.",
-            )
-        )
-    for name, value in (
-        ("max_prompt_length", cfg.data.max_prompt_length),
-        ("max_response_length", cfg.data.max_response_length),
-    ):
-        found += in_range(f"data.{name}", value, "1 or more", value >= 1)
+    val, key = cfg.actor_rollout_ref.rollout.val_kwargs, f"{_R}.val_kwargs"
+    if not val.do_sample or val.temperature > 0:
+        return []
+    fix = f"Set it above 0, or {key}.do_sample=false."
+    return [ConfigError("sampling at temperature 0 is greedy", key=f"{key}.temperature", got=val.temperature, fix=fix)]
+
+
+def _lengths(cfg: PPOTrainerConfig) -> Problems:
+    data, rollout, found = cfg.data, cfg.actor_rollout_ref.rollout, []
+    for ours, theirs in (("prompt_length", "max_prompt_length"), ("response_length", "max_response_length")):
+        if rollout[ours] != data[theirs]:
+            message = f"it is the same length as data.{theirs}, which is {data[theirs]}"
+            fix = f"Set data.{theirs} alone."
+            found.append(ConfigError(message, key=f"{_R}.{ours}", got=rollout[ours], fix=fix))
+    needed = data.max_prompt_length + data.max_response_length
+    if rollout.max_model_len is not None and 0 < rollout.max_model_len < needed:
+        message = f"data.max_prompt_length + data.max_response_length = {needed} tokens do not fit"
+        fix = f"Set {_R}.max_model_len={needed} or shorter lengths."
+        found.append(ConfigError(message, key=f"{_R}.max_model_len", got=rollout.max_model_len, fix=fix))
     return found
 
 
-def _ranges(cfg: PPOTrainerConfig) -> Problems:
-    actor, algorithm, trainer = cfg.actor_rollout_ref.actor, cfg.algorithm, cfg.trainer
-    key = "actor_rollout_ref.actor"
-    found = in_range(f"{key}.clip_ratio_c", actor.clip_ratio_c, "above 1", actor.clip_ratio_c > 1)
-    for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
-        found += in_range(f"{key}.{name}", actor[name], "above 0", actor[name] is None or actor[name] > 0)
-    found += in_range(f"{key}.ppo_epochs", actor.ppo_epochs, "1 or more", actor.ppo_epochs >= 1)
-    found += in_range(f"{key}.optim.lr", actor.optim.lr, "0 or more", actor.optim.lr >= 0)
-    found += in_range(f"{key}.grad_clip", actor.grad_clip, "above 0", actor.grad_clip > 0)
-    found += in_range("algorithm.gamma", algorithm.gamma, "0 to 1", 0 <= algorithm.gamma <= 1)
-    found += in_range("algorithm.lam", algorithm.lam, "0 to 1", 0 <= algorithm.lam <= 1)
-    found += in_range("algorithm.kl_ctrl.horizon", algorithm.kl_ctrl.horizon, "above 0", algorithm.kl_ctrl.horizon > 0)
-    found += in_range(
-        "algorithm.kl_ctrl.target_kl", algorithm.kl_ctrl.target_kl, "above 0", algorithm.kl_ctrl.target_kl > 0
-    )
-    found += in_range("trainer.total_epochs", trainer.total_epochs, "1 or more", trainer.total_epochs >= 1)
-    steps = trainer.total_training_steps
-    return found + in_range("trainer.total_training_steps", steps, "1 or more, or null", steps is None or steps >= 1)
+def _correction(cfg: PPOTrainerConfig) -> Problems:
+    algorithm, newer = cfg.algorithm, cfg.algorithm.rollout_correction
+    key = _correction_key(cfg)
+    if key is None:
+        return []
+    found: Problems = []
+    if not cfg.actor_rollout_ref.rollout.calculate_log_probs:
+        message = f"{key} compares the trainer's log-probs with the sampler's, which are not kept"
+        fix = f"Set {_R}.calculate_log_probs=true."
+        found.append(ConfigError(message, key=f"{_R}.calculate_log_probs", got=False, fix=fix))
+    if algorithm.rollout_is_threshold is not None and key != "algorithm.rollout_is_threshold":
+        message = f"algorithm.rollout_is_threshold and {key} are two forms of one correction"
+        found.append(ConfigError(message, key=key, fix="Keep one of them."))
+    if newer.rollout_rs is not None and newer.rollout_rs_threshold is None:
+        name = "algorithm.rollout_correction.rollout_rs_threshold"
+        found.append(ConfigError("rejection needs a threshold", key=name, fix="Set e.g. '0.5_2.0' for a k1 option."))
+    return found
 
 
-def _sft_ranges(cfg: SFTTrainerConfig) -> Problems:
-    found = in_range("data.train_batch_size", cfg.data.train_batch_size, "1 or more", cfg.data.train_batch_size >= 1)
-    found += in_range("data.max_length", cfg.data.max_length, "2 or more", cfg.data.max_length >= 2)
-    return found + in_range("optim.lr", cfg.optim.lr, "0 or more", cfg.optim.lr >= 0)
+def _correction_key(cfg: PPOTrainerConfig) -> str | None:
+    """The setting that switches a correction of the sampler's distribution on; the newer form first."""
+    newer, section = cfg.algorithm.rollout_correction, "algorithm.rollout_correction"
+    switches = {
+        f"{section}.bypass_mode": newer.bypass_mode,
+        f"{section}.rollout_is": newer.rollout_is is not None,
+        f"{section}.rollout_rs": newer.rollout_rs is not None,
+        "algorithm.rollout_is_threshold": cfg.algorithm.rollout_is_threshold is not None,
+        "algorithm.rollout_is": cfg.algorithm.rollout_is,
+    }
+    return next((key for key, is_on in switches.items() if is_on), None)
 
 
-def _resume(cfg: Any) -> Problems:
-    trainer = cfg.trainer
+def _plugins(cfg: PPOTrainerConfig) -> Problems:
+    manager, found = cfg.reward.reward_manager, _custom_dataset(cfg)
+    if manager.source == "importlib" and manager.module.path is None:
+        key, fix = "reward.reward_manager.module.path", "Name the Python file that holds the reward manager's class."
+        found.append(ConfigError("reward.reward_manager.source=importlib needs a file", key=key, fix=fix))
+    return found
+
+
+def _custom_dataset(cfg: PPOTrainerConfig | SFTTrainerConfig) -> Problems:
+    custom, key = cfg.data.custom_cls, "data.custom_cls"
+    if (custom.path is None) == (custom.name is None):
+        return []
+    given, missing = ("name", "path") if custom.path is None else ("path", "name")
+    what = "file" if missing == "path" else "class in it"
+    return [ConfigError(f"{key}.{given} alone names no dataset", key=f"{key}.{missing}", fix=f"Set it to the {what}.")]
+
+
+def _resume(cfg: PPOTrainerConfig | SFTTrainerConfig) -> Problems:
+    trainer, key = cfg.trainer, "trainer.resume_from_path"
     if trainer.resume_mode != "resume_path":
         return []
-    if trainer.resume_from_path and "global_step_" in trainer.resume_from_path:
+    if not trainer.resume_from_path or "global_step_" not in trainer.resume_from_path:
+        return [
+            ConfigError(
+                "resume_mode=resume_path needs the folder of a step",
+                key=key,
+                got=trainer.resume_from_path,
+                allowed="a path that ends in global_step_<number>",
+            )
+        ]
+    return missing_folder(key, trainer.resume_from_path)
+
+
+def _validation(cfg: PPOTrainerConfig) -> Problems:
+    if not cfg.trainer.val_only or cfg.data.val_files:
         return []
-    return [
-        ConfigError(
-            "resume_mode=resume_path needs the folder of a step",
-            key="trainer.resume_from_path",
-            got=trainer.resume_from_path,
-            allowed="a path that ends in global_step_<number>",
-        )
-    ]
+    message = "trainer.val_only=true leaves nothing to do without validation files"
+    return [ConfigError(message, key="data.val_files", fix="Set data.val_files, or trainer.val_only=false.")]
 
 
-# ---- notices ---------------------------------------------------------------------------------------------------------
+def _sft_engine(cfg: SFTTrainerConfig) -> Problems:
+    strategy = cfg.engine.strategy
+    return [] if strategy == "auto" else known_name(registry.ENGINES, "engine.strategy", strategy, _ONE_DEVICE)
 
 
-def _notices(cfg: PPOTrainerConfig) -> None:
-    algorithm, actor, rollout = cfg.algorithm, cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
-    if not cfg.data.val_files:
-        notice("data.val_files", "no validation files are given, so nothing is validated")
-    if not algorithm.use_kl_in_reward:
-        for name in _changed(algorithm.kl_ctrl):
-            notice(f"algorithm.kl_ctrl.{name}", "has no effect without algorithm.use_kl_in_reward=true")
-    elif algorithm.kl_ctrl.type != "adaptive" and "target_kl" in _changed(algorithm.kl_ctrl):
-        notice("algorithm.kl_ctrl.target_kl", "has no effect without algorithm.kl_ctrl.type=adaptive")
-    if not actor.use_kl_loss and {"kl_loss_coef", "kl_loss_type"} & set(_changed(actor)):
-        notice("actor_rollout_ref.actor.kl_loss_coef", "has no effect without actor_rollout_ref.actor.use_kl_loss=true")
-    if algorithm.use_kl_in_reward and actor.use_kl_loss:
-        notice("algorithm.use_kl_in_reward", "the KL to the reference is in the reward and in the loss, both")
-    if actor.ppo_micro_batch_size is None and actor.ppo_micro_batch_size_per_gpu is None and not actor.use_dynamic_bsz:
-        notice(
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-            "not set, so micro-batches get an automatic token budget (numbers do not depend on it)",
-        )
-    if cfg.critic.enable and algorithm.adv_estimator in GROUP_ESTIMATORS:
-        notice("critic.enable", f"the critic is trained, but {algorithm.adv_estimator!r} does not use its values")
-    if not uses_critic(cfg) and _changed_critic(cfg.critic):
-        names = ", ".join(_changed_critic(cfg.critic)[:3])
-        notice("critic", f"{names}: no effect, since {algorithm.adv_estimator!r} has no critic")
-    if rollout.val_kwargs.n > 1 and not rollout.val_kwargs.do_sample:
-        notice(
-            "actor_rollout_ref.rollout.val_kwargs.n",
-            "greedy validation gives the same response n times; set do_sample=true",
-        )
-
-
-def _changed(node: ConfigNode) -> list[str]:
-    """Leaves of a section that differ from their default."""
-    found = []
-    for key, _ in leaves(type(node)):
-        if "." not in key and node[key] != _field_default(type(node), key):
-            found.append(key)
-    return found
-
-
-def _changed_critic(critic: CriticConfig) -> list[str]:
-    own = ("cliprange_value", "grad_clip", "data_loader_seed")
-    return [f"critic.{name}" for name in _changed(critic) if name in own] + [
-        f"critic.optim.{name}" for name in _changed(critic.optim) if name != "lr" or critic.optim.lr != 1e-5
-    ]
-
-
-def _field_default(cls: type[ConfigNode], name: str) -> Any:
-    field = cls.__dataclass_fields__[name]
-    return field.default if callable(field.default_factory) is False else field.default_factory()
-
-
-def _default(cfg: ConfigNode, key: str) -> Any:
-    node: Any = type(cfg)()
-    for part in key.split("."):
-        node = node[part]
-    return node
+def _two_columns(cfg: SFTTrainerConfig) -> Problems:
+    data = cfg.data
+    if (data.prompt_key is None) == (data.response_key is None):
+        return []
+    missing = "prompt_key" if data.prompt_key is None else "response_key"
+    fix = "Set both, or neither to read conversations from data.messages_key."
+    return [ConfigError("two-column data needs the names of both columns", key=f"data.{missing}", fix=fix)]

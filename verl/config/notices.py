@@ -1,0 +1,181 @@
+"""Settings that a run accepts although they change nothing there: one notice each, with what would give them effect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.config.node import ConfigNode, was_typed
+from verl.config.root import PPOTrainerConfig, uses_critic, uses_reference
+from verl.config.sft import SFTTrainerConfig
+from verl.metrics import notice
+
+_A, _R, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+_NO_KL = "has no effect without algorithm.use_kl_in_reward=true"
+
+
+def tell(cfg: PPOTrainerConfig) -> None:
+    """Every notice of an RL configuration."""
+    for part in (
+        _kl,
+        _clip,
+        _automatic_micro_batches,
+        _skipped_pass,
+        _estimator,
+        _critic,
+        _validation,
+        _reward,
+        _resume,
+    ):
+        part(cfg)
+
+
+def tell_sft(cfg: SFTTrainerConfig) -> None:
+    """Every notice of a supervised configuration."""
+    _resume(cfg)
+    if not cfg.data.val_files:
+        notice("data.val_files", "no validation files are given, so nothing is validated")
+    if cfg.data.use_dynamic_bsz and "micro_batch_size_per_gpu" in _changed(cfg.data):
+        notice("data.micro_batch_size_per_gpu", "has no effect without data.use_dynamic_bsz=false")
+
+
+def _kl(cfg: PPOTrainerConfig) -> None:
+    algorithm, actor = cfg.algorithm, cfg.actor_rollout_ref.actor
+    changed = _changed(algorithm.kl_ctrl)
+    for name in changed:
+        key = f"algorithm.kl_ctrl.{name}"
+        if not algorithm.use_kl_in_reward:
+            beside = f" ({_A}.kl_loss_coef weighs the KL in the loss)" if actor.use_kl_loss else ""
+            notice(key, f"{_NO_KL}{beside}")
+        elif name in ("target_kl", "horizon") and algorithm.kl_ctrl.type != "adaptive":
+            notice(key, "has no effect without algorithm.kl_ctrl.type=adaptive")
+    if not algorithm.use_kl_in_reward and "kl_penalty" in _changed(algorithm):
+        notice("algorithm.kl_penalty", _NO_KL)
+    for name in ("kl_loss_coef", "kl_loss_type"):
+        if not actor.use_kl_loss and name in _changed(actor):
+            notice(f"{_A}.{name}", f"has no effect without {_A}.use_kl_loss=true")
+    if algorithm.use_kl_in_reward and actor.use_kl_loss:
+        notice(
+            "algorithm.use_kl_in_reward", f"the KL to the reference is charged twice: {_A}.use_kl_loss is on as well"
+        )
+
+
+def _clip(cfg: PPOTrainerConfig) -> None:
+    actor = cfg.actor_rollout_ref.actor
+    if None not in (actor.clip_ratio_low, actor.clip_ratio_high) and "clip_ratio" in _changed(actor):
+        notice(f"{_A}.clip_ratio", "has no effect, since clip_ratio_low and clip_ratio_high are both set")
+    if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
+        notice(f"{_A}.loss_scale_factor", f"has no effect without {_A}.loss_agg_mode=seq-mean-token-sum-norm")
+
+
+def _automatic_micro_batches(cfg: PPOTrainerConfig) -> None:
+    a = cfg.actor_rollout_ref
+    passes = [(f"{_A}.ppo_micro_batch_size_per_gpu", a.actor, a.actor.use_dynamic_bsz, "ppo_micro_batch_size")]
+    if not skips_old_log_prob(cfg):
+        key = f"{_R}.log_prob_micro_batch_size_per_gpu"
+        passes.append((key, a.rollout, a.rollout.log_prob_use_dynamic_bsz, "log_prob_micro_batch_size"))
+    if uses_reference(cfg):
+        key = f"{_REF}.log_prob_micro_batch_size_per_gpu"
+        passes.append((key, a.ref, a.ref.log_prob_use_dynamic_bsz, "log_prob_micro_batch_size"))
+    if uses_critic(cfg):
+        key = "critic.ppo_micro_batch_size_per_gpu"
+        passes.append((key, cfg.critic, cfg.critic.use_dynamic_bsz, "ppo_micro_batch_size"))
+    open_ = [
+        key
+        for key, node, dynamic, name in passes
+        if not dynamic and node[name] is None and node[f"{name}_per_gpu"] is None
+    ]
+    if open_:
+        also = f" (nor {', '.join(open_[1:])})" if open_[1:] else ""
+        notice(
+            open_[0],
+            f"not set{also}: micro-batches get an automatic token budget, on which no result depends",
+        )
+
+
+def skips_old_log_prob(cfg: PPOTrainerConfig) -> bool:
+    """Whether the pass over old log-probs is left out because one mini-batch and one epoch make it unused."""
+    actor = cfg.actor_rollout_ref.actor
+    one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= cfg.data.train_batch_size
+    return cfg.trainer.skip_old_log_prob and one_update and not cfg.algorithm.use_kl_in_reward
+
+
+def _skipped_pass(cfg: PPOTrainerConfig) -> None:
+    names = [n for n in _changed(cfg.actor_rollout_ref.rollout) if n.startswith("log_prob_micro_batch_size")]
+    if names and skips_old_log_prob(cfg):
+        notice(
+            f"{_R}.{names[0]}",
+            "has no effect: one mini-batch and one epoch leave old log-probs unused, so that pass is skipped "
+            "(trainer.skip_old_log_prob)",
+        )
+
+
+def _estimator(cfg: PPOTrainerConfig) -> None:
+    algorithm = cfg.algorithm
+    grpo = algorithm.adv_estimator in ("grpo", "grpo_vectorized", "grpo_passk") or is_dotted(algorithm.adv_estimator)
+    if not grpo and "norm_adv_by_std_in_grpo" in _changed(algorithm):
+        notice("algorithm.norm_adv_by_std_in_grpo", "has no effect without algorithm.adv_estimator=grpo")
+    if not algorithm.filter_groups.enable:
+        for name in _changed(algorithm.filter_groups):
+            notice(f"algorithm.filter_groups.{name}", "has no effect without algorithm.filter_groups.enable=true")
+    if algorithm.rollout_is and algorithm.rollout_is_threshold is None:
+        notice("algorithm.rollout_is", "has no effect without algorithm.rollout_is_threshold, e.g. 2.0")
+
+
+def _critic(cfg: PPOTrainerConfig) -> None:
+    estimator = cfg.algorithm.adv_estimator
+    if uses_critic(cfg):
+        if estimator != "gae" and not is_dotted(estimator):
+            notice("critic.enable", f"a critic is trained, but the estimator {estimator!r} does not use its values")
+        return
+    changed = [f"critic.{n}" for n in _changed(cfg.critic) if n in ("cliprange_value", "grad_clip", "enable")]
+    changed += [f"critic.optim.{n}" for n in _changed(cfg.critic.optim) if n != "lr"]
+    if cfg.critic.optim.lr != type(cfg.critic)().optim.lr:
+        changed.append("critic.optim.lr")
+    if cfg.critic.model.path != cfg.actor_rollout_ref.model.path:
+        changed.append("critic.model.path")
+    if changed:
+        why = f"since {estimator!r} has no critic" if cfg.critic.enable is None else "since critic.enable is false"
+        notice(changed[0], f"has no effect, {why}" + (f"; nor have {', '.join(changed[1:])}" if changed[1:] else ""))
+    if cfg.trainer.critic_warmup > 0:
+        notice("trainer.critic_warmup", "there is no critic to warm up: the policy just waits for that many steps")
+
+
+def _validation(cfg: PPOTrainerConfig) -> None:
+    val = cfg.actor_rollout_ref.rollout.val_kwargs
+    if not cfg.data.val_files:
+        notice("data.val_files", "no validation files are given, so nothing is validated")
+    elif val.n > 1 and not val.do_sample:
+        fix = f"set {_R}.val_kwargs.do_sample=true and a temperature"
+        notice(f"{_R}.val_kwargs.n", f"greedy validation gives the same response {val.n} times; {fix}")
+    if not val.do_sample:
+        for name in ("temperature", "top_p", "top_k"):
+            if name in _changed(val):
+                notice(f"{_R}.val_kwargs.{name}", f"has no effect without {_R}.val_kwargs.do_sample=true")
+
+
+def _reward(cfg: PPOTrainerConfig) -> None:
+    function, manager = cfg.reward.custom_reward_function, cfg.reward.reward_manager
+    if function.path is None:
+        for name in _changed(function):
+            key = f"reward.custom_reward_function.{name}"
+            notice(key, "has no effect without reward.custom_reward_function.path")
+    if manager.source == "register" and manager.module.path is not None:
+        notice("reward.reward_manager.module.path", "has no effect without reward.reward_manager.source=importlib")
+
+
+def _resume(cfg: Any) -> None:
+    if cfg.trainer.resume_from_path and cfg.trainer.resume_mode != "resume_path":
+        notice("trainer.resume_from_path", "has no effect without trainer.resume_mode=resume_path")
+
+
+def is_dotted(name: str) -> bool:
+    """A class or function of the user's own, of which nothing is known here."""
+    return "." in name or ":" in name
+
+
+def _changed(node: ConfigNode) -> list[str]:
+    """Leaves of a section that differ from the section's own default, or were typed on the command line."""
+    usual = type(node)()
+    fields = type(node).__dataclass_fields__.items()
+    own = [name for name, f in fields if f.metadata.get("section") is None and f.metadata["follows"] is None]
+    return [name for name in own if node[name] != usual[name] or was_typed(node, name)]

@@ -1,0 +1,150 @@
+"""Rules about single numbers that a type cannot state: what is positive, what is a share, what is a probability."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.config.checks import Problems, in_range, one_of
+from verl.config.optim import OptimizerConfig
+from verl.config.root import PPOTrainerConfig, uses_critic
+from verl.config.sft import SFTTrainerConfig
+
+_A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_DTYPES = ("auto", "fp32", "float32", "float", "bf16", "bfloat16", "fp16", "float16", "half")
+
+
+def numbers(cfg: PPOTrainerConfig) -> Problems:
+    """Every number of an RL run that can be out of range by itself."""
+    return [*_lengths(cfg), *_sampling(cfg), *_actor(cfg), *_critic(cfg), *_algorithm(cfg), *_run(cfg.trainer)]
+
+
+def sft_numbers(cfg: SFTTrainerConfig) -> Problems:
+    """The same for a supervised run."""
+    data = cfg.data
+    found = _at_least("data", data, 1, "train_batch_size", "micro_batch_size_per_gpu", "max_token_len_per_gpu")
+    found += _at_least("data", data, 2, "max_length") + _at_least("data", data, 0, "num_workers")
+    found += _samples(data)
+    found += _dtype("engine.dtype", cfg.engine.dtype) + _dtype("engine.model_dtype", cfg.engine.model_dtype, "auto")
+    return found + optimizer("optim", cfg.optim) + _steps(cfg.trainer)
+
+
+def _at_least(section: str, node: Any, least: float, *names: str) -> Problems:
+    found: Problems = []
+    for name in names:
+        value = node[name]
+        found += in_range(f"{section}.{name}", value, f"{least} or more", value is None or value >= least)
+    return found
+
+
+def _above_zero(section: str, node: Any, *names: str) -> Problems:
+    found: Problems = []
+    for name in names:
+        value = node[name]
+        found += in_range(f"{section}.{name}", value, "above 0", value is None or value > 0)
+    return found
+
+
+def _share(section: str, node: Any, *names: str) -> Problems:
+    found: Problems = []
+    for name in names:
+        found += in_range(f"{section}.{name}", node[name], "0 to 1", 0 <= node[name] <= 1)
+    return found
+
+
+def _dtype(key: str, value: str, *no: str) -> Problems:
+    return one_of(key, value.removeprefix("torch."), [name for name in _DTYPES if name not in no])
+
+
+def _samples(data: Any) -> Problems:
+    found: Problems = []
+    for name in ("train_max_samples", "val_max_samples"):
+        value = data[name]
+        found += in_range(f"data.{name}", value, "-1 for all rows, or 1 or more", value == -1 or value >= 1)
+    return found
+
+
+def _lengths(cfg: PPOTrainerConfig) -> Problems:
+    data = cfg.data
+    found = _at_least("data", data, 1, "train_batch_size", "gen_batch_size", "val_batch_size")
+    found += _at_least("data", data, 1, "max_prompt_length", "max_response_length", "filter_overlong_prompts_workers")
+    return found + _at_least("data", data, 0, "dataloader_num_workers") + _samples(data)
+
+
+def _sampling(cfg: PPOTrainerConfig) -> Problems:
+    rollout, val = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.rollout.val_kwargs
+    found = _at_least(_R, rollout, 1, "n", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
+    found += _at_least(f"{_R}.val_kwargs", val, 1, "n") + _at_least(f"{_R}.val_kwargs", val, 0, "temperature")
+    found += in_range(
+        f"{_R}.temperature",
+        rollout.temperature,
+        "above 0, since log-probs are those at this temperature (do_sample=false is greedy)",
+        rollout.temperature > 0,
+    )
+    for key, node in ((_R, rollout), (f"{_R}.val_kwargs", val)):
+        found += in_range(f"{key}.top_p", node.top_p, "above 0, at most 1", 0 < node.top_p <= 1)
+        found += in_range(f"{key}.top_k", node.top_k, "-1 for all tokens, or 1 or more", node.top_k >= -1)
+    bucket = rollout.checkpoint_engine
+    found += _at_least(f"{_R}.checkpoint_engine", bucket, 1, "update_weights_bucket_megabytes")
+    found += _at_least(_R, rollout, 1, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")
+    return found + _at_least(_R, rollout, 1, "log_prob_max_token_len_per_gpu") + _dtype(f"{_R}.dtype", rollout.dtype)
+
+
+def _actor(cfg: PPOTrainerConfig) -> Problems:
+    actor, ref = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.ref
+    found = _at_least(_A, actor, 1, "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu")
+    found += _at_least(_A, actor, 1, "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")
+    found += _above_zero(_A, actor, "clip_ratio", "clip_ratio_low", "clip_ratio_high", "grad_clip", "loss_scale_factor")
+    found += in_range(f"{_A}.clip_ratio_c", actor.clip_ratio_c, "above 1", actor.clip_ratio_c > 1)
+    found += _at_least(_A, actor, 0, "kl_loss_coef") + optimizer(f"{_A}.optim", actor.optim)
+    names = ("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")
+    found += _at_least("actor_rollout_ref.ref", ref, 1, *names)
+    for key, engine in ((_A, actor.fsdp_config), ("actor_rollout_ref.ref", ref.fsdp_config)):
+        found += _dtype(f"{key}.fsdp_config.dtype", engine.dtype)
+        found += _dtype(f"{key}.fsdp_config.model_dtype", engine.model_dtype, "auto")
+    return found
+
+
+def _critic(cfg: PPOTrainerConfig) -> Problems:
+    critic = cfg.critic
+    if not uses_critic(cfg):
+        return []
+    found = _at_least("critic", critic, 1, "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu")
+    found += _at_least("critic", critic, 1, "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")
+    found += _at_least("critic", critic, 1, "forward_micro_batch_size", "forward_micro_batch_size_per_gpu")
+    found += _above_zero("critic", critic, "cliprange_value", "grad_clip", "loss_scale_factor")
+    found += _dtype("critic.fsdp.dtype", critic.fsdp.dtype)
+    found += _dtype("critic.fsdp.model_dtype", critic.fsdp.model_dtype, "auto")
+    return found + optimizer("critic.optim", critic.optim)
+
+
+def _algorithm(cfg: PPOTrainerConfig) -> Problems:
+    algorithm, key = cfg.algorithm, "algorithm.kl_ctrl"
+    found = _share("algorithm", algorithm, "gamma", "lam") + _at_least(key, algorithm.kl_ctrl, 0, "kl_coef")
+    found += _above_zero(key, algorithm.kl_ctrl, "horizon", "target_kl")
+    return found + _above_zero("reward", cfg.reward, "timeout") + _at_least("reward", cfg.reward, 1, "num_workers")
+
+
+def _run(trainer: Any) -> Problems:
+    found = _at_least("trainer", trainer, 0, "critic_warmup", "log_train_generations", "log_val_generations")
+    found += _at_least("trainer", trainer, 1, "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")
+    return found + _steps(trainer)
+
+
+def _steps(trainer: Any) -> Problems:
+    found = _at_least("trainer", trainer, 1, "total_epochs", "total_training_steps")
+    for name in ("save_freq", "test_freq"):
+        value = trainer[name]
+        found += in_range(f"trainer.{name}", value, "-1 for never, or a number of steps", value >= -1)
+    if "max_ckpt_to_keep" in trainer:
+        found += _at_least("trainer", trainer, 1, "max_ckpt_to_keep")
+    return found
+
+
+def optimizer(key: str, optim: OptimizerConfig) -> Problems:
+    """Numbers of one optimizer section."""
+    found = _at_least(key, optim, 0, "lr", "weight_decay") + _at_least(key, optim, -1, "lr_warmup_steps")
+    found += _share(key, optim, "lr_warmup_steps_ratio", "min_lr_ratio") + _above_zero(key, optim, "num_cycles")
+    found += _above_zero(key, optim, "clip_grad")
+    betas = optim.betas
+    holds = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+    return found + in_range(f"{key}.betas", betas, "two numbers, each at least 0 and below 1", holds)
