@@ -120,7 +120,7 @@ class RayPPOTrainer:
         groups: dict[str, Any] = {}
         for pool, classes in by_pool.items():
             together = create_colocated_worker_cls(classes)
-            groups |= self.worker_group_cls(resource_pool=pool, ray_cls_with_init=together).spawn(set(classes))
+            groups |= self.worker_group_cls(pool, together, seed=self.config.trainer.seed).spawn(list(classes))
         self._name_roles(groups)
         for group in distinct_groups(self.roles):
             group.init_model()
