@@ -295,3 +295,47 @@ def test_a_scorer_file_by_its_short_key(told):
     assert cfg.reward.custom_reward_function.path == "/home/me/my_reward.py"
     assert cfg.reward.custom_reward_function.name is None
     assert "reward.custom_reward_function.path" in told()["custom_reward_function.path"]
+
+
+SHIPPED_GRPO = """
+algorithm.adv_estimator=grpo data.train_files=['/a/train.parquet'] data.val_files=["/a/test.parquet"]
+data.train_batch_size=1024 data.max_prompt_length=512 data.max_response_length=1024
+data.filter_overlong_prompts=True data.truncation='error' actor_rollout_ref.model.path=Qwen/Qwen3-8B
+actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.model.use_remove_padding=True
+actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32
+actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001
+actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0
+actor_rollout_ref.model.enable_gradient_checkpointing=True actor_rollout_ref.actor.fsdp_config.param_offload=False
+actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32 actor_rollout_ref.rollout.name=vllm
+actor_rollout_ref.rollout.gpu_memory_utilization=0.6 actor_rollout_ref.rollout.n=5
+actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32 actor_rollout_ref.ref.fsdp_config.param_offload=True
+algorithm.use_kl_in_reward=False trainer.critic_warmup=0 trainer.logger=["console","wandb"]
+trainer.project_name=verl_grpo_example_gsm8k trainer.experiment_name=qwen3_8b trainer.n_gpus_per_node=8
+trainer.nnodes=1 trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15 trainer.use_v1=false
+"""
+SHIPPED_SFT = """
+data.train_files=~/data/gsm8k/train.parquet data.val_files=~/data/gsm8k/test.parquet data.prompt_key=extra_info
+data.response_key=extra_info optim.lr=1e-4 data.prompt_dict_keys=['question'] +data.response_dict_keys=['answer']
+data.micro_batch_size_per_gpu=4 model.partial_pretrain=Qwen/Qwen2.5-0.5B-Instruct
+trainer.default_local_dir=$RM_PATH/out trainer.project_name=gsm8k-sft trainer.experiment_name=gsm8k-sft-qwen
+trainer.total_epochs=1 trainer.logger=console
+"""
+
+
+def test_a_grpo_script_as_the_releases_shipped_it(told):
+    cfg = run(SHIPPED_GRPO)
+    assert cfg.trainer.logger == ["console", "wandb"] and cfg.data.train_files == ["/a/train.parquet"]
+    assert cfg.actor_rollout_ref.actor.entropy_coeff == 0.0 and cfg.data.truncation == "error"
+    assert set(told()) == {
+        "actor_rollout_ref.model.use_remove_padding",
+        "actor_rollout_ref.rollout.gpu_memory_utilization",
+        "trainer.use_v1",
+    }
+
+
+def test_an_sft_script_of_the_old_trainer():
+    cfg = read_config("sft_trainer", SHIPPED_SFT.split())
+    assert cfg.model.path == "Qwen/Qwen2.5-0.5B-Instruct" and cfg.trainer.logger == ["console"]
+    assert (cfg.data.prompt_key, cfg.data.prompt_dict_keys) == ("extra_info", ["question"])
+    assert cfg.trainer.default_local_dir == "/models/rm/out" and cfg.optim.lr == 1e-4
