@@ -113,6 +113,12 @@ def test_a_follower_that_is_set_keeps_its_own_value():
     assert cfg.actor_rollout_ref.rollout.response_length == 9
 
 
+def test_the_two_keys_of_the_gradient_norm_may_not_contradict_each_other():
+    assert ppo(f"{A}.grad_clip=0.5", f"{A}.optim.clip_grad=0.5").actor_rollout_ref.actor.grad_clip == 0.5
+    with pytest.raises(ConfigError, match=r"critic\.grad_clip: two values for one setting"):
+        ppo("critic.grad_clip=0.5", "critic.optim.clip_grad=2")
+
+
 def test_a_list_that_is_followed_is_not_shared():
     cfg = ppo(f"{A}.checkpoint.save_contents=[model]")
     assert (

@@ -18,6 +18,11 @@ from verl.errors import ConfigError
 from verl.metrics import notice
 
 _LORA = "actor_rollout_ref.actor.lora"
+_TWINS = (
+    ("actor_rollout_ref.actor.grad_clip", "actor_rollout_ref.actor.optim.clip_grad"),
+    ("critic.grad_clip", "critic.optim.clip_grad"),
+)
+"""Two keys of upstream's tree for one thing: set one, or both alike."""
 _NOTES = ("_target_", "_partial_", "_convert_", "_recursive_")
 
 
@@ -41,6 +46,12 @@ class Merge:
         self._referenced = _references(layers)
         for layer in self._without_lora_switch(layers):
             self._add(layer)
+        for first, second in _TWINS:
+            one, two = self.origin.get(first), self.origin.get(second)
+            if one is None or two is None or one.source != two.source:
+                continue
+            if not self._agree(first, self.values[first], self.values[second]):
+                self.problems.append(_contradiction(two, one, first))
 
     def _add(self, layer: Layer) -> None:
         settings = [entry for entry in layer if not self._is_choice(entry)]
