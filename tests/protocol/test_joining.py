@@ -153,8 +153,11 @@ def test_empty_parts_do_not_change_the_result():
     assert torch.equal(DataProto.concat([whole[:0], whole]).batch["input_ids"], whole.batch["input_ids"])
 
 
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.bool])
-def test_the_fast_copy_gives_what_torch_cat_gives(dtype):
+def test_the_fast_copy_gives_what_torch_cat_gives(dtype, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr("verl.protocol.joining.PIECE_BYTES", 10001)
     width = LARGE_BYTES // 64
     parts = [torch.randint(0, 2, (rows, width)).to(dtype) for rows in (3, 0, 61)]
     parts[2] = parts[2].t().contiguous().t()  # not contiguous
