@@ -9,6 +9,7 @@ from typing import Any
 
 from verl import env
 from verl.config.resolve import raise_all
+from verl.config.schema import schema_of
 from verl.errors import ConfigError, NotBuiltError, suggest
 from verl.registry import Registry
 
@@ -18,7 +19,16 @@ Rule = Callable[[Any], Problems]
 
 def collect(rules: Iterable[Rule], cfg: Any) -> None:
     """Run every rule and raise all problems together; a single one is raised as it is."""
-    raise_all([problem for rule in rules for problem in rule(cfg)])
+    problems = [problem for rule in rules for problem in rule(cfg)]
+    raise_all([problem for problem in problems if not _is_echo(problem, problems, cfg)])
+
+
+def _is_echo(problem: ConfigError, problems: Problems, cfg: Any) -> bool:
+    """The same problem at a setting that only follows the one where it was made."""
+    leaf = schema_of(type(cfg)).leaves.get(str(problem.key))
+    if leaf is None or leaf.follows is None:
+        return False
+    return any(other.key == leaf.follows and other.got == problem.got for other in problems)
 
 
 def caught(check: Callable[..., Any], *arguments: Any) -> Problems:

@@ -56,15 +56,11 @@ def _names(cfg: PPOTrainerConfig) -> Problems:
     if manager.source == "register":
         found += known_name(registry.REWARD_MANAGERS, "reward.reward_manager.name", manager.name, default)
     sections = {_A: actor, "actor_rollout_ref.ref": ref} | ({"critic": cfg.critic} if uses_critic(cfg) else {})
-    if ref.strategy == actor.strategy:
-        del sections["actor_rollout_ref.ref"]
     for key, section in sections.items():
         if section.strategy != "auto":
             found += known_name(registry.ENGINES, f"{key}.strategy", section.strategy, _ONE_DEVICE)
     found += one_of(f"{_A}.loss_agg_mode", actor.loss_agg_mode, LOSS_AGG_MODES)
-    if cfg.critic.loss_agg_mode != actor.loss_agg_mode:
-        found += one_of("critic.loss_agg_mode", cfg.critic.loss_agg_mode, LOSS_AGG_MODES)
-    return found
+    return found + one_of("critic.loss_agg_mode", cfg.critic.loss_agg_mode, LOSS_AGG_MODES)
 
 
 def _kl(cfg: PPOTrainerConfig) -> Problems:
@@ -113,9 +109,8 @@ def _batches(cfg: PPOTrainerConfig) -> Problems:
                 fix=f"Set data.gen_batch_size={batch}, or algorithm.filter_groups.enable=true.",
             )
         )
-    actor = cfg.actor_rollout_ref.actor.ppo_mini_batch_size
-    found += _divides(f"{_A}.ppo_mini_batch_size", actor, batch)
-    if uses_critic(cfg) and cfg.critic.ppo_mini_batch_size != actor:
+    found += _divides(f"{_A}.ppo_mini_batch_size", cfg.actor_rollout_ref.actor.ppo_mini_batch_size, batch)
+    if uses_critic(cfg):
         found += _divides("critic.ppo_mini_batch_size", cfg.critic.ppo_mini_batch_size, batch)
     return found
 
