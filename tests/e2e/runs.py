@@ -11,16 +11,19 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[2]
 
 
-def command(module: str, *arguments: str, cwd: Path, timeout: float = 600, check: bool = True) -> subprocess.CompletedProcess:
-    """``python -m module arguments``; a failure shows the end of its output."""
-    environment = {**os.environ, "PYTHONPATH": f"{cwd}{os.pathsep}{PROJECT}", "VERL_FILE_LOGGER_ROOT": str(cwd / "logs")}
-    environment.setdefault("OMP_NUM_THREADS", "2")
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout
-    )
+def run(words: list[str], cwd: Path, timeout: float = 600, check: bool = True) -> subprocess.CompletedProcess:
+    """Run a command; a failure shows the end of its output."""
+    path = f"{cwd}{os.pathsep}{PROJECT}"
+    environment = {**os.environ, "PYTHONPATH": path, "VERL_FILE_LOGGER_ROOT": str(cwd / "logs")}
+    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     if check and done.returncode:
-        raise AssertionError(f"{module} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+        raise AssertionError(f"{words} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
     return done
+
+
+def command(module: str, *arguments: str, cwd: Path, timeout: float = 600, check: bool = True):
+    """``python -m module arguments``."""
+    return run([sys.executable, "-m", module, *arguments], cwd, timeout, check)
 
 
 def metrics(cwd: Path, project: str, experiment: str) -> list[dict]:

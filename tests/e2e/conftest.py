@@ -1,0 +1,61 @@
+"""One warmed-up arithmetic model for all learning tests, made by the library's own commands."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import PROJECT, command, run
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The quickstart's task at rest: data, reward file and a model that is right about half of the time."""
+
+    folder: Path
+    model: Path
+
+    @property
+    def arguments(self) -> list[str]:
+        """What every RL run on the task has in common."""
+        return [
+            f"data.train_files={self.folder}/data/train.parquet",
+            f"data.val_files={self.folder}/data/test.parquet",
+            "data.train_batch_size=64",
+            "data.max_prompt_length=32",
+            "data.max_response_length=8",
+            f"actor_rollout_ref.model.path={self.model}",
+            "actor_rollout_ref.rollout.n=8",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+            f"reward.custom_reward_function.path={PROJECT}/examples/quickstart/reward.py",
+            "trainer.project_name=e2e",
+            "trainer.logger=[file]",
+        ]
+
+
+@pytest.fixture(scope="session")
+def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Arithmetic:
+    """Data, a new model, and a short SFT warm-up."""
+    folder = tmp_path_factory.mktemp("arithmetic")
+    command("verl.data.prepare.arithmetic", "--local_save_dir", "data", "--seed", "1", cwd=folder)
+    run([sys.executable, str(PROJECT / "examples/quickstart/model.py"), "base"], cwd=folder)
+    command(
+        "verl.trainer.sft_trainer",
+        "data.train_files=data/sft.parquet",
+        "data.train_batch_size=128",
+        "data.max_length=64",
+        "model.path=base",
+        "optim.lr=2e-3",
+        "trainer.total_training_steps=250",
+        "trainer.save_freq=250",
+        "trainer.default_local_dir=sft",
+        "trainer.project_name=e2e",
+        "trainer.experiment_name=sft",
+        "trainer.logger=[file]",
+        "checkpoint.save_contents=[model]",
+        cwd=folder,
+    )
+    return Arithmetic(folder, folder / "sft" / "global_step_250" / "model" / "huggingface")

@@ -1,0 +1,158 @@
+"""Whatever is wrong with a run, the command ends with one message that says what, where and what to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.support import addition_rows, tiny_model_dir, write_prompts
+from verl.metrics import notices, reset_notices
+from verl.trainer import main_ppo, sft_trainer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Runs `main_ppo` for one step with some settings changed; returns exit status and what was printed as an error."""
+    monkeypatch.chdir(tmp_path)
+    reset_notices()
+    write_prompts(tmp_path / "train.parquet", 8)
+    (tmp_path / "good.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.5\n"
+    )
+
+    def go(*changes: str) -> tuple[int, str]:
+        arguments = {
+            "algorithm.adv_estimator": "grpo",
+            "data.train_files": "train.parquet",
+            "data.train_batch_size": "2",
+            "data.max_prompt_length": "64",
+            "data.max_response_length": "4",
+            "actor_rollout_ref.model.path": str(model),
+            "actor_rollout_ref.rollout.n": "2",
+            "actor_rollout_ref.actor.ppo_mini_batch_size": "2",
+            "reward.custom_reward_function.path": "good.py",
+            "trainer.total_training_steps": "1",
+            "trainer.logger": "[file]",
+        }
+        arguments |= dict(change.split("=", 1) for change in changes)
+        status = main_ppo.main([f"{key}={value}" for key, value in arguments.items() if value != "-"])
+        return status, capsys.readouterr().err
+
+    return go
+
+
+def test_the_run_that_the_cases_below_spoil_is_a_good_one(run):
+    status, error = run()
+    assert (status, error) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("actor_rollout_ref.rollout.temperture=1", ["actor_rollout_ref.rollout.temperature", "temperture"]),
+        ("trainer.total_training_steps=many", ["trainer.total_training_steps", "many"]),
+        ("data.train_files=trian.parquet", ["data.train_files", "trian.parquet", "train.parquet"]),
+        ("data.train_batch_size=3", ["ppo_mini_batch_size", "3"]),
+        ("actor_rollout_ref.rollout.n=1", ["actor_rollout_ref.rollout.n", "algorithm.adv_estimator"]),
+        ("actor_rollout_ref.model.path=./nowhere", ["actor_rollout_ref.model.path", "nowhere"]),
+        ("algorithm.adv_estimator=gropo", ["algorithm.adv_estimator", "'grpo'"]),
+        ("trainer.n_gpus_per_node=64", ["trainer.n_gpus_per_node", "64"]),
+        ("trainer.logger=[console,swanlab]", ["trainer.logger", "swanlab"]),
+        ("trainer.logger=[consol]", ["trainer.logger", "console"]),
+        ("reward.custom_reward_function.path=nothere.py", ["reward.custom_reward_function.path", "nothere.py"]),
+        ("actor_rollout_ref.rollout.name=vllm", ["actor_rollout_ref.rollout.name", "vllm", "not built"]),
+        ("data.train_batch_size=16", ["8 rows"]),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_would_work(run, change, words):
+    more = ["actor_rollout_ref.actor.ppo_mini_batch_size=16"] if change == "data.train_batch_size=16" else []
+    status, error = run(change, *more)
+    assert status == 2
+    assert "Traceback" not in error
+    for word in words:
+        assert word in error
+
+
+def test_a_folder_that_is_no_model_says_what_is_missing(run, tmp_path):
+    (tmp_path / "folder").mkdir()
+    status, error = run("actor_rollout_ref.model.path=./folder")
+    assert status == 2
+    assert "config.json" in error
+
+
+def test_a_file_without_a_prompt_column_lists_its_columns(run, tmp_path):
+    pq.write_table(pa.table({"promt": ["1+1="], "answer": ["2"]}), tmp_path / "bad.parquet")
+    status, error = run("data.train_files=bad.parquet")
+    assert status == 2
+    for word in ("bad.parquet", "prompt", "promt", "answer"):
+        assert word in error
+
+
+def test_an_empty_file_is_named(run, tmp_path):
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "empty.parquet")
+    status, error = run("data.train_files=empty.parquet")
+    assert status == 2
+    assert "empty.parquet" in error
+
+
+def test_a_prompt_that_is_too_long_is_named_with_its_length(run, tmp_path):
+    rows = addition_rows(4)
+    rows[2]["prompt"][0]["content"] = "x" * 90
+    write_prompts(tmp_path / "long.parquet", rows)
+    status, error = run("data.train_files=long.parquet")
+    assert status == 2
+    for word in ("long.parquet", "data.max_prompt_length", "data.truncation", "data.filter_overlong_prompts"):
+        assert word in error
+
+
+def test_an_unknown_data_source_names_both_ways_out(run):
+    status, error = run("reward.custom_reward_function.path=-")
+    assert status == 2
+    for word in ("test/addition", "reward.custom_reward_function.path", "data_source"):
+        assert word in error
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("raise ZeroDivisionError('a bug of mine')", ["ZeroDivisionError", "a bug of mine"]),
+        ("return None", ["None"]),
+        ("return float('nan')", ["nan"]),
+        ("return 'good'", ["good"]),
+        ("import time; time.sleep(60)", ["reward.timeout"]),
+    ],
+)
+def test_a_reward_function_that_fails_everywhere_stops_the_run(run, tmp_path, body, words):
+    code = f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n"
+    (tmp_path / "bad.py").write_text(code)
+    status, error = run("reward.custom_reward_function.path=bad.py", "reward.timeout=0.5")
+    assert status == 2
+    told = error + "".join(notices().values())
+    for word in ("bad.py", "compute_score", *words):
+        assert word in told
+
+
+def test_a_reward_function_that_fails_on_some_rows_is_told_once_and_the_run_goes_on(run, tmp_path):
+    code = (
+        "count = 0\n\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    global count\n    count += 1\n    return 1 / (count % 2)\n"
+    )
+    (tmp_path / "half.py").write_text(code)
+    status, _ = run("reward.custom_reward_function.path=half.py")
+    assert status == 0
+    told = "".join(notices().values())
+    assert "ZeroDivisionError" in told
+    assert "half.py" in told
+
+
+def test_sft_names_a_misspelt_setting_too(capsys):
+    assert sft_trainer.main(["data.trian_files=x"]) == 2
+    assert "data.train_files" in capsys.readouterr().err
