@@ -102,6 +102,17 @@ def test_a_worker_that_nobody_placed_reads_the_environment(monkeypatch):
     assert "RANK" in Worker.env_keys() and "CUDA_VISIBLE_DEVICES" in Worker.env_keys()
 
 
+def test_a_worker_that_neither_calls_our_constructor_nor_asks_is_placed_all_the_same():
+    class Silent(Worker):
+        def __init__(self):
+            self.started = True
+
+    group = LocalWorkerGroup(ResourcePool([2]), ClassWithInitArgs(Silent), name_prefix="silent")
+    assert [(w.rank, w.world_size, w.fused_worker_dict) for w in group.workers] == [(0, 2, {}), (1, 2, {})]
+    group.workers[0].set_dispatch_collect("m", 0, True)
+    assert group.workers[1].meshes() == {}
+
+
 def test_visible_devices_come_from_the_argument_or_the_environment(monkeypatch):
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)

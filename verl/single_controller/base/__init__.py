@@ -15,7 +15,7 @@ from verl.single_controller.base.handle import Handle
 from verl.single_controller.base.resources import ClassWithInitArgs, ResourcePool, ResourcePoolManager
 from verl.single_controller.base.rng import RngState, worker_seed
 from verl.single_controller.base.roles import Role, RoleEntry, RoleKind, Roles
-from verl.single_controller.base.worker import Worker, WorkerInfo, placed
+from verl.single_controller.base.worker import Worker, WorkerInfo, build
 from verl.single_controller.base.worker_group import WorkerGroup
 
 __all__ = [
@@ -34,11 +34,11 @@ __all__ = [
     "Worker",
     "WorkerGroup",
     "WorkerInfo",
+    "build",
     "create_colocated_worker_cls",
     "get_predefined_dispatch_fn",
     "get_predefined_execute_fn",
     "make_nd_compute_dataproto_dispatch_fn",
-    "placed",
     "register",
     "register_dispatch_mode",
     "update_dispatch_mode",

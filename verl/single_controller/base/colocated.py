@@ -17,7 +17,7 @@ from verl.errors import WorkerError
 from verl.single_controller.base.decorator import MAGIC_ATTR
 from verl.single_controller.base.resources import ClassWithInitArgs
 from verl.single_controller.base.rng import RngState, worker_seed
-from verl.single_controller.base.worker import Worker, placed
+from verl.single_controller.base.worker import Worker, build
 
 
 class ColocatedWorker(Worker):
@@ -32,8 +32,8 @@ class ColocatedWorker(Worker):
         for role, class_with_init in self.class_dict.items():
             info = replace(self.info, role=role)
             rng = self.rng_dict[role] = RngState(worker_seed(info.seed, role, info.rank))
-            with placed(info), rng.active():
-                worker = self.worker_dict[role] = class_with_init()
+            with rng.active():
+                worker = self.worker_dict[role] = build(class_with_init, info)
             if isinstance(worker, Worker):
                 worker.fused_worker_dict = self.worker_dict
         self.fused_worker_dict = self.worker_dict

@@ -7,10 +7,11 @@ process started by torchrun) reads it from the environment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from verl import env
@@ -49,12 +50,14 @@ class WorkerInfo:
 _placed: ContextVar[WorkerInfo | None] = ContextVar("worker_info", default=None)
 
 
-@contextmanager
-def placed(info: WorkerInfo) -> Iterator[None]:
-    """Workers constructed inside get this place."""
+def build(construct: Callable[[], Any], info: WorkerInfo) -> Any:
+    """Construct a worker (or any object that holds workers) in this place."""
     token = _placed.set(info)
     try:
-        yield
+        built = construct()
+        if isinstance(built, Worker):
+            assert built.info is info  # read now: outside, a worker that never asked would find another place
+        return built
     finally:
         _placed.reset(token)
 
@@ -71,22 +74,20 @@ class Worker:
         ...     def add(self, x): return x + self.rank
     """
 
-    info: WorkerInfo
-    fused_worker_dict: Mapping[str, Any]
-    _meshes: dict[str, tuple[int, bool]]
-    _cuda_visible_devices: str | None
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """The place is known before any ``__init__`` runs, whether or not a subclass calls ours first."""
-        worker = super().__new__(cls)
-        worker.info = _placed.get() or WorkerInfo.from_environment()
-        worker.fused_worker_dict = {}
-        worker._meshes = {}
-        worker._cuda_visible_devices = None
-        return worker
+    fused_worker_dict: Mapping[str, Any] = MappingProxyType({})
+    _cuda_visible_devices: str | None = None
 
     def __init__(self, cuda_visible_devices: str | None = None) -> None:
         self._cuda_visible_devices = cuda_visible_devices
+
+    @cached_property
+    def info(self) -> WorkerInfo:
+        """The place, known from the first line of any ``__init__``, whether or not a subclass calls ours."""
+        return _placed.get() or WorkerInfo.from_environment()
+
+    @cached_property
+    def _meshes(self) -> dict[str, tuple[int, bool]]:
+        return {}
 
     @property
     def rank(self) -> int:

@@ -21,7 +21,7 @@ from verl.single_controller.base.colocated import ColocatedWorker
 from verl.single_controller.base.handle import note_origin
 from verl.single_controller.base.resources import ClassWithInitArgs, ResourcePool
 from verl.single_controller.base.rng import RngState, worker_seed
-from verl.single_controller.base.worker import WorkerInfo, placed
+from verl.single_controller.base.worker import WorkerInfo, build
 from verl.single_controller.base.worker_group import WorkerGroup
 from verl.single_controller.local.event_loop import run_coroutine
 from verl.single_controller.local.handle import LocalHandle
@@ -61,8 +61,8 @@ class LocalWorkerGroup(WorkerGroup):
         for rank, (local_rank, local_size) in enumerate(zip(pool.local_rank_list(), pool.local_world_size_list())):
             info = WorkerInfo(rank, pool.world_size, local_rank, local_size, LOCALHOST, port, role, seed)
             rng = RngState(worker_seed(seed, role, rank))
-            with placed(info), rng.active():
-                workers.append(self._annotated(f"{role}[{rank}].__init__", class_with_init))
+            with rng.active():
+                workers.append(self._annotated(f"{role}[{rank}].__init__", build, class_with_init, info))
             rngs.append(rng)
         self._attach(role, class_with_init.cls, workers, rngs, port)
 
