@@ -27,7 +27,7 @@ _ONE_DEVICE = "Leave it out (auto) to train on one device."
 
 def validate(cfg: PPOTrainerConfig) -> None:
     """All problems of an RL configuration in one `ConfigError`; settings without effect get a notice each."""
-    rules = (_names, _kl, machine.trackers, machine.hardware, machine.files, ranges.numbers, _groups, _batches,
+    rules = (_names, _kl, machine.trackers, machine.hardware, machine.files, ranges.numbers, _groups, _values, _batches,
              _ranks, _micro_batches, _sampling, _lengths, _correction, _plugins, _resume, _validation)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
@@ -96,6 +96,13 @@ def _groups(cfg: PPOTrainerConfig) -> Problems:
         )
         return [ConfigError(message, key=f"{_R}.do_sample", got=False, fix=f"Set {_R}.do_sample=true.")]
     return []
+
+
+def _values(cfg: PPOTrainerConfig) -> Problems:
+    if cfg.algorithm.adv_estimator != "gae" or uses_critic(cfg):
+        return []
+    fix = f"Leave it out, or take an estimator without a critic: algorithm.adv_estimator=grpo {_R}.n=8."
+    return [ConfigError("the estimator 'gae' needs the values of a critic", key="critic.enable", got=False, fix=fix)]
 
 
 def _batches(cfg: PPOTrainerConfig) -> Problems:
