@@ -66,6 +66,13 @@ def resolve_device(name: str | None) -> str:
     )
 
 
+def device_name(kind: str) -> str:
+    """The vendor's name of the device, ``cpu`` for a CPU."""
+    if kind == "cuda":
+        return torch.cuda.get_device_name()
+    return kind
+
+
 def usable_cores() -> int:
     """Cores this process may run on; all of them where the system cannot tell (macOS)."""
     try:

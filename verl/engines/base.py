@@ -84,6 +84,10 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def train_flops(self, lengths: Sequence[int]) -> float:
+        """Floating-point operations of training on sequences of these lengths (convention: `verl.models.flops`)."""
+
+    @abstractmethod
     def step_scheduler(self) -> None:
         """Advance the learning rate; once per global step, after its last mini-batch."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from verl.engines.step import StepReport, clip_and_step
 from verl.errors import CheckpointError, EngineError, ModelError
 from verl.metrics import MetricSet
 from verl.models import count_parameters, export_weights, hf_folder, load_causal_lm, load_value_model, load_weights
+from verl.models.flops import ModelFlops
 from verl.models.weights import named_tensors
 from verl.protocol import DataProto
 
@@ -133,6 +134,9 @@ class PlainEngine(Engine):
             metrics.merge(found)
         report = clip_and_step(self.optimizer, self.model.parameters(), self.grad_clip)
         return metrics.merge(report.metrics(total))
+
+    def train_flops(self, lengths: Sequence[int]) -> float:
+        return ModelFlops.of(self.model.config, self.num_parameters).train(lengths)
 
     def step_scheduler(self) -> None:
         if self.scheduler is not None:

@@ -8,6 +8,7 @@ from typing import Any
 from verl import device
 from verl.config import PPOTrainerConfig
 from verl.data import create_rl_dataset
+from verl.models.flops import device_peak_flops
 from verl.observability import samples as sample_output
 from verl.observability.tracking import Tracking
 from verl.rewards.managers import load_reward_manager
@@ -115,6 +116,24 @@ def report_validation(config: PPOTrainerConfig, tracking: Tracking | None, seen:
     if trainer.log_val_generations > 0 and tracking is not None:
         rows = list(zip(seen.inputs, seen.outputs, seen.scores))[: trainer.log_val_generations]
         sample_output.ValidationGenerationsLogger().log(tracking, rows, step)
+
+
+def speed_of_training(
+    metrics: dict[str, float], seconds: dict[str, float], num_ranks: int, config: PPOTrainerConfig
+) -> dict[str, float]:
+    """The metrics with operation counts turned into ``perf/tflops/<role>`` per rank, and ``perf/mfu/<role>``.
+
+    The second is the share of the device's bf16 peak; it is left out where that peak is not known (a CPU).
+    """
+    found = {name: value for name, value in metrics.items() if not name.endswith("/tflop")}
+    peak = device_peak_flops(device.device_name(device.resolve_device(config.trainer.device)))
+    for role in ("actor", "critic"):
+        spent = seconds.get(f"update_{role}", 0.0)
+        if f"{role}/tflop" in metrics and spent > 0:
+            found[f"perf/tflops/{role}"] = metrics[f"{role}/tflop"] / spent / num_ranks
+            if peak:
+                found[f"perf/mfu/{role}"] = found[f"perf/tflops/{role}"] * 1e12 / peak
+    return found
 
 
 def memory_metrics(config: PPOTrainerConfig) -> dict[str, float]:

@@ -111,6 +111,8 @@ class ModelPart:
                 max_tokens=self.train_limits.max_tokens,
             )
             metrics.merge(per_step(found))
+            lengths = part.batch["attention_mask"].sum(-1).tolist()
+            metrics.add("tflop", self.engine.train_flops(lengths) / 1e12, "sum")
         if not batch.meta_info.get("more_updates", False):
             self.engine.step_scheduler()
         return metrics

@@ -194,7 +194,7 @@ class RayPPOTrainer:
             "training/global_step": ctx.step,
             "training/epoch": ctx.epoch,
             "training/old_log_prob_skipped": skipped,
-            **ctx.metrics.values(),
+            **build.speed_of_training(ctx.metrics.values(), ctx.timers.seconds, ranks, self.config),
             **compute_data_metrics(
                 batch,
                 use_critic="critic" in self.roles,
