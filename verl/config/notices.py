@@ -100,7 +100,8 @@ def skips_old_log_prob(cfg: PPOTrainerConfig) -> bool:
 
 
 def _skipped_pass(cfg: PPOTrainerConfig) -> None:
-    names = [n for n in _changed(cfg.actor_rollout_ref.rollout) if n.startswith("log_prob_micro_batch_size")]
+    rollout = cfg.actor_rollout_ref.rollout
+    names = [n for n in ("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu") if rollout[n] is not None]
     if names and skips_old_log_prob(cfg):
         notice(
             f"{_R}.{names[0]}",
