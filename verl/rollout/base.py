@@ -1,0 +1,220 @@
+"""The contract of every sampler: token ids in, token ids and the log-probs they were sampled with out.
+
+Nothing here knows a backend. A request carries everything its result may depend on; what else is in the batch, and in
+which order requests finish, may change when an answer arrives but never which tokens it holds.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from verl.errors import RolloutError
+from verl.weight_sync.chunks import WeightChunk
+
+FinishReason = Literal["stop", "length", "abort"]
+FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
+GREEDY_TEMPERATURE = 1e-5
+"""A temperature below this is greedy: dividing by it would only amplify rounding."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is drawn.
+
+    The filters apply in this order: temperature, ``top_k``, ``top_p`` (of what top-k left), then the rest is
+    renormalised. Reported log-probs are those of this final distribution.
+
+    Args:
+        temperature: logits are divided by it; 0 is greedy.
+        top_p: the smallest set of tokens whose probability reaches it is kept; 1 keeps all.
+        top_k: that many most probable tokens are kept; -1 (or 0) keeps all. Ties with the last one stay.
+        max_tokens: budget of the response in tokens, ``Request.generated_prefix`` included.
+        stop_token_ids: each of these ends the response and is its last token; empty takes the model's own.
+        ignore_eos: no token ends the response, only the budget does.
+        do_sample: False is greedy. A greedy token's log-prob is that of the unfiltered distribution at ``temperature``
+            (at 1 where the temperature is 0).
+        seed: first part of the key of the random numbers.
+
+    Example:
+        >>> SamplingParams(temperature=0.7, top_p=0.9, max_tokens=256, stop_token_ids=(2,))
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    do_sample: bool = True
+    seed: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        return not self.do_sample or self.temperature < GREEDY_TEMPERATURE
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to be sampled.
+
+    Args:
+        id: unique among the requests in flight.
+        token_ids: the prompt.
+        sampling: how to draw.
+        uid: second part of the key of the random numbers: the prompt's identity, the same for its n samples.
+        sample_index: third part: which of the n samples of ``uid`` this is.
+        images, videos: inputs of multimodal models; the `hf` sampler refuses them.
+        generated_prefix: response tokens from an earlier, interrupted attempt. They are continued exactly as if there
+            had been no interruption, and are not part of the completion.
+        priority: the smaller goes first among waiting requests; equal ones in order of arrival.
+
+    Example:
+        >>> Request("step3-17", token_ids=(1, 15, 7), sampling=SamplingParams(max_tokens=8), uid="row5", sample_index=2)
+    """
+
+    id: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    uid: str = ""
+    sample_index: int = 0
+    images: Any = None
+    videos: Any = None
+    generated_prefix: tuple[int, ...] = ()
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What became of a request; all lists have one entry per new token, the stop token included.
+
+    Example:
+        >>> Completion("a", (7, 2), (-0.1, -0.02), "stop", (3, 3))
+
+    Args:
+        log_probs: of each token under the distribution it was drawn from.
+        finish_reason: ``stop`` (a stop token), ``length`` (the budget), ``abort`` (partial, see `Sampler.abort`).
+        token_versions: version of the weights that each token was drawn with.
+        routed_experts: per token and layer the chosen experts, where a mixture model and the sampler report them.
+        num_preempted: how often the request lost its place and was computed again.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    finish_reason: FinishReason
+    token_versions: tuple[int, ...]
+    routed_experts: Any = None
+    num_preempted: int = 0
+
+
+class Sampler(ABC):
+    """Samples completions; batches concurrent `generate` calls by itself.
+
+    All methods belong to one event loop at a time. They may be used from one loop after another (a run that calls
+    ``asyncio.run`` once per step), never from two at once.
+    """
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Version of the weights in use."""
+
+    @abstractmethod
+    async def generate(self, request: Request) -> Completion:
+        """Sample one completion. Cancelling the caller frees what the request holds.
+
+        Raises:
+            RolloutError: the request is absurd (see `check_request`), the sampler sleeps, or its weights are unusable.
+        """
+
+    @abstractmethod
+    async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
+        """Take new weights once running requests have ended; waiting ones start with the new version.
+
+        A completion never mixes versions: call `abort` first where running requests should not hold up the update.
+        """
+
+    @abstractmethod
+    async def abort(self, request_ids: Iterable[str] | None = None) -> int:
+        """End these requests (all, if None) now with what they have; returns how many there were."""
+
+    @abstractmethod
+    async def sleep(self, level: int = 1) -> None:
+        """Free memory between phases: 1 the key/value cache, 2 the weights as well."""
+
+    @abstractmethod
+    async def wake(self) -> None:
+        """Undo `sleep`; after level 2 the weights must arrive by `update_weights` before anything is sampled."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, float]:
+        """Counters since the start: ``forward_tokens``, ``steps`` and what else the backend counts."""
+
+
+def check_request(request: Request, *, vocab_size: int, max_model_len: int) -> None:
+    """Refuse what can only be a mistake, before anything is computed.
+
+    Args:
+        vocab_size: token ids are below it.
+        max_model_len: longest sequence (prompt and response) of the model.
+
+    Raises:
+        RolloutError: naming the field, what it was and what is allowed.
+    """
+    check_sampling(request.sampling, vocab_size)
+    if not request.token_ids:
+        raise RolloutError("the prompt is empty", key="token_ids", fix="A prompt needs at least one token.")
+    known = (*request.token_ids, *request.generated_prefix)
+    if min(known) < 0 or max(known) >= vocab_size:
+        bad = next(t for t in known if not 0 <= t < vocab_size)
+        raise RolloutError(
+            f"token id outside the vocabulary in request {request.id!r}",
+            key="token_ids",
+            got=bad,
+            allowed=f"0 to {vocab_size - 1}",
+            fix="Do tokenizer and model belong together?",
+        )
+    if len(request.generated_prefix) >= request.sampling.max_tokens:
+        raise RolloutError(
+            "the generated prefix uses up the whole budget",
+            key="generated_prefix",
+            got=len(request.generated_prefix),
+            allowed=f"fewer than max_tokens={request.sampling.max_tokens}",
+        )
+    total = len(request.token_ids) + request.sampling.max_tokens
+    if total > max_model_len:
+        raise RolloutError(
+            f"prompt ({len(request.token_ids)} tokens) and response budget ({request.sampling.max_tokens}) are longer "
+            "than the model's context",
+            key="max_tokens",
+            got=total,
+            allowed=f"at most {max_model_len}",
+            fix="Lower data.max_prompt_length or data.max_response_length, or raise rollout.max_model_len.",
+        )
+    if request.sample_index < 0:
+        raise RolloutError("a sample index counts from 0", key="sample_index", got=request.sample_index)
+
+
+def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+    """Refuse settings that describe no distribution."""
+    if sampling.max_tokens < 1:
+        raise RolloutError("there is nothing to sample", key="max_tokens", got=sampling.max_tokens, allowed="1 or more")
+    if not 0 <= sampling.temperature < float("inf"):
+        raise RolloutError(
+            "not a temperature", key="temperature", got=sampling.temperature, allowed="0 or more, finite"
+        )
+    if not 0 < sampling.top_p <= 1:
+        raise RolloutError("not a probability mass", key="top_p", got=sampling.top_p, allowed="above 0, at most 1")
+    if sampling.top_k < -1:
+        raise RolloutError("not a number of tokens", key="top_k", got=sampling.top_k, allowed="-1 (all), or 1 or more")
+    for token in sampling.stop_token_ids:
+        if not 0 <= token < vocab_size:
+            raise RolloutError(
+                "stop token id outside the vocabulary",
+                key="stop_token_ids",
+                got=token,
+                allowed=f"0 to {vocab_size - 1}",
+            )

@@ -1,0 +1,363 @@
+"""Attention over the pool, plugged into the models of transformers.
+
+A model runs on a packed row of tokens (1, T): first one token per running row, then the chunks of prompts. Its cache is
+a `StepCache`, which only notes the layer, and its attention function is `pool_attention`, which sends every part of the
+packed row to the plan that owns it. So the model code of any family works as it is, provided that it goes through
+transformers' attention interface.
+
+Shapes: T packed tokens, R rows of a block, F groups, n width, h key/value heads, g query heads per key/value head,
+E cells that a row can see (prefix capacity + own capacity), d head dimension.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+
+from verl.errors import RolloutError
+from verl.rollout.hf.kv_pool import Block
+from verl.rollout.hf.rows import Chunk, Row
+
+ATTENTION_NAME = "verl_pool"
+HIDDEN = 1 << 40
+"""Position of a cell that holds no token: larger than any query's."""
+PADDING_LIMIT = 1.25
+"""Prompts share one attention call while the longest is at most that many times the shortest."""
+
+
+class UnsupportedModelError(RolloutError):
+    """The model's attention or cache is not understood; the sampler falls back to transformers' own cache."""
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """How one layer's attention differs from plain softmax attention."""
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+class DecodePlan:
+    """One query token per row of a block.
+
+    The indices hold while no row comes or goes; `advance` moves them to the next token.
+
+    Attributes:
+        longest: most cached tokens in any row's own part; must stay below the block's capacity.
+    """
+
+    def __init__(self, block: Block):
+        self.block = block
+        self.rows: list[Row] = []
+        width, heads = block.width, block.shape.num_heads
+        groups, device = len(block.groups), block.shape.device
+        cells: list[int] = []
+        lengths: list[int] = []
+        for f, group in enumerate(block.groups):
+            for j, row in enumerate(group.rows):
+                if row is not None:
+                    self.rows.append(row)
+                    cells.append(f * width + j)
+                    lengths.append(row.num_cached)
+        prefix = np.array([group.prefix_len for group in block.groups], dtype=np.int64)
+        cell, position = np.array(cells, dtype=np.int64), np.array(lengths, dtype=np.int64)
+        group_of, slot_of, head = cell // width, cell % width, np.arange(heads)
+        token_of = np.zeros(groups * width, dtype=np.int64)
+        token_of[cell] = np.arange(len(cell))
+        # Head-major inside a group: (F, h, n), so that a group's queries meet its prefix in one matrix product.
+        query = token_of.reshape(groups, 1, width) * heads + head[:, None]
+        out = (group_of[:, None] * heads + head) * width + slot_of[:, None]
+        write = out * block.capacity + (position - prefix[group_of])[:, None]
+        grid = np.zeros(groups * width, dtype=np.int64)
+        grid[cell] = position
+        self.is_plain = width == 1 and len(cell) == groups
+        self.query_index, self.out_index, self.write_index, self.positions, self.grid, self.key_positions = (
+            torch.from_numpy(np.ascontiguousarray(x)).to(device)
+            for x in (query.ravel(), out.ravel(), write.ravel(), position, grid.reshape(groups, width),
+                      _key_positions(block, prefix))
+        )  # fmt: skip
+        self.longest = int((position - prefix[group_of]).max(initial=0))
+        self._masks: dict[int | None, torch.Tensor] = {}
+        self._row_cells = torch.from_numpy(cell).to(device)
+
+    def advance(self) -> None:
+        """Every row has one more cached token."""
+        self.longest += 1
+        self.positions += 1
+        self.write_index += 1
+        self.grid.view(-1)[self._row_cells] = self.positions
+        self._masks = {}
+
+    def mask(self, window: int | None) -> torch.Tensor:
+        """(F, 1, n, 1, E) added to the scores: 0 where a row may look, -inf elsewhere."""
+        if window not in self._masks:
+            keys, queries = self.key_positions[:, None, :], self.grid[:, :, None]
+            hidden = keys > queries
+            if window is not None:
+                hidden |= keys <= queries - window
+            # A slot without a row keeps its first cell open: a softmax over nothing would be NaN.
+            zeros = torch.zeros(hidden.shape, dtype=self.block.shape.dtype, device=hidden.device)
+            self._masks[window] = zeros.masked_fill_(hidden, float("-inf"))[:, None, :, None, :]
+        return self._masks[window]
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Flavour
+    ) -> torch.Tensor:
+        """Store (R, h, d) keys and values, look at everything stored; query (R, h * g, d) -> (R, h * g, d_v)."""
+        block, shape = self.block, self.block.shape
+        groups, heads, width = len(block.groups), shape.num_heads, block.width
+        per_head = query.shape[1] // heads
+        keys = block.keys[layer, :groups].view(-1, block.capacity, shape.key_dim)
+        values = block.values[layer, :groups].view(-1, block.capacity, shape.value_dim)
+        keys.view(-1, shape.key_dim).index_copy_(0, self.write_index, key.reshape(-1, shape.key_dim))
+        values.view(-1, shape.value_dim).index_copy_(0, self.write_index, value.reshape(-1, shape.value_dim))
+        # Rows of `query` per key/value head, in the order of the block's cells.
+        query = (query * how.scaling).reshape(-1, per_head, shape.key_dim)
+        if not self.is_plain:
+            query = query.index_select(0, self.query_index)
+        scores = torch.bmm(query, keys.transpose(1, 2))
+        prefix_keys, prefix_values = block.prefix_keys, block.prefix_values
+        if prefix_keys is not None and prefix_values is not None:
+            shared = query.view(groups * heads, width * per_head, shape.key_dim)
+            to_prefix = torch.bmm(shared, prefix_keys[layer, :groups].flatten(0, 1).transpose(1, 2))
+            scores = torch.cat((to_prefix.view(*scores.shape[:2], -1), scores), dim=-1)
+        probs = self._softmax(scores.view(groups, heads, width, per_head, -1), how).view_as(scores)
+        if prefix_keys is not None and prefix_values is not None:
+            capacity = block.prefix_capacity
+            out = torch.bmm(probs[..., capacity:], values)
+            first = probs[..., :capacity].reshape(groups * heads, width * per_head, capacity)
+            out += torch.bmm(first, prefix_values[layer, :groups].flatten(0, 1)).view_as(out)
+        else:
+            out = torch.bmm(probs, values)
+        if not self.is_plain:
+            out = out.index_select(0, self.out_index)
+        return out.view(len(self.rows), heads * per_head, shape.value_dim)
+
+    def _softmax(self, scores: torch.Tensor, how: Flavour) -> torch.Tensor:
+        if how.softcap is not None:
+            scores = torch.tanh(scores / how.softcap) * how.softcap
+        scores += self.mask(how.window)
+        return scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
+
+
+def _key_positions(block: Block, prefix: np.ndarray) -> np.ndarray:
+    """(F, E) position in the sequence of what each cell holds or will hold; `HIDDEN` for padding of the prefix."""
+    shared = np.arange(block.prefix_capacity)
+    first = np.where(shared < prefix[:, None], shared, HIDDEN)
+    return np.concatenate((first, prefix[:, None] + np.arange(block.capacity)), axis=1)
+
+
+@dataclass
+class PromptSet:
+    """Chunks that attend in one call: B prompts padded to L tokens, or a single later chunk of a long prompt.
+
+    Args:
+        first, count: their tokens in the packed prefill part.
+        gather: (B * L) token per cell of the padded grid, None where no padding is needed.
+        scatter: (count) cell per token.
+    """
+
+    chunks: list[Chunk]
+    first: int
+    count: int
+    longest: int
+    gather: torch.Tensor | None = None
+    scatter: torch.Tensor | None = None
+
+
+@dataclass
+class PrefillPlan:
+    """The chunks of prompts of one step.
+
+    Args:
+        chunks: in packed order.
+        staged: keys and values (L, h, T, d) of these tokens, filled layer by layer.
+    """
+
+    chunks: list[Chunk]
+    staged: tuple[torch.Tensor, torch.Tensor] | None
+    device: torch.device
+    same_length_only: bool = False
+    sets: list[PromptSet] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        first = 0
+        for chunks in self._split():
+            lengths = [c.length for c in chunks]
+            found = PromptSet(chunks, first, sum(lengths), max(lengths))
+            if min(lengths) < found.longest:
+                grid = np.zeros((len(chunks), found.longest), dtype=np.int64)
+                cells = np.arange(found.longest) < np.array(lengths)[:, None]
+                grid[cells] = np.arange(found.count)
+                found.gather = torch.from_numpy(grid.ravel()).to(self.device)
+                found.scatter = torch.from_numpy(np.flatnonzero(cells)).to(self.device)
+            self.sets.append(found)
+            first += found.count
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(c.length for c in self.chunks)
+
+    def _split(self) -> Iterator[list[Chunk]]:
+        together: list[Chunk] = []
+        for chunk in self.chunks:
+            fits = together and not together[0].start and not chunk.start and self._fits(together, chunk)
+            if together and not fits:
+                yield together
+                together = []
+            together.append(chunk)
+        if together:
+            yield together
+
+    def _fits(self, together: Sequence[Chunk], chunk: Chunk) -> bool:
+        limit = 1.0 if self.same_length_only else PADDING_LIMIT
+        return chunk.length <= limit * min(c.length for c in together)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Flavour
+    ) -> torch.Tensor:
+        """Causal attention inside each prompt; (T, heads, d) in packed order -> (T, heads, d_v)."""
+        if self.staged is not None:
+            self.staged[0][layer] = key.transpose(0, 1)
+            self.staged[1][layer] = value.transpose(0, 1)
+        parts = []
+        for part in self.sets:
+            tokens = slice(part.first, part.first + part.count)
+            out = self._attend_set(part, layer, query[tokens], key[tokens], value[tokens], how)
+            parts.append(out if part.scatter is None else out.index_select(0, part.scatter))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend_set(
+        self, part: PromptSet, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Flavour
+    ) -> torch.Tensor:
+        if part.gather is not None:
+            query, key, value = (x.index_select(0, part.gather) for x in (query, key, value))
+        # (B, heads, L, d)
+        q, k, v = (x.unflatten(0, (len(part.chunks), part.longest)).transpose(1, 2) for x in (query, key, value))
+        start = part.chunks[0].start
+        if start:
+            pieces = part.chunks[0].prompt.pieces
+            k = torch.cat([*(piece[0][layer] for piece in pieces), k[0]], dim=-2)[None]
+            v = torch.cat([*(piece[1][layer] for piece in pieces), v[0]], dim=-2)[None]
+        out = causal_attention(q, k, v, start, how)
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, how: Flavour) -> torch.Tensor:
+    """Queries (B, H, L, d) at positions ``start`` .. see keys (B, h, start + L, d) up to their own."""
+    repeats = q.shape[1] // k.shape[1]
+    if repeats > 1:
+        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    windowed = how.window is not None and k.shape[2] > how.window
+    if how.softcap is None and not start and not windowed:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=how.scaling)
+    keys = torch.arange(k.shape[2], device=q.device)
+    queries = torch.arange(start, start + q.shape[2], device=q.device)[:, None]
+    hidden = keys > queries
+    if how.window is not None:
+        hidden |= keys <= queries - how.window
+    if how.softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden, scale=how.scaling)
+    scores = torch.tanh(q @ k.transpose(2, 3) * (how.scaling / how.softcap)) * how.softcap
+    probs = scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=torch.float32).to(q.dtype)
+    return probs @ v
+
+
+@dataclass
+class StepPlan:
+    """Everything one forward pass attends to: T = rows of the blocks in order, then prompts, then padding."""
+
+    decode: list[DecodePlan]
+    prefill: PrefillPlan | None
+    num_padding: int = 0
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Flavour
+    ) -> torch.Tensor:
+        """(T, H, d), (T, h, d), (T, h, d_v) -> (T, H, d_v)."""
+        parts, first = [], 0
+        for plan in self.decode:
+            rows = slice(first, first + len(plan.rows))
+            parts.append(plan.attend(layer, query[rows], key[rows], value[rows], how))
+            first = rows.stop
+        if self.prefill is not None:
+            rows = slice(first, first + self.prefill.num_tokens)
+            parts.append(self.prefill.attend(layer, query[rows], key[rows], value[rows], how))
+        if self.num_padding:
+            parts.append(query.new_zeros(self.num_padding, query.shape[1], value.shape[2]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class _Active(threading.local):
+    plan: StepPlan | None = None
+    layer: int | None = None
+
+
+_active = _Active()
+
+
+@contextmanager
+def attending(plan: StepPlan) -> Iterator[StepCache]:
+    """While open, models whose attention implementation is `ATTENTION_NAME` attend by ``plan``."""
+    _active.plan = plan
+    try:
+        yield StepCache()
+    finally:
+        _active.plan = _active.layer = None
+
+
+class StepCache(Cache):
+    """Stands where transformers expects a cache; the tokens themselves go to the pool in `pool_attention`."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _active.layer = layer_idx
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+def pool_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of transformers' interface: (1, H, T, d) -> (1, T, H, d_v)."""
+    plan, layer = _active.plan, _active.layer
+    if plan is None or layer is None:
+        raise UnsupportedModelError("an attention layer ran that did not put its keys and values into the cache")
+    if kwargs.get("s_aux") is not None:
+        raise UnsupportedModelError("attention sinks are not supported")
+    _active.layer = None
+    how = Flavour(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = plan.attend(layer, q, k, v, how)
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, pool_attention)

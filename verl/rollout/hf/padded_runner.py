@@ -1,0 +1,117 @@
+"""The fallback runner: transformers' own cache and attention, for models that the pool does not understand.
+
+Prompts admitted together are padded on the left to one length and form a wave with one cache; each running wave takes
+one forward pass a step, and rows that end leave their wave. Prompts shared inside a wave are computed once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from verl.rollout.hf.rows import Chunk, Prompt, Row
+from verl.rollout.hf.runner import BorrowedModel
+
+
+@dataclass(eq=False)
+class Wave:
+    """Rows that started together.
+
+    Args:
+        mask: (rows, tokens so far) 1 on real tokens.
+    """
+
+    rows: list[Row]
+    cache: DynamicCache
+    mask: torch.Tensor
+
+
+class PaddedRunner:
+    """Runs any causal language model with `DynamicCache`; see `Runner` for the methods."""
+
+    can_chunk = False
+    keeps_prompts = False
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self.prefill_tokens = self.decode_tokens = 0
+        self._borrowed = BorrowedModel(model, None)
+        self._accepts = set(inspect.signature(model.forward).parameters)
+        self._waves: list[Wave] = []
+        self._started: tuple[list[Prompt], DynamicCache, torch.Tensor] | None = None
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for wave in self._waves for row in wave.rows]
+
+    @property
+    def num_cache_bytes(self) -> int:
+        tensors = [x for wave in self._waves for layer in wave.cache.layers for x in vars(layer).values()]
+        return sum(x.numel() * x.element_size() for x in tensors if isinstance(x, torch.Tensor))
+
+    def step(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        with self._borrowed.ready():
+            parts = [self._decode(wave) for wave in self._waves]
+            if chunks:
+                parts.append(self._prefill([chunk.prompt for chunk in chunks]))
+        return torch.cat(parts)
+
+    def place(self, admitted: Sequence[tuple[Prompt, Sequence[Row]]]) -> None:
+        if self._started is None or not admitted:
+            self._started = None
+            return
+        prompts, cache, mask = self._started
+        rows = [row for _, members in admitted for row in members]
+        source = [prompts.index(prompt) for prompt, members in admitted for _ in members]
+        with torch.inference_mode():
+            index = torch.LongTensor(source).to(mask.device)
+            cache.reorder_cache(index)
+            self._waves.append(Wave(rows, cache, mask[index]))
+        self._started = None
+
+    def remove(self, rows: Sequence[Row]) -> None:
+        gone = set(map(id, rows))
+        for wave in self._waves:
+            kept = [i for i, row in enumerate(wave.rows) if id(row) not in gone]
+            if kept and len(kept) < len(wave.rows):
+                with torch.inference_mode():
+                    index = torch.LongTensor(kept).to(wave.mask.device)
+                    wave.cache.reorder_cache(index)
+                    wave.mask = wave.mask[index]
+            wave.rows = [wave.rows[i] for i in kept]
+        self._waves = [wave for wave in self._waves if wave.rows]
+
+    def clear(self) -> None:
+        self._waves, self._started = [], None
+
+    def _prefill(self, prompts: list[Prompt]) -> torch.Tensor:
+        longest = max(p.length for p in prompts)
+        pads = [longest - p.length for p in prompts]
+        device = self.model.device
+        ids = torch.tensor([[0] * pad + list(p.token_ids) for pad, p in zip(pads, prompts)], device=device)
+        mask = (torch.arange(longest) >= torch.tensor(pads)[:, None]).long().to(device)
+        cache = DynamicCache(config=self.model.config)
+        logits = self._forward(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0), cache)
+        for prompt in prompts:
+            prompt.num_done = prompt.length
+        self._started = (prompts, cache, mask)
+        self.prefill_tokens += ids.numel()
+        return logits
+
+    def _decode(self, wave: Wave) -> torch.Tensor:
+        ids = torch.tensor([[row.tokens[-1]] for row in wave.rows], device=wave.mask.device)
+        wave.mask = torch.cat((wave.mask, torch.ones_like(ids)), dim=1)
+        self.decode_tokens += ids.numel()
+        return self._forward(ids, wave.mask, wave.mask.sum(-1, keepdim=True) - 1, wave.cache)
+
+    def _forward(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
+        optional = {"position_ids": positions, "logits_to_keep": 1}
+        arguments = {name: value for name, value in optional.items() if name in self._accepts}
+        cache_name = "past_key_values" if "past_key_values" in self._accepts else "cache_params"
+        found = self.model(input_ids=ids, attention_mask=mask, use_cache=True, **{cache_name: cache}, **arguments)
+        return found.logits[:, -1]

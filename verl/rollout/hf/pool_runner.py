@@ -1,0 +1,288 @@
+"""The fast runner: packed steps over the key/value pool, for every model that uses transformers' attention interface.
+
+Rows live in blocks (see `kv_pool`). Between two steps the runner closes holes, moves groups whose own part is full to a
+larger block, and splits groups that have become sparse; during a step nothing moves.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from verl.rollout.hf.attention import ATTENTION_NAME, DecodePlan, PrefillPlan, StepPlan, attending
+from verl.rollout.hf.kv_pool import Block, BufferPool, Cell, Group, KVShape, capacity_class, move_groups, regroup
+from verl.rollout.hf.rows import Chunk, Prompt, Row
+from verl.rollout.hf.runner import BorrowedModel
+
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Group widths that blocks come in; a prompt with more rows gets several groups."""
+SPARSE = 0.7
+"""A block with fewer living rows than this part of its slots is looked at for splitting."""
+WORTH_MOVING = 0.75
+"""Groups move if the attention cost falls below that part."""
+
+
+@dataclass(frozen=True)
+class PoolPolicy:
+    """How rows are laid out.
+
+    Args:
+        min_shared: prompts of at least that many tokens are kept once for all rows of a group; shorter ones are copied
+            into each row, which saves two matrix products a layer.
+        pass_tokens: prompts of more tokens than that are spread over several forward passes; on CPU larger
+            activations only leave the cache.
+        exact: every row alone, its extent a function of its own length, tokens padded to a multiple of
+            ``row_multiple``: results are then bitwise independent of the batch.
+    """
+
+    min_shared: int = 24
+    pass_tokens: int = 1024
+    exact: bool = False
+    row_multiple: int = 8
+
+
+class PoolRunner:
+    """Runs a causal language model over a pool of keys and values; see `Runner` for the methods.
+
+    Args:
+        model: used during a step only, and left as it was.
+        shape: what the model caches per token.
+    """
+
+    can_chunk = True
+    keeps_prompts = True
+
+    def __init__(self, model: PreTrainedModel, shape: KVShape, policy: PoolPolicy | None = None):
+        self.model, self.shape, self.policy = model, shape, policy or PoolPolicy()
+        self.can_chunk = not self.policy.exact
+        self.prefill_tokens = self.decode_tokens = 0
+        self.blocks: list[Block] = []
+        self._plans: dict[Block, DecodePlan] = {}
+        self._rows: list[Row] = []
+        self._is_stale = False
+        self._borrowed = BorrowedModel(model, ATTENTION_NAME)
+        self._pool = BufferPool(shape.dtype, shape.device)
+
+    @property
+    def num_cache_bytes(self) -> int:
+        return self._pool.num_bytes
+
+    @property
+    def rows(self) -> list[Row]:
+        if self._is_stale:
+            self._settle()
+        return self._rows
+
+    def step(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        if self._is_stale or any(plan.longest >= block.capacity for block, plan in self._plans.items()):
+            self._settle()
+        parts = []
+        with self._borrowed.ready():
+            for number, together in enumerate(self._passes(chunks)):
+                parts.append(self._forward(together, with_rows=number == 0))
+            for plan in self._plans.values():
+                plan.advance()
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def place(self, admitted: Sequence[tuple[Prompt, Sequence[Row]]]) -> None:
+        members: dict[Block, list[tuple[Prompt, list[Row]]]] = defaultdict(list)
+        for prompt, rows in admitted:
+            if len(rows) == 1 or prompt.length < self.policy.min_shared or self.policy.exact:
+                members[self._find(1, 0, prompt.length + 1)].append((prompt, list(rows)))
+                continue
+            for part in _split(rows, WIDTHS[-1]):
+                width = next(w for w in WIDTHS if w >= len(part))
+                members[self._find(width, prompt.length, 1)].append((prompt, part))
+        with torch.inference_mode():
+            for block, parts in members.items():
+                block.reserve(sum(1 if block.prefix_capacity else len(rows) for _, rows in parts))
+                for prompt, rows in parts:
+                    _write_prompt(block, prompt, rows)
+        self._is_stale = True
+
+    def remove(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            if isinstance(row.cell, Cell):
+                row.cell.group.rows[row.cell.slot] = None
+                row.cell.block.changed = True
+                row.cell = None
+        self._is_stale = True
+
+    def clear(self) -> None:
+        for row in self._rows:
+            row.cell = None
+        self._rows, self.blocks, self._plans, self._is_stale = [], [], {}, False
+        self._pool = BufferPool(self.shape.dtype, self.shape.device)
+
+    def _passes(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+        """Chunks of one step, cut into forward passes; running rows go with the first one."""
+        passes: list[list[Chunk]] = [[]]
+        tokens = len(self._rows)
+        for chunk in chunks:
+            if tokens and tokens + chunk.length > self.policy.pass_tokens and (passes[-1] or self._rows):
+                passes.append([])
+                tokens = 0
+            passes[-1].append(chunk)
+            tokens += chunk.length
+        return passes
+
+    def _forward(self, chunks: list[Chunk], with_rows: bool) -> torch.Tensor:
+        """One pass over the model: (rows + completed prompts, V) logits."""
+        rows = self._rows if with_rows else []
+        plans = [self._plans[block] for block in self.blocks] if with_rows else []
+        device, num_prompt = self.shape.device, sum(c.length for c in chunks)
+        padding = -(len(rows) + num_prompt) % self.policy.row_multiple if self.policy.exact else 0
+        ids = [row.tokens[-1] for row in rows]
+        for chunk in chunks:
+            ids.extend(chunk.prompt.token_ids[chunk.start : chunk.end])
+        ids.extend(ids[:1] * padding)
+        positions = [plan.positions for plan in plans]
+        positions += [torch.arange(c.start, c.end, device=device) for c in chunks]
+        positions.append(torch.zeros(padding, dtype=torch.int64, device=device))
+        prefill = self._prefill_plan(chunks)
+        with attending(StepPlan(plans, prefill, padding)) as cache:
+            logits = self.model(
+                input_ids=torch.tensor([ids], device=device),
+                position_ids=torch.cat(positions)[None],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=self._wanted(len(rows), chunks),
+            ).logits[0]
+        self._keep(chunks, prefill)
+        self.prefill_tokens += num_prompt
+        self.decode_tokens += len(rows) + padding
+        return logits[: len(rows) + sum(c.completes for c in chunks)]
+
+    def _prefill_plan(self, chunks: list[Chunk]) -> PrefillPlan | None:
+        if not chunks:
+            return None
+        s, tokens = self.shape, sum(c.length for c in chunks)
+        keys, values = (
+            torch.empty(s.num_layers, s.num_heads, tokens, dim, dtype=s.dtype, device=s.device)
+            for dim in (s.key_dim, s.value_dim)
+        )
+        return PrefillPlan(chunks, (keys, values), s.device, same_length_only=self.policy.exact)
+
+    def _wanted(self, num_rows: int, chunks: Sequence[Chunk]) -> int | torch.Tensor:
+        """Positions of the packed row whose logits are needed; 0 stands for all of them."""
+        if not chunks and not self.policy.exact:
+            return 0
+        wanted, end = list(range(num_rows)), num_rows
+        for chunk in chunks:
+            end += chunk.length
+            if chunk.completes:
+                wanted.append(end - 1)
+        if self.policy.exact:
+            wanted.extend([0] * (-len(wanted) % self.policy.row_multiple))
+        return torch.tensor(wanted, dtype=torch.int64, device=self.shape.device)
+
+    def _keep(self, chunks: Sequence[Chunk], prefill: PrefillPlan | None) -> None:
+        """Note what was computed in each chunk's prompt."""
+        if prefill is None or prefill.staged is None:
+            return
+        first = 0
+        for chunk in chunks:
+            tokens = slice(first, first + chunk.length)
+            chunk.prompt.pieces.append((prefill.staged[0][:, :, tokens], prefill.staged[1][:, :, tokens]))
+            chunk.prompt.num_done = chunk.end
+            first = tokens.stop
+
+    def _settle(self) -> None:
+        """Between steps: close holes, split sparse groups, make room for one more token, plan the next step."""
+        with torch.inference_mode():
+            for block in list(self.blocks):
+                if block.changed:
+                    self._tidy(block)
+            for block in list(self.blocks):
+                plan = self._plans.get(block)
+                if block.changed or plan is None or plan.longest >= block.capacity:
+                    self._grow(block)
+            for block in self.blocks:
+                if block.changed:
+                    block.compact()
+                    block.changed = False
+                    self._plans.pop(block, None)
+                    if block.groups:
+                        self._plans[block] = DecodePlan(block)
+                    else:
+                        block.free()
+        self.blocks = [block for block in self.blocks if block.groups]
+        self._rows = [row for block in self.blocks for row in self._plans[block].rows]
+        self._is_stale = False
+
+    def _tidy(self, block: Block) -> None:
+        block.compact()
+        slots = len(block.groups) * block.width
+        alive = block.num_alive
+        if block.width == 1 or not slots or alive >= SPARSE * slots:
+            return
+        costs = {width: _attention_cost(block, width) for width in WIDTHS if width <= block.width}
+        width = min(costs, key=lambda w: costs[w])
+        if costs[width] > WORTH_MOVING * _attention_cost(block, block.width):
+            return
+        picks = []
+        for i, group in enumerate(block.groups):
+            slots_alive = [j for j, row in enumerate(group.rows) if row is not None]
+            picks += [(i, part) for part in _split(slots_alive, width)]
+        target = self._find(width, block.prefix_capacity, block.capacity, avoid=block)
+        regroup(block, target, picks)
+
+    def _grow(self, block: Block) -> None:
+        """Move the groups of which a row has no room for its next token."""
+        full = [i for i, group in enumerate(block.groups) if group.longest >= block.capacity]
+        if full:
+            target = self._find(block.width, block.prefix_capacity, block.capacity + 1, avoid=block)
+            move_groups(block, target, full)
+
+    def _find(self, width: int, prefix_len: int, need: int, avoid: Block | None = None) -> Block:
+        """The tightest block with room for ``need`` own tokens, or a new one; loose fits keep the blocks few."""
+        capacity, prefix = capacity_class(need), capacity_class(prefix_len) if prefix_len else 0
+        loose = capacity if self.policy.exact else 2 * need + 32
+        fitting = [
+            b
+            for b in self.blocks
+            if b is not avoid
+            and b.width == width
+            and need <= b.capacity <= loose
+            and prefix_len <= b.prefix_capacity <= (2 * prefix_len + 32 if prefix_len else 0)
+        ]
+        if fitting:
+            return min(fitting, key=lambda b: (b.capacity, b.prefix_capacity))
+        block = Block(self.shape, self._pool, width, prefix, capacity)
+        self.blocks.append(block)
+        return block
+
+
+def _write_prompt(block: Block, prompt: Prompt, rows: Sequence[Row]) -> None:
+    """Append groups for these rows and copy the prompt's keys and values into them."""
+    if block.prefix_keys is not None and block.prefix_values is not None:
+        first = block.append(Group([*rows, *([None] * (block.width - len(rows)))], prompt.length))
+        keys, values = block.prefix_keys[:, first], block.prefix_values[:, first]
+    else:
+        first = block.append(Group([rows[0]], 0))
+        for row in rows[1:]:
+            block.append(Group([row], 0))
+        # (L, h, rows, S, d): the same prompt into each row
+        keys = block.keys[:, first : first + len(rows), :, 0].transpose(1, 2)
+        values = block.values[:, first : first + len(rows), :, 0].transpose(1, 2)
+    done = 0
+    for key, value in prompt.pieces:
+        end = done + key.shape[2]
+        keys[..., done:end, :] = key if keys.dim() == 4 else key.unsqueeze(2)
+        values[..., done:end, :] = value if values.dim() == 4 else value.unsqueeze(2)
+        done = end
+
+
+def _attention_cost(block: Block, width: int) -> float:
+    """Cells read per step if the living rows of each group were laid out in groups of ``width``."""
+    groups = sum(-(-group.num_alive // width) for group in block.groups)
+    # A prefix is read once per group; more queries on it cost a little more.
+    return groups * (block.prefix_capacity * (1 + width / 8) + width * block.capacity)
+
+
+def _split(items: Sequence, size: int) -> list[list]:
+    return [list(items[i : i + size]) for i in range(0, len(items), size)]

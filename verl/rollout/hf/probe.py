@@ -1,0 +1,143 @@
+"""Which models the pool can serve: looked up, then tried out on a few tokens against the model's own attention.
+
+A family that passes needs no code of its own here. One that does not is served through transformers' own cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from verl.rollout.hf.attention import (
+    ATTENTION_NAME,
+    Flavour,
+    PrefillPlan,
+    StepPlan,
+    UnsupportedModelError,
+    attending,
+)
+from verl.rollout.hf.kv_pool import KVShape
+from verl.rollout.hf.pool_runner import PoolPolicy, PoolRunner
+from verl.rollout.hf.rows import Chunk, Prompt, Row
+from verl.rollout.hf.runner import BorrowedModel, vocab_size
+
+KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+PROBE_TOKENS = 12
+WINDOW_IN_REACH = 64
+"""A sliding window up to this long is crossed by the probe; for a longer one it is checked that the layer names it."""
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
+LOW_PRECISION_TOLERANCE = 0.1
+
+
+class RecordingPlan(StepPlan):
+    """Notes what each layer stores, besides attending: heads, key and value dimension, window."""
+
+    seen: dict[int, tuple[int, int, int, int | None]]
+
+    def __init__(self, prefill: PrefillPlan):
+        super().__init__([], prefill)
+        self.seen = {}
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Flavour
+    ) -> torch.Tensor:
+        self.seen[layer] = (key.shape[1], key.shape[2], value.shape[2], how.window)
+        return super().attend(layer, query, key, value, how)
+
+
+def pool_runner(model: PreTrainedModel, max_model_len: int, policy: PoolPolicy) -> PoolRunner:
+    """A runner that was tried on ``model``.
+
+    Raises:
+        UnsupportedModelError: why the pool cannot serve this model.
+    """
+    if not model._supports_attention_backend:
+        raise UnsupportedModelError("its attention does not go through transformers' attention interface")
+    config = model.config.get_text_config(decoder=True)
+    strange = set(vars(config).get("layer_types") or ()) - KNOWN_LAYER_TYPES
+    if strange:
+        raise UnsupportedModelError(f"it has layers of type {', '.join(sorted(strange))}")
+    try:
+        shape = cache_shape(model, max_model_len)
+        compare(model, PoolRunner(model, shape, policy), max_model_len)
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
+        # The boundary to model code that this library did not write: whatever it does not accept means "not this one".
+        if isinstance(error, UnsupportedModelError):
+            raise
+        raise UnsupportedModelError(f"a trial on a few tokens failed ({type(error).__name__}: {error})") from error
+    return PoolRunner(model, shape, policy)
+
+
+def cache_shape(model: PreTrainedModel, max_model_len: int) -> KVShape:
+    """What every layer caches per token, from one forward pass."""
+    device = model.device
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    prompt = Prompt((0, 0))
+    plan = RecordingPlan(PrefillPlan([Chunk(prompt, 0, 2)], None, device))
+    with BorrowedModel(model, ATTENTION_NAME).ready(), attending(plan) as cache:
+        hidden_dtype = model(
+            input_ids=ids, position_ids=torch.arange(2, device=device)[None], past_key_values=cache, use_cache=True
+        ).logits.dtype
+    if sorted(plan.seen) != list(range(len(plan.seen))):
+        raise UnsupportedModelError("not every layer has a cache of its own")
+    kinds = {seen[:3] for seen in plan.seen.values()}
+    if len(kinds) != 1:
+        raise UnsupportedModelError("its layers cache keys and values of different shapes")
+    _check_windows(model, {layer: seen[3] for layer, seen in plan.seen.items()}, max_model_len)
+    heads, key_dim, value_dim = kinds.pop()
+    dtype = model.dtype if model.dtype.is_floating_point else hidden_dtype
+    return KVShape(len(plan.seen), heads, key_dim, value_dim, dtype, device)
+
+
+def _check_windows(model: PreTrainedModel, windows: dict[int, int | None], max_model_len: int) -> None:
+    """A layer with a window that its attention call does not name would silently see too much."""
+    config = vars(model.config.get_text_config(decoder=True))
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    if not isinstance(window, int) or window >= max_model_len or config.get("use_sliding_window") is False:
+        return
+    sliding = (
+        [layer for layer, kind in enumerate(kinds or ()) if kind == "sliding_attention"] if kinds else list(windows)
+    )
+    if any(windows.get(layer) is None for layer in sliding):
+        raise UnsupportedModelError("a layer has a sliding window that its attention call does not name")
+
+
+def compare(model: PreTrainedModel, runner: PoolRunner, max_model_len: int) -> None:
+    """Two prompts, one of them with two rows, a prefill and two decoding steps against plain forward passes."""
+    window = vars(model.config.get_text_config(decoder=True)).get("sliding_window")
+    length = PROBE_TOKENS
+    if isinstance(window, int) and window <= WINDOW_IN_REACH:
+        length = window + 3
+    length = max(1, min(length, max_model_len - 3))
+    vocab = vocab_size(model)
+    prompts = [Prompt(tuple((7 * i + 3) % vocab for i in range(length))), Prompt((5 % vocab,))]
+    rows = [Row.bare(prompts[0]), Row.bare(prompts[0]), Row.bare(prompts[1])]
+    ours = [runner.step([Chunk(p, 0, p.length) for p in prompts])[[0, 0, 1]]]
+    for number, row in enumerate(rows):
+        row.tokens.append((11 * number + 2) % vocab)
+    runner.place([(prompts[0], rows[:2]), (prompts[1], rows[2:])])
+    for _ in range(2):
+        logits = runner.step([])
+        order = [runner.rows.index(row) for row in rows]
+        ours.append(logits[order])
+        for number, row in enumerate(rows):
+            row.tokens.append((13 * number + 1) % vocab)
+    theirs = _reference(model, rows)
+    mine = torch.stack(ours, dim=1).float()
+    if not bool(torch.isfinite(theirs).all()):
+        return  # weights that are not there yet (or broken ones) prove nothing
+    difference = float((mine - theirs).norm() / theirs.norm().clamp(min=1e-30))
+    if difference > TOLERANCE.get(runner.shape.dtype, LOW_PRECISION_TOLERANCE):
+        raise UnsupportedModelError(f"its logits differ from the model's own (relative difference {difference:.1e})")
+
+
+def _reference(model: PreTrainedModel, rows: Sequence[Row]) -> torch.Tensor:
+    """(rows, 3, V) logits of the positions that `compare` looked at, by the model's own attention, without a cache."""
+    found = []
+    with BorrowedModel(model, None).ready():
+        for row in rows:
+            ids = torch.tensor([[*row.prompt.token_ids, *row.tokens[:2]]], device=model.device)
+            found.append(model(input_ids=ids, use_cache=False).logits[0, -3:].float())
+    return torch.stack(found)

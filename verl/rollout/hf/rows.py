@@ -1,0 +1,113 @@
+"""What the scheduler and the runners pass to each other: rows, the prompts they share, and pieces of prefill."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+
+from verl.rollout.base import Completion, FinishReason, Request, SamplingParams
+
+RowState = Literal["waiting", "admitted", "running", "ended"]
+UNIFORMS_AT_ONCE = 32
+"""Random numbers are made for that many positions of a row at a time."""
+
+
+@dataclass(eq=False)
+class Row:
+    """One request on its way: its tokens so far, and where its keys and values lie.
+
+    ``state`` belongs to the scheduler; ``cell`` is the runner's own note of the place.
+    """
+
+    request: Request
+    prompt: Prompt
+    stops: frozenset[int]
+    key: np.ndarray
+    future: asyncio.Future[Completion] | None = None
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    state: RowState = "waiting"
+    cell: object = None
+    uniforms: list[float] = field(default_factory=list)
+
+    @classmethod
+    def bare(cls, prompt: Prompt) -> Row:
+        """A row without a caller, to try things out with."""
+        request = Request("bare", prompt.token_ids, SamplingParams())
+        return cls(request, prompt, frozenset(), np.zeros(2, dtype=np.uint64))
+
+    @property
+    def budget(self) -> int:
+        """Tokens that may still be drawn."""
+        return self.request.sampling.max_tokens - len(self.request.generated_prefix) - len(self.tokens)
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens whose keys and values exist: all but the last drawn one."""
+        return self.prompt.length + max(0, len(self.tokens) - 1)
+
+    def position(self) -> int:
+        """Position in the whole sequence of the token that is drawn next."""
+        return self.prompt.length + len(self.tokens)
+
+    def finish(self, reason: FinishReason, version: int) -> None:
+        """Resolve the caller's future."""
+        if self.future is not None and not self.future.done():
+            versions = (version,) * len(self.tokens)
+            self.future.set_result(
+                Completion(self.request.id, tuple(self.tokens), tuple(self.log_probs), reason, versions)
+            )
+
+    def fail(self, error: Exception) -> None:
+        if self.future is not None and not self.future.done():
+            self.future.set_exception(error)
+
+
+@dataclass(eq=False)
+class Prompt:
+    """Token ids that are computed once for all rows that begin with them.
+
+    Args:
+        token_ids: prompt and, for a continued request, the response tokens it already has.
+        num_waiting: rows that still wait for a seat; while there are any, ``pieces`` and ``logits`` are kept.
+        rows: admitted rows that wait for the prefill to end.
+        num_done: tokens computed.
+        pieces: keys (layers, heads, tokens, dim) and values of ``token_ids[:num_done]``, in order.
+        logits: (V,) of the last position, once everything is computed.
+    """
+
+    token_ids: tuple[int, ...]
+    num_waiting: int = 0
+    rows: list[Row] = field(default_factory=list)
+    num_done: int = 0
+    pieces: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    logits: torch.Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
+
+    def forget(self) -> None:
+        """Drop what was computed; the next row starts from nothing."""
+        self.num_done, self.pieces, self.logits = 0, [], None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """``prompt.token_ids[start:end]`` is computed in this step."""
+
+    prompt: Prompt
+    start: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+    @property
+    def completes(self) -> bool:
+        return self.end == self.prompt.length

@@ -1,0 +1,103 @@
+"""What the sampler needs from whatever computes: prompts in, next-token logits out, rows that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from verl.rollout.hf.rows import Chunk, Prompt, Row
+
+
+class Runner(Protocol):
+    """Computes steps over the rows it was given.
+
+    Attributes:
+        can_chunk: whether a prompt may be computed in several steps.
+        keeps_prompts: whether a computed prompt can serve rows that are admitted later.
+        prefill_tokens, decode_tokens: what went through the model so far, padding included.
+    """
+
+    can_chunk: bool
+    keeps_prompts: bool
+    prefill_tokens: int
+    decode_tokens: int
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """The running rows, in the order in which `step` returns their logits."""
+        ...
+
+    def step(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """One forward pass: the next token of every row, and ``chunks`` of prompts.
+
+        Returns:
+            (R + C, V) logits: of each running row, then of the last token of each prompt that is now complete, in the
+            order of ``chunks``.
+        """
+        ...
+
+    def place(self, admitted: Sequence[tuple[Prompt, Sequence[Row]]]) -> None:
+        """Start decoding these rows; their prompts are complete and each has its first token."""
+        ...
+
+    def remove(self, rows: Sequence[Row]) -> None:
+        """These running rows have ended."""
+        ...
+
+    def clear(self) -> None:
+        """Drop all rows and all memory that depends on them."""
+        ...
+
+    @property
+    def num_cache_bytes(self) -> int: ...
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    """Rows of the input embedding: what a token id must be below (padding of the vocabulary included)."""
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)
+    return embedding.num_embeddings
+
+
+class BorrowedModel:
+    """A model whose attention implementation and mode belong to someone else between the steps.
+
+    Args:
+        implementation: attention implementation during a step; None leaves the model's own.
+    """
+
+    def __init__(self, model: nn.Module, implementation: str | None):
+        self.model, self.implementation = model, implementation
+        found: dict[int, PreTrainedConfig] = {}
+        for module in model.modules():
+            config = vars(module).get("config")
+            if isinstance(config, PreTrainedConfig):
+                found[id(config)] = config
+        self._configs = list(found.values())
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """No gradients, evaluation mode, the wanted attention; everything as before afterwards."""
+        was_training = self.model.training
+        before = [config._attn_implementation for config in self._configs]
+        try:
+            if was_training:
+                self.model.eval()
+            if self.implementation is not None:
+                self._set([self.implementation] * len(before))
+            with torch.inference_mode():
+                yield
+        finally:
+            if self.implementation is not None:
+                self._set(before)
+            if was_training:
+                self.model.train()
+
+    def _set(self, implementations: Sequence[Any]) -> None:
+        for config, implementation in zip(self._configs, implementations):
+            config._attn_implementation = implementation

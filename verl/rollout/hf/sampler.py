@@ -1,0 +1,395 @@
+"""The `hf` sampler: an event loop's view of a runner, with continuous batching and versioned weights.
+
+Consumes: requests from `generate`, weights from `update_weights`. Waits for: nothing; a step runs in the event loop's
+thread, and between two steps the loop gets its turn. Unblocked by: the first request. The engine task exists only while
+there is work, so a sampler may be used from one event loop after another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from verl.device import torch_dtype
+from verl.errors import NotBuiltError, RolloutError
+from verl.metrics import notice
+from verl.models import load_causal_lm
+from verl.rollout.base import Completion, Request, Sampler, check_request
+from verl.rollout.hf.attention import UnsupportedModelError
+from verl.rollout.hf.draw import DrawColumns, draw
+from verl.rollout.hf.padded_runner import PaddedRunner
+from verl.rollout.hf.pool_runner import PoolPolicy
+from verl.rollout.hf.probe import pool_runner
+from verl.rollout.hf.rows import UNIFORMS_AT_ONCE, Row
+from verl.rollout.hf.runner import Runner, vocab_size
+from verl.rollout.hf.scheduler import Admission, Scheduler
+from verl.rollout.hf.weights import ModelWeights
+from verl.rollout.uniforms import stream_key, uniforms
+from verl.weight_sync import WeightChunk
+
+
+class HFSampler(Sampler):
+    """Samples from a Hugging Face causal language model.
+
+    Requests of any length run together: a row that ends leaves its seat to a waiting one, a prompt is computed once for
+    all waiting requests that begin with it, and log-probs come from the pass that drew the token.
+
+    Args:
+        model: a model folder, or a model. A model that is given is only borrowed: attention implementation and
+            training mode are as before after each step, but `update_weights` writes into it.
+        dtype: of a model that is loaded here.
+        device: where a model that is loaded here lives; one that is given stays where it is.
+        max_num_seqs: rows that run at once.
+        max_num_batched_tokens: tokens of one step.
+        seed: added to every request's own seed.
+        max_model_len: longest sequence; None takes the model's.
+        full_determinism: bitwise the same result whatever else is in the batch, at some cost in speed.
+        stop_token_ids: end a response where the request names none; None takes the model's generation config.
+        share_prompts: compute equal prompts once.
+        share_weights: see `ModelWeights`.
+        override_config, trust_remote_code: for loading, see `verl.models.load_causal_lm`.
+
+    Example:
+        >>> sampler = HFSampler("path/to/model")
+        >>> await sampler.generate(Request("a", (5, 6), SamplingParams(max_tokens=4)))
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        *,
+        dtype: str | torch.dtype = torch.float32,
+        device: str = "cpu",
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        seed: int = 0,
+        max_model_len: int | None = None,
+        full_determinism: bool = False,
+        stop_token_ids: Sequence[int] | None = None,
+        share_prompts: bool = True,
+        share_weights: bool = False,
+        override_config: dict[str, Any] | None = None,
+        trust_remote_code: bool = False,
+    ):
+        if not 1 <= max_num_seqs <= max_num_batched_tokens:
+            raise RolloutError(
+                "every running row takes a token of each step",
+                key="max_num_seqs",
+                got=max_num_seqs,
+                allowed=f"1 to max_num_batched_tokens={max_num_batched_tokens}",
+            )
+        if isinstance(model, str):
+            loaded = load_causal_lm(model, torch_dtype(dtype), override_config, trust_remote_code)
+            model = loaded.to(device).eval()  # type: ignore[assignment]
+        assert isinstance(model, PreTrainedModel)
+        self.model, self.seed = model, seed
+        self.vocab_size = vocab_size(model)
+        self.max_model_len = _context_length(model, max_model_len)
+        self.stop_token_ids = frozenset(_default_stops(model) if stop_token_ids is None else stop_token_ids)
+        self._runner = _make_runner(model, self.max_model_len, full_determinism)
+        self._scheduler = Scheduler(
+            max_num_seqs,
+            max_num_batched_tokens,
+            can_chunk=self._runner.can_chunk,
+            keeps_prompts=self._runner.keeps_prompts,
+            share=share_prompts,
+        )
+        self._weights = ModelWeights(model, share_weights)
+        self._version = 0
+        self._unusable: str | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._is_held = False
+        self._ids_in_flight: set[str] = set()
+        self._columns: tuple[list[Row], DrawColumns] | None = None
+        self._counts = {"steps": 0, "requests": 0, "response_tokens": 0, "weight_updates": 0}
+
+    @classmethod
+    def from_config(cls, rollout: Any, model: Any, device: str = "cpu") -> HFSampler:
+        """From the sections ``actor_rollout_ref.rollout`` and ``actor_rollout_ref.model``.
+
+        ``rollout.dtype=auto`` is bfloat16 on an accelerator and float32 on CPU.
+        """
+        auto = "float32" if device == "cpu" else "bfloat16"
+        return cls(
+            str(model.path),
+            dtype=auto if rollout.dtype == "auto" else rollout.dtype,
+            device=device,
+            max_num_seqs=rollout.max_num_seqs,
+            max_num_batched_tokens=rollout.max_num_batched_tokens,
+            max_model_len=rollout.max_model_len,
+            full_determinism=rollout.full_determinism,
+            share_prompts=rollout.enable_prefix_caching,
+            override_config=dict(model.override_config),
+            trust_remote_code=model.trust_remote_code,
+        )
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(self, request: Request) -> Completion:
+        self._check_usable()
+        if request.images is not None or request.videos is not None:
+            raise NotBuiltError("the hf sampler takes text only", key=f"request {request.id}")
+        check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
+        if request.id in self._ids_in_flight:
+            raise RolloutError("a request with this id is in flight", key="id", got=request.id)
+        loop = asyncio.get_running_loop()
+        self._leave_dead_loop(loop)
+        row = self._row(request, loop.create_future())
+        self._ids_in_flight.add(request.id)
+        self._scheduler.add(row)
+        self._ensure_running()
+        try:
+            assert row.future is not None
+            return await row.future
+        finally:
+            self._ids_in_flight.discard(request.id)
+            if row.state != "ended":
+                self._withdraw(row)
+
+    async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
+        async with _Hold(self):
+            self._weights.restore()
+            self._unusable = f"the update to version {version} did not finish"
+            self._scheduler.forget_prompts()
+            self._weights.receive(chunks, version)
+            self._unusable, self._version = None, version
+            self._counts["weight_updates"] += 1
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> int:
+        wanted = None if request_ids is None else set(request_ids)
+        rows = [r for r in [*self._runner.rows, *self._scheduler.pending] if wanted is None or r.request.id in wanted]
+        for row in rows:
+            self._withdraw(row)
+            row.finish("abort", self._version)
+        return len(rows)
+
+    async def sleep(self, level: int = 1) -> None:
+        if level not in (1, 2):
+            raise RolloutError(
+                "no such sleep level", key="level", got=level, allowed="1 (cache), 2 (cache and weights)"
+            )
+        async with _Hold(self):
+            self._runner.clear()
+            self._scheduler.forget_prompts()
+            if level == 2:
+                self._weights.release()
+            self._unusable = "it sleeps; call wake() first"
+
+    async def wake(self) -> None:
+        lost_weights = self._weights.restore()
+        self._unusable = (
+            "its weights were freed by sleep(2); send new ones with update_weights" if lost_weights else None
+        )
+
+    def stats(self) -> dict[str, float]:
+        """Counters.
+
+        ``forward_tokens`` is what went through the model: each distinct prompt once (``prefill_tokens``), and every
+        response token but the last of each response, whose successor nobody asked for (``decode_tokens``).
+        ``prompt_hits`` counts requests whose prompt was computed for another one.
+        """
+        runner = self._runner
+        return {
+            **self._counts,
+            "prefill_tokens": runner.prefill_tokens,
+            "decode_tokens": runner.decode_tokens,
+            "forward_tokens": runner.prefill_tokens + runner.decode_tokens,
+            "prompt_hits": self._scheduler.prompt_hits,
+            "cache_bytes": runner.num_cache_bytes,
+            "weight_bytes_received": self._weights.num_bytes,
+        }
+
+    def _check_usable(self) -> None:
+        if self._unusable is not None:
+            raise RolloutError(f"the sampler cannot sample: {self._unusable}")
+
+    def _row(self, request: Request, future: asyncio.Future[Completion]) -> Row:
+        sampling = request.sampling
+        stops = frozenset() if sampling.ignore_eos else frozenset(sampling.stop_token_ids) or self.stop_token_ids
+        key = np.array(
+            stream_key(self.seed + sampling.seed, request.uid or request.id, request.sample_index), dtype=np.uint64
+        )
+        prompt = self._scheduler.prompt_for((*request.token_ids, *request.generated_prefix))
+        return Row(request, prompt, stops, key, future)
+
+    def _ensure_running(self) -> None:
+        if (self._task is None or self._task.done()) and not self._is_held:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def _leave_dead_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Requests of a loop that was closed under them can never be answered."""
+        if self._task is not None and not self._task.done() and self._task.get_loop() is not loop:
+            if self._task.get_loop().is_running():
+                raise RolloutError("the sampler is in use by another event loop")
+            self._task, self._is_held = None, False
+            self._runner.clear()
+            self._scheduler.drop_all()
+            self._ids_in_flight.clear()
+
+    def _withdraw(self, row: Row) -> None:
+        if row.state == "running":
+            row.state = "ended"
+            self._runner.remove([row])
+        else:
+            self._scheduler.leave(row)
+
+    async def _run(self) -> None:
+        """Step until nothing is left to do; while an update is held up, finish what runs and admit nothing."""
+        while True:
+            # One turn of the loop first: everyone who is about to ask joins the same batch.
+            await asyncio.sleep(0)
+            if not self._runner.rows and (self._is_held or self._scheduler.is_empty):
+                return
+            try:
+                self._step()
+            except Exception as error:  # the boundary between a step and its requests: each caller gets the real error
+                self._fail_all(error)
+
+    def _fail_all(self, error: Exception) -> None:
+        rows = [*self._runner.rows, *self._scheduler.drop_all()]
+        self._runner.clear()
+        for row in rows:
+            row.state = "ended"
+            row.fail(error)
+
+    def _step(self) -> None:
+        running = len(self._runner.rows)
+        admission = Admission() if self._is_held else self._scheduler.admit(running)
+        logits = self._runner.step(admission.chunks)
+        rows = list(self._runner.rows)
+        complete = [chunk.prompt for chunk in admission.chunks if chunk.completes]
+        prompts = [*complete, *admission.joining]
+        for prompt, found in zip(complete, logits[len(rows) :]):
+            prompt.logits = found
+        parts = [logits[: len(rows)], *(p.logits.expand(len(p.rows), -1) for p in prompts if p.logits is not None)]
+        admitted = [(prompt, self._scheduler.take(prompt)) for prompt in prompts]
+        fresh = [row for _, members in admitted for row in members]
+        self._draw([*rows, *fresh], parts)
+        ended = [row for row in rows if self._ends(row)]
+        if ended:
+            self._runner.remove(ended)
+        starting = [(prompt, [row for row in members if not self._ends(row)]) for prompt, members in admitted]
+        self._runner.place([(prompt, members) for prompt, members in starting if members])
+        for prompt in prompts:
+            self._scheduler.release(prompt)
+        self._counts["steps"] += 1
+
+    def _draw(self, rows: list[Row], parts: list[torch.Tensor]) -> None:
+        """Append one token to each of ``rows``, whose logits are the rows of ``parts``."""
+        if not rows:
+            return
+        with torch.inference_mode():
+            logits = torch.cat([part for part in parts if part.shape[0]])
+            if self._columns is None or self._columns[0] != rows:
+                columns = DrawColumns.of([row.request.sampling for row in rows], logits.device)
+                self._columns = (rows, columns)
+            numbers = torch.tensor(self._uniforms(rows), dtype=torch.float64, device=logits.device)
+            tokens, log_probs = (x.tolist() for x in draw(logits, numbers, self._columns[1]))
+        for row, token, log_prob in zip(rows, tokens, log_probs):
+            if not math.isfinite(log_prob):
+                raise RolloutError(
+                    f"the model's logits are not finite (request {row.request.id!r}, position {row.position()})",
+                    fix="Did the weights become NaN in training?",
+                )
+            row.tokens.append(token)
+            row.log_probs.append(log_prob)
+        self._counts["response_tokens"] += len(rows)
+
+    def _uniforms(self, rows: list[Row]) -> list[float]:
+        empty = [row for row in rows if not row.uniforms]
+        if empty:
+            keys = np.stack([row.key for row in empty])
+            made = uniforms(keys, np.array([row.position() for row in empty]), UNIFORMS_AT_ONCE)
+            for row, numbers in zip(empty, made[:, ::-1].tolist()):
+                row.uniforms = numbers
+        return [row.uniforms.pop() for row in rows]
+
+    def _ends(self, row: Row) -> bool:
+        """Resolve a row that has its last token."""
+        stopped = row.tokens[-1] in row.stops
+        if not stopped and row.budget > 0:
+            return False
+        row.state = "ended"
+        self._counts["requests"] += 1
+        row.finish("stop" if stopped else "length", self._version)
+        return True
+
+
+class _Hold:
+    """Keeps new requests waiting and lets the running ones end; then nothing of the model is in use."""
+
+    def __init__(self, sampler: HFSampler):
+        self._sampler = sampler
+
+    async def __aenter__(self) -> None:
+        s = self._sampler
+        s._leave_dead_loop(asyncio.get_running_loop())
+        if s._is_held:
+            raise RolloutError("another update of the weights, or sleep, is under way")
+        s._is_held = True
+        try:
+            while s._task is not None and not s._task.done():
+                await asyncio.wait([s._task])
+        except asyncio.CancelledError:
+            self._let_go()
+            raise
+
+    async def __aexit__(self, *error: object) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:
+        s = self._sampler
+        s._is_held = False
+        if s._scheduler.is_empty:
+            return
+        if s._unusable is None:
+            s._ensure_running()
+        else:
+            s._fail_all(RolloutError(f"the sampler cannot sample: {s._unusable}"))
+
+
+def _make_runner(model: PreTrainedModel, max_model_len: int, full_determinism: bool) -> Runner:
+    try:
+        return pool_runner(model, max_model_len, PoolPolicy(exact=full_determinism))
+    except UnsupportedModelError as error:
+        if full_determinism:
+            raise
+        notice(
+            f"rollout.name=hf, {type(model).__name__}",
+            f"sampled through transformers' own cache, which is slower: {error.message}",
+        )
+        return PaddedRunner(model)
+
+
+def _context_length(model: PreTrainedModel, wanted: int | None) -> int:
+    """The model's context, or less if asked for; more is an error."""
+    limit = vars(model.config.get_text_config(decoder=True)).get("max_position_embeddings")
+    if wanted is None:
+        return limit or 1 << 30
+    if wanted < 1 or (limit and wanted > limit):
+        raise RolloutError(
+            "longer than the model's context" if wanted > 0 else "not a length",
+            key="max_model_len",
+            got=wanted,
+            allowed=f"1 to {limit}",
+        )
+    return wanted
+
+
+def _default_stops(model: PreTrainedModel) -> Sequence[int]:
+    """End-of-sequence ids of the generation config, else of the model's configuration."""
+    generation: GenerationConfig | None = model.generation_config
+    found = None if generation is None else generation.eos_token_id
+    if found is None:
+        found = model.config.get_text_config(decoder=True).eos_token_id
+    if found is None:
+        return ()
+    return [int(x) for x in found] if isinstance(found, Sequence) else [int(found)]

@@ -1,0 +1,71 @@
+"""Loading the sampler's model, and taking new weights into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from transformers import PreTrainedModel
+
+from verl.errors import RolloutError
+from verl.models import export_weights, load_weights
+from verl.weight_sync import WeightChunk, WeightInventory
+from verl.weight_sync.inventory import copy_into
+
+
+class ModelWeights:
+    """The weights of a sampler's model as a place where new ones arrive.
+
+    Args:
+        share: take over the trainer's memory instead of copying, wherever dtype, device and layout are equal. The
+            trainer's next step then changes the sampler at once, so nothing may be sampled between the two.
+    """
+
+    def __init__(self, model: PreTrainedModel, share: bool = False):
+        self.model, self.share = model, share
+        self.num_bytes = 0
+        targets = dict(model.state_dict(keep_vars=True))
+        # Families that fuse weights in memory have other names on disk: those arrive whole and are converted.
+        names = {name for name, _ in export_weights(model)}
+        self._inventory = WeightInventory(targets, self._put) if names <= set(targets) else None
+        self._emptied: list[tuple[torch.UntypedStorage, int]] = []
+
+    def receive(self, chunks: Iterable[WeightChunk], version: int) -> None:
+        """Take a whole stream; raises `RolloutError` and leaves mixed weights if it is not one."""
+        if self._inventory is not None:
+            self.num_bytes += self._inventory.receive(chunks, version)
+            return
+        whole: dict[str, torch.Tensor] = {}
+        ended = False
+        for chunk in chunks:
+            if chunk.version != version:
+                raise RolloutError("a chunk of another version arrived", got=chunk.version, allowed=f"{version}")
+            whole.update(chunk.tensors)
+            self.num_bytes += chunk.num_bytes
+            ended = chunk.last
+        if not ended:
+            raise RolloutError("the stream of weights was interrupted", key=f"version {version}")
+        load_weights(self.model, whole)
+
+    def release(self) -> None:
+        """Give the memory back; what was in it is gone."""
+        if self._emptied or self.share:
+            return
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self.model.state_dict().values()}
+        self._emptied = [(storage, storage.nbytes()) for storage in storages.values()]
+        for storage, _ in self._emptied:
+            storage.resize_(0)
+
+    def restore(self) -> bool:
+        """Undo `release` with undefined contents; returns whether there was anything to undo."""
+        emptied, self._emptied = self._emptied, []
+        for storage, num_bytes in emptied:
+            storage.resize_(num_bytes)
+        return bool(emptied)
+
+    def _put(self, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
+        same = target.dtype == value.dtype and target.device == value.device and value.is_contiguous()
+        if self.share and same:
+            target.data = value.detach()
+        else:
+            copy_into(name, target, value)

@@ -1,0 +1,60 @@
+"""The stream in which weights travel: buckets of bounded size that all carry the version they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from verl.errors import RolloutError
+
+
+@dataclass(frozen=True)
+class WeightChunk:
+    """Some tensors of one version, under their Hugging Face names.
+
+    Example:
+        >>> WeightChunk(version=7, tensors=[("model.norm.weight", torch.ones(64))], last=True)
+
+    Args:
+        version: the same in every chunk of a stream.
+        last: whether the stream ends here; a stream without a last chunk was interrupted.
+    """
+
+    version: int
+    tensors: list[tuple[str, torch.Tensor]]
+    last: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for _, t in self.tensors)
+
+
+def chunk_weights(
+    weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int, version: int
+) -> Iterator[WeightChunk]:
+    """Cut a stream of named tensors into chunks of at most ``bucket_bytes``; a larger tensor travels alone.
+
+    The source is read one tensor ahead, never as a whole, so a source that gathers shards needs memory for one bucket
+    and one tensor.
+
+    Raises:
+        RolloutError: no tensors at all, or a bucket size that is not positive.
+    """
+    if bucket_bytes < 1:
+        raise RolloutError(
+            "a bucket needs room", key="update_weights_bucket_megabytes", got=bucket_bytes, allowed="1 or more"
+        )
+    bucket: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in weights:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if bucket and size + num_bytes > bucket_bytes:
+            yield WeightChunk(version, bucket, last=False)
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += num_bytes
+    if not bucket:
+        raise RolloutError("the trainer exported no weights", key=f"version {version}")
+    yield WeightChunk(version, bucket, last=True)
