@@ -7,7 +7,7 @@ every accepted setting is read by something.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -101,6 +101,14 @@ class ConfigNode:
         >>> cfg.trainer.total_epochs == cfg["trainer"]["total_epochs"] == cfg.get("trainer").get("total_epochs")
         True
     """
+
+    def __post_init__(self) -> None:
+        for name, field in type(self).__dataclass_fields__.items():
+            wanted = field.metadata.get("section")
+            if wanted is not None and isinstance(self.__dict__[name], Mapping):
+                from verl.config.mapping import from_mapping  # here, since it builds nodes itself
+
+                object.__setattr__(self, name, from_mapping(wanted, self.__dict__[name]))
 
     def __getattribute__(self, name: str) -> Any:
         value = object.__getattribute__(self, name)

@@ -7,7 +7,9 @@ from verl.config import (
     FSDPOptimizerConfig,
     HFModelConfig,
     OptimizerConfig,
+    PolicyLossConfig,
     RolloutConfig,
+    SamplingConfig,
 )
 
 __all__ = [
@@ -17,5 +19,7 @@ __all__ = [
     "FSDPOptimizerConfig",
     "HFModelConfig",
     "OptimizerConfig",
+    "PolicyLossConfig",
     "RolloutConfig",
+    "SamplingConfig",
 ]
