@@ -115,7 +115,8 @@ def test_a_mapping_that_does_not_fit_is_an_error_with_its_key(mapping, parts):
 
 def test_a_followed_setting_follows_inside_a_section_too():
     assert from_mapping(ActorConfig, {"optim": {"clip_grad": 0.5}}).grad_clip == 0.5
-    made = from_mapping(PPOTrainerConfig, {"actor_rollout_ref": {"rollout": {"n": 8}}, "data": {"max_prompt_length": 9}})
+    tree = {"actor_rollout_ref": {"rollout": {"n": 8}}, "data": {"max_prompt_length": 9}}
+    made = from_mapping(PPOTrainerConfig, tree)
     assert made.actor_rollout_ref.actor.rollout_n == 8 and made.actor_rollout_ref.rollout.prompt_length == 9
 
 
