@@ -1,0 +1,125 @@
+"""The contract of an agent loop: what it is given, and the trajectory it returns.
+
+A loop works in tokens: what it returns as sampled tokens is what the sampler returned, and the trainer trains on
+exactly these. Text that it inserts (tool answers, user turns) goes in as tokens with mask 0.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from verl.errors import DataError
+from verl.registry import AGENT_LOOPS
+
+L = TypeVar("L", bound="type[AgentLoopBase]")
+
+
+@dataclass
+class AgentLoopMetrics:
+    """Seconds a trajectory spent: sampling, in tools, being scored; and how often its requests were preempted."""
+
+    generate_sequences: float = 0.0
+    tool_calls: float = 0.0
+    compute_score: float = 0.0
+    num_preempted: int = -1
+
+
+@dataclass
+class AgentLoopOutput:
+    """One trajectory.
+
+    Args:
+        prompt_ids: what the first request was given.
+        response_ids: everything after it, in order: sampled tokens and inserted ones.
+        response_mask: 1 on sampled tokens, 0 on inserted ones.
+        response_logprobs: of sampled tokens as the sampler drew them, 0 on inserted ones; None if the sampler has none.
+        token_versions: version of the weights that drew each token, -1 on inserted ones.
+        reward_score: a score that the loop already knows.
+        num_turns: messages after the system prompt: user turns and answers.
+        finish_reason: why the last request ended: stop, length or abort.
+        extra_fields: further values of this row; each becomes a column of the batch.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    response_logprobs: list[float] | None = None
+    routed_experts: Any = None
+    multi_modal_data: dict[str, Any] | None = None
+    reward_score: float | None = None
+    num_turns: int = 0
+    metrics: AgentLoopMetrics = field(default_factory=AgentLoopMetrics)
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+    mm_processor_kwargs: dict[str, Any] | None = None
+    mm_processor_output: Any = None
+    token_versions: list[int] | None = None
+    finish_reason: str = "stop"
+
+
+class AgentLoopBase(ABC):
+    """Runs one trajectory; a fresh instance per row.
+
+    Args:
+        trainer_config: the configuration that the run was started with, or its ``rollout`` section.
+        server_manager: the sampler as this trajectory sees it (`SamplerClient`).
+        tokenizer, processor: of the policy.
+        dataset_cls, data_config: for loops that render messages as the dataset does.
+
+    Example:
+        >>> @register("my_agent")
+        ... class MyLoop(AgentLoopBase):
+        ...     async def run(self, sampling_params, **row):
+        ...         prompt = await self.prompt_ids(row)
+        ...         generate = self.server_manager.generate
+        ...         answer = await generate(row["uid"], prompt_ids=prompt, sampling_params=sampling_params)
+        ...         return AgentLoopOutput(prompt, list(answer.token_ids), [1] * len(answer.token_ids))
+    """
+
+    def __init__(
+        self,
+        trainer_config: Any,
+        server_manager: Any,
+        tokenizer: Any,
+        processor: Any = None,
+        dataset_cls: Any = None,
+        data_config: Any = None,
+        hf_model_type: str | None = None,
+        **kwargs: Any,
+    ):
+        self.config, self.server_manager = trainer_config, server_manager
+        self.tokenizer, self.processor = tokenizer, processor
+        self.dataset_cls, self.data_config, self.hf_model_type = dataset_cls, data_config, hf_model_type
+
+    @abstractmethod
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """The trajectory of one row.
+
+        Args:
+            sampling_params: temperature, top_p, top_k, max_tokens, ...; passed on with every request.
+            kwargs: the row: raw_prompt, raw_prompt_ids, uid, and every other column of the data.
+        """
+
+    async def process_vision_info(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Images and videos in the messages; text has none."""
+        return {}
+
+    async def apply_chat_template(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> list[int]:
+        """Messages -> token ids that end where the assistant's answer begins."""
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, **kwargs}
+        return list(self.tokenizer.apply_chat_template(list(messages), **options))
+
+    async def prompt_ids(self, row: dict[str, Any]) -> list[int]:
+        """The row's prompt: as the dataset tokenised and truncated it, else from its messages."""
+        if row.get("raw_prompt_ids") is not None:
+            return [int(token) for token in row["raw_prompt_ids"]]
+        if row.get("raw_prompt") is None:
+            raise DataError("a row has neither 'raw_prompt_ids' nor 'raw_prompt'", got=sorted(row))
+        return await self.apply_chat_template(row["raw_prompt"])
+
+
+def register(agent_name: str) -> Callable[[L], L]:
+    """Put a loop under a name that a row's ``agent_name`` or ``rollout.agent.default_agent_loop`` can use."""
+    return AGENT_LOOPS.register(agent_name)

@@ -1,0 +1,84 @@
+"""Trajectories of different lengths -> one padded batch with the declared columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.agent_loop.base import AgentLoopOutput
+from verl.metrics import Metric
+from verl.protocol import DataProto
+
+NO_VERSION = -1
+"""Stands in ``token_versions`` where no sampler drew the token: padding and inserted text."""
+
+
+def pad_rows(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype, left: bool = False) -> Tensor:
+    """Rows -> (B, longest), padded with ``value``; at least one column wide."""
+    width = max(1, *(len(row) for row in rows))
+    table = torch.full((len(rows), width), value, dtype=dtype)
+    for number, row in enumerate(rows):
+        if len(row):
+            where = slice(width - len(row), width) if left else slice(0, len(row))
+            table[number, where] = torch.tensor(row, dtype=dtype)
+    return table
+
+
+def to_batch(outputs: Sequence[AgentLoopOutput], pad_token_id: int) -> DataProto:
+    """prompts (B, P) left-padded, responses (B, T) right-padded, both as long as their longest row, and their masks."""
+    prompts = pad_rows([o.prompt_ids for o in outputs], pad_token_id, torch.int64, left=True)
+    responses = pad_rows([o.response_ids for o in outputs], pad_token_id, torch.int64)
+    prompt_mask = pad_rows([[1] * len(o.prompt_ids) for o in outputs], 0, torch.int64, left=True)
+    attended = pad_rows([[1] * len(o.response_ids) for o in outputs], 0, torch.int64)
+    attention_mask = torch.cat([prompt_mask, attended], dim=1)
+    tensors = {
+        "prompts": prompts,
+        "responses": responses,
+        "response_mask": pad_rows([o.response_mask for o in outputs], 0, torch.int64),
+        "input_ids": torch.cat([prompts, responses], dim=1),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
+    }
+    if all(o.response_logprobs is not None for o in outputs):
+        tensors["rollout_log_probs"] = pad_rows([o.response_logprobs or [] for o in outputs], 0.0, torch.float32)
+    if all(o.token_versions is not None for o in outputs):
+        tensors["token_versions"] = pad_rows([o.token_versions or [] for o in outputs], NO_VERSION, torch.int32)
+    columns = {
+        "__num_turns__": [o.num_turns for o in outputs],
+        "finish_reason": [o.finish_reason for o in outputs],
+    }
+    for name in sorted({name for o in outputs for name in o.extra_fields}):
+        columns[name] = [o.extra_fields.get(name) for o in outputs]
+    if any(o.reward_score is not None for o in outputs):
+        columns["reward_score"] = [o.reward_score for o in outputs]
+    arrays = {name: object_array(values) for name, values in columns.items()}
+    return DataProto.from_dict(tensors=tensors, non_tensors=arrays, meta_info={"pad_token_id": pad_token_id})
+
+
+def object_array(values: Sequence[object]) -> np.ndarray:
+    """An object array of these values as they are, lists included."""
+    array = np.empty(len(values), dtype=object)
+    array[:] = list(values)
+    return array
+
+
+def loop_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, Metric]:
+    """``timing_s/agent_loop/*`` under upstream's names, the slowest trajectory apart, and why responses ended."""
+    found: dict[str, Metric] = {}
+    for name in ("generate_sequences", "tool_calls", "compute_score", "num_preempted"):
+        values = [float(getattr(o.metrics, name)) for o in outputs]
+        found[f"timing_s/agent_loop/{name}/min"] = Metric(min(values), "min")
+        found[f"timing_s/agent_loop/{name}/max"] = Metric(max(values), "max")
+        found[f"timing_s/agent_loop/{name}/mean"] = Metric(sum(values) / len(values), weight=len(values))
+    slowest = max(outputs, key=lambda o: o.metrics.generate_sequences + o.metrics.tool_calls)
+    found["timing_s/agent_loop/slowest/generate_sequences"] = Metric(slowest.metrics.generate_sequences, "max")
+    found["timing_s/agent_loop/slowest/tool_calls"] = Metric(slowest.metrics.tool_calls, "max")
+    found["timing_s/agent_loop/slowest/prompt_length"] = Metric(len(slowest.prompt_ids), "max")
+    found["timing_s/agent_loop/slowest/response_length"] = Metric(len(slowest.response_ids), "max")
+    for reason in ("stop", "length", "abort"):
+        share = sum(o.finish_reason == reason for o in outputs) / len(outputs)
+        found[f"rollout/finish_reason/{reason}"] = Metric(share, weight=len(outputs))
+    return found
