@@ -79,7 +79,9 @@ def sample(prompts: DataProto, rollout: RoleHandle, metrics: MetricSet) -> DataP
     """One call of the sampler for all rows of ``prompts``; the rows keep their order."""
     padded, pad = pad_dataproto_to_divisor(prompts, rollout.group.world_size)
     made = unpad_dataproto(rollout.group.generate_sequences(padded), pad)
-    metrics.merge(made.meta_info.pop("metrics", {}))
+    for name, parts in made.meta_info.pop("metrics", {}).items():
+        for metric in parts if isinstance(parts, list) else [parts]:  # a list where ranks were put together
+            metrics.merge({name: metric})
     return prompts.union(made)
 
 
