@@ -9,7 +9,7 @@ from verl import device
 from verl.config import PPOTrainerConfig, replace, to_dict
 from verl.config.mapping import from_mapping
 from verl.errors import ConfigError, NotBuiltError
-from verl.trainer.config import AlgoConfig, CheckpointConfig, KLControlConfig
+from verl.trainer.config import AlgoConfig, CheckpointConfig, KLControlConfig, RolloutCorrectionConfig
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import (
     ActorConfig,
@@ -135,3 +135,39 @@ def test_validate_config_takes_the_typed_tree_and_a_mapping(tmp_path, monkeypatc
     validate_config(OmegaConf.create(to_dict(cfg) | {"ray_kwargs": {}}), False, True)
     with pytest.raises(NotBuiltError, match="vllm"):
         validate_config(replace(cfg, **{"actor_rollout_ref.rollout.name": "vllm"}), False, True)
+
+
+PRESETS = {
+    "disabled": (None, 2.0, None, None, False, "ppo_clip"),
+    "decoupled_token_is": ("token", 2.0, None, None, False, "ppo_clip"),
+    "decoupled_seq_is": ("sequence", 2.0, None, None, False, "ppo_clip"),
+    "decoupled_token_icepop": ("token", "0.5_5.0", None, None, False, "ppo_clip"),
+    "decoupled_seq_is_rs": ("sequence", 2.0, "seq_sum_k1", "0.5_2.0", False, "ppo_clip"),
+    "decoupled_geo_rs": (None, 2.0, "seq_mean_k1", "0.999_1.001", False, "ppo_clip"),
+    "decoupled_geo_rs_seq_tis": ("sequence", 2.0, "seq_mean_k1", "0.999_1.001", False, "ppo_clip"),
+    "decoupled_geo_rs_token_tis": ("token", 2.0, "seq_mean_k1", "0.999_1.001", False, "ppo_clip"),
+    "decoupled_k3_rs": (None, 2.0, "seq_mean_k3", 0.01, False, "ppo_clip"),
+    "decoupled_k3_rs_seq_tis": ("sequence", 2.0, "seq_mean_k3", 0.01, False, "ppo_clip"),
+    "decoupled_k3_rs_token_tis": ("token", 2.0, "seq_mean_k3", 0.01, False, "ppo_clip"),
+    "bypass_ppo_clip": (None, 2.0, None, None, True, "ppo_clip"),
+    "bypass_ppo_clip_geo_rs": (None, 2.0, "seq_mean_k1", "0.999_1.001", True, "ppo_clip"),
+    "bypass_ppo_clip_k3_rs": (None, 2.0, "seq_mean_k3", 0.01, True, "ppo_clip"),
+    "bypass_pg_is": ("sequence", 2.0, None, None, True, "reinforce"),
+    "bypass_pg_token_icepop": ("token", "0.5_5.0", None, None, True, "reinforce"),
+    "bypass_pg_geo_rs": (None, 2.0, "seq_mean_k1", "0.999_1.001", True, "reinforce"),
+    "bypass_pg_geo_rs_seq_tis": ("sequence", 2.0, "seq_mean_k1", "0.999_1.001", True, "reinforce"),
+    "bypass_pg_geo_rs_token_tis": ("token", 2.0, "seq_mean_k1", "0.999_1.001", True, "reinforce"),
+}
+PRESET_FIELDS = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold", "bypass_mode", "loss_type")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_usual_rollout_correction_has_its_values(name):
+    made = vars(RolloutCorrectionConfig)[name].__get__(None, RolloutCorrectionConfig)()
+    assert tuple(made[field] for field in PRESET_FIELDS) == PRESETS[name]
+
+
+def test_thresholds_of_the_usual_rollout_corrections_can_be_chosen():
+    assert RolloutCorrectionConfig.decoupled_token_is(3.0).rollout_is_threshold == 3.0
+    made = RolloutCorrectionConfig.decoupled_seq_is_rs(is_threshold=4.0, rs_threshold="0.8_1.2")
+    assert (made.rollout_is_threshold, made.rollout_rs_threshold) == (4.0, "0.8_1.2")

@@ -4,26 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.config.correction import RolloutCorrectionConfig
 from verl.config.node import ConfigNode, section, setting
-
-
-@dataclass(frozen=True)
-class RolloutCorrectionConfig(ConfigNode):
-    """``algorithm.rollout_correction``."""
-
-    rollout_is: str | None = setting(None, "null, token, sequence", planned="rollout correction")
-    rollout_is_threshold: float | str = setting(
-        2.0, "float = cap (TIS); 'lo_hi' = zero outside (IcePop)", planned="rollout correction"
-    )
-    rollout_rs: str | None = setting(
-        None, "comma list: token_k1/k2/k3, seq_sum_k1..3, seq_mean_k1..3, seq_max_k2/k3", planned="rollout correction"
-    )
-    rollout_rs_threshold: float | str | list | None = setting(
-        None, "one value or one per option; k1 takes lo_hi", planned="rollout correction"
-    )
-    bypass_mode: bool = setting(False, "use rollout log-probs as old log-probs", planned="rollout correction")
-    loss_type: str = setting("ppo_clip", "bypass loss: ppo_clip or reinforce", planned="rollout correction")
-    rollout_is_batch_normalize: bool = setting(False, "scale weights to mean 1", planned="rollout correction")
 
 
 @dataclass(frozen=True)
