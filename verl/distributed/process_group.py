@@ -1,0 +1,138 @@
+"""Joining the processes of a run: one group for all of them, gloo for tensors on the host, the vendor's for devices.
+
+A worker's runtime tells it its place (rank, world size, address of rank 0); a process started by torchrun finds it in
+the environment. A process that is alone gets a group of one without opening a port, because a sharded model needs a
+mesh even then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from verl import env
+from verl.distributed.ranks import Ranks
+from verl.errors import EngineError
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+TIMEOUT = 600.0
+"""Seconds, as ``actor_rollout_ref.nccl_timeout`` has it."""
+
+
+class Placed(Protocol):
+    """What is needed of a process's place; a worker's ``info`` has it."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def master_addr(self) -> str: ...
+    @property
+    def master_port(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process among those of the run, and where rank 0 is met."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+
+    @classmethod
+    def from_environment(cls) -> Place:
+        """What torchrun and cluster runtimes put into RANK, WORLD_SIZE and so on; alone where they are unset."""
+        return cls(
+            rank=env.get_int("RANK", 0),
+            world_size=env.get_int("WORLD_SIZE", 1),
+            local_rank=env.get_int("LOCAL_RANK", 0),
+            master_addr=env.get("MASTER_ADDR") or "127.0.0.1",
+            master_port=env.get_int("MASTER_PORT", 0),
+        )
+
+
+def start(place: Placed | None = None, device: str = "cpu", timeout: float | None = None) -> Ranks:
+    """Join the group of this run's processes, once per process; every later call gives the same ranks.
+
+    Args:
+        place: None takes the group that was joined before, else the environment.
+        device: kind of device that this process computes on; its own one becomes the current one.
+        timeout: seconds after which a collective that some rank does not enter is an error.
+
+    Raises:
+        EngineError: the other processes cannot be met, or this process has another place already.
+    """
+    if dist.is_initialized():
+        return _joined(place)
+    found = Place.from_environment() if place is None else place
+    _check(found, device)
+    _choose_device(found, device)
+    arguments: dict[str, Any] = {"rank": found.rank, "world_size": found.world_size}
+    if found.world_size == 1:
+        arguments["store"] = dist.HashStore()
+    else:
+        arguments["init_method"] = f"tcp://{_bracketed(found.master_addr)}:{found.master_port}"
+    seconds = TIMEOUT if timeout is None else float(timeout)
+    try:
+        dist.init_process_group(BACKENDS[device], timeout=timedelta(seconds=seconds), **arguments)
+    except (RuntimeError, ValueError) as error:
+        raise EngineError(
+            f"rank {found.rank} could not meet the other {found.world_size - 1} processes: {_first_line(error)}",
+            got=f"{found.master_addr}:{found.master_port}",
+            fix="Does every process run, can it reach that address, and is the port free there?",
+        ) from error
+    return Ranks.of_world()
+
+
+def stop() -> None:
+    """Leave the group; nothing to do where none was joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _joined(place: Placed | None) -> Ranks:
+    ranks = Ranks.of_world()
+    if place is not None and (place.rank, place.world_size) != (ranks.rank, ranks.size):
+        raise EngineError(
+            f"this process has joined its group as rank {ranks.rank} of {ranks.size} already",
+            got=f"rank {place.rank} of {place.world_size}",
+            fix="A sharded model needs one process per rank: use trainer.runtime=ray or torchrun.",
+        )
+    return ranks
+
+
+def _check(place: Placed, device: str) -> None:
+    if device not in BACKENDS:
+        raise EngineError("several processes cannot compute together on this device", got=device, allowed=BACKENDS)
+    if not 0 <= place.rank < place.world_size:
+        raise EngineError("RANK must lie below WORLD_SIZE", got=f"rank {place.rank} of {place.world_size}")
+    if place.world_size > 1 and not place.master_port:
+        raise EngineError(
+            f"{place.world_size} processes need an address at which they meet",
+            fix="Start them with torchrun, or set MASTER_ADDR and MASTER_PORT to those of rank 0.",
+        )
+
+
+def _choose_device(place: Placed, device: str) -> None:
+    """Each process its own device; where a runtime shows a process one device only, that one."""
+    if device == "cpu":
+        return
+    module = torch.get_device_module(device)
+    module.set_device(place.local_rank % max(1, module.device_count()))
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address and not address.startswith("[") else address
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,100 @@
+"""Tensors that are cut along their first axis over the ranks: in from rank 0, out to rank 0, one at a time.
+
+Rank 0 alone holds whole tensors, on its host, and the others hold their piece: neither loading nor saving a model puts
+more than one whole tensor at a time on any device. With hybrid sharding the pieces exist once per shard group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from verl.distributed.ranks import Ranks
+from verl.errors import EngineError
+
+
+def scatter(whole: Tensor, target: DTensor) -> None:
+    """Fill a sharded tensor from rank 0's whole one.
+
+    Args:
+        whole: on rank 0 the values, on any device and of any dtype; elsewhere only its shape counts (``meta``).
+        target: cut along its first axis; of hybrid sharding every copy is filled.
+
+    Raises:
+        EngineError: the shapes differ.
+    """
+    if whole.shape != target.shape:
+        own = str(tuple(target.shape))
+        raise EngineError("a sharded tensor has another shape", got=tuple(whole.shape), allowed=own)
+    local, pieces, group = target.to_local(), _pieces(target), _shard_group(target)
+    rows = -(-target.shape[0] // pieces)
+    piece = torch.empty((rows, *target.shape[1:]), dtype=target.dtype, device=local.device)
+    if _has_first(group):
+        parts = _padded_pieces(whole.to(local.device, target.dtype), rows, pieces) if dist.get_rank() == 0 else None
+        dist.scatter(piece, parts, group=group, group_src=0)
+    if target.device_mesh.ndim == 2:
+        dist.broadcast(piece, group=target.device_mesh.get_group(0), group_src=0)
+    with torch.no_grad():
+        local.copy_(piece[: local.shape[0]])
+
+
+def gather_to_first(tensor: DTensor) -> Tensor | None:
+    """The whole tensor on rank 0's host; None on every other rank."""
+    local, pieces, group = tensor.to_local().detach(), _pieces(tensor), _shard_group(tensor)
+    if pieces == 1 and dist.get_rank() == 0:
+        return local.cpu()
+    if pieces == 1 or not _has_first(group):
+        return None
+    rows = -(-tensor.shape[0] // pieces)
+    piece = local.contiguous()
+    if piece.shape[0] < rows:
+        piece = torch.cat([piece, piece.new_zeros(rows - piece.shape[0], *piece.shape[1:])])
+    parts = [torch.empty_like(piece) for _ in range(pieces)] if dist.get_rank() == 0 else None
+    dist.gather(piece, parts, group=group, group_dst=0)
+    return None if parts is None else torch.cat(parts)[: tensor.shape[0]].cpu()
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank, where the pieces are; a tensor that is not sharded as it is."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def mirror(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """Rank 0's tensors as they are; on every other rank their names and shapes, on the ``meta`` device, in one order.
+
+    What the other ranks pass is ignored, so that they may or may not have read the same file.
+    """
+    if ranks.size == 1:
+        return dict(tensors)
+    names = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]
+    known = ranks.from_first(names)
+    if ranks.is_first:
+        return dict(tensors)
+    return {name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, shape, dtype in known}
+
+
+def _pieces(tensor: DTensor) -> int:
+    *copies, cut = tensor.placements
+    if not isinstance(cut, Shard) or cut.dim != 0 or any(not isinstance(p, Replicate) for p in copies):
+        raise EngineError("this tensor is not cut along its first axis", got=str(tensor.placements))
+    return tensor.device_mesh.size(tensor.device_mesh.ndim - 1)
+
+
+def _shard_group(tensor: DTensor) -> dist.ProcessGroup:
+    return tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
+
+
+def _has_first(group: dist.ProcessGroup) -> bool:
+    return dist.get_global_rank(group, 0) == 0
+
+
+def _padded_pieces(whole: Tensor, rows: int, pieces: int) -> list[Tensor]:
+    """Equal pieces; the last ones are filled up, or empty of values, where the axis does not divide."""
+    missing = rows * pieces - whole.shape[0]
+    if missing:
+        whole = torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])])
+    return list(whole.contiguous().chunk(pieces))
