@@ -173,7 +173,12 @@ class ActorConfig(ConfigNode):
 class RefConfig(ConfigNode):
     """The reference policy."""
 
-    rollout_n: int = setting(1, "mirrors rollout.n", follows="actor_rollout_ref.rollout.n")
+    rollout_n: int = setting(
+        1,
+        "samples per prompt; follows rollout.n",
+        follows="actor_rollout_ref.rollout.n",
+        no_effect="the reference policy has no mini-batches",
+    )
     strategy: str = setting("auto", "follows actor", follows="actor_rollout_ref.actor.strategy", upstream="fsdp")
     use_torch_compile: bool = setting(
         True,

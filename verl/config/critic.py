@@ -42,6 +42,12 @@ class CriticModelConfig(HFModelConfig):
         "module imported before load; follows the actor's model",
         follows="actor_rollout_ref.model.external_lib",
     )
+    tokenizer_path: str | None = setting(
+        None, "tokenizer elsewhere", path=True, no_effect="the critic reads the tokens of the policy's tokenizer"
+    )
+    custom_chat_template: str | None = setting(
+        None, "Jinja template of the prompts", no_effect="the critic reads the tokens of the policy's tokenizer"
+    )
 
 
 @dataclass(frozen=True)

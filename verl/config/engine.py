@@ -78,7 +78,7 @@ class FSDPEngineConfig(ConfigNode):
     forward_prefetch: bool = setting(False, "FSDP1 all-gather prefetch", planned="the FSDP engines")
     model_dtype: str = setting("fp32", "dtype of master weights")
     use_orig_params: bool = setting(False, "FSDP1 flag", planned="the FSDP engines")
-    seed: int = setting(42, "RNG seed")
+    seed: int = setting(42, "seed of the engine", no_effect="trainer.seed seeds every worker")
     full_determinism: bool = setting(False, "deterministic kernels, debugging only")
     ulysses_sequence_parallel_size: int = setting(
         1, "deepSpeed-Ulysses sequence-parallel degree", planned="Ulysses sequence parallelism"

@@ -185,7 +185,12 @@ class RolloutConfig(ConfigNode):
         False, "batch-invariant reproducible rollout", planned="bitwise batch-invariant sampling"
     )
     seed: int = setting(42, "sampling seed")
-    prompt_length: int = setting(512, "follows data.max_prompt_length", follows="data.max_prompt_length")
+    prompt_length: int = setting(
+        512,
+        "longest prompt in tokens; follows data.max_prompt_length",
+        follows="data.max_prompt_length",
+        no_effect="prompts are measured and cut by data.max_prompt_length",
+    )
     response_length: int = setting(512, "follows data.max_response_length", follows="data.max_response_length")
     dtype: str = setting("auto", "engine dtype", upstream="bfloat16")
     gpu_memory_utilization: float = setting(
@@ -204,7 +209,9 @@ class RolloutConfig(ConfigNode):
         "vLLM graph sizes",
         no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
     )
-    free_cache_engine: bool = setting(True, "release weights/KV between rollouts (sleep mode)")
+    free_cache_engine: bool | None = setting(
+        None, "give the key/value cache back between rollouts; null: on an accelerator yes, on CPU no", upstream=True
+    )
     tensor_model_parallel_size: int = setting(1, "rollout TP", upstream=2, planned="sampling on several ranks")
     data_parallel_size: int = setting(1, "rollout DP", planned="sampling on several ranks")
     expert_parallel_size: int = setting(1, "rollout EP (must be TP x DP when > 1)", planned="sampling on several ranks")

@@ -93,7 +93,7 @@ class SFTRunConfig(ConfigNode):
     save_freq: int = setting(-1, "steps (-1 end of epoch logic off)")
     test_freq: int = setting(-1, "steps")
     max_ckpt_to_keep: int | None = setting(None, "retention")
-    balance_batch: bool = setting(True, "token balance")
+    balance_batch: bool = setting(True, "token balance", no_effect="one process has nothing to balance")
     resume_mode: str = setting("auto", "auto, disable, resume_path", choices=("auto", "disable", "resume_path"))
     resume_from_path: str | None = setting(None, "path", path=True)
     device: str | None = setting(None, "device", upstream="cuda")

@@ -86,7 +86,10 @@ def worker_arguments(config: PPOTrainerConfig, role: Role, total_steps: int, dev
     if role == Role.Critic:
         site = Site(on, strategy(config.critic.strategy), config.trainer.seed, total_steps, length)
         return {"config": config.critic, "site": site}
-    site = Site(on, strategy(config.actor_rollout_ref.actor.strategy), config.trainer.seed, total_steps, length)
+    policy = config.actor_rollout_ref
+    site = Site(
+        on, strategy(policy.actor.strategy), config.trainer.seed, total_steps, length, strategy(policy.ref.strategy)
+    )
     return {"config": config.actor_rollout_ref, "role": str(role), "site": site}
 
 

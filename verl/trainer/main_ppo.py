@@ -19,7 +19,7 @@ class TaskRunner:
         model = config.actor_rollout_ref.model
         tokenizer = hf_tokenizer(
             config.data.tokenizer or model.tokenizer_path or model.path,
-            trust_remote_code=model.trust_remote_code,
+            trust_remote_code=model.trust_remote_code or config.data.trust_remote_code,
             custom_chat_template=model.custom_chat_template,
         )
         processor = hf_processor(model.path, trust_remote_code=model.trust_remote_code)

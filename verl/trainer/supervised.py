@@ -17,7 +17,7 @@ from verl.metrics import notice
 from verl.observability.tracking import Tracking
 from verl.protocol import DataProto
 from verl.trainer import rng
-from verl.workers.part import Limits, ModelPart, make_engine
+from verl.workers.part import Limits, ModelPart, local_model, make_engine
 
 
 class SupervisedTrainer:
@@ -64,12 +64,12 @@ class SupervisedTrainer:
         c = self.config
         engine = make_engine(
             "plain" if c.engine.strategy in ("auto", "plain") else c.engine.strategy,
-            model=c.model,
+            model=local_model(c.model, "model.path"),
             engine=c.engine,
             optim=c.optim,
             kind="causal_lm",
             grad_clip=c.optim.clip_grad,
-            total_training_steps=self.total_steps,
+            total_training_steps=c.optim.total_training_steps if c.optim.total_training_steps > 0 else self.total_steps,
             device=devices.resolve_device(c.trainer.device),
             seed=c.trainer.seed,
         )

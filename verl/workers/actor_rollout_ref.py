@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.agent_loop import AgentLoopManager
 from verl.algorithms.losses import PPOPolicyLoss
-from verl.config import ActorRolloutRefConfig, replace
+from verl.config import ActorRolloutRefConfig, FSDPEngineConfig, OptimizerConfig
 from verl.data import hf_tokenizer
 from verl.engines.base import Engine
 from verl.errors import WorkerError
@@ -16,7 +16,7 @@ from verl.protocol import DataProto
 from verl.registry import SAMPLERS
 from verl.single_controller.base import Dispatch, Worker, register
 from verl.weight_sync import chunk_weights
-from verl.workers.part import Limits, ModelPart, Site, make_engine
+from verl.workers.part import Limits, ModelPart, Site, local_model, make_engine, schedule_steps
 from verl.workers.training import load_part, save_part
 
 ROLES = {
@@ -47,7 +47,7 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the model once per role that trains or scores, and start the sampler."""
-        model = self.config.model
+        self.model = model = local_model(self.config.model, "actor_rollout_ref.model.path")
         self.tokenizer = hf_tokenizer(
             model.tokenizer_path or model.path,
             trust_remote_code=model.trust_remote_code,
@@ -63,7 +63,12 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Run the agent loop of every row: responses, masks and the sampler's own log-probs."""
-        return self.agent_loops.generate_sequences(prompts)
+        asyncio.run(self.sampler.wake())
+        try:
+            return self.agent_loops.generate_sequences(prompts)
+        finally:
+            if self._frees_cache():
+                asyncio.run(self.sampler.sleep(level=1))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -103,13 +108,16 @@ class ActorRolloutRefWorker(Worker):
         """Continue from what `save_checkpoint` wrote; the sampler gets the weights at the next `update_weights`."""
         load_part(self.actor, local_path, contents)
 
+    def _frees_cache(self) -> bool:
+        """Whether the sampler gives its cache back to the trainer between rollouts."""
+        asked = self.config.rollout.free_cache_engine
+        return self.site.device != "cpu" if asked is None else asked
+
     def _make_actor(self) -> ModelPart:
         c, ranks = self.config.actor, self.world_size
         rollout = self.config.rollout
         return ModelPart(
-            self._engine(
-                optim=replace(c.optim, total_training_steps=self.site.total_training_steps), fsdp=c.fsdp_config
-            ),
+            self._engine(optim=c.optim, fsdp=c.fsdp_config, strategy=self.site.strategy),
             train_limits=Limits.of(
                 c.ppo_micro_batch_size_per_gpu,
                 c.ppo_micro_batch_size,
@@ -126,13 +134,13 @@ class ActorRolloutRefWorker(Worker):
             ),
             loss_fn=PPOPolicyLoss(c, response_length=rollout.response_length),
             temperature=rollout.temperature,
-            mini_batch_rows=max(1, c.ppo_mini_batch_size * rollout.n // ranks),
+            mini_batch_rows=max(1, c.ppo_mini_batch_size * c.rollout_n // ranks),
         )
 
     def _make_ref(self) -> ModelPart:
         c = self.config.ref
         return ModelPart(
-            self._engine(optim=None, fsdp=c.fsdp_config),
+            self._engine(optim=None, fsdp=c.fsdp_config, strategy=self.site.ref_strategy or self.site.strategy),
             infer_limits=Limits.of(
                 c.log_prob_micro_batch_size_per_gpu,
                 c.log_prob_micro_batch_size,
@@ -143,15 +151,15 @@ class ActorRolloutRefWorker(Worker):
             temperature=self.config.rollout.temperature,
         )
 
-    def _engine(self, optim: Any, fsdp: Any) -> Engine:
+    def _engine(self, optim: OptimizerConfig | None, fsdp: FSDPEngineConfig, strategy: str) -> Engine:
         return make_engine(
-            self.site.strategy,
-            model=self.config.model,
+            strategy,
+            model=self.model,
             engine=fsdp,
             optim=optim,
             kind="causal_lm",
             grad_clip=self.config.actor.grad_clip,
-            total_training_steps=self.site.total_training_steps,
+            total_training_steps=schedule_steps(optim, self.site) if optim else self.site.total_training_steps,
             device=self.site.device,
             seed=self.site.seed,
         )
@@ -159,5 +167,5 @@ class ActorRolloutRefWorker(Worker):
     def _make_rollout(self) -> None:
         rollout = self.config.rollout
         build = SAMPLERS.get(rollout.name).from_config
-        self.sampler = build(rollout, self.config.model, device=self.site.device)
+        self.sampler = build(rollout, self.model, device=self.site.device)
         self.agent_loops = AgentLoopManager(rollout, self.sampler, self.tokenizer)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from verl.algorithms.losses import PPOValueLoss
-from verl.config import CriticConfig, replace
+from verl.config import CriticConfig
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
 from verl.single_controller.base import Dispatch, register
-from verl.workers.part import Limits, ModelPart, Site, make_engine
+from verl.workers.part import Limits, ModelPart, Site, local_model, make_engine, schedule_steps
 from verl.workers.training import TrainingWorker
 
 
@@ -24,12 +24,12 @@ class CriticWorker(TrainingWorker):
         c, ranks = self.config, self.world_size
         engine = make_engine(
             self.site.strategy,
-            model=c.model,
+            model=local_model(c.model, "critic.model.path"),
             engine=c.fsdp,
-            optim=replace(c.optim, total_training_steps=self.site.total_training_steps),
+            optim=c.optim,
             kind="value",
             grad_clip=c.grad_clip,
-            total_training_steps=self.site.total_training_steps,
+            total_training_steps=schedule_steps(c.optim, self.site),
             device=self.site.device,
             seed=self.site.seed,
         )

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.algorithms.losses import LossFn
+from verl.config import HFModelConfig, OptimizerConfig, replace
 from verl.engines.base import Engine
-from verl.errors import WorkerError
+from verl.errors import ModelError, WorkerError
 from verl.metrics import Metric, MetricSet
 from verl.protocol import DataProto
 from verl.registry import ENGINES
+from verl.storage import copy_to_local
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Site:
         seed: master seed of the run.
         total_training_steps: length of the run in steps, for learning-rate schedules.
         response_length: the configured maximum of response tokens.
+        ref_strategy: training backend of the reference policy where it differs.
     """
 
     device: str = "cpu"
@@ -34,6 +37,7 @@ class Site:
     seed: int = 1
     total_training_steps: int = 1
     response_length: int | None = None
+    ref_strategy: str | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,17 @@ def per_step(metrics: MetricSet) -> MetricSet:
     B.1); over ranks and over steps it is averaged.
     """
     return MetricSet({name: Metric(m.value) if m.reduction == "sum" else m for name, m in metrics.items()})
+
+
+def local_model(model: HFModelConfig, key: str) -> HFModelConfig:
+    """The model section with its path on this machine: fetched from a hub or HDFS, copied to shared memory if asked."""
+    found = copy_to_local(model.path, use_shm=model.use_shm, error=ModelError, key=key)
+    return replace(model, path=found)
+
+
+def schedule_steps(optim: OptimizerConfig, site: Site) -> int:
+    """Steps of the learning-rate schedule: ``total_training_steps`` where it is set, else the run's length."""
+    return optim.total_training_steps if optim.total_training_steps > 0 else site.total_training_steps
 
 
 def make_engine(strategy: str, **arguments: Any) -> Engine:

@@ -7,7 +7,7 @@ import torch
 from verl.config import FSDPEngineConfig, HFModelConfig
 from verl.protocol import DataProto
 from verl.single_controller.base import Dispatch, Worker, register
-from verl.workers.part import Limits, ModelPart, Site, make_engine
+from verl.workers.part import Limits, ModelPart, Site, local_model, make_engine
 
 
 class RewardModelWorker(Worker):
@@ -36,7 +36,7 @@ class RewardModelWorker(Worker):
         """Load the reward model, frozen."""
         engine = make_engine(
             self.site.strategy,
-            model=self.model_config,
+            model=local_model(self.model_config, "reward.reward_model.model_path"),
             engine=self.engine_config,
             optim=None,
             kind="value",

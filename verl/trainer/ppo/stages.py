@@ -231,7 +231,7 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext) -> None:
 
 
 def _deal_out(members: list[int], lengths: list[int], num_ranks: int, ctx: StepContext) -> list[int]:
-    if num_ranks == 1 or not ctx.config.trainer.balance_batch:
+    if not ctx.config.trainer.balance_batch or num_ranks == 1:
         return members
     order = balance_within_mini_batches([lengths[i] for i in members], len(members), num_ranks)
     return [members[i] for i in order]
