@@ -33,6 +33,7 @@ def load_causal_lm(
     external_lib: str | None = None,
     hf_config_path: str | None = None,
     seed: int = 0,
+    device: str = "cpu",
 ) -> nn.Module:
     """A causal language model with all its weights from ``path``.
 
@@ -41,6 +42,7 @@ def load_causal_lm(
         override_config: see `load_model_config`; its ``attn_implementation`` counts if ``attn`` is None.
         attn: attention implementation of transformers; None is SDPA where the family has it, else eager.
         seed: of the initialisation of whatever the family itself adds; the global generators stay as they are.
+        device: ``meta`` gives the same model without any values, for a backend that fills in its own piece.
 
     Raises:
         ModelError: not a model folder (the message says what is missing), damaged, or incomplete weights.
@@ -53,7 +55,7 @@ def load_causal_lm(
         hf_config_path=hf_config_path,
     )
     attn = attn or (override_config or {}).get("attn_implementation")
-    model, info = _load(AutoModelForCausalLM, path, config, dtype, trust_remote_code, attn, seed)
+    model, info = _load(AutoModelForCausalLM, path, config, dtype, trust_remote_code, attn, seed, device)
     _refuse_missing(path, info["missing_keys"])
     if info["unexpected_keys"]:
         names = sorted(info["unexpected_keys"])
@@ -71,12 +73,13 @@ def load_value_model(
     external_lib: str | None = None,
     hf_config_path: str | None = None,
     seed: int = 0,
+    device: str = "cpu",
 ) -> nn.Module:
     """A value function: the trunk of a language model with a scalar head on every position.
 
     ``path`` is a causal language model, or a token or sequence classification checkpoint with one label, whose head is
     then kept. A new head is drawn from N(0, 1/(hidden+1)) with ``seed``, its bias is zero: values start near zero.
-    All dropout around the head is off.
+    All dropout around the head is off. Other arguments as for `load_causal_lm`.
 
     Raises:
         ModelError: see `load_causal_lm`; also a family without a token-classification form, or several labels.
@@ -92,7 +95,8 @@ def load_value_model(
     for dropout in ("classifier_dropout", "hidden_dropout", "summary_dropout_prob"):
         setattr(config, dropout, 0.0)
     attn = attn or (override_config or {}).get("attn_implementation")
-    model, info = _load(AutoModelForTokenClassification, path, config, dtype, trust_remote_code, attn, seed)
+    auto = AutoModelForTokenClassification
+    model, info = _load(auto, path, config, dtype, trust_remote_code, attn, seed, device)
     name = _head_name(model)
     head_keys = {f"{name}.weight", f"{name}.bias"}
     _refuse_missing(path, set(info["missing_keys"]) - head_keys)
@@ -115,6 +119,7 @@ def _load(
     trust_remote_code: bool,
     attn: str | None,
     seed: int,
+    device: str,
 ) -> tuple[nn.Module, dict[str, Any]]:
     where = folder.resolve(path)
     folder.check(where)
@@ -127,6 +132,7 @@ def _load(
             trust_remote_code=trust_remote_code,
             attn_implementation=attn,
             output_loading_info=True,
+            device_map="meta" if device == "meta" else None,
         )
     _own_memory(model)
     return model, info

@@ -34,13 +34,39 @@ def export_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     Tied embeddings appear once, under the name of the input embedding: whoever receives them ties them itself, as the
     configuration says. The tensors share the model's memory where the family stores them as they are on disk.
     """
-    detached = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
-    with torch.no_grad():
-        yield from revert_weight_conversion(model, detached).items()
+    yield from names_on_disk(model, {name: tensor.detach() for name, tensor in named_tensors(model).items()}).items()
+
+
+@torch.no_grad()
+def names_on_disk(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors that ``model`` has in memory, under their Hugging Face names.
+
+    Args:
+        model: only its class and configuration count.
+        tensors: name in memory -> whole tensor; all of them or a part, such as one layer.
+    """
+    return revert_weight_conversion(model, dict(tensors))
 
 
 def load_weights(model: Any, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
     """Copy weights under Hugging Face names into a model, all of them or none.
+
+    Raises:
+        ModelError: a tensor is missing, unknown, or of another shape.
+    """
+    given = names_in_memory(model, tensors)
+    with torch.no_grad():
+        for name, target in named_tensors(model).items():
+            target.copy_(given[name])
+
+
+def names_in_memory(
+    model: Any, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Weights under Hugging Face names, under the names that they have in ``model``.
+
+    Args:
+        model: may be one without values (``meta``); so may the tensors, as far as names and shapes go.
 
     Raises:
         ModelError: a tensor is missing, unknown, or of another shape.
@@ -50,9 +76,7 @@ def load_weights(model: Any, tensors: Mapping[str, torch.Tensor] | Iterable[tupl
     if not set(targets) <= set(given):
         given = _converted(model, given)
     _check(targets, given)
-    with torch.no_grad():
-        for name, target in targets.items():
-            target.copy_(given[name])
+    return {name: given[name] for name in targets}
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -62,12 +86,14 @@ def count_parameters(model: nn.Module) -> int:
 
 def _converted(model: Any, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """``given`` under the names in memory: transformers converts while loading, so it loads a second model."""
-    names_on_disk = {name for name, _ in export_weights(model)}
-    absent = sorted(names_on_disk - set(given))
+    absent = sorted({name for name, _ in export_weights(model)} - set(given))
     if absent:
         raise ModelError(f"{len(absent)} weights are missing, the first is {absent[0]}", fix=suggest(absent[0], given))
+    device = "meta" if all(tensor.is_meta for tensor in given.values()) else None
     with quiet_transformers():
-        fresh = type(model).from_pretrained(None, config=model.config, state_dict=given, dtype=model.dtype)
+        fresh = type(model).from_pretrained(
+            None, config=model.config, state_dict=given, dtype=model.dtype, device_map=device
+        )
     return {name: tensor.detach() for name, tensor in named_tensors(fresh).items()}
 
 
