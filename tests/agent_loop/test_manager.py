@@ -32,7 +32,14 @@ def settings(**changes):
     sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "do_sample": True}
     validation = SimpleNamespace(temperature=0.0, top_p=1.0, top_k=-1, do_sample=False)
     agent = SimpleNamespace(default_agent_loop="single_turn_agent")
-    base = {"seed": 42, "response_length": 8, "ignore_eos": False, "val_kwargs": validation, "agent": agent}
+    base = {
+        "seed": 42,
+        "response_length": 8,
+        "ignore_eos": False,
+        "calculate_log_probs": True,
+        "val_kwargs": validation,
+        "agent": agent,
+    }
     return SimpleNamespace(**{**base, **sampling, **changes})
 
 

@@ -7,11 +7,11 @@ exactly these. Text that it inserts (tool answers, user turns) goes in as tokens
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from verl.errors import DataError
+from verl.errors import DataError, NotBuiltError
 from verl.registry import AGENT_LOOPS
 
 L = TypeVar("L", bound="type[AgentLoopBase]")
@@ -58,6 +58,10 @@ class AgentLoopOutput:
     token_versions: list[int] | None = None
     finish_reason: str = "stop"
 
+    def __post_init__(self) -> None:
+        if isinstance(self.metrics, Mapping):
+            self.metrics = AgentLoopMetrics(**self.metrics)
+
 
 class AgentLoopBase(ABC):
     """Runs one trajectory; a fresh instance per row.
@@ -103,7 +107,16 @@ class AgentLoopBase(ABC):
         """
 
     async def process_vision_info(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Images and videos in the messages; text has none."""
+        """Images and videos in the messages; text has none.
+
+        Raises:
+            NotBuiltError: there is something else than text.
+        """
+        for message in messages:
+            parts = message.get("content")
+            if isinstance(parts, list) and any(part.get("type", "text") != "text" for part in parts):
+                kinds = sorted({str(part.get("type")) for part in parts} - {"text"})
+                raise NotBuiltError("vision inputs of agent loops are not built yet", got=kinds, allowed="text")
         return {}
 
     async def apply_chat_template(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> list[int]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from verl.agent_loop.base import AgentLoopOutput
+from verl.errors import RolloutError
 from verl.metrics import Metric
 from verl.protocol import DataProto
 
@@ -18,7 +20,7 @@ NO_VERSION = -1
 
 def pad_rows(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype, left: bool = False) -> Tensor:
     """Rows -> (B, longest), padded with ``value``; at least one column wide."""
-    width = max(1, *(len(row) for row in rows))
+    width = max([1, *(len(row) for row in rows)])
     table = torch.full((len(rows), width), value, dtype=dtype)
     for number, row in enumerate(rows):
         if len(row):
@@ -27,7 +29,36 @@ def pad_rows(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype, 
     return table
 
 
-def to_batch(outputs: Sequence[AgentLoopOutput], pad_token_id: int) -> DataProto:
+def checked(output: AgentLoopOutput, max_length: int) -> AgentLoopOutput:
+    """The output with its response cut to ``max_length`` tokens.
+
+    Raises:
+        RolloutError: an empty prompt, or columns of different lengths.
+    """
+    count = len(output.response_ids)
+    columns = {
+        "response_mask": output.response_mask,
+        "response_logprobs": output.response_logprobs,
+        "token_versions": output.token_versions,
+    }
+    for name, column in columns.items():
+        if column is not None and len(column) != count:
+            raise RolloutError("not one entry per response token", key=name, got=len(column), allowed=f"{count}")
+    if not output.prompt_ids:
+        raise RolloutError("the loop returned an empty prompt", key="prompt_ids")
+    if count <= max_length:
+        return output
+    return replace(
+        output,
+        response_ids=output.response_ids[:max_length],
+        response_mask=output.response_mask[:max_length],
+        response_logprobs=output.response_logprobs and output.response_logprobs[:max_length],
+        token_versions=output.token_versions and output.token_versions[:max_length],
+        finish_reason="length",
+    )
+
+
+def to_batch(outputs: Sequence[AgentLoopOutput], pad_token_id: int, with_log_probs: bool = True) -> DataProto:
     """prompts (B, P) left-padded, responses (B, T) right-padded, both as long as their longest row, and their masks."""
     prompts = pad_rows([o.prompt_ids for o in outputs], pad_token_id, torch.int64, left=True)
     responses = pad_rows([o.response_ids for o in outputs], pad_token_id, torch.int64)
@@ -42,7 +73,7 @@ def to_batch(outputs: Sequence[AgentLoopOutput], pad_token_id: int) -> DataProto
         "attention_mask": attention_mask,
         "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
     }
-    if all(o.response_logprobs is not None for o in outputs):
+    if with_log_probs and all(o.response_logprobs is not None for o in outputs):
         tensors["rollout_log_probs"] = pad_rows([o.response_logprobs or [] for o in outputs], 0.0, torch.float32)
     if all(o.token_versions is not None for o in outputs):
         tensors["token_versions"] = pad_rows([o.token_versions or [] for o in outputs], NO_VERSION, torch.int32)
@@ -54,8 +85,20 @@ def to_batch(outputs: Sequence[AgentLoopOutput], pad_token_id: int) -> DataProto
         columns[name] = [o.extra_fields.get(name) for o in outputs]
     if any(o.reward_score is not None for o in outputs):
         columns["reward_score"] = [o.reward_score for o in outputs]
+        if all(o.reward_score is not None for o in outputs):
+            tensors["rm_scores"] = on_last_sampled_token(
+                [o.reward_score or 0.0 for o in outputs], tensors["response_mask"]
+            )
     arrays = {name: object_array(values) for name, values in columns.items()}
     return DataProto.from_dict(tensors=tensors, non_tensors=arrays, meta_info={"pad_token_id": pad_token_id})
+
+
+def on_last_sampled_token(scores: Sequence[float], mask: Tensor) -> Tensor:
+    """(B, T) float32: each row's score at its last position with mask 1, zero elsewhere."""
+    table = torch.zeros(mask.shape, dtype=torch.float32)
+    last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(-1)
+    table[torch.arange(len(mask)), last] = torch.tensor(scores, dtype=torch.float32)
+    return table * mask
 
 
 def object_array(values: Sequence[object]) -> np.ndarray:
@@ -68,8 +111,10 @@ def object_array(values: Sequence[object]) -> np.ndarray:
 def loop_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, Metric]:
     """``timing_s/agent_loop/*`` under upstream's names, the slowest trajectory apart, and why responses ended."""
     found: dict[str, Metric] = {}
+    if not outputs:
+        return found
     for name in ("generate_sequences", "tool_calls", "compute_score", "num_preempted"):
-        values = [float(getattr(o.metrics, name)) for o in outputs]
+        values = [float(vars(o.metrics)[name]) for o in outputs]
         found[f"timing_s/agent_loop/{name}/min"] = Metric(min(values), "min")
         found[f"timing_s/agent_loop/{name}/max"] = Metric(max(values), "max")
         found[f"timing_s/agent_loop/{name}/mean"] = Metric(sum(values) / len(values), weight=len(values))
@@ -78,6 +123,8 @@ def loop_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, Metric]:
     found["timing_s/agent_loop/slowest/tool_calls"] = Metric(slowest.metrics.tool_calls, "max")
     found["timing_s/agent_loop/slowest/prompt_length"] = Metric(len(slowest.prompt_ids), "max")
     found["timing_s/agent_loop/slowest/response_length"] = Metric(len(slowest.response_ids), "max")
+    lengths = [sum(o.response_mask) for o in outputs]
+    found["rollout/sampled_tokens"] = Metric(float(sum(lengths)), "sum")
     for reason in ("stop", "length", "abort"):
         share = sum(o.finish_reason == reason for o in outputs) / len(outputs)
         found[f"rollout/finish_reason/{reason}"] = Metric(share, weight=len(outputs))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from verl.errors import RolloutError, suggest
+from verl.errors import NotBuiltError, RolloutError, suggest
 from verl.rollout.base import Completion, Request, Sampler, SamplingParams
 
 PARAMETERS = tuple(f.name for f in fields(SamplingParams))
+OTHER_NAMES = {"max_new_tokens": "max_tokens", "response_length": "max_tokens"}
+NO_EFFECT = {"logprobs", "n"}
+"""Log-probs always come along, and the n samples of a prompt are n rows."""
 
 
 @dataclass
@@ -21,7 +25,7 @@ class SamplerClient:
         uid: the prompt's identity; ``sample_index`` tells its samples apart.
         seed: of the run's sampling.
         response_length: budget of a request that does not name its own.
-        stop_token_ids: what ends a response; empty takes the model's own.
+        stop_token_ids: end a response, besides the model's own end tokens.
     """
 
     sampler: Sampler
@@ -37,15 +41,21 @@ class SamplerClient:
         self,
         request_id: str,
         *,
-        prompt_ids: list[int],
-        sampling_params: dict[str, Any],
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
         image_data: Any = None,
         video_data: Any = None,
+        generated_prefix: Sequence[int] = (),
     ) -> Completion:
         """Sample one continuation of ``prompt_ids``.
 
         Args:
             request_id: any name; requests of one trajectory may share it (servers route by it).
+            sampling_params: keys of `SamplingParams`; ``max_new_tokens`` is understood too.
+            generated_prefix: see `Request`; to go on with a response that was aborted.
+
+        Raises:
+            RolloutError: an unknown parameter, or whatever the sampler refuses.
         """
         turn, self.num_requests = self.num_requests, self.num_requests + 1
         request = Request(
@@ -55,8 +65,9 @@ class SamplerClient:
             # The token position is the counter of a request's random numbers, so every turn needs a key of its own.
             uid=self.uid if turn == 0 else f"{self.uid}/{turn}",
             sample_index=self.sample_index,
-            images=image_data,
-            videos=video_data,
+            images=image_data or None,
+            videos=video_data or None,
+            generated_prefix=tuple(generated_prefix),
         )
         start = time.perf_counter()
         try:
@@ -64,13 +75,18 @@ class SamplerClient:
         finally:
             self.seconds += time.perf_counter() - start
 
-    def _parameters(self, given: dict[str, Any]) -> SamplingParams:
-        unknown = sorted(set(given) - set(PARAMETERS) - {"logprobs"})
+    def _parameters(self, given: Mapping[str, Any]) -> SamplingParams:
+        if given.get("repetition_penalty", 1) not in (None, 1):
+            raise NotBuiltError(
+                "the repetition penalty is not built yet", got=given["repetition_penalty"], allowed="1.0"
+            )
+        given = {OTHER_NAMES.get(name, name): value for name, value in given.items() if name != "repetition_penalty"}
+        unknown = sorted(set(given) - set(PARAMETERS) - NO_EFFECT)
         if unknown:
             raise RolloutError(
                 "unknown sampling parameter", got=unknown[0], allowed=PARAMETERS, fix=suggest(unknown[0], PARAMETERS)
             )
         known = {name: given[name] for name in PARAMETERS if name in given}
         known.setdefault("max_tokens", self.response_length)
-        known.setdefault("stop_token_ids", self.stop_token_ids)
+        known["stop_token_ids"] = tuple(sorted({*self.stop_token_ids, *(known.get("stop_token_ids") or ())}))
         return SamplingParams(**{"seed": self.seed, **known})

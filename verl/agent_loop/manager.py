@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
-from verl.agent_loop.batch import loop_metrics, to_batch
+from verl.agent_loop.batch import checked, loop_metrics, to_batch
 from verl.agent_loop.client import SamplerClient
 from verl.errors import RolloutError
 from verl.protocol import DataProto
@@ -28,7 +29,8 @@ class AgentLoopManager:
         config: the ``rollout`` section.
         sampler: serves every request.
         tokenizer, processor: of the policy.
-        score: scores a trajectory as soon as it ends, beside the sampling of the others.
+        score: ``await score(row, output)`` scores a trajectory as soon as it ends, beside the sampling of the others;
+            the batch then has ``rm_scores`` (B, T), the score on the last sampled token.
         data_config: for loops that render messages as the dataset does.
     """
 
@@ -48,7 +50,8 @@ class AgentLoopManager:
         """A batch of trajectories in the order of the rows.
 
         Args:
-            prompts: ``raw_prompt_ids`` or ``raw_prompt``, and ``uid``; ``agent_name`` picks a row's loop.
+            prompts: ``raw_prompt_ids`` or ``raw_prompt``, and ``uid``; ``agent_name`` picks a row's loop. A column
+                ``sample_index`` tells the samples of a uid apart where they are spread over several batches.
                 ``meta_info["validate"]`` samples with ``val_kwargs``; ``meta_info["do_sample"]`` overrides both.
 
         Raises:
@@ -60,12 +63,10 @@ class AgentLoopManager:
         """The same inside a running event loop."""
         rows = [{name: values[i] for name, values in prompts.non_tensor_batch.items()} for i in range(len(prompts))]
         parameters = self.sampling_params(prompts.meta_info)
-        seen: Counter[str] = Counter()
-        tasks = []
-        for number, row in enumerate(rows):
-            uid = str(row.setdefault("uid", str(number)))
-            tasks.append(asyncio.ensure_future(self._trajectory(number, row, uid, seen[uid], parameters)))
-            seen[uid] += 1
+        tasks = [
+            asyncio.ensure_future(self._trajectory(number, row, stream, parameters))
+            for number, (row, stream) in enumerate(zip(rows, sample_streams(rows, prompts.meta_info)))
+        ]
         try:
             outputs = await asyncio.gather(*tasks)
         except BaseException:
@@ -74,42 +75,67 @@ class AgentLoopManager:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
         pad = self.tokenizer.pad_token_id
-        batch = to_batch(outputs, self.tokenizer.eos_token_id if pad is None else pad)
+        pad = self.tokenizer.eos_token_id if pad is None else pad
+        batch = to_batch(outputs, 0 if pad is None else int(pad), with_log_probs=self.config.calculate_log_probs)
         batch.meta_info["metrics"] = loop_metrics(outputs)
         return batch
 
     def sampling_params(self, meta_info: dict[str, Any]) -> dict[str, Any]:
         """How this batch is sampled, from the configuration and the batch's own wishes."""
         source = self.config.val_kwargs if meta_info.get("validate") else self.config
+        do_sample = bool(meta_info.get("do_sample", source.do_sample))
         return {
-            "temperature": float(source.temperature),
+            "temperature": float(source.temperature) if do_sample else 0.0,
             "top_p": float(source.top_p),
             "top_k": int(source.top_k),
-            "do_sample": bool(meta_info.get("do_sample", source.do_sample)),
+            "do_sample": do_sample,
             "max_tokens": int(self.config.response_length),
             "ignore_eos": bool(self.config.ignore_eos),
         }
 
     async def _trajectory(
-        self, number: int, row: dict[str, Any], uid: str, sample_index: int, parameters: dict[str, Any]
+        self, number: int, row: dict[str, Any], stream: tuple[str, int], parameters: dict[str, Any]
     ) -> AgentLoopOutput:
         name = row.get("agent_name") or self.config.agent.default_agent_loop
         loop_class: type[AgentLoopBase] = AGENT_LOOPS.get(name)
-        client = SamplerClient(self.sampler, uid, sample_index, self.config.seed, int(self.config.response_length))
-        loop = loop_class(self.config, client, self.tokenizer, self.processor, data_config=self.data_config)
+        budget = int(self.config.response_length)
+        end = self.tokenizer.eos_token_id
+        client = SamplerClient(self.sampler, *stream, self.config.seed, budget, () if end is None else (int(end),))
         try:
-            output = await loop.run(dict(parameters), **row)
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:  # boundary: a user's loop, reported with the row it failed on
+            loop = loop_class(self.config, client, self.tokenizer, self.processor, data_config=self.data_config)
+            output = checked(await loop.run(dict(parameters), **{**row, "uid": stream[0]}), budget)
+            output.metrics.generate_sequences = client.seconds
+            if self.score is not None and output.reward_score is None:
+                start = time.perf_counter()
+                output.reward_score = float(await self.score(row, output))
+                output.metrics.compute_score += time.perf_counter() - start
+        except Exception as error:  # boundary: a user's loop or scorer, reported with the row it failed on
             raise RolloutError(
                 f"the agent loop {name!r} ({loop_class.__module__}.{loop_class.__qualname__}) failed on row {number} "
-                f"of the batch, uid {uid}: {type(error).__name__}: {error}"
+                f"of the batch, uid {stream[0]}: {type(error).__name__}: {error}"
             ) from error
-        output.metrics.generate_sequences = client.seconds
-        if self.score is not None and output.reward_score is None:
-            output.reward_score = await self.score(row, output)
         return output
+
+
+def sample_streams(rows: Sequence[Mapping[str, Any]], meta_info: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """(uid, sample index) of each row, the key of its random numbers.
+
+    Rows without a uid are told apart by their place and by ``meta_info["global_steps"]``.
+
+    Raises:
+        RolloutError: two rows would draw the same numbers.
+    """
+    seen: Counter[str] = Counter()
+    streams = []
+    for number, row in enumerate(rows):
+        uid, index = row.get("uid"), row.get("sample_index")
+        name = f"step {meta_info.get('global_steps', 0)} row {number}" if uid is None else str(uid)
+        streams.append((name, seen[name] if index is None else int(index)))
+        seen[name] += 1
+    uid, index = max(streams, key=Counter(streams).__getitem__, default=("", 0))
+    if streams.count((uid, index)) > 1:
+        raise RolloutError(f"two rows of uid {uid} would draw the same random numbers", key="sample_index", got=index)
+    return streams
 
 
 def _run(work: Coroutine[Any, Any, DataProto]) -> DataProto:

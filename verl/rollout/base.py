@@ -32,8 +32,8 @@ class SamplingParams:
         top_p: the smallest set of tokens whose probability reaches it is kept; 1 keeps all.
         top_k: that many most probable tokens are kept; -1 (or 0) keeps all. Ties with the last one stay.
         max_tokens: budget of the response in tokens, ``Request.generated_prefix`` included.
-        stop_token_ids: each of these ends the response and is its last token; empty takes the model's own.
-        ignore_eos: no token ends the response, only the budget does.
+        stop_token_ids: each of these ends the response and is its last token, like the model's own end tokens.
+        ignore_eos: no token ends the response, neither the model's own nor these; only the budget does.
         do_sample: False is greedy. A greedy token's log-prob is that of the unfiltered distribution at ``temperature``
             (at 1 where the temperature is 0).
         seed: first part of the key of the random numbers.

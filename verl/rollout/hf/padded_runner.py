@@ -69,9 +69,9 @@ class PaddedRunner:
         rows = [row for _, members in admitted for row in members]
         source = [prompts.index(prompt) for prompt, members in admitted for _ in members]
         with torch.inference_mode():
-            index = torch.LongTensor(source).to(mask.device)
+            index = torch.LongTensor(source)
             cache.reorder_cache(index)
-            self._waves.append(Wave(rows, cache, mask[index]))
+            self._waves.append(Wave(rows, cache, mask[index.to(mask.device)]))
         self._started = None
 
     def remove(self, rows: Sequence[Row]) -> None:
@@ -80,9 +80,9 @@ class PaddedRunner:
             kept = [i for i, row in enumerate(wave.rows) if id(row) not in gone]
             if kept and len(kept) < len(wave.rows):
                 with torch.inference_mode():
-                    index = torch.LongTensor(kept).to(wave.mask.device)
+                    index = torch.LongTensor(kept)
                     wave.cache.reorder_cache(index)
-                    wave.mask = wave.mask[index]
+                    wave.mask = wave.mask[index.to(wave.mask.device)]
             wave.rows = [wave.rows[i] for i in kept]
         self._waves = [wave for wave in self._waves if wave.rows]
 

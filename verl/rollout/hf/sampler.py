@@ -50,7 +50,7 @@ class HFSampler(Sampler):
         seed: added to every request's own seed.
         max_model_len: longest sequence; None takes the model's.
         full_determinism: bitwise the same result whatever else is in the batch, at some cost in speed.
-        stop_token_ids: end a response where the request names none; None takes the model's generation config.
+        stop_token_ids: end every response; None takes the end tokens of the model's generation config.
         share_prompts: compute equal prompts once.
         share_weights: see `ModelWeights`.
         override_config, trust_remote_code: for loading, see `verl.models.load_causal_lm`.
@@ -213,7 +213,7 @@ class HFSampler(Sampler):
 
     def _row(self, request: Request, future: asyncio.Future[Completion]) -> Row:
         sampling = request.sampling
-        stops = frozenset() if sampling.ignore_eos else frozenset(sampling.stop_token_ids) or self.stop_token_ids
+        stops = frozenset() if sampling.ignore_eos else self.stop_token_ids.union(sampling.stop_token_ids)
         key = np.array(
             stream_key(self.seed + sampling.seed, request.uid or request.id, request.sample_index), dtype=np.uint64
         )
