@@ -1,0 +1,131 @@
+"""Every setting that a run accepts is read by something: short real runs with the reads on the record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.support import tiny_model_dir, write_prompts
+from verl.config import PPOTrainerConfig, SFTTrainerConfig, leaves, load_config, record_reads
+from verl.trainer import main_ppo, sft_trainer
+
+READ_ELSEWHERE = {
+    # Trackers get the configuration as a plain dict; tests/observability/backends/test_wandb.py reads this one.
+    "trainer.wandb_proxy",
+    # The loader copies it into grad_clip, which is read; tests/config/test_loading.py shows that it arrives.
+    "actor_rollout_ref.actor.optim.clip_grad",
+    "critic.optim.clip_grad",
+}
+
+SCORER = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.5\n"
+MANAGER = "from verl.rewards.managers.naive import NaiveRewardManager\n\n\nclass Mine(NaiveRewardManager):\n    pass\n"
+DATASET = "from verl.data import RLHFDataset\n\n\nclass Mine(RLHFDataset):\n    pass\n"
+SFT_DATASET = "from verl.data import MultiTurnSFTDataset\n\n\nclass Mine(MultiTurnSFTDataset):\n    pass\n"
+
+COMMON = [
+    "data.train_files=train.parquet",
+    "data.train_batch_size=2",
+    "data.max_prompt_length=64",
+    "data.max_response_length=4",
+    "actor_rollout_ref.model.path=model",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "reward.custom_reward_function.path=scorer.py",
+    "trainer.logger=[file]",
+    "trainer.resume_mode=disable",
+]
+PPO_RUNS = {
+    "grpo, everything around it on": [
+        "algorithm.adv_estimator=grpo",
+        "trainer.total_training_steps=1",
+        "data.val_files=train.parquet",
+        "trainer.save_freq=1",
+        "trainer.test_freq=1",
+        "trainer.rollout_data_dir=dumps",
+        "trainer.validation_data_dir=dumps_val",
+        "trainer.log_val_generations=1",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+        "reward.reward_manager.source=importlib",
+        "reward.reward_manager.name=Mine",
+        "reward.reward_manager.module.path=manager.py",
+    ],
+    "ppo with a critic for one epoch": [
+        "algorithm.adv_estimator=gae",
+        "trainer.total_epochs=1",
+        "data.train_max_samples=2",
+        "trainer.save_freq=1",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.type=adaptive",
+        "critic.optim.lr_scheduler_type=cosine",
+        "data.custom_cls.path=dataset.py",
+        "data.custom_cls.name=Mine",
+        "data.val_files=train.parquet",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=0.5",
+    ],
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    tiny_model_dir("model")
+    write_prompts("train.parquet", 8)
+    for name, text in {"scorer": SCORER, "manager": MANAGER, "dataset": DATASET, "sft_dataset": SFT_DATASET}.items():
+        Path(f"{name}.py").write_text(text)
+    turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    pq.write_table(pa.Table.from_pylist([{"messages": turns}] * 4), "sft.parquet")
+    return tmp_path
+
+
+def accepted(cls: type) -> set[str]:
+    """Leaves that a run may change with effect."""
+    return {k for k, f in leaves(cls) if not f.metadata["planned"] and not f.metadata["no_effect"]}
+
+
+def test_every_accepted_setting_of_an_rl_run_is_read(here):
+    reads: set[str] = set()
+    for arguments in PPO_RUNS.values():
+        config = load_config("ppo_trainer", [*COMMON, *arguments])
+        with record_reads() as found:
+            main_ppo.run_ppo(config)
+        reads |= found
+    assert accepted(PPOTrainerConfig) - reads - READ_ELSEWHERE == set()
+
+
+def test_every_accepted_setting_of_a_supervised_run_is_read(here):
+    runs = [["trainer.total_epochs=1"], ["trainer.total_epochs=1", "trainer.resume_mode=auto"]]
+    reads: set[str] = set()
+    for arguments in runs:
+        config = load_config(
+            "sft_trainer",
+            [
+                "data.train_files=sft.parquet",
+                "data.val_files=sft.parquet",
+                "data.train_batch_size=2",
+                "data.custom_cls.path=sft_dataset.py",
+                "data.custom_cls.name=Mine",
+                "model.path=model",
+                "optim.lr_scheduler_type=cosine",
+                "trainer.save_freq=1",
+                "trainer.test_freq=1",
+                "trainer.logger=[file]",
+                "trainer.default_local_dir=sft",
+                *arguments,
+            ],
+        )
+        with record_reads() as found:
+            sft_trainer.run_sft(config)
+        reads |= found
+    assert accepted(SFTTrainerConfig) - reads - READ_ELSEWHERE == set()
+
+
+def test_a_setting_that_nothing_reads_is_found(here):
+    config = load_config("ppo_trainer", [*COMMON, "algorithm.adv_estimator=grpo", "trainer.total_training_steps=1"])
+    with record_reads() as found:
+        main_ppo.run_ppo(config)
+    assert "data.custom_cls.name" in accepted(PPOTrainerConfig) - found
