@@ -8,7 +8,7 @@ clipping and the skip of a non-finite step (`step`), optimizers (`optimizer`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 

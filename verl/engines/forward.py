@@ -38,7 +38,7 @@ class TokenForward:
             EngineError: this kind of model has no such output.
             ConfigError: the temperature is not positive.
         """
-        self._check(outputs, temperature)
+        self.check(outputs, temperature)
         logits = self._logits(micro).float()
         if self.kind == "value":
             return {"values": micro.scatter(logits.squeeze(-1))}
@@ -61,7 +61,8 @@ class TokenForward:
             )
         return result.logits[0]
 
-    def _check(self, outputs: Sequence[str], temperature: float) -> None:
+    def check(self, outputs: Sequence[str], temperature: float) -> None:
+        """Raise as `__call__` does, without a forward pass."""
         unknown = [name for name in outputs if name not in OUTPUTS[self.kind]]
         if unknown:
             raise EngineError(

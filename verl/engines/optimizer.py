@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -59,13 +60,22 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[Any, str]) -> tuple[dic
     return tensors, {"class": _class_name(optimizer), "values": values, "groups": groups}
 
 
+def copied(tensor: Tensor, parameter: nn.Parameter, device: torch.device) -> Tensor:
+    """A copy of a saved tensor on the device: what an optimizer over whole parameters keeps."""
+    return tensor.detach().to(device, copy=True)
+
+
 def load_optimizer_state(
     optimizer: Optimizer,
     names: Mapping[nn.Parameter, str],
     tensors: Mapping[str, Tensor],
     scalars: Mapping[str, Any],
+    place: Callable[[Tensor, nn.Parameter, torch.device], Tensor] = copied,
 ) -> None:
     """Continue from what `optimizer_state` gave, bit for bit.
+
+    Args:
+        place: saved tensor, its parameter and a device -> what the optimizer keeps; a sharded backend cuts it.
 
     Raises:
         CheckpointError: it is the state of another optimizer, or of other parameters.
@@ -79,7 +89,8 @@ def load_optimizer_state(
     for full_name, tensor in tensors.items():
         name, _, key = full_name.rpartition("/")
         parameter = _known(by_name, name)
-        state.setdefault(parameter, {})[key] = _placed(tensor, key, parameter, optimizer)
+        _check_shape(tensor, parameter)
+        state.setdefault(parameter, {})[key] = place(tensor, parameter, _device(key, parameter, optimizer))
     for name, entries in scalars["values"].items():
         state.setdefault(_known(by_name, name), {}).update(entries)
     optimizer.state.clear()
@@ -151,11 +162,12 @@ def _known(by_name: Mapping[str, nn.Parameter], name: str) -> nn.Parameter:
     return by_name[name]
 
 
-def _placed(tensor: Tensor, key: str, parameter: nn.Parameter, optimizer: Optimizer) -> Tensor:
-    """A copy where this optimizer keeps it: step counters on the host unless it runs fused or captured on a device."""
-    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-    if key == "step" and not on_device:
-        return tensor.detach().to("cpu", copy=True)
+def _check_shape(tensor: Tensor, parameter: nn.Parameter) -> None:
     if tensor.numel() > 1 and tensor.shape != parameter.shape and tensor.numel() == parameter.numel():
         raise CheckpointError("the checkpoint's optimizer state has another shape", got=tuple(tensor.shape))
-    return tensor.detach().to(parameter.device, copy=True)
+
+
+def _device(key: str, parameter: nn.Parameter, optimizer: Optimizer) -> torch.device:
+    """Where this optimizer keeps an entry: step counters on the host unless it runs fused or captured on a device."""
+    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    return torch.device("cpu") if key == "step" and not on_device else parameter.device

@@ -40,6 +40,12 @@ class MicroBatch:
     places: Tensor
     num_responses: int
 
+    @classmethod
+    def filler(cls, device: str) -> MicroBatch:
+        """One padding token and no row: what a rank computes that has no rows left while others still have some."""
+        none, one = torch.zeros(0, dtype=torch.long, device=device), torch.zeros(1, 1, dtype=torch.long, device=device)
+        return cls(none.cpu(), one, one, none, none, none, num_responses=1)
+
     def scatter(self, values: Tensor) -> Tensor:
         """(N,) -> (b, T), zero elsewhere; gradients flow."""
         flat = values.new_zeros(len(self.index) * self.num_responses).index_copy(0, self.places, values)
@@ -85,7 +91,9 @@ class AlignedRows:
         return cls(tokens, before, responses, mask, needed)
 
     def micro_batch(self, rows: Sequence[int], device: str) -> MicroBatch:
-        """The given rows, trimmed to the longest of them, on the device."""
+        """The given rows, trimmed to the longest of them, on the device; a filler where there are none."""
+        if not rows:
+            return MicroBatch.filler(device)
         index = torch.tensor(rows, dtype=torch.long)
         length = max(self.lengths[row] for row in rows)
         row, t = self.mask[index].nonzero(as_tuple=True)

@@ -8,6 +8,7 @@ import torch
 
 from verl.device import torch_dtype
 from verl.errors import NotBuiltError
+from verl.metrics import notice
 
 
 def compute_dtype(name: str | None, device: str) -> torch.dtype:
@@ -32,3 +33,18 @@ def check_settings(engine: Any, trains: bool, device: str) -> None:
         )
     if engine.full_determinism:
         torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def tell_sharding_settings(engine: Any) -> None:
+    """One notice per setting of a sharded backend that a whole model on one device leaves without effect."""
+    usual = {
+        "offload_policy": False,
+        "reshard_after_forward": True,
+        "fsdp_size": -1,
+        "use_no_sync_for_gradient_accumulation": False,
+    }
+    for name, default in usual.items():
+        if engine[name] != default:
+            notice(
+                f"fsdp_config.{name}", "has no effect on the plain engine: use strategy=fsdp2 with several processes"
+            )

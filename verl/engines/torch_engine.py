@@ -1,0 +1,333 @@
+"""What every engine over a torch module does: the iteration, the schedule, the state.
+
+A backend adds how the module is laid out over ranks and how weights go in and out; the numbers it computes are decided
+here, once. On several ranks each is handed its own rows of a batch, and a result is that of all rows together: the
+denominators of the loss and the norm of the gradient are those of the whole mini-batch, ranks that have fewer
+micro-batches than others fill up with empty ones so that all enter the same collectives, and all return equal metrics.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl.algorithms.aggregation import LossNorm, loss_norm
+from verl.algorithms.losses import LossFn
+from verl.algorithms.schedules import build_schedule
+from verl.checkpoint.state import EngineState, prefixed
+from verl.device import torch_dtype
+from verl.distributed import Ranks
+from verl.distributed.metrics import merged
+from verl.distributed.shards import mirror
+from verl.engines import memory
+from verl.engines.base import Engine, HFWriter
+from verl.engines.forward import TokenForward
+from verl.engines.micro_batch import automatic_tokens, plan_padded
+from verl.engines.optimizer import build_optimizer, copied, load_optimizer_state, optimizer_state
+from verl.engines.rng import rng_state, set_rng_state
+from verl.engines.rows import AlignedRows, MicroBatch
+from verl.engines.settings import check_settings, compute_dtype, recompute_activations
+from verl.engines.step import StepReport, clip_and_step
+from verl.errors import CheckpointError, EngineError, ModelError
+from verl.metrics import MetricSet
+from verl.models import count_parameters, hf_folder, load_causal_lm, load_value_model
+from verl.models.flops import ModelFlops
+from verl.models.weights import named_tensors
+from verl.protocol import DataProto
+
+LOADERS = {"causal_lm": load_causal_lm, "value": load_value_model}
+
+
+@dataclass(frozen=True)
+class Work:
+    """This rank's rows, cut into as many micro-batches as the rank with the most has.
+
+    Args:
+        plan: rows per micro-batch; an empty list is a filler.
+        num_responses: T of the widest batch of any rank.
+    """
+
+    rows: AlignedRows
+    plan: list[list[int]]
+    num_responses: int
+
+    def micro_batches(self, device: str) -> Iterator[MicroBatch]:
+        for index in self.plan:
+            yield self.rows.micro_batch(index, device)
+
+
+class TorchEngine(Engine):
+    """See the backends for the arguments."""
+
+    ranks: Ranks
+    model: Any
+    architecture: str
+
+    def __init__(
+        self,
+        model: Any,
+        engine: Any,
+        optim: Any = None,
+        *,
+        kind: str = "causal_lm",
+        grad_clip: float | None = 1.0,
+        total_training_steps: int = 1,
+        device: str = "cpu",
+        seed: int | None = None,
+    ):
+        if kind not in LOADERS:
+            raise EngineError("unknown kind of model", got=kind, allowed=LOADERS)
+        check_settings(engine, trains=optim is not None, device=device)
+        self.kind, self.device, self.grad_clip, self.path = kind, device, grad_clip, model.path
+        self.idle = {"params": engine.param_offload, "optimizer": engine.optimizer_offload}
+        self.dtype = compute_dtype(engine.dtype, device)
+        self.ranks = self._join()
+        self.model = self._build(model, engine, engine.seed if seed is None else seed)
+        self.forward = TokenForward(self.model, kind, device, self._autocast_dtype())
+        self.optimizer = self.scheduler = None
+        if optim is not None:
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+            self.optimizer = build_optimizer(parameters, optim, self._optimizer_device())
+            self.scheduler = build_schedule(self.optimizer, optim, total_training_steps)
+
+    # ---- what a backend provides -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _build(self, model: Any, engine: Any, seed: int) -> nn.Module:
+        """The module with its weights, laid out as the backend wants it; sets ``architecture``."""
+
+    @abstractmethod
+    def _fill(self, given: dict[str, Tensor]) -> None:
+        """Take over weights under Hugging Face names; values on rank 0, names and shapes everywhere."""
+
+    @abstractmethod
+    def _saved_weights(self) -> dict[str, Tensor]:
+        """Whole weights under Hugging Face names on rank 0, nothing elsewhere."""
+
+    def _join(self) -> Ranks:
+        """The ranks that hold this model together."""
+        return Ranks()
+
+    def _autocast_dtype(self) -> torch.dtype:
+        return self.dtype
+
+    def _optimizer_device(self) -> str:
+        return self.device
+
+    def _saved(self, tensor: Tensor) -> Tensor | None:
+        """A whole optimizer tensor on rank 0, None elsewhere."""
+        return tensor
+
+    def _placed(self, tensor: Tensor, parameter: nn.Parameter, device: torch.device) -> Tensor:
+        """A saved optimizer tensor (its values on rank 0) as this rank's optimizer keeps it."""
+        return copied(tensor, parameter, device)
+
+    def _total_norm(self, grads: list[Tensor]) -> Tensor:
+        """L2 norm over all shards."""
+        return torch.nn.utils.get_total_norm(grads)
+
+    def _before_micro_batch(self, last: bool) -> None:
+        """Called in front of each forward pass of an optimizer step."""
+
+    def _after_passes(self) -> None:
+        """Called when the last forward pass of a batch is over."""
+
+    # ---- passes ------------------------------------------------------------------------------------------------
+
+    @property
+    def num_parameters(self) -> int:
+        return count_parameters(self.model)
+
+    def train_flops(self, lengths: Sequence[int]) -> float:
+        return ModelFlops.of(self.model.config, self.num_parameters).train(lengths)
+
+    def infer(
+        self,
+        batch: DataProto,
+        outputs: tuple[str, ...] = ("log_probs",),
+        temperature: float = 1.0,
+        micro_batch_size: int | None = None,
+        max_tokens: int | None = None,
+    ) -> dict[str, Tensor]:
+        work = self._prepare("infer", batch, outputs, temperature, micro_batch_size, max_tokens)
+        self.onload(optimizer=False)
+        self.model.eval()
+        results = {name: torch.zeros(work.rows.mask.shape, dtype=torch.float32) for name in outputs}
+        with torch.no_grad():
+            for micro in work.micro_batches(self.device):
+                with memory.told(micro):
+                    found = self.forward(micro, outputs, temperature)
+                for name, values in found.items():
+                    results[name][micro.index] = values.cpu()
+        self._after_passes()
+        self.offload(**self.idle)
+        return results
+
+    def train_batch(
+        self,
+        batch: DataProto,
+        loss_fn: LossFn,
+        temperature: float = 1.0,
+        micro_batch_size: int | None = None,
+        max_tokens: int | None = None,
+    ) -> MetricSet:
+        if self.optimizer is None:
+            raise EngineError("this engine is frozen: it was made without an optimizer")
+        work = self._prepare("train_batch", batch, loss_fn.outputs, temperature, micro_batch_size, max_tokens)
+        self.onload()
+        self.model.train()
+        tensors: Any = batch.batch
+        ranks = self.ranks
+        norm = loss_norm(tensors["response_mask"].cpu(), ranks.size, work.num_responses, ranks.sum)
+        if norm.num_tokens == 0:
+            lr = float(self.optimizer.param_groups[0]["lr"])
+            return StepReport(0.0, lr, skipped_empty=True).metrics(0.0)
+        total, metrics = self._accumulate(work, tensors, loss_fn, temperature, norm)
+        self._after_passes()
+        report = clip_and_step(self.optimizer, self.model.parameters(), self.grad_clip, self._total_norm)
+        total, metrics = merged(total, metrics, ranks)
+        return metrics.merge(report.metrics(total))
+
+    def _accumulate(
+        self, work: Work, tensors: Any, loss_fn: LossFn, temperature: float, norm: LossNorm
+    ) -> tuple[float, MetricSet]:
+        """Gradients of all micro-batches; this rank's share of the loss, and its metrics."""
+        total, metrics = 0.0, MetricSet()
+        for number, micro in enumerate(work.micro_batches(self.device), start=1):
+            self._before_micro_batch(last=number == len(work.plan))
+            with memory.told(micro):
+                outputs = self.forward(micro, loss_fn.outputs, temperature)
+                if len(micro.index):
+                    loss, found = loss_fn(outputs, tensors[micro.index].to(self.device), norm)
+                    metrics.merge(found)
+                else:
+                    loss = torch.stack([values.sum() for values in outputs.values()]).sum()  # zero, with a graph
+                loss.backward()
+            total += float(loss.detach())
+        return total, metrics
+
+    def _prepare(
+        self,
+        call: str,
+        batch: DataProto,
+        outputs: Sequence[str],
+        temperature: float,
+        micro_batch_size: int | None,
+        max_tokens: int | None,
+    ) -> Work:
+        """Align and cut; what is wrong with one rank's rows is an error on every rank, before anyone waits."""
+
+        def cut() -> tuple[tuple[AlignedRows, list[list[int]]], dict[str, Any]]:
+            self.forward.check(outputs, temperature)
+            rows = AlignedRows.of(batch)
+            plan = plan_padded(rows.lengths, micro_batch_size, self._budget(rows, micro_batch_size, max_tokens))
+            facts = {"call": [call, list(outputs), temperature], "cut": [len(plan), rows.mask.shape[1]]}
+            return (rows, plan), facts
+
+        (rows, plan), facts = self.ranks.together(cut)
+        self.ranks.agree("what to compute", [fact["call"] for fact in facts])
+        count, num_responses = (max(fact["cut"][i] for fact in facts) for i in range(2))
+        return Work(rows, plan + [[]] * (count - len(plan)), num_responses)
+
+    def _budget(self, rows: AlignedRows, micro_batch_size: int | None, max_tokens: int | None) -> int | None:
+        if micro_batch_size is None and max_tokens is None:
+            return automatic_tokens(self.model.config, self.device, max(rows.lengths, default=1), self.kind)
+        return max_tokens
+
+    def step_scheduler(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.offload(**self.idle)
+
+    # ---- state -------------------------------------------------------------------------------------------------
+
+    def hf_writer(self, tokenizer: Any = None) -> HFWriter:
+        model, generates = self.model, self.model.can_generate()
+        save = partial(
+            hf_folder.save,
+            config=model.config,
+            tokenizer=tokenizer,
+            generation_config=model.generation_config if generates else None,
+            architecture=self.architecture,
+            source=self.path,
+        )
+
+        def write(folder: Path, weights: Iterable[tuple[str, Tensor]] | None) -> None:
+            save(folder, weights=weights)
+
+        return write
+
+    def state(self) -> EngineState:
+        tensors = prefixed("model", self._saved_weights())
+        tensors |= prefixed("extra", rng_state(self.device, self.ranks))
+        scalars: dict[str, Any] = {
+            "model": {"architecture": self.architecture},
+            "extra": {"scheduler_step": self.scheduler.last_epoch if self.scheduler is not None else 0},
+        }
+        if self.optimizer is not None:
+            named, scalars["optimizer"] = optimizer_state(self.optimizer, self._parameter_names())
+            saved = {name: self._saved(tensor) for name, tensor in named.items()}
+            tensors |= prefixed("optimizer", {name: t for name, t in saved.items() if t is not None})
+        return EngineState(tensors, scalars)
+
+    def load_state(self, state: EngineState) -> None:
+        state = EngineState(mirror(state.tensors, self.ranks), self.ranks.from_first(dict(state.scalars)))
+        if "model" in state.scalars:
+            self._load_model_state(state)
+        if "optimizer" in state.scalars and self.optimizer is not None:
+            names, scalars = self._parameter_names(), state.scalars["optimizer"]
+            load_optimizer_state(self.optimizer, names, state.section("optimizer"), scalars, self._placed)
+        if "extra" in state.scalars:
+            self._set_schedule(int(state.scalars["extra"]["scheduler_step"]))
+            set_rng_state(state.section("extra"), self.device, self.ranks)
+
+    def load_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+        self._fill(dict(weights))
+
+    def _load(self, model: Any, engine: Any, seed: int, device: str = "cpu") -> Any:
+        """The model of the ``model`` section on the host, or without values on ``meta``."""
+        loaded: Any = LOADERS[self.kind](
+            model.path,
+            dtype=torch_dtype(engine.model_dtype),
+            override_config=dict(model.override_config or {}),
+            trust_remote_code=model.trust_remote_code,
+            external_lib=model.external_lib,
+            hf_config_path=model.hf_config_path,
+            seed=seed,
+            device=device,
+        )
+        self.architecture = type(loaded).__name__
+        if recompute_activations(model.enable_gradient_checkpointing, self.device):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # its new name is not in every version we support
+                loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return loaded
+
+    def _parameter_names(self) -> dict[Any, str]:
+        return {tensor: name for name, tensor in named_tensors(self.model).items()}
+
+    def _load_model_state(self, state: EngineState) -> None:
+        saved = state.scalars["model"]["architecture"]
+        if saved != self.architecture:
+            raise CheckpointError("the checkpoint holds another architecture", got=saved, allowed=self.architecture)
+        try:
+            self._fill(state.section("model"))
+        except ModelError as error:
+            raise CheckpointError(f"the checkpoint's weights do not fit this model: {error}") from error
+
+    def _set_schedule(self, step: int) -> None:
+        """Put the learning rate where it was after ``step`` global steps; LambdaLR has no call for that."""
+        if self.scheduler is None or self.optimizer is None:
+            return
+        self.scheduler.last_epoch = step
+        rates = [base * factor(step) for base, factor in zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas)]
+        for group, rate in zip(self.optimizer.param_groups, rates):
+            group["lr"] = rate
