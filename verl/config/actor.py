@@ -18,143 +18,195 @@ CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 @dataclass(frozen=True)
 class PolicyLossConfig(ConfigNode):
-    """``actor_rollout_ref.actor.policy_loss``."""
+    """Which policy loss the actor minimises, and the constants of those that have some."""
 
-    loss_mode: str = setting("vanilla", "name in the policy-loss registry")
-    clip_cov_ratio: float = setting(0.0002, "share of tokens dropped by clip_cov", planned="the policy loss clip_cov")
-    clip_cov_lb: float = setting(1.0, "lower covariance bound for clip_cov", planned="the policy loss clip_cov")
-    clip_cov_ub: float = setting(5.0, "upper covariance bound for clip_cov", planned="the policy loss clip_cov")
-    kl_cov_ratio: float = setting(
-        0.0002, "share of top-covariance tokens that get the KL term (kl_cov)", planned="the policy loss kl_cov"
+    loss_mode: str = setting("vanilla", "policy loss: a registered name, or a dotted path my_pkg.my_mod:my_loss")
+    clip_cov_ratio: float = setting(
+        0.0002, "share of tokens that clip_cov takes out of the loss", planned="the policy loss clip_cov"
     )
-    ppo_kl_coef: float = setting(0.1, "KL weight inside kl_cov", planned="the policy loss kl_cov")
+    clip_cov_lb: float = setting(
+        1.0, "clip_cov: smallest covariance of a token that may be taken out", planned="the policy loss clip_cov"
+    )
+    clip_cov_ub: float = setting(
+        5.0, "clip_cov: largest covariance of a token that may be taken out", planned="the policy loss clip_cov"
+    )
+    kl_cov_ratio: float = setting(
+        0.0002,
+        "share of tokens, those of the highest covariance, that kl_cov charges with a KL term",
+        planned="the policy loss kl_cov",
+    )
+    ppo_kl_coef: float = setting(0.1, "weight of that KL term", planned="the policy loss kl_cov")
     dro_beta: float | None = setting(
-        None, "quadratic log-ratio weight; must be > 0 for dro", planned="the policy loss dro"
+        None, "dro: weight of the squared log-ratio; has to be set, above 0", planned="the policy loss dro"
     )
 
 
 @dataclass(frozen=True)
 class CheckpointConfig(ConfigNode):
-    """``actor_rollout_ref.actor.checkpoint``."""
+    """What a checkpoint of the actor holds."""
 
     save_contents: list = setting(
-        ["model", "optimizer", "extra"], "any of model, optimizer, extra, hf_model", choices=CHECKPOINT_CONTENTS
+        ["model", "optimizer", "extra"],
+        "what is written: model, optimizer, extra (random states and schedules), hf_model (a Hugging Face folder)",
+        choices=CHECKPOINT_CONTENTS,
     )
     load_contents: list | None = setting(
-        None, "same vocabulary; defaults to save_contents", follows=".save_contents", choices=CHECKPOINT_CONTENTS
+        None,
+        "what is read on resume, of the same names; null: what save_contents names",
+        follows=".save_contents",
+        choices=CHECKPOINT_CONTENTS,
     )
-    async_save: bool = setting(False, "background save (Megatron only)", planned="asynchronous checkpoints")
+    async_save: bool = setting(False, "write while training goes on", planned="asynchronous checkpoints")
     strict: bool = setting(
-        True, "strict check while exporting weights", no_effect="weights are always exported strictly"
+        True, "stop on a weight that cannot be exported", no_effect="weights are always exported strictly"
     )
-    save_lora_only: bool = setting(False, "save adapters only", planned="LoRA")
-    mbridge_config: dict = setting({}, "arguments of the weight bridge", planned="Megatron-Core training")
+    save_lora_only: bool = setting(False, "write only the adapters of a LoRA model", planned="LoRA")
+    mbridge_config: dict = setting(
+        {}, "arguments of Megatron-Bridge when it writes weights", planned="Megatron-Core training"
+    )
 
 
 @dataclass(frozen=True)
 class ActorQATConfig(ConfigNode):
-    """``actor_rollout_ref.actor.qat``."""
+    """Training with the rounding of low-precision weights in the forward pass."""
 
-    enable: bool = setting(False, "quantization-aware training on", planned="quantization-aware training")
-    mode: str = setting("w4a16", "w4a16 (w4a4 exists, not recommended)", planned="quantization-aware training")
-    group_size: int = setting(16, "quantization block (16 for NVFP4)", planned="quantization-aware training")
+    enable: bool = setting(False, "train with quantized weights", planned="quantization-aware training")
+    mode: str = setting(
+        "w4a16", "w4a16 (weights in 4 bits) or w4a4 (activations too)", planned="quantization-aware training"
+    )
+    group_size: int = setting(16, "numbers that share one scale; 16 for NVFP4", planned="quantization-aware training")
     ignore_patterns: list = setting(
-        ["lm_head", "embed_tokens", "re:.*mlp.gate$"], "modules left unquantized", planned="quantization-aware training"
+        ["lm_head", "embed_tokens", "re:.*mlp.gate$"],
+        "modules that stay unquantized, by name or re:pattern",
+        planned="quantization-aware training",
     )
     activation_observer: str = setting(
-        "static_minmax", "activation range observer (w4a4)", planned="quantization-aware training"
+        "static_minmax", "how the range of activations is found (w4a4)", planned="quantization-aware training"
     )
     quantization_config_path: str | None = setting(
-        None, "vLLM quantization JSON", planned="quantization-aware training", path=True
+        None, "JSON file with the quantization of the sampler", planned="quantization-aware training", path=True
     )
 
 
 @dataclass(frozen=True)
 class ActorConfig(ConfigNode):
-    """The policy being trained."""
+    """The policy that is trained: batches, loss, optimizer and training backend."""
 
-    rollout_n: int = setting(1, "mirrors rollout.n (used to scale batch sizes)", follows="actor_rollout_ref.rollout.n")
+    rollout_n: int = setting(
+        1,
+        "samples per prompt; a mirror of rollout.n",
+        follows="actor_rollout_ref.rollout.n",
+        no_effect="actor_rollout_ref.rollout.n is what counts",
+    )
     strategy: str = setting(
-        "auto", "training backend: fsdp, fsdp2, fsdp_turbo, megatron, veomni, torchtitan, automodel", upstream="fsdp"
+        "auto",
+        "training backend: plain, fsdp, fsdp2, fsdp_turbo, megatron, veomni, torchtitan, automodel; auto: plain in one process",
+        upstream="fsdp",
     )
     ppo_mini_batch_size: int = setting(
-        256, "global mini-batch per optimizer step, counted in prompts (times n in samples)"
+        256, "prompts per optimizer step, over all processes (times rollout.n samples); divides data.train_batch_size"
     )
-    ppo_micro_batch_size: int | None = setting(None, "deprecated global micro-batch")
+    ppo_micro_batch_size: int | None = setting(
+        None, "older form of ppo_micro_batch_size_per_gpu: samples per pass, summed over all processes"
+    )
     ppo_micro_batch_size_per_gpu: int | None = setting(
-        None, "samples per forward/backward on one GPU; required unless dynamic batching"
+        None, "samples per forward and backward pass of one process; null: an automatic token budget"
     )
-    use_dynamic_bsz: bool = setting(False, "pack micro-batches by token budget instead of sample count")
-    ppo_max_token_len_per_gpu: int = setting(16384, "token budget per GPU per micro-batch when dynamic")
-    clip_ratio: float = setting(0.2, "symmetric PPO clip epsilon")
-    clip_ratio_low: float | None = setting(None, "lower epsilon (decoupled clip)", upstream=0.2)
-    clip_ratio_high: float | None = setting(None, "upper epsilon (clip-higher / DAPO)", upstream=0.2)
-    tau_pos: float = setting(1.0, "SAPO gate temperature when advantage > 0", planned="the policy loss sapo")
-    tau_neg: float = setting(1.05, "SAPO gate temperature when advantage <= 0", planned="the policy loss sapo")
+    use_dynamic_bsz: bool = setting(
+        False, "cut micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by samples"
+    )
+    ppo_max_token_len_per_gpu: int = setting(
+        16384, "tokens per micro-batch of one process with use_dynamic_bsz; at least the longest sample"
+    )
+    clip_ratio: float = setting(
+        0.2, "PPO's clip on both sides: the ratio counts between 1 - clip_ratio and 1 + clip_ratio"
+    )
+    clip_ratio_low: float | None = setting(None, "clip below alone; null: clip_ratio", upstream=0.2)
+    clip_ratio_high: float | None = setting(
+        None, "clip above alone (clip-higher, as in DAPO); null: clip_ratio", upstream=0.2
+    )
+    tau_pos: float = setting(
+        1.0, "SAPO: temperature of the gate where the advantage is positive", planned="the policy loss sapo"
+    )
+    tau_neg: float = setting(
+        1.05, "SAPO: temperature of the gate where the advantage is not positive", planned="the policy loss sapo"
+    )
     freeze_vision_tower: bool = setting(False, "do not train the vision encoder", planned="vision-language models")
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
-    clip_ratio_c: float = setting(3.0, "dual-clip constant (>1) used when advantage < 0")
+    clip_ratio_c: float = setting(
+        3.0, "dual clip: with a negative advantage the loss is at most clip_ratio_c times it; above 1"
+    )
     loss_agg_mode: str = setting(
-        "token-mean", "token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm"
+        "token-mean",
+        "how token losses become one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm",
     )
     loss_scale_factor: float | None = setting(
-        None, "fixed divisor for seq-mean-token-sum-norm (null = response length)"
+        None, "length in tokens that seq-mean-token-sum-norm divides by; null: data.max_response_length"
     )
-    entropy_coeff: float = setting(0.0, "weight of the entropy bonus")
-    calculate_entropy: bool = setting(False, "ask the forward pass to also return entropy")
+    entropy_coeff: float = setting(0.0, "weight of the entropy bonus; 0: none")
+    calculate_entropy: bool = setting(False, "report the entropy during updates even without a bonus")
     calculate_sum_pi_squared: bool = setting(
         False,
-        "also return sum of squared probabilities (needed by the OTB estimators)",
+        "compute the sum of squared probabilities, which the optimal-token-baseline estimators need",
         planned="the optimal token baseline estimators",
     )
-    use_kl_loss: bool = setting(False, "add KL(ref) term to the actor loss; also turns the reference policy on")
+    use_kl_loss: bool = setting(False, "add a KL term to the loss; loads the reference policy")
     use_prefix_grouper: bool = setting(
-        False, "compute a shared prompt prefix once per group", planned="shared prompts in training"
+        False, "compute the prompt of a group once per training pass", planned="shared prompts in training"
     )
     use_torch_compile: bool = setting(
         True,
-        "torch.compile for log-prob/entropy parts",
+        "compile the log-prob and entropy kernels",
         no_effect="the plain engine does not compile; the FSDP engines will",
     )
-    kl_loss_coef: float = setting(0.001, "weight of the KL loss")
+    kl_loss_coef: float = setting(0.001, "weight of that KL term")
     kl_loss_type: str = setting(
-        "low_var_kl", "kl/k1, abs, mse/k2, low_var_kl/k3, full; suffix + = straight-through k2 gradient"
+        "low_var_kl",
+        "estimator of that KL: kl (k1), abs, mse (k2), low_var_kl (k3), full; a + at the end takes the gradient of k2 with the value of the other",
     )
-    ppo_epochs: int = setting(1, "passes over one rollout batch")
-    shuffle: bool = setting(False, "shuffle mini-batches between PPO epochs")
-    data_loader_seed: int = setting(42, "seed for mini-batch order")
+    ppo_epochs: int = setting(1, "passes over one batch of samples")
+    shuffle: bool = setting(False, "shuffle samples between mini-batches, anew in every step and epoch")
+    data_loader_seed: int = setting(42, "seed of that shuffling")
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     use_fused_kernels: bool = setting(
         False,
-        "inherits model.use_fused_kernels",
+        "compute log-probs without writing out the logits",
         follows="actor_rollout_ref.model.use_fused_kernels",
         planned="the fused LM head",
     )
     qat: ActorQATConfig = section(ActorQATConfig)
-    grad_clip: float = setting(1.0, "max gradient norm", follows=".optim.clip_grad")
+    grad_clip: float = setting(
+        1.0, "largest gradient norm; a larger gradient is scaled down to it", follows=".optim.clip_grad"
+    )
     ulysses_sequence_parallel_size: int = setting(
-        1, "deprecated alias of fsdp_config.ulysses_sequence_parallel_size", planned="Ulysses sequence parallelism"
+        1, "older form of fsdp_config.ulysses_sequence_parallel_size", planned="Ulysses sequence parallelism"
     )
     entropy_from_logits_with_chunking: bool = setting(
-        False, "chunked entropy to lower peak memory", planned="the memory-saving entropy"
+        False, "compute the entropy in chunks of rows, for less memory", planned="the memory-saving entropy"
     )
-    entropy_from_logits_chunk_size: int = setting(2048, "chunk length", planned="the memory-saving entropy")
-    entropy_checkpointing: bool = setting(False, "recompute entropy in backward", planned="the memory-saving entropy")
-    pad_to_length: bool = setting(False, "round packed micro-batches up to a bucket", planned="padded packing")
+    entropy_from_logits_chunk_size: int = setting(2048, "rows per chunk", planned="the memory-saving entropy")
+    entropy_checkpointing: bool = setting(
+        False, "compute the entropy again in the backward pass, for less memory", planned="the memory-saving entropy"
+    )
+    pad_to_length: bool = setting(
+        False, "round packed micro-batches up to a multiple of a bucket", planned="padded packing"
+    )
     use_remove_padding: bool = setting(
         False,
-        "inherits model.use_remove_padding (sequence packing)",
+        "pack rows without padding",
         follows="actor_rollout_ref.model.use_remove_padding",
         no_effect="the plain engine computes no padding between prompt and response in either case",
     )
     use_rollout_log_probs: bool = setting(
-        False, "take the sampler's log-probs as old log-probs", planned="training against rollout log-probs"
+        False, "take the sampler's log-probs as the old ones", planned="training against rollout log-probs"
     )
     ppo_infer_micro_batch_size_per_gpu: int | None = setting(
-        None, "rows per forward pass when log-probs are computed", planned="training against rollout log-probs"
+        None,
+        "samples per pass of one process where log-probs are only computed",
+        planned="training against rollout log-probs",
     )
     ppo_infer_max_token_len_per_gpu: int = setting(
-        16384, "token budget of that pass", planned="training against rollout log-probs"
+        16384, "tokens per such pass", planned="training against rollout log-probs"
     )
     optim: OptimizerConfig = section(OptimizerConfig)
     fsdp_config: FSDPEngineConfig = section(FSDPEngineConfig)
@@ -171,42 +223,55 @@ class ActorConfig(ConfigNode):
 
 @dataclass(frozen=True)
 class RefConfig(ConfigNode):
-    """The reference policy."""
+    """The reference policy of the KL terms: the model as it was before training."""
 
     rollout_n: int = setting(
         1,
-        "samples per prompt; follows rollout.n",
+        "samples per prompt; a mirror of rollout.n",
         follows="actor_rollout_ref.rollout.n",
-        no_effect="the reference policy has no mini-batches",
+        no_effect="actor_rollout_ref.rollout.n is what counts",
     )
-    strategy: str = setting("auto", "follows actor", follows="actor_rollout_ref.actor.strategy", upstream="fsdp")
+    strategy: str = setting(
+        "auto", "backend of its forward passes", follows="actor_rollout_ref.actor.strategy", upstream="fsdp"
+    )
     use_torch_compile: bool = setting(
         True,
-        "follows actor",
+        "compile the log-prob kernel",
         follows="actor_rollout_ref.actor.use_torch_compile",
         no_effect="the plain engine does not compile; the FSDP engines will",
     )
-    log_prob_micro_batch_size: int | None = setting(None, "deprecated global value")
+    log_prob_micro_batch_size: int | None = setting(
+        None, "older form of log_prob_micro_batch_size_per_gpu: samples per pass, summed over all processes"
+    )
     log_prob_micro_batch_size_per_gpu: int | None = setting(
-        None, "samples per GPU per forward; required without dynamic batching"
+        None, "samples per forward pass of one process; null: an automatic token budget"
     )
     log_prob_use_dynamic_bsz: bool = setting(
-        False, "follows actor.use_dynamic_bsz", follows="actor_rollout_ref.actor.use_dynamic_bsz"
+        False, "cut its micro-batches by tokens", follows="actor_rollout_ref.actor.use_dynamic_bsz"
     )
     log_prob_max_token_len_per_gpu: int = setting(
-        16384, "follows actor.ppo_max_token_len_per_gpu", follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+        16384,
+        "tokens per micro-batch of one process with log_prob_use_dynamic_bsz",
+        follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
     )
     ulysses_sequence_parallel_size: int = setting(
         1,
-        "follows actor",
+        "older form of fsdp_config.ulysses_sequence_parallel_size",
         follows="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
         planned="Ulysses sequence parallelism",
     )
-    entropy_from_logits_with_chunking: bool = setting(False, "chunked entropy", planned="the memory-saving entropy")
-    entropy_from_logits_chunk_size: int = setting(2048, "chunk", planned="the memory-saving entropy")
-    entropy_checkpointing: bool = setting(False, "recompute", planned="the memory-saving entropy")
+    entropy_from_logits_with_chunking: bool = setting(
+        False, "compute the entropy in chunks of rows", planned="the memory-saving entropy"
+    )
+    entropy_from_logits_chunk_size: int = setting(2048, "rows per chunk", planned="the memory-saving entropy")
+    entropy_checkpointing: bool = setting(
+        False, "compute the entropy again in the backward pass", planned="the memory-saving entropy"
+    )
     pad_to_length: bool = setting(
-        False, "follows actor", follows="actor_rollout_ref.actor.pad_to_length", planned="padded packing"
+        False,
+        "round packed micro-batches up to a multiple of a bucket",
+        follows="actor_rollout_ref.actor.pad_to_length",
+        planned="padded packing",
     )
     fsdp_config: FSDPEngineConfig = section(FSDPEngineConfig)
     megatron: MegatronEngineConfig = section(MegatronEngineConfig)

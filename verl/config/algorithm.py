@@ -10,70 +10,92 @@ from verl.config.node import ConfigNode, section, setting
 
 @dataclass(frozen=True)
 class FilterGroupsConfig(ConfigNode):
-    """``algorithm.filter_groups``."""
+    """Dynamic sampling (DAPO): prompts whose samples all score the same are dropped, and more are sampled."""
 
-    enable: bool = setting(False, "DAPO dynamic sampling")
+    enable: bool = setting(False, "drop such groups and sample on until the batch is full")
     metric: str | None = setting(
-        None, "reward or any reward_extra_info key (acc, score, seq_reward...)", upstream="reward"
+        None,
+        "what has to differ inside a group: null for the reward, or a key that the scorer returns (acc, ...)",
+        upstream="reward",
     )
-    max_num_gen_batches: int = setting(0, "regeneration cap (<=0 none)")
-    max_inflight_gen_batches: int = setting(1, "prompt batches in flight (v1 sync)", planned="prompt batches in flight")
+    max_num_gen_batches: int = setting(0, "stop the run after that many sampled batches for one step; 0: never")
+    max_inflight_gen_batches: int = setting(1, "batches of prompts sampled at once", planned="prompt batches in flight")
 
 
 @dataclass(frozen=True)
 class KLControlConfig(ConfigNode):
-    """``algorithm.kl_ctrl``."""
+    """The weight of the KL in the reward; has an effect with algorithm.use_kl_in_reward=true."""
 
-    type: str = setting("fixed", "fixed or adaptive", choices=("fixed", "adaptive"))
-    kl_coef: float = setting(0.001, "initial coefficient")
-    horizon: int = setting(10000, "adaptive horizon")
-    target_kl: float = setting(0.1, "adaptive target")
+    type: str = setting(
+        "fixed", "fixed, or adaptive: the weight is steered towards target_kl", choices=("fixed", "adaptive")
+    )
+    kl_coef: float = setting(0.001, "the weight, at the start")
+    horizon: int = setting(10000, "adaptive: samples over which the weight follows; larger is slower")
+    target_kl: float = setting(0.1, "adaptive: the KL per sequence to hold")
 
 
 @dataclass(frozen=True)
 class PFPPOConfig(ConfigNode):
-    """``algorithm.pf_ppo``."""
+    """Resampling of a batch by its rewards (PF-PPO)."""
 
-    reweight_method: str = setting("pow", "pow, max_min, max_random", planned="PF-PPO")
-    weight_pow: float = setting(2.0, "exponent", planned="PF-PPO")
+    reweight_method: str = setting("pow", "pow, max_min or max_random", planned="PF-PPO")
+    weight_pow: float = setting(2.0, "exponent of pow", planned="PF-PPO")
 
 
 @dataclass(frozen=True)
 class AlgoConfig(ConfigNode):
-    """Advantages, KL and what surrounds them."""
+    """Advantages, the KL in the reward, and what is done with the sampler's mismatch."""
 
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
-    gamma: float = setting(1.0, "discount")
-    lam: float = setting(1.0, "GAE lambda")
-    adv_estimator: str = setting("gae", "name in estimator registry (see 3.6)")
-    norm_adv_by_std_in_grpo: bool = setting(True, "false = Dr.GRPO style, mean only")
+    gamma: float = setting(1.0, "discount of later rewards")
+    lam: float = setting(1.0, "lambda of generalised advantage estimation")
+    adv_estimator: str = setting(
+        "gae", "advantage estimator: a registered name, or a dotted path my_pkg.my_mod:my_estimator"
+    )
+    norm_adv_by_std_in_grpo: bool = setting(
+        True, "GRPO: divide by the group's standard deviation; false: subtract the mean only (Dr. GRPO)"
+    )
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
-    use_kl_in_reward: bool = setting(False, "subtract KL from token rewards")
-    kl_penalty: str = setting("kl", "estimator for the in-reward KL")
+    use_kl_in_reward: bool = setting(
+        False, "subtract a KL term from the reward of every token; loads the reference policy"
+    )
+    kl_penalty: str = setting("kl", "estimator of that KL: kl (k1), abs, mse (k2), low_var_kl (k3), full")
     kl_ctrl: KLControlConfig = section(KLControlConfig)
-    use_pf_ppo: bool = setting(False, "resample by reward (only with gae)", planned="PF-PPO")
+    use_pf_ppo: bool = setting(False, "resample the batch by reward (with gae)", planned="PF-PPO")
     pf_ppo: PFPPOConfig = section(PFPPOConfig)
     gdpo_reward_keys: list | None = setting(
-        None, "reward components of the estimator gdpo", planned="the estimator gdpo"
+        None, "gdpo: the rewards to normalise apart, by the keys that the scorer returns", planned="the estimator gdpo"
     )
-    gdpo_reward_weights: list | None = setting(None, "their weights", planned="the estimator gdpo")
+    gdpo_reward_weights: list | None = setting(None, "gdpo: their weights", planned="the estimator gdpo")
     singleton: str = setting(
         "zero",
-        "advantage of a group of one: 0, or the raw reward as upstream has it",
+        "group estimators: advantage of a sample that is alone in its group: zero, or raw for its reward",
         upstream="raw",
         choices=("zero", "raw"),
     )
     rollout_is_threshold: float | None = setting(
         None,
-        "upper bound of rollout importance weights; null switches the system off",
+        "upper bound of importance weights between sampler and trainer; null: no weights and no metrics of them",
         planned="rollout importance sampling",
     )
-    rollout_is: bool = setting(False, "apply the weights (else metrics only)", planned="rollout importance sampling")
-    rollout_is_threshold_lower: float | None = setting(
-        None, "lower bound; null is 1/upper", planned="rollout importance sampling"
+    rollout_is: bool = setting(
+        False, "let the weights enter the loss; false: metrics only", planned="rollout importance sampling"
     )
-    rollout_is_level: str = setting("token", "token, sequence or geometric", planned="rollout importance sampling")
-    rollout_is_mode: str = setting("truncate", "truncate or mask", planned="rollout importance sampling")
+    rollout_is_threshold_lower: float | None = setting(
+        None, "lower bound; null: 1 / rollout_is_threshold", planned="rollout importance sampling"
+    )
+    rollout_is_level: str = setting(
+        "token",
+        "ratio of a token, of a sequence (product), or geometric (mean over a sequence)",
+        planned="rollout importance sampling",
+    )
+    rollout_is_mode: str = setting(
+        "truncate",
+        "truncate caps weights, mask sets those outside the bounds to zero",
+        planned="rollout importance sampling",
+    )
     rollout_is_veto_threshold: float | None = setting(
-        0.0001, "a token ratio below it discards the sequence; null is off", planned="rollout importance sampling"
+        0.0001,
+        "a sequence with a token whose ratio is below this gets weight 0; null: none does",
+        planned="rollout importance sampling",
     )

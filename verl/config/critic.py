@@ -17,29 +17,38 @@ from verl.config.veomni import VeOmniEngineConfig
 
 @dataclass(frozen=True)
 class CriticCheckpointConfig(ConfigNode):
-    """``critic.checkpoint``."""
+    """What a checkpoint of the critic holds."""
 
-    save_contents: list = setting(["model", "optimizer", "extra"], "as actor", choices=CHECKPOINT_CONTENTS)
-    load_contents: list | None = setting(None, "as actor", follows=".save_contents", choices=CHECKPOINT_CONTENTS)
-    async_save: bool = setting(False, "as actor", planned="asynchronous checkpoints")
+    save_contents: list = setting(
+        ["model", "optimizer", "extra"],
+        "what is written: model, optimizer, extra (random states and schedules), hf_model (a Hugging Face folder)",
+        choices=CHECKPOINT_CONTENTS,
+    )
+    load_contents: list | None = setting(
+        None,
+        "what is read on resume, of the same names; null: what save_contents names",
+        follows=".save_contents",
+        choices=CHECKPOINT_CONTENTS,
+    )
+    async_save: bool = setting(False, "write while training goes on", planned="asynchronous checkpoints")
 
 
 @dataclass(frozen=True)
 class CriticModelConfig(HFModelConfig):
-    """The critic starts from the actor's model unless it is given its own."""
+    """The model that the critic starts from: that of the actor unless it is given its own."""
 
     path: str = setting(
         "~/models/deepseek-llm-7b-chat",
-        "HF id or local/HDFS path; follows the actor's model",
+        "model folder, or a name on the hub; a language model gets a new scalar head",
         follows="actor_rollout_ref.model.path",
         path=True,
     )
     trust_remote_code: bool = setting(
-        False, "allow custom code; follows the actor's model", follows="actor_rollout_ref.model.trust_remote_code"
+        False, "run Python code that comes with the model", follows="actor_rollout_ref.model.trust_remote_code"
     )
     external_lib: str | None = setting(
         None,
-        "module imported before load; follows the actor's model",
+        "module to import before the model is loaded, or several with commas",
         follows="actor_rollout_ref.model.external_lib",
     )
     tokenizer_path: str | None = setting(
@@ -52,36 +61,54 @@ class CriticModelConfig(HFModelConfig):
 
 @dataclass(frozen=True)
 class CriticConfig(ConfigNode):
-    """The value model."""
+    """The value model of PPO."""
 
-    rollout_n: int = setting(1, "mirrors rollout.n", follows="actor_rollout_ref.rollout.n")
-    strategy: str = setting("auto", "backend", upstream="fsdp")
-    enable: bool | None = setting(None, "null = on only when adv_estimator is gae")
-    ppo_mini_batch_size: int = setting(256, "follows actor", follows="actor_rollout_ref.actor.ppo_mini_batch_size")
-    ppo_micro_batch_size: int | None = setting(None, "deprecated")
-    ppo_micro_batch_size_per_gpu: int | None = setting(None, "per-GPU micro-batch", follows=".ppo_micro_batch_size")
-    use_dynamic_bsz: bool = setting(False, "follows actor", follows="actor_rollout_ref.actor.use_dynamic_bsz")
-    ppo_max_token_len_per_gpu: int = setting(32768, "token budget")
-    forward_max_token_len_per_gpu: int | None = setting(
-        None, "token budget for value inference", follows=".ppo_max_token_len_per_gpu"
+    rollout_n: int = setting(1, "samples per prompt; a mirror of rollout.n", follows="actor_rollout_ref.rollout.n")
+    strategy: str = setting("auto", "training backend, as for the actor", upstream="fsdp")
+    enable: bool | None = setting(None, "train a critic; null: where algorithm.adv_estimator is gae")
+    ppo_mini_batch_size: int = setting(
+        256, "prompts per optimizer step, over all processes", follows="actor_rollout_ref.actor.ppo_mini_batch_size"
     )
-    ppo_epochs: int = setting(1, "follows actor", follows="actor_rollout_ref.actor.ppo_epochs")
-    shuffle: bool = setting(False, "follows actor", follows="actor_rollout_ref.actor.shuffle")
-    data_loader_seed: int = setting(42, "seed")
-    cliprange_value: float = setting(0.5, "value clip range")
-    loss_agg_mode: str = setting("token-mean", "follows actor", follows="actor_rollout_ref.actor.loss_agg_mode")
+    ppo_micro_batch_size: int | None = setting(None, "older form of ppo_micro_batch_size_per_gpu")
+    ppo_micro_batch_size_per_gpu: int | None = setting(
+        None,
+        "samples per forward and backward pass of one process; null: an automatic token budget",
+        follows=".ppo_micro_batch_size",
+    )
+    use_dynamic_bsz: bool = setting(
+        False, "cut micro-batches by tokens", follows="actor_rollout_ref.actor.use_dynamic_bsz"
+    )
+    ppo_max_token_len_per_gpu: int = setting(
+        32768, "tokens per micro-batch of one process with use_dynamic_bsz; at least the longest sample"
+    )
+    forward_max_token_len_per_gpu: int | None = setting(
+        None, "the same where values are only computed", follows=".ppo_max_token_len_per_gpu"
+    )
+    ppo_epochs: int = setting(1, "passes over one batch of samples", follows="actor_rollout_ref.actor.ppo_epochs")
+    shuffle: bool = setting(False, "shuffle samples between mini-batches", follows="actor_rollout_ref.actor.shuffle")
+    data_loader_seed: int = setting(42, "seed of that shuffling")
+    cliprange_value: float = setting(0.5, "how far a value may move from its old one before the loss stops pulling")
+    loss_agg_mode: str = setting(
+        "token-mean", "how token losses become one number", follows="actor_rollout_ref.actor.loss_agg_mode"
+    )
     loss_scale_factor: float | None = setting(
-        None, "follows actor", follows="actor_rollout_ref.actor.loss_scale_factor"
+        None,
+        "length in tokens that seq-mean-token-sum-norm divides by; null: data.max_response_length",
+        follows="actor_rollout_ref.actor.loss_scale_factor",
     )
     checkpoint: CriticCheckpointConfig = section(CriticCheckpointConfig)
     forward_micro_batch_size: int | None = setting(
-        None, "legacy global inference batch", follows=".ppo_micro_batch_size"
+        None, "older form of forward_micro_batch_size_per_gpu", follows=".ppo_micro_batch_size"
     )
     forward_micro_batch_size_per_gpu: int | None = setting(
-        None, "per-GPU inference batch", follows=".ppo_micro_batch_size_per_gpu"
+        None, "samples per pass of one process where values are only computed", follows=".ppo_micro_batch_size_per_gpu"
     )
-    ulysses_sequence_parallel_size: int = setting(1, "deprecated alias", planned="Ulysses sequence parallelism")
-    grad_clip: float = setting(1.0, "max gradient norm", follows=".optim.clip_grad")
+    ulysses_sequence_parallel_size: int = setting(
+        1, "older form of fsdp.ulysses_sequence_parallel_size", planned="Ulysses sequence parallelism"
+    )
+    grad_clip: float = setting(
+        1.0, "largest gradient norm; a larger gradient is scaled down to it", follows=".optim.clip_grad"
+    )
     optim: OptimizerConfig = section(OptimizerConfig, lr=1e-5)
     fsdp: FSDPEngineConfig = section(FSDPEngineConfig)
     model: CriticModelConfig = section(CriticModelConfig)

@@ -9,67 +9,89 @@ from verl.config.node import ConfigNode, section, setting
 
 @dataclass(frozen=True)
 class CustomClassConfig(ConfigNode):
-    """``data.custom_cls``."""
+    """A dataset class of your own instead of the built-in one."""
 
-    path: str | None = setting(None, "custom Dataset file", path=True)
-    name: str | None = setting(None, "class name")
+    path: str | None = setting(None, "Python file with the class", path=True)
+    name: str | None = setting(None, "name of the class, a torch Dataset")
 
 
 @dataclass(frozen=True)
 class DataConfig(ConfigNode):
     """Prompts for RL training and validation."""
 
-    tokenizer: str | None = setting(None, "tokenizer override", path=True)
-    use_shm: bool = setting(False, "stage data in shared memory")
+    tokenizer: str | None = setting(None, "folder or hub name of the tokenizer; null: that of the model", path=True)
+    use_shm: bool = setting(False, "copy data files to shared memory before they are read")
     train_files: str | list = setting(
-        "~/data/rlhf/gsm8k/train.parquet", "parquet/json/jsonl path or list (local or HDFS)", path=True
+        "~/data/rlhf/gsm8k/train.parquet",
+        "parquet, json or jsonl file with prompts, or a list of them (local or hdfs://)",
+        path=True,
     )
     val_files: str | list | None = setting(
-        None, "same for validation", upstream="~/data/rlhf/gsm8k/test.parquet", path=True
+        None, "the same for validation; null: no validation", upstream="~/data/rlhf/gsm8k/test.parquet", path=True
     )
-    train_max_samples: int = setting(-1, "cap (-1 all)")
-    val_max_samples: int = setting(-1, "cap (-1 all)")
-    prompt_key: str = setting("prompt", "column with chat messages")
-    reward_fn_key: str = setting("data_source", "column that selects the scorer")
-    max_prompt_length: int = setting(512, "left-pad length / filter limit")
-    max_response_length: int = setting(512, "generation limit")
-    train_batch_size: int = setting(1024, "prompts per step (times rollout.n samples)")
-    gen_batch_size: int | None = setting(None, "prompts fetched per dataloader call")
-    val_batch_size: int | None = setting(None, "deprecated")
+    train_max_samples: int = setting(-1, "use at most that many rows; -1: all")
+    val_max_samples: int = setting(-1, "use at most that many rows; -1: all")
+    prompt_key: str = setting("prompt", "column with the prompt: a list of chat messages, or a text")
+    reward_fn_key: str = setting("data_source", "column that says which scorer a row gets")
+    max_prompt_length: int = setting(
+        512, "longest prompt in tokens, template included; longer ones are treated as truncation says"
+    )
+    max_response_length: int = setting(512, "most tokens that are sampled per response")
+    train_batch_size: int = setting(1024, "prompts per step; each gets rollout.n samples")
+    gen_batch_size: int | None = setting(
+        None, "prompts sampled at a time until a training batch is full; null: train_batch_size"
+    )
+    val_batch_size: int | None = setting(None, "prompts sampled at a time in validation; null: all")
     tool_config_path: str | None = setting(
         None,
-        "follows rollout.multi_turn (for length filtering)",
+        "YAML file of tools, whose schemas count as part of a prompt",
         follows="actor_rollout_ref.rollout.multi_turn.tool_config_path",
         planned="multi-turn rollouts and tools",
         path=True,
     )
     function_tool_path: str | None = setting(
         None,
-        "follows rollout.multi_turn",
+        "Python file of function tools, whose schemas count as part of a prompt",
         follows="actor_rollout_ref.rollout.multi_turn.function_tool_path",
         planned="multi-turn rollouts and tools",
         path=True,
     )
-    return_raw_input_ids: bool = setting(False, "keep untemplated ids")
-    return_raw_chat: bool = setting(True, "keep messages")
-    return_full_prompt: bool = setting(False, "keep rendered prompt")
-    shuffle: bool = setting(True, "shuffle train")
-    seed: int | None = setting(None, "shuffle seed")
-    dataloader_num_workers: int = setting(0, "loader workers", upstream=8)
-    image_patch_size: int = setting(14, "vision patch", planned="vision-language models")
-    validation_shuffle: bool = setting(False, "shuffle validation")
-    filter_overlong_prompts: bool = setting(False, "drop long prompts")
-    filter_overlong_prompts_workers: int = setting(1, "filter processes")
-    truncation: str = setting("error", "error, left, right, middle", choices=("error", "left", "right", "middle"))
-    image_key: str = setting("images", "image column", planned="vision-language models")
-    video_key: str = setting("videos", "video column", planned="vision-language models")
-    audio_key: str = setting("audios", "audio column", planned="vision-language models")
-    trust_remote_code: bool = setting(False, "for tokenizer code")
+    return_raw_input_ids: bool = setting(
+        False, "add the prompt without template as token ids (raw_input_ids) to each row"
+    )
+    return_raw_chat: bool = setting(True, "keep the messages (raw_prompt) in each row")
+    return_full_prompt: bool = setting(False, "add the prompt with template as text (full_prompts) to each row")
+    shuffle: bool = setting(True, "shuffle training rows, anew in every epoch")
+    seed: int | None = setting(None, "seed of that shuffling; null: trainer.seed")
+    dataloader_num_workers: int = setting(
+        0, "processes that load rows; 0: in the main process, at most one per core", upstream=8
+    )
+    image_patch_size: int = setting(14, "side of an image patch in pixels", planned="vision-language models")
+    validation_shuffle: bool = setting(False, "shuffle validation rows")
+    filter_overlong_prompts: bool = setting(
+        False, "drop prompts that are longer than max_prompt_length before training"
+    )
+    filter_overlong_prompts_workers: int = setting(1, "processes that measure prompts")
+    truncation: str = setting(
+        "error",
+        "what happens to a prompt that is too long: error stops the run, left, right and middle cut there",
+        choices=("error", "left", "right", "middle"),
+    )
+    image_key: str = setting("images", "column with images", planned="vision-language models")
+    video_key: str = setting("videos", "column with videos", planned="vision-language models")
+    audio_key: str = setting("audios", "column with sounds", planned="vision-language models")
+    trust_remote_code: bool = setting(
+        False,
+        "run Python code that comes with the tokenizer",
+        no_effect="actor_rollout_ref.model.trust_remote_code holds for the tokenizer too",
+    )
     custom_cls: CustomClassConfig = section(CustomClassConfig)
-    return_multi_modal_inputs: bool = setting(True, "keep processor tensors", planned="vision-language models")
-    apply_chat_template_kwargs: dict = setting({}, "template args (e.g. enable_thinking)")
-    mm_processor_kwargs: dict = setting({}, "processor args", planned="vision-language models")
-    cache_dir: str = setting("~/.cache/verl/rlhf", "folder for copies of remote files", path=True)
+    return_multi_modal_inputs: bool = setting(
+        True, "keep the processor's tensors in each row", planned="vision-language models"
+    )
+    apply_chat_template_kwargs: dict = setting({}, "arguments of the chat template, e.g. {enable_thinking: false}")
+    mm_processor_kwargs: dict = setting({}, "arguments of the processor", planned="vision-language models")
+    cache_dir: str = setting("~/.cache/verl/rlhf", "folder for local copies of remote files", path=True)
     filter_prompts: str | None = setting(None, "function that drops rows", planned="prompt filters by function")
     need_tools_kwargs: bool = setting(False, "rows carry arguments for tools", planned="multi-turn rollouts and tools")
     chat_template_func: str | None = setting(

@@ -9,113 +9,148 @@ from verl.config.node import ConfigNode, section, setting
 
 @dataclass(frozen=True)
 class WrapPolicyConfig(ConfigNode):
-    """``engine.wrap_policy``."""
+    """Which layers FSDP shards for themselves."""
 
-    min_num_params: int = setting(0, "size threshold for wrapping a layer", planned="the FSDP engines")
+    min_num_params: int = setting(
+        0,
+        "smallest number of parameters of a layer that is sharded for itself; 0: every transformer block",
+        planned="the FSDP engines",
+    )
 
 
 @dataclass(frozen=True)
 class QATConfig(ConfigNode):
-    """``engine.qat``."""
+    """Training with the rounding of low-precision weights in the forward pass."""
 
-    enable: bool = setting(False, "see actor.qat", planned="quantization-aware training")
-    mode: str = setting("w4a16", "see actor.qat", planned="quantization-aware training")
-    group_size: int = setting(16, "see actor.qat", planned="quantization-aware training")
-    ignore_patterns: list = setting(
-        ["lm_head", "embed_tokens", "re:.*mlp.gate$"], "see actor.qat", planned="quantization-aware training"
+    enable: bool = setting(False, "train with quantized weights", planned="quantization-aware training")
+    mode: str = setting(
+        "w4a16", "w4a16 (weights in 4 bits) or w4a4 (activations too)", planned="quantization-aware training"
     )
-    activation_observer: str = setting("static_minmax", "see actor.qat", planned="quantization-aware training")
+    group_size: int = setting(16, "numbers that share one scale; 16 for NVFP4", planned="quantization-aware training")
+    ignore_patterns: list = setting(
+        ["lm_head", "embed_tokens", "re:.*mlp.gate$"],
+        "modules that stay unquantized, by name or re:pattern",
+        planned="quantization-aware training",
+    )
+    activation_observer: str = setting(
+        "static_minmax", "how the range of activations is found (w4a4)", planned="quantization-aware training"
+    )
     quantization_config_path: str | None = setting(
-        None, "see actor.qat", planned="quantization-aware training", path=True
+        None, "JSON file with the quantization of the sampler", planned="quantization-aware training", path=True
     )
 
 
 @dataclass(frozen=True)
 class TurboDistributedFsdpPlanConfig(ConfigNode):
-    """``engine.turbo_config.distributed.fsdp_plan``."""
+    """Precision and prefetching of the fsdp_turbo engine."""
 
-    param_dtype: str = setting("bf16", "compute dtype", planned="the fsdp_turbo engine")
-    reduce_dtype: str = setting("fp32", "reduction dtype", planned="the fsdp_turbo engine")
-    output_dtype: str = setting("bf16", "output dtype", planned="the fsdp_turbo engine")
-    fsdp_implementation: str = setting("native", "which FSDP implementation", planned="the fsdp_turbo engine")
-    num_to_forward_prefetch: int = setting(1, "forward prefetch depth", planned="the fsdp_turbo engine")
-    num_to_backward_prefetch: int = setting(1, "backward prefetch depth", planned="the fsdp_turbo engine")
+    param_dtype: str = setting("bf16", "dtype of matrix products", planned="the fsdp_turbo engine")
+    reduce_dtype: str = setting("fp32", "dtype of gradient sums", planned="the fsdp_turbo engine")
+    output_dtype: str = setting("bf16", "dtype of outputs", planned="the fsdp_turbo engine")
+    fsdp_implementation: str = setting("native", "which FSDP implementation runs", planned="the fsdp_turbo engine")
+    num_to_forward_prefetch: int = setting(
+        1, "layers gathered ahead in the forward pass", planned="the fsdp_turbo engine"
+    )
+    num_to_backward_prefetch: int = setting(
+        1, "layers gathered ahead in the backward pass", planned="the fsdp_turbo engine"
+    )
 
 
 @dataclass(frozen=True)
 class TurboDistributedConfig(ConfigNode):
-    """``engine.turbo_config.distributed``."""
+    """Parallel sizes of the fsdp_turbo engine."""
 
-    fully_shard_parallel_size: int = setting(16, "fsdp_turbo shard degree", planned="the fsdp_turbo engine")
-    tensor_parallel_size: int = setting(1, "fsdp_turbo TP", planned="the fsdp_turbo engine")
-    expert_parallel_size: int = setting(1, "fsdp_turbo EP", planned="the fsdp_turbo engine")
-    expert_fully_shard_parallel_size: int = setting(1, "fsdp_turbo expert sharding", planned="the fsdp_turbo engine")
-    ulysses_parallel_size: int = setting(1, "fsdp_turbo SP", planned="the fsdp_turbo engine")
+    fully_shard_parallel_size: int = setting(
+        16, "processes that share one copy of the weights", planned="the fsdp_turbo engine"
+    )
+    tensor_parallel_size: int = setting(1, "tensor-parallel size", planned="the fsdp_turbo engine")
+    expert_parallel_size: int = setting(1, "expert-parallel size", planned="the fsdp_turbo engine")
+    expert_fully_shard_parallel_size: int = setting(
+        1, "processes that share one copy of the experts", planned="the fsdp_turbo engine"
+    )
+    ulysses_parallel_size: int = setting(1, "sequence-parallel size (Ulysses)", planned="the fsdp_turbo engine")
     fsdp_plan: TurboDistributedFsdpPlanConfig = section(TurboDistributedFsdpPlanConfig)
 
 
 @dataclass(frozen=True)
 class TurboConfig(ConfigNode):
-    """``engine.turbo_config``."""
+    """The fsdp_turbo engine."""
 
     distributed: TurboDistributedConfig = section(TurboDistributedConfig)
 
 
 @dataclass(frozen=True)
 class FSDPEngineConfig(ConfigNode):
-    """The data-parallel training engines: plain, FSDP and FSDP2."""
+    """Training engines that hold a whole model per data-parallel group: plain (one device), FSDP and FSDP2."""
 
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
-    param_offload: bool = setting(False, "parameters go to host when idle")
-    optimizer_offload: bool = setting(False, "optimizer states go to host when idle")
+    param_offload: bool = setting(False, "keep the weights in host memory while another role works")
+    optimizer_offload: bool = setting(False, "keep the optimizer's state in host memory while another role works")
     offload_policy: bool = setting(
-        False, "FSDP2 native CPU offload during training (params, grads, optimizer)", planned="the FSDP engines"
+        False,
+        "FSDP2: keep weights, gradients and optimizer in host memory during training too",
+        planned="the FSDP engines",
     )
     reshard_after_forward: bool = setting(
-        True, "free gathered params after forward (False on FSDP1 = ZeRO-2 style)", planned="the FSDP engines"
+        True,
+        "free gathered weights after the forward pass (ZeRO-3); false keeps them for the backward pass (ZeRO-2)",
+        planned="the FSDP engines",
     )
-    fsdp_size: int = setting(-1, "shard-group size; -1 = all ranks (smaller = HSDP)", planned="the FSDP engines")
-    forward_prefetch: bool = setting(False, "FSDP1 all-gather prefetch", planned="the FSDP engines")
-    model_dtype: str = setting("fp32", "dtype of master weights")
-    use_orig_params: bool = setting(False, "FSDP1 flag", planned="the FSDP engines")
-    seed: int = setting(42, "seed of the engine", no_effect="trainer.seed seeds every worker")
-    full_determinism: bool = setting(False, "deterministic kernels, debugging only")
+    fsdp_size: int = setting(
+        -1, "processes that share one copy of the weights; -1: all (fewer: HSDP)", planned="the FSDP engines"
+    )
+    forward_prefetch: bool = setting(
+        False, "FSDP: gather the next layer while this one runs", planned="the FSDP engines"
+    )
+    model_dtype: str = setting("fp32", "dtype in which weights are kept and updated")
+    use_orig_params: bool = setting(
+        False, "FSDP: keep the original parameters beside the flat ones", planned="the FSDP engines"
+    )
+    seed: int = setting(42, "seed of new weights (a value head)", no_effect="a run has one seed: trainer.seed")
+    full_determinism: bool = setting(False, "deterministic kernels only, for debugging; slower")
     ulysses_sequence_parallel_size: int = setting(
-        1, "deepSpeed-Ulysses sequence-parallel degree", planned="Ulysses sequence parallelism"
+        1, "processes that share one sequence (DeepSpeed-Ulysses)", planned="Ulysses sequence parallelism"
     )
     entropy_from_logits_with_chunking: bool = setting(
         False,
-        "chunked entropy",
+        "compute the entropy in chunks of rows, for less memory",
         follows="actor_rollout_ref.actor.entropy_from_logits_with_chunking",
         planned="the memory-saving entropy",
     )
     entropy_from_logits_chunk_size: int = setting(
         2048,
-        "chunk length",
+        "rows per chunk",
         follows="actor_rollout_ref.actor.entropy_from_logits_chunk_size",
         planned="the memory-saving entropy",
     )
     use_torch_compile: bool = setting(
-        True, "compile helper functions", no_effect="the plain engine does not compile; the FSDP engines will"
+        True,
+        "compile the log-prob and entropy kernels",
+        no_effect="the plain engine does not compile; the FSDP engines will",
     )
     entropy_checkpointing: bool = setting(
         False,
-        "recompute entropy",
+        "compute the entropy again in the backward pass, for less memory",
         follows="actor_rollout_ref.actor.entropy_checkpointing",
         planned="the memory-saving entropy",
     )
     use_no_sync_for_gradient_accumulation: bool = setting(
-        False, "skip grad sync until last micro-batch", planned="the FSDP engines"
+        False, "sum gradients over processes only at the last micro-batch", planned="the FSDP engines"
     )
     pad_to_length: bool = setting(
-        False, "pad packed batch to bucket", follows="actor_rollout_ref.actor.pad_to_length", planned="padded packing"
+        False,
+        "round packed micro-batches up to a multiple of pad_to_length_bucket",
+        follows="actor_rollout_ref.actor.pad_to_length",
+        planned="padded packing",
     )
-    pad_to_length_bucket: int = setting(1024, "bucket size in tokens", planned="padded packing")
+    pad_to_length_bucket: int = setting(1024, "that multiple, in tokens", planned="padded packing")
     forward_only: bool = setting(
         False,
-        "no optimizer (ref model)",
+        "the model is not trained and has no optimizer",
         no_effect="a reference model never has an optimizer, a trained one always has",
     )
-    dtype: str = setting("auto", "mixed-precision compute dtype", upstream="bfloat16")
+    dtype: str = setting(
+        "auto", "dtype of matrix products; auto: float32 on CPU, bfloat16 on an accelerator", upstream="bfloat16"
+    )
     qat: QATConfig = section(QATConfig)
     turbo_config: TurboConfig = section(TurboConfig)

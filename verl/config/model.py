@@ -9,96 +9,116 @@ from verl.config.node import ConfigNode, section, setting
 
 @dataclass(frozen=True)
 class FusedKernelConfig(ConfigNode):
-    """``actor_rollout_ref.model.fused_kernel_options``."""
+    """How the fused LM head is computed."""
 
-    impl_backend: str = setting("torch", "torch, triton, liger", planned="the fused LM head")
+    impl_backend: str = setting("torch", "torch, triton or liger", planned="the fused LM head")
 
 
 @dataclass(frozen=True)
 class TiledMLPConfig(ConfigNode):
-    """``actor_rollout_ref.model.tiled_mlp``."""
+    """The MLP computed in tiles of tokens, for less memory."""
 
-    enabled: bool = setting(False, "tile the MLP to cut memory", planned="the tiled MLP")
-    num_shards: int = setting(4, "tiles", planned="the tiled MLP")
+    enabled: bool = setting(False, "compute the MLP in tiles", planned="the tiled MLP")
+    num_shards: int = setting(4, "number of tiles", planned="the tiled MLP")
 
 
 @dataclass(frozen=True)
 class MtpConfig(ConfigNode):
-    """``actor_rollout_ref.model.mtp``."""
+    """Multi-token-prediction heads, of models that have them."""
 
-    enable: bool = setting(False, "load multi-token-prediction heads", planned="multi-token prediction")
+    enable: bool = setting(False, "load the heads", planned="multi-token prediction")
     enable_train: bool = setting(False, "train them", planned="multi-token prediction")
-    enable_rollout: bool = setting(False, "use for speculative rollout", planned="multi-token prediction")
-    detach_encoder: bool = setting(False, "stop gradient to trunk", planned="multi-token prediction")
-    mtp_loss_scaling_factor: float = setting(0.1, "MTP loss weight", planned="multi-token prediction")
-    speculative_algorithm: str = setting("EAGLE", "SGLang algorithm", planned="multi-token prediction")
-    speculative_num_steps: int = setting(3, "draft steps", planned="multi-token prediction")
-    speculative_eagle_topk: int = setting(1, "draft top-k", planned="multi-token prediction")
-    speculative_num_draft_tokens: int = setting(4, "draft tokens", planned="multi-token prediction")
-    method: str = setting("mtp", "vLLM method", planned="multi-token prediction")
-    num_speculative_tokens: int = setting(1, "vLLM draft tokens", planned="multi-token prediction")
+    enable_rollout: bool = setting(False, "draft tokens with them while sampling", planned="multi-token prediction")
+    detach_encoder: bool = setting(False, "no gradient from the heads into the trunk", planned="multi-token prediction")
+    mtp_loss_scaling_factor: float = setting(0.1, "weight of their loss", planned="multi-token prediction")
+    speculative_algorithm: str = setting("EAGLE", "SGLang: algorithm that drafts", planned="multi-token prediction")
+    speculative_num_steps: int = setting(3, "SGLang: draft steps", planned="multi-token prediction")
+    speculative_eagle_topk: int = setting(1, "SGLang: branches per draft step", planned="multi-token prediction")
+    speculative_num_draft_tokens: int = setting(4, "SGLang: draft tokens", planned="multi-token prediction")
+    method: str = setting("mtp", "vLLM: method that drafts", planned="multi-token prediction")
+    num_speculative_tokens: int = setting(1, "vLLM: draft tokens", planned="multi-token prediction")
 
 
 @dataclass(frozen=True)
 class MegatronLoraConfig(ConfigNode):
-    """``actor_rollout_ref.model.lora``."""
+    """Adapters of models that Megatron-Core trains; `merge` holds for every backend."""
 
-    type: str = setting("lora", "megatron LoRA kind: lora, vlm_lora, canonical_lora, dora", planned="LoRA")
-    merge: bool = setting(False, "merge adapter before sync (both backends)", planned="LoRA")
-    rank: int = setting(0, "megatron LoRA rank (0 = off)", planned="LoRA")
-    alpha: int = setting(32, "scale", planned="LoRA")
-    dropout: float = setting(0.0, "dropout", planned="LoRA")
+    type: str = setting("lora", "kind of adapter: lora, vlm_lora, canonical_lora, dora", planned="LoRA")
+    merge: bool = setting(False, "merge the adapter into the weights before they go to the sampler", planned="LoRA")
+    rank: int = setting(0, "rank of the adapter; 0: none", planned="LoRA")
+    alpha: int = setting(32, "scale of the adapter, divided by the rank", planned="LoRA")
+    dropout: float = setting(0.0, "dropout in the adapter", planned="LoRA")
     target_modules: list = setting(
-        ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], "megatron module names", planned="LoRA"
+        ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
+        "modules that get an adapter, by Megatron's names",
+        planned="LoRA",
     )
-    exclude_modules: list = setting([], "skip list", planned="LoRA")
-    dropout_position: str = setting("pre", "pre or post", planned="LoRA")
-    lora_A_init_method: str = setting("xavier", "A init", planned="LoRA")
-    lora_B_init_method: str = setting("zero", "B init", planned="LoRA")
-    a2a_experimental: bool = setting(False, "all-to-all mode", planned="LoRA")
-    dtype: str | None = setting(None, "adapter dtype", planned="LoRA")
-    adapter_path: str | None = setting(None, "adapter to load", planned="LoRA", path=True)
-    freeze_vision_model: bool = setting(True, "vlm_lora freeze", planned="LoRA")
-    freeze_vision_projection: bool = setting(True, "vlm_lora freeze", planned="LoRA")
-    freeze_language_model: bool = setting(True, "vlm_lora freeze", planned="LoRA")
+    exclude_modules: list = setting([], "modules that get none", planned="LoRA")
+    dropout_position: str = setting("pre", "dropout before (pre) or after (post) the adapter", planned="LoRA")
+    lora_A_init_method: str = setting("xavier", "how the first factor starts", planned="LoRA")
+    lora_B_init_method: str = setting("zero", "how the second factor starts", planned="LoRA")
+    a2a_experimental: bool = setting(False, "exchange adapter activations by all-to-all", planned="LoRA")
+    dtype: str | None = setting(None, "dtype of the adapter; null: that of the model", planned="LoRA")
+    adapter_path: str | None = setting(None, "adapter to go on from", planned="LoRA", path=True)
+    freeze_vision_model: bool = setting(True, "vlm_lora: do not train the vision encoder", planned="LoRA")
+    freeze_vision_projection: bool = setting(True, "vlm_lora: do not train the projection", planned="LoRA")
+    freeze_language_model: bool = setting(True, "vlm_lora: do not train the language model", planned="LoRA")
 
 
 @dataclass(frozen=True)
 class HFModelConfig(ConfigNode):
     """A Hugging Face model and its tokenizer."""
 
-    path: str = setting("~/models/deepseek-llm-7b-chat", "HF id or local/HDFS path", path=True)
-    hf_config_path: str | None = setting(None, "config elsewhere", path=True)
-    tokenizer_path: str | None = setting(None, "tokenizer elsewhere", path=True)
-    use_shm: bool = setting(False, "copy weights to /dev/shm first")
-    trust_remote_code: bool = setting(False, "allow custom code")
-    custom_chat_template: str | None = setting(None, "jinja override")
-    external_lib: str | None = setting(None, "module imported before load")
-    override_config: dict = setting({}, "HF config overrides")
-    enable_gradient_checkpointing: bool | None = setting(
-        None, "recompute activations in the backward pass; null: on an accelerator yes, on CPU no", upstream=True
+    path: str = setting("~/models/deepseek-llm-7b-chat", "model folder, or a name on the hub", path=True)
+    hf_config_path: str | None = setting(None, "folder to read the model's config.json from; null: path", path=True)
+    tokenizer_path: str | None = setting(None, "folder or hub name of the tokenizer; null: path", path=True)
+    use_shm: bool = setting(
+        False,
+        "copy the weights to shared memory before they are read",
+        no_effect="weights are read from their folder, once per role",
     )
-    enable_activation_offload: bool = setting(False, "activations to host", planned="activation offloading")
+    trust_remote_code: bool = setting(False, "run Python code that comes with the model or its tokenizer")
+    custom_chat_template: str | None = setting(None, "chat template (Jinja text) instead of the tokenizer's own")
+    external_lib: str | None = setting(
+        None, "module to import before the model is loaded, or several with commas: it may register model classes"
+    )
+    override_config: dict = setting(
+        {}, "entries of the model's config.json to replace, e.g. {attn_implementation: sdpa}"
+    )
+    enable_gradient_checkpointing: bool | None = setting(
+        None,
+        "compute activations again in the backward pass, for less memory; null: on an accelerator yes, on CPU no",
+        upstream=True,
+    )
+    enable_activation_offload: bool = setting(
+        False, "keep activations in host memory until the backward pass", planned="activation offloading"
+    )
     use_remove_padding: bool = setting(
         True,
-        "sequence packing",
+        "pack rows without padding",
         no_effect="the plain engine computes no padding between prompt and response in either case",
     )
-    lora_rank: int = setting(0, "> 0 enables LoRA (FSDP)", planned="LoRA")
-    lora_alpha: int = setting(16, "loRA scale", planned="LoRA")
-    target_modules: str | list = setting("all-linear", "all-linear or list", planned="LoRA")
-    exclude_modules: list | str | None = setting(None, "skip list", planned="LoRA")
-    lora_adapter_path: str | None = setting(None, "continue an adapter", planned="LoRA", path=True)
-    use_liger: bool = setting(False, "liger kernels", planned="Liger kernels")
-    use_fused_kernels: bool = setting(False, "fused linear+cross-entropy", planned="the fused LM head")
+    lora_rank: int = setting(0, "rank of a LoRA adapter; 0: all weights are trained", planned="LoRA")
+    lora_alpha: int = setting(16, "scale of the adapter, divided by the rank", planned="LoRA")
+    target_modules: str | list = setting(
+        "all-linear", "modules that get an adapter: all-linear, or a list of names", planned="LoRA"
+    )
+    exclude_modules: list | str | None = setting(None, "modules that get none", planned="LoRA")
+    lora_adapter_path: str | None = setting(None, "adapter to go on from", planned="LoRA", path=True)
+    use_liger: bool = setting(False, "take Liger's kernels", planned="Liger kernels")
+    use_fused_kernels: bool = setting(
+        False, "compute log-probs without writing out the logits", planned="the fused LM head"
+    )
     fused_kernel_options: FusedKernelConfig = section(FusedKernelConfig)
     tiled_mlp: TiledMLPConfig = section(TiledMLPConfig)
     mtp: MtpConfig = section(MtpConfig)
     lora: MegatronLoraConfig = section(MegatronLoraConfig)
-    target_parameters: list | None = setting(None, "loRA on raw parameters", planned="LoRA")
+    target_parameters: list | None = setting(None, "single parameters that get an adapter", planned="LoRA")
     model_type: str = setting(
-        "language_model", "language_model or value_model", no_effect="the role decides which model class is loaded"
+        "language_model",
+        "language_model, or value_model for critics",
+        no_effect="the role decides which model class is loaded",
     )
     load_tokenizer: bool = setting(
-        True, "load the tokenizer too", no_effect="the role decides which model class is loaded"
+        True, "load the tokenizer with the model", no_effect="the role decides which model class is loaded"
     )

@@ -9,60 +9,90 @@ from verl.config.node import ConfigNode, setting
 
 @dataclass(frozen=True)
 class OptimizerConfig(ConfigNode):
-    """Optimizer and learning-rate schedule of a trained model."""
+    """Optimizer and learning-rate schedule of one trained model."""
 
-    optimizer: str = setting("AdamW", "optimizer class name")
-    optimizer_impl: str = setting("torch.optim", "module to import it from")
-    lr: float = setting(1e-06, "learning rate (actor 1e-6, critic 1e-5 override)")
-    lr_warmup_steps_ratio: float = setting(0.0, "warmup share when lr_warmup_steps <= 0")
-    total_training_steps: int = setting(-1, "filled in at run time")
-    weight_decay: float = setting(0.01, "decay")
-    lr_warmup_steps: int = setting(-1, "warmup steps; wins over the ratio when > 0")
-    betas: list[float] = setting([0.9, 0.999], "adam betas")
-    clip_grad: float = setting(1.0, "gradient clip")
-    min_lr_ratio: float = setting(0.0, "cosine floor")
-    num_cycles: float = setting(0.5, "cosine cycles")
-    lr_scheduler_type: str = setting("constant", "constant or cosine", choices=("constant", "cosine", "wsd"))
-    zero_indexed_step: bool = setting(True, "schedule counts from 0")
-    override_optimizer_config: dict | None = setting(None, "extra kwargs for the optimizer")
-    lr_warmup_init: float = setting(0.0, "first warmup lr", planned="Megatron-Core training")
-    lr_decay_steps: float | None = setting(None, "decay length", planned="Megatron-Core training")
-    lr_decay_style: str = setting(
-        "constant", "constant, linear, cosine, inverse_square_root", planned="Megatron-Core training"
+    optimizer: str = setting("AdamW", "class of the optimizer")
+    optimizer_impl: str = setting("torch.optim", "module that has this class")
+    lr: float = setting(1e-06, "learning rate; after the warm-up, where there is one")
+    lr_warmup_steps_ratio: float = setting(
+        0.0, "share of the run over which the learning rate rises from 0, unless lr_warmup_steps is above 0"
     )
-    min_lr: float = setting(0.0, "floor", planned="Megatron-Core training")
-    weight_decay_incr_style: str = setting("constant", "weight-decay schedule", planned="Megatron-Core training")
-    lr_wsd_decay_style: str = setting("exponential", "WSD tail shape", planned="Megatron-Core training")
-    lr_wsd_decay_steps: float | None = setting(None, "WSD tail length", planned="Megatron-Core training")
+    total_training_steps: int = setting(
+        -1,
+        "length of the schedule in steps",
+        no_effect="the schedule is as long as the run (trainer.total_training_steps)",
+    )
+    weight_decay: float = setting(0.01, "decoupled weight decay")
+    lr_warmup_steps: int = setting(-1, "steps of the warm-up; 0 or -1: lr_warmup_steps_ratio decides")
+    betas: list[float] = setting([0.9, 0.999], "Adam's decay of the first and the second moment")
+    clip_grad: float = setting(1.0, "largest gradient norm; grad_clip of the role follows it")
+    min_lr_ratio: float = setting(0.0, "cosine, wsd: the lowest learning rate, as a share of lr")
+    num_cycles: float = setting(0.5, "cosine, wsd: cosine waves until the end; 0.5 falls once")
+    lr_scheduler_type: str = setting(
+        "constant",
+        "constant; cosine; wsd (constant, then a cosine over the last tenth)",
+        choices=("constant", "cosine", "wsd"),
+    )
+    zero_indexed_step: bool = setting(
+        True, "cosine: the first step has number 0 (false: 1, so that it has a learning rate above 0 in a warm-up)"
+    )
+    override_optimizer_config: dict | None = setting(None, "further arguments of the optimizer's class")
+    lr_warmup_init: float = setting(0.0, "learning rate at the start of the warm-up", planned="Megatron-Core training")
+    lr_decay_steps: float | None = setting(
+        None, "steps until the lowest learning rate; null: the run", planned="Megatron-Core training"
+    )
+    lr_decay_style: str = setting(
+        "constant", "constant, linear, cosine, inverse_square_root or WSD", planned="Megatron-Core training"
+    )
+    min_lr: float = setting(0.0, "the lowest learning rate", planned="Megatron-Core training")
+    weight_decay_incr_style: str = setting(
+        "constant", "how the weight decay changes: constant, linear, cosine", planned="Megatron-Core training"
+    )
+    lr_wsd_decay_style: str = setting("exponential", "WSD: shape of the last part", planned="Megatron-Core training")
+    lr_wsd_decay_steps: float | None = setting(None, "WSD: steps of the last part", planned="Megatron-Core training")
     use_checkpoint_opt_param_scheduler: bool = setting(
-        False, "restore scheduler params from checkpoint", planned="Megatron-Core training"
+        False, "take the schedule from the checkpoint", planned="Megatron-Core training"
     )
     use_precision_aware_optimizer: bool = setting(
-        False, "lower-precision optimizer states", planned="Megatron-Core training"
+        False, "keep the optimizer's state in lower precision", planned="Megatron-Core training"
     )
-    main_grads_dtype: str = setting("fp32", "main grad dtype", planned="Megatron-Core training")
-    exp_avg_dtype: str = setting("fp32", "adam m dtype", planned="Megatron-Core training")
-    exp_avg_sq_dtype: str = setting("fp32", "adam v dtype", planned="Megatron-Core training")
+    main_grads_dtype: str = setting("fp32", "dtype of accumulated gradients", planned="Megatron-Core training")
+    exp_avg_dtype: str = setting("fp32", "dtype of Adam's first moment", planned="Megatron-Core training")
+    exp_avg_sq_dtype: str = setting("fp32", "dtype of Adam's second moment", planned="Megatron-Core training")
     use_layer_wise_distributed_optimizer: bool = setting(
-        False, "muon distribution switch", planned="Megatron-Core training"
+        False, "Muon: shard the optimizer by layers", planned="Megatron-Core training"
     )
-    muon_momentum: float = setting(0.95, "muon momentum", planned="Megatron-Core training")
-    muon_nesterov: bool = setting(False, "muon Nesterov", planned="Megatron-Core training")
-    muon_split_qkv: bool = setting(True, "orthogonalize q,k,v apart", planned="Megatron-Core training")
-    muon_scale_mode: str = setting("spectral", "muon scale rule", planned="Megatron-Core training")
-    muon_coefficient_type: str = setting("quintic", "newton-Schulz coefficients", planned="Megatron-Core training")
-    muon_num_ns_steps: int = setting(5, "newton-Schulz steps", planned="Megatron-Core training")
-    muon_tp_mode: str = setting("blockwise", "muon under tensor parallel", planned="Megatron-Core training")
-    muon_fp32_matmul_prec: str = setting("medium", "matmul precision", planned="Megatron-Core training")
-    muon_extra_scale_factor: float = setting(1.0, "extra scale", planned="Megatron-Core training")
-    muon_scalar_optimizer: str = setting("adam", "optimizer for non-matrix params", planned="Megatron-Core training")
+    muon_momentum: float = setting(0.95, "Muon: momentum", planned="Megatron-Core training")
+    muon_nesterov: bool = setting(False, "Muon: Nesterov momentum", planned="Megatron-Core training")
+    muon_split_qkv: bool = setting(
+        True, "Muon: orthogonalize q, k and v each for itself", planned="Megatron-Core training"
+    )
+    muon_scale_mode: str = setting("spectral", "Muon: rule that scales an update", planned="Megatron-Core training")
+    muon_coefficient_type: str = setting(
+        "quintic", "Muon: Newton-Schulz coefficients", planned="Megatron-Core training"
+    )
+    muon_num_ns_steps: int = setting(5, "Muon: Newton-Schulz steps", planned="Megatron-Core training")
+    muon_tp_mode: str = setting(
+        "blockwise", "Muon: how tensor-parallel matrices are treated", planned="Megatron-Core training"
+    )
+    muon_fp32_matmul_prec: str = setting(
+        "medium", "Muon: precision of float32 products", planned="Megatron-Core training"
+    )
+    muon_extra_scale_factor: float = setting(1.0, "Muon: factor of every update", planned="Megatron-Core training")
+    muon_scalar_optimizer: str = setting(
+        "adam", "Muon: optimizer of parameters that are no matrices", planned="Megatron-Core training"
+    )
     muon_match_adamw_update_rms: bool = setting(
-        False, "derive scale so RMS equals AdamW", planned="Megatron-Core training"
+        False, "Muon: scale updates to AdamW's size", planned="Megatron-Core training"
     )
-    lr_min: float = setting(0.0, "floor", planned="the VeOmni engine")
-    lr_start: float = setting(0.0, "warmup start", planned="the VeOmni engine")
-    lr_decay_ratio: float = setting(1.0, "share of steps spent decaying", planned="the VeOmni engine")
-    name: str = setting("AdamW", "optimizer class", planned="the TorchTitan engine")
-    eps: float = setting(1e-08, "adam eps", planned="the TorchTitan engine")
-    decay_type: str = setting("linear", "linear, sqrt, cosine", planned="the TorchTitan engine")
-    min_lr_factor: float = setting(0.0, "floor factor", planned="the TorchTitan engine")
+    lr_min: float = setting(0.0, "VeOmni: the lowest learning rate", planned="the VeOmni engine")
+    lr_start: float = setting(0.0, "VeOmni: learning rate at the start of the warm-up", planned="the VeOmni engine")
+    lr_decay_ratio: float = setting(
+        1.0, "VeOmni: share of the steps over which the learning rate falls", planned="the VeOmni engine"
+    )
+    name: str = setting("AdamW", "TorchTitan: class of the optimizer", planned="the TorchTitan engine")
+    eps: float = setting(1e-08, "TorchTitan: Adam's epsilon", planned="the TorchTitan engine")
+    decay_type: str = setting("linear", "TorchTitan: linear, sqrt or cosine", planned="the TorchTitan engine")
+    min_lr_factor: float = setting(
+        0.0, "TorchTitan: the lowest learning rate, as a share of lr", planned="the TorchTitan engine"
+    )

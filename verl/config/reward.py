@@ -9,215 +9,179 @@ from verl.config.node import ConfigNode, section, setting
 
 @dataclass(frozen=True)
 class CustomRewardFunctionConfig(ConfigNode):
-    """``reward.custom_reward_function``."""
+    """A reward function of your own."""
 
-    path: str | None = setting(None, "file with the scorer", path=True)
-    name: str | None = setting(None, "function in it (extra: reward_kwargs dict)", upstream="compute_score")
-    reward_kwargs: dict = setting({}, "extra keyword arguments of every call of the scorer")
+    path: str | None = setting(None, "Python file with the function", path=True)
+    name: str | None = setting(
+        None,
+        "name of the function; null: the one that is there, compute_score or compute_reward",
+        upstream="compute_score",
+    )
+    reward_kwargs: dict = setting({}, "further keyword arguments of every call")
 
 
 @dataclass(frozen=True)
 class RewardManagerModuleConfig(ConfigNode):
-    """``reward.reward_manager.module``."""
+    """The file of a reward manager of your own."""
 
-    path: str | None = setting(None, "file for importlib", path=True)
-    name: str = setting("custom_reward_manager", "module name")
+    path: str | None = setting(None, "Python file with the class", path=True)
+    name: str = setting("custom_reward_manager", "name of the class, where the file has several")
 
 
 @dataclass(frozen=True)
 class RewardManagerConfig(ConfigNode):
-    """``reward.reward_manager``."""
+    """What turns single scores into rewards of a batch."""
 
-    source: str = setting("register", "register or importlib", choices=("register", "importlib"))
-    name: str = setting("naive", "naive, dapo, gdpo, rate_limited, remote")
+    source: str = setting(
+        "register",
+        "register: a built-in or registered manager; importlib: one from a file",
+        choices=("register", "importlib"),
+    )
+    name: str = setting("naive", "name of the manager: naive, batch, dapo, prime (built in), or a dotted path")
     module: RewardManagerModuleConfig = section(RewardManagerModuleConfig)
 
 
 @dataclass(frozen=True)
 class RewardRolloutDisaggregationConfig(ConfigNode):
-    """``reward.reward_model.rollout.disaggregation``."""
+    """Prompts and responses of the reward model on different replicas."""
 
-    enabled: bool = setting(
-        False, "disaggregation enabled of the reward model's engine", planned="served reward models"
-    )
-    prefill_replicas: int = setting(
-        1, "disaggregation prefill replicas of the reward model's engine", planned="served reward models"
-    )
-    decode_replicas: int = setting(
-        1, "disaggregation decode replicas of the reward model's engine", planned="served reward models"
-    )
+    enabled: bool = setting(False, "split the two", planned="served reward models")
+    prefill_replicas: int = setting(1, "replicas for prompts", planned="served reward models")
+    decode_replicas: int = setting(1, "replicas for responses", planned="served reward models")
     decode_tensor_model_parallel_size: int | None = setting(
         None,
-        "disaggregation decode tensor model parallel size of the reward model's engine",
+        "tensor-parallel size of those for responses",
         planned="served reward models",
     )
     transfer_backend: str = setting(
-        "nixl", "disaggregation transfer backend of the reward model's engine", planned="served reward models"
+        "nixl", "transport between them: nixl, mooncake, ascend, mori, fake", planned="served reward models"
     )
-    bootstrap_port: int | None = setting(
-        None, "disaggregation bootstrap port of the reward model's engine", planned="served reward models"
-    )
-    ib_device: str | None = setting(
-        None, "disaggregation ib device of the reward model's engine", planned="served reward models"
-    )
+    bootstrap_port: int | None = setting(None, "port at which they meet", planned="served reward models")
+    ib_device: str | None = setting(None, "InfiniBand device", planned="served reward models")
 
 
 @dataclass(frozen=True)
 class RewardRolloutConfig(ConfigNode):
-    """``reward.reward_model.rollout``."""
+    """The engine that serves a reward model; settings as in actor_rollout_ref.rollout."""
 
-    name: str = setting("hf", "name of the reward model's engine", upstream="???", planned="served reward models")
+    name: str = setting("hf", "engine that serves the reward model", upstream="???", planned="served reward models")
     dtype: str = setting(
-        "auto", "dtype of the reward model's engine", upstream="bfloat16", planned="served reward models"
-    )
-    gpu_memory_utilization: float = setting(
-        0.5,
-        "gpu memory utilization of the reward model's engine",
+        "auto",
+        "dtype of the engine; auto: float32 on CPU, bfloat16 on an accelerator",
+        upstream="bfloat16",
         planned="served reward models",
-        no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
     )
-    enforce_eager: bool = setting(
-        True,
-        "enforce eager of the reward model's engine",
-        planned="served reward models",
-        no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
-    )
+    gpu_memory_utilization: float = setting(0.5, "share of GPU memory for the engine", planned="served reward models")
+    enforce_eager: bool = setting(True, "run without CUDA graphs", planned="served reward models")
     cudagraph_capture_sizes: list | None = setting(
-        None,
-        "cudagraph capture sizes of the reward model's engine",
-        planned="served reward models",
-        no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
+        None, "batch sizes that get a CUDA graph", planned="served reward models"
     )
     free_cache_engine: bool = setting(
-        True, "free cache engine of the reward model's engine", planned="served reward models"
+        True, "free the engine's memory while the policy trains", planned="served reward models"
     )
-    data_parallel_size: int = setting(
-        1, "data parallel size of the reward model's engine", planned="served reward models"
-    )
-    expert_parallel_size: int = setting(
-        1, "expert parallel size of the reward model's engine", planned="served reward models"
-    )
-    tensor_model_parallel_size: int = setting(
-        1, "tensor model parallel size of the reward model's engine", upstream=2, planned="served reward models"
-    )
-    pipeline_model_parallel_size: int = setting(
-        1, "pipeline model parallel size of the reward model's engine", planned="served reward models"
-    )
+    data_parallel_size: int = setting(1, "data-parallel size of the engine", planned="served reward models")
+    expert_parallel_size: int = setting(1, "expert-parallel size", planned="served reward models")
+    tensor_model_parallel_size: int = setting(1, "tensor-parallel size", upstream=2, planned="served reward models")
+    pipeline_model_parallel_size: int = setting(1, "pipeline-parallel size", planned="served reward models")
     max_num_batched_tokens: int = setting(
-        8192, "max num batched tokens of the reward model's engine", planned="served reward models"
+        8192, "most tokens that the engine computes in one step", planned="served reward models"
     )
     max_model_len: int | None = setting(
-        None, "max model len of the reward model's engine", planned="served reward models"
+        None, "longest prompt with response in tokens; null: what the model allows", planned="served reward models"
     )
-    max_num_seqs: int = setting(1024, "max num seqs of the reward model's engine", planned="served reward models")
+    max_num_seqs: int = setting(1024, "most responses that are sampled at once", planned="served reward models")
     load_format: str = setting(
         "auto",
-        "load format of the reward model's engine",
+        "where the engine's first weights come from: dummy (the trainer), hf, safetensors, auto",
         planned="served reward models",
-        no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
     )
     layered_summon: bool = setting(
-        False,
-        "layered summon of the reward model's engine",
-        planned="served reward models",
-        no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
+        False, "gather weights layer by layer when they are handed over", planned="served reward models"
     )
     scheduling_policy: str = setting(
-        "fcfs", "scheduling policy of the reward model's engine", planned="served reward models"
+        "fcfs", "order of waiting requests: fcfs or priority", planned="served reward models"
     )
     full_determinism: bool = setting(
-        False, "full determinism of the reward model's engine", planned="served reward models"
+        False, "the same bits whatever else is in the batch; slower", planned="served reward models"
     )
-    seed: int = setting(42, "seed of the reward model's engine", planned="served reward models")
+    seed: int = setting(42, "seed of sampling", planned="served reward models")
     multi_stage_wake_up: bool = setting(
-        False,
-        "multi stage wake up of the reward model's engine",
-        planned="served reward models",
-        no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
+        False, "SGLang: wake weights and cache one after the other", planned="served reward models"
     )
-    engine_kwargs: dict = setting({}, "engine kwargs of the reward model's engine", planned="served reward models")
-    limit_images: int | None = setting(
-        None, "limit images of the reward model's engine", planned="served reward models"
-    )
-    enable_chunked_prefill: bool = setting(
-        True,
-        "enable chunked prefill of the reward model's engine",
-        planned="served reward models",
-        no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
-    )
+    engine_kwargs: dict = setting({}, "arguments of the engine", planned="served reward models")
+    limit_images: int | None = setting(None, "most images per prompt", planned="served reward models")
+    enable_chunked_prefill: bool = setting(True, "compute long prompts in pieces", planned="served reward models")
     enable_prefix_caching: bool = setting(
-        True,
-        "enable prefix caching of the reward model's engine",
-        planned="served reward models",
-        no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
+        True, "compute a prompt that several samples share once", planned="served reward models"
     )
-    disable_log_stats: bool = setting(
-        True,
-        "disable log stats of the reward model's engine",
-        planned="served reward models",
-        no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
-    )
+    disable_log_stats: bool = setting(True, "mute the engine's own statistics", planned="served reward models")
     skip_tokenizer_init: bool = setting(
-        False,
-        "skip tokenizer init of the reward model's engine",
+        False, "the engine gets and gives token ids only", planned="served reward models"
+    )
+    ignore_eos: bool = setting(
+        False, "go on after the end token until the length is reached", planned="served reward models"
+    )
+    temperature: float = setting(
+        1.0,
+        "temperature of samples; log-probs are those at this temperature everywhere",
         planned="served reward models",
-        no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
     )
-    ignore_eos: bool = setting(False, "ignore eos of the reward model's engine", planned="served reward models")
-    temperature: float = setting(1.0, "temperature of the reward model's engine", planned="served reward models")
-    top_k: int = setting(-1, "top k of the reward model's engine", planned="served reward models")
-    top_p: float = setting(1.0, "top p of the reward model's engine", planned="served reward models")
-    do_sample: bool = setting(True, "do sample of the reward model's engine", planned="served reward models")
-    n: int = setting(1, "n of the reward model's engine", planned="served reward models")
-    prompt_length: int = setting(2048, "prompt length of the reward model's engine", planned="served reward models")
-    response_length: int = setting(2048, "response length of the reward model's engine", planned="served reward models")
-    quantization: str | None = setting(
-        None, "quantization of the reward model's engine", planned="served reward models"
+    top_k: int = setting(-1, "keep that many most probable tokens; -1: all", planned="served reward models")
+    top_p: float = setting(
+        1.0, "keep the most probable tokens up to this probability; 1: all", planned="served reward models"
     )
+    do_sample: bool = setting(True, "sample; false: greedy", planned="served reward models")
+    n: int = setting(1, "responses per prompt; group estimators need 2 or more", planned="served reward models")
+    prompt_length: int = setting(2048, "longest prompt in tokens", planned="served reward models")
+    response_length: int = setting(2048, "most tokens per response", planned="served reward models")
+    quantization: str | None = setting(None, "fp8 or torchao", planned="served reward models")
     quantization_config_file: str | None = setting(
-        None, "quantization config file of the reward model's engine", planned="served reward models", path=True
+        None, "file with more settings of the quantization", planned="served reward models", path=True
     )
-    mtp: dict | None = setting(None, "mtp of the reward model's engine", planned="served reward models")
+    mtp: dict | None = setting(None, "multi-token prediction of the reward model", planned="served reward models")
     disaggregation: RewardRolloutDisaggregationConfig = section(RewardRolloutDisaggregationConfig)
 
 
 @dataclass(frozen=True)
 class RewardModelConfig(ConfigNode):
-    """``reward.reward_model``."""
+    """A reward model that scores samples, served by an engine."""
 
     enable: bool = setting(False, "serve a reward model", planned="served reward models")
-    enable_resource_pool: bool = setting(False, "give it its own GPUs", planned="served reward models")
-    n_gpus_per_node: int = setting(8, "pool size", planned="served reward models")
-    nnodes: int = setting(0, "pool nodes", planned="served reward models")
-    model_path: str | None = setting(None, "discriminative or generative RM", planned="served reward models", path=True)
+    enable_resource_pool: bool = setting(False, "give it GPUs of its own", planned="served reward models")
+    n_gpus_per_node: int = setting(8, "GPUs per node of that pool", planned="served reward models")
+    nnodes: int = setting(0, "nodes of that pool", planned="served reward models")
+    model_path: str | None = setting(
+        None, "folder or hub name of the reward model", planned="served reward models", path=True
+    )
     rollout: RewardRolloutConfig = section(RewardRolloutConfig)
 
 
 @dataclass(frozen=True)
 class SandboxFusionConfig(ConfigNode):
-    """``reward.sandbox_fusion``."""
+    """A service that runs code to score it."""
 
-    url: str | None = setting(None, "code sandbox endpoint", planned="code rewards")
-    max_concurrent: int = setting(64, "concurrency", planned="code rewards")
-    memory_limit_mb: int = setting(1024, "memory per run", planned="code rewards")
+    url: str | None = setting(None, "address of the service", planned="code rewards")
+    max_concurrent: int = setting(64, "programs that run at once", planned="code rewards")
+    memory_limit_mb: int = setting(1024, "memory of one program in MB", planned="code rewards")
 
 
 @dataclass(frozen=True)
 class RewardConfig(ConfigNode):
-    """Scoring of responses."""
+    """How responses are scored."""
 
-    num_workers: int = setting(1, "reward worker processes", upstream=8)
+    num_workers: int = setting(1, "samples that are scored at once", upstream=8)
     custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig)
     reward_manager: RewardManagerConfig = section(RewardManagerConfig)
     reward_model: RewardModelConfig = section(RewardModelConfig)
     sandbox_fusion: SandboxFusionConfig = section(SandboxFusionConfig)
     reward_kwargs: dict = setting(
-        {}, "settings of the reward manager: overlong_buffer_cfg.{enable,len,penalty_factor,log}, max_resp_len"
+        {},
+        "settings of the reward manager; dapo: overlong_buffer_cfg.{enable, len, penalty_factor, log} and max_resp_len, both in tokens",
     )
     on_error: str = setting(
         "mask",
-        "a sample that cannot be scored: mask it and count it, or raise",
+        "a sample that cannot be scored: mask takes it out of the batch and counts it, raise stops the run",
         upstream=None,
         choices=("mask", "raise"),
     )
-    timeout: float = setting(30.0, "seconds one sample may take to score", upstream=None)
+    timeout: float = setting(30.0, "seconds until the scoring of one sample is given up", upstream=None)

@@ -14,92 +14,131 @@ from verl.config.profiler import ProfilerConfig
 
 @dataclass(frozen=True)
 class SFTCustomClassConfig(ConfigNode):
-    """``sft.data.custom_cls``."""
+    """A dataset class of your own instead of the built-in one."""
 
-    path: str | None = setting(None, "custom Dataset", path=True)
-    name: str | None = setting(None, "class")
+    path: str | None = setting(None, "Python file with the class", path=True)
+    name: str | None = setting(None, "name of the class, a torch Dataset")
 
 
 @dataclass(frozen=True)
 class SFTDataConfig(ConfigNode):
-    """``sft.data``."""
+    """Conversations to learn from: a column of chat messages, or two columns."""
 
-    train_batch_size: int = setting(256, "global batch")
-    micro_batch_size_per_gpu: int = setting(4, "micro-batch (also validation)")
-    max_token_len_per_gpu: int = setting(8192, "token budget")
-    use_dynamic_bsz: bool = setting(True, "token-budget packing")
-    train_files: str | list = setting("~/data/gsm8k/train.parquet", "parquet(s)", path=True)
-    val_files: str | list | None = setting(
-        None, "parquet(s) or null", upstream="~/data/rlhf/gsm8k/test.parquet", path=True
+    train_batch_size: int = setting(256, "rows per optimizer step, over all processes")
+    micro_batch_size_per_gpu: int = setting(4, "rows per pass of one process, with use_dynamic_bsz=false")
+    max_token_len_per_gpu: int = setting(
+        8192, "tokens per pass of one process with use_dynamic_bsz; at least the longest row"
     )
-    train_max_samples: int = setting(-1, "cap")
-    val_max_samples: int = setting(-1, "cap")
-    messages_key: str = setting("messages", "chat column")
-    tools_key: str = setting("tools", "tools column")
-    enable_thinking_key: str = setting("enable_thinking", "thinking flag column")
-    enable_thinking_default: bool | None = setting(None, "default flag")
-    pad_mode: str = setting("no_padding", "no_padding or right", choices=("no_padding", "right"))
-    max_length: int = setting(1024, "max tokens")
-    truncation: str = setting("error", "error, left, right", choices=("error", "left", "right", "middle"))
+    use_dynamic_bsz: bool = setting(True, "cut micro-batches by tokens instead of by rows")
+    train_files: str | list = setting(
+        "~/data/gsm8k/train.parquet", "parquet, json or jsonl file, or a list of them (local or hdfs://)", path=True
+    )
+    val_files: str | list | None = setting(None, "the same for validation; null: no validation", path=True)
+    train_max_samples: int = setting(-1, "use at most that many rows; -1: all")
+    val_max_samples: int = setting(-1, "use at most that many rows; -1: all")
+    messages_key: str = setting("messages", "column with the chat messages")
+    tools_key: str = setting("tools", "column with tool schemas, where there is one")
+    enable_thinking_key: str = setting(
+        "enable_thinking", "column with the thinking switch of a row, where there is one"
+    )
+    enable_thinking_default: bool | None = setting(
+        None, "thinking switch of rows without one; null: the template's own"
+    )
+    pad_mode: str = setting(
+        "no_padding",
+        "no_padding: pad a batch to its longest row; right: pad every row to max_length",
+        choices=("no_padding", "right"),
+    )
+    max_length: int = setting(1024, "longest row in tokens")
+    truncation: str = setting(
+        "error",
+        "what happens to a row that is too long: error stops the run, left, right and middle cut there",
+        choices=("error", "left", "right", "middle"),
+    )
     balance_dp_token: bool = setting(
-        False, "not implemented", no_effect="batches are balanced over ranks where there are several"
+        False, "deal rows to processes so that each gets as many tokens", no_effect="a supervised run has one process"
     )
     custom_cls: SFTCustomClassConfig = section(SFTCustomClassConfig)
-    use_shm: bool = setting(False, "shared memory")
-    apply_chat_template_kwargs: dict = setting({}, "template args")
-    num_workers: int = setting(0, "loader workers", upstream=8)
-    ignore_input_ids_mismatch: bool = setting(False, "accept turn-wise vs whole tokenization mismatch")
-    prompt_key: str | None = setting(None, "column with the prompt, in two-column data")
-    response_key: str | None = setting(None, "column with the response, in two-column data")
-    prompt_dict_keys: list | None = setting(None, "keys inside the prompt column")
-    response_dict_keys: list | None = setting(None, "keys inside the response column")
+    use_shm: bool = setting(False, "copy data files to shared memory before they are read")
+    apply_chat_template_kwargs: dict = setting({}, "arguments of the chat template")
+    num_workers: int = setting(0, "processes that load rows; 0: in the main process", upstream=8)
+    ignore_input_ids_mismatch: bool = setting(
+        False, "accept rows whose tokens turn by turn differ from those as a whole"
+    )
+    prompt_key: str | None = setting(None, "column with the question, in two-column data")
+    response_key: str | None = setting(None, "column with the answer, in two-column data")
+    prompt_dict_keys: list | None = setting(None, "path to the question inside that column")
+    response_dict_keys: list | None = setting(None, "path to the answer inside that column")
 
 
 @dataclass(frozen=True)
 class SFTCheckpointConfig(ConfigNode):
-    """``sft.checkpoint``."""
+    """What a checkpoint holds."""
 
     save_contents: list = setting(
-        ["model", "optimizer", "extra"], "any of model, optimizer, extra, hf_model", choices=CHECKPOINT_CONTENTS
+        ["model", "optimizer", "extra"],
+        "what is written: model, optimizer, extra (random states and schedules), hf_model (a Hugging Face folder)",
+        choices=CHECKPOINT_CONTENTS,
     )
-    load_contents: list | None = setting(None, "as saved", follows=".save_contents", choices=CHECKPOINT_CONTENTS)
+    load_contents: list | None = setting(
+        None,
+        "what is read on resume, of the same names; null: what save_contents names",
+        follows=".save_contents",
+        choices=CHECKPOINT_CONTENTS,
+    )
 
 
 @dataclass(frozen=True)
 class SFTEngineConfig(FSDPEngineConfig):
-    """``sft.engine``."""
+    """The training backend, with the settings of the engines that hold a whole model per data-parallel group."""
 
     strategy: str = setting(
         "auto",
-        "training backend: plain, fsdp, fsdp2, megatron, veomni, torchtitan, automodel; auto decides by the processes",
+        "training backend: plain, fsdp, fsdp2, megatron, veomni, torchtitan, automodel; auto: plain in one process",
         upstream="fsdp",
     )
 
 
 @dataclass(frozen=True)
 class SFTRunConfig(ConfigNode):
-    """``sft.trainer``."""
+    """The run: its length, hardware, trackers and checkpoints."""
 
     default_local_dir: str = setting(
-        "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "checkpoint root", path=True
+        "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+        "folder of the run: checkpoints and the resolved configuration",
+        path=True,
     )
-    default_hdfs_dir: str | None = setting(None, "remote copy", planned="remote checkpoints", path=True)
-    project_name: str = setting("gsm8k-sft", "tracker project")
-    experiment_name: str = setting("test", "tracker run")
-    total_epochs: int = setting(4, "epochs")
-    total_training_steps: int | None = setting(None, "steps")
-    logger: list = setting(["console", "file"], "backends", upstream=["console", "wandb"])
-    seed: int = setting(1, "seed")
-    save_freq: int = setting(-1, "steps (-1 end of epoch logic off)")
-    test_freq: int = setting(-1, "steps")
-    max_ckpt_to_keep: int | None = setting(None, "retention")
-    balance_batch: bool = setting(True, "token balance", no_effect="one process has nothing to balance")
-    resume_mode: str = setting("auto", "auto, disable, resume_path", choices=("auto", "disable", "resume_path"))
-    resume_from_path: str | None = setting(None, "path", path=True)
-    device: str | None = setting(None, "device", upstream="cuda")
-    nnodes: int = setting(1, "nodes")
-    n_gpus_per_node: int | None = setting(None, "GPUs", upstream=8)
-    profile_interval: list = setting([-1, -1], "start/stop steps", planned="profiling")
+    default_hdfs_dir: str | None = setting(
+        None, "remote folder for copies of checkpoints", planned="remote checkpoints", path=True
+    )
+    project_name: str = setting("gsm8k-sft", "project of the run, for trackers and folders")
+    experiment_name: str = setting("test", "name of the run, for trackers and folders")
+    total_epochs: int = setting(4, "passes over the training data")
+    total_training_steps: int | None = setting(None, "length of the run in steps; null: total_epochs")
+    logger: list = setting(
+        ["console", "file"],
+        "trackers: console, file (JSON lines), tensorboard, wandb, or dotted paths",
+        upstream=["console", "wandb"],
+    )
+    seed: int = setting(1, "the seed of the run")
+    save_freq: int = setting(-1, "steps between checkpoints, the last step included; -1: never")
+    test_freq: int = setting(-1, "steps between validations, the last step included; -1: never")
+    max_ckpt_to_keep: int | None = setting(None, "checkpoints that are kept; null: all")
+    balance_batch: bool = setting(
+        True, "deal rows to processes so that each gets as many tokens", no_effect="a supervised run has one process"
+    )
+    resume_mode: str = setting(
+        "auto",
+        "auto goes on from the last checkpoint, if there is one; resume_path from resume_from_path; disable starts anew",
+        choices=("auto", "disable", "resume_path"),
+    )
+    resume_from_path: str | None = setting(
+        None, "folder of a step (.../global_step_20) for resume_mode=resume_path", path=True
+    )
+    device: str | None = setting(None, "cuda, npu or cpu; null: the accelerator if there is one", upstream="cuda")
+    nnodes: int = setting(1, "machines")
+    n_gpus_per_node: int | None = setting(None, "processes per machine, one per GPU; null: 1", upstream=1)
+    profile_interval: list = setting([-1, -1], "first and last step to profile", planned="profiling")
 
 
 @dataclass(frozen=True)

@@ -9,61 +9,71 @@ from verl.config.node import ConfigNode, section, setting
 
 @dataclass(frozen=True)
 class TrainerV1ColocateAsyncConfig(ConfigNode):
-    """``trainer.v1.colocate_async``."""
+    """Sampling ahead on the trainer's GPUs."""
 
-    num_warmup_batches: int = setting(1, "prompt batches queued first", planned="asynchronous schedules")
+    num_warmup_batches: int = setting(
+        1, "batches of prompts queued before the first step", planned="asynchronous schedules"
+    )
 
 
 @dataclass(frozen=True)
 class TrainerV1SeparateAsyncHybridRolloutConfig(ConfigNode):
-    """``trainer.v1.separate_async.hybrid_rollout``."""
+    """Lending idle trainer GPUs to sampling."""
 
-    enable_switch: bool = setting(False, "lend idle trainer GPUs to rollout", planned="asynchronous schedules")
-    switch_threshold_ratio: float = setting(0.4, "readiness share to reclaim them", planned="asynchronous schedules")
-    adaptive_switch_threshold: bool = setting(True, "adapt the share", planned="asynchronous schedules")
-    switch_threshold_step_up: float = setting(0.05, "step up", planned="asynchronous schedules")
-    switch_threshold_step_down: float = setting(0.03, "step down", planned="asynchronous schedules")
-    switch_threshold_release_steps: int = setting(2, "patience", planned="asynchronous schedules")
-    switch_cost_window_size: int = setting(3, "averaging window", planned="asynchronous schedules")
+    enable_switch: bool = setting(False, "lend them", planned="asynchronous schedules")
+    switch_threshold_ratio: float = setting(
+        0.4, "share of a batch that has to be ready before they are taken back", planned="asynchronous schedules"
+    )
+    adaptive_switch_threshold: bool = setting(True, "let this share adapt", planned="asynchronous schedules")
+    switch_threshold_step_up: float = setting(0.05, "by how much it rises", planned="asynchronous schedules")
+    switch_threshold_step_down: float = setting(0.03, "by how much it falls", planned="asynchronous schedules")
+    switch_threshold_release_steps: int = setting(
+        2, "steps of waiting before it falls", planned="asynchronous schedules"
+    )
+    switch_cost_window_size: int = setting(
+        3, "steps over which the cost of switching is averaged", planned="asynchronous schedules"
+    )
 
 
 @dataclass(frozen=True)
 class TrainerV1SeparateAsyncConfig(ConfigNode):
-    """``trainer.v1.separate_async``."""
+    """Sampling on GPUs of its own while training goes on."""
 
-    num_warmup_batches: int = setting(1, "prompt batches queued first", planned="asynchronous schedules")
-    parameter_sync_step: int = setting(4, "mini-batches between weight syncs", planned="asynchronous schedules")
+    num_warmup_batches: int = setting(
+        1, "batches of prompts queued before the first step", planned="asynchronous schedules"
+    )
+    parameter_sync_step: int = setting(
+        4, "mini-batches between two hand-overs of weights", planned="asynchronous schedules"
+    )
     hybrid_rollout: TrainerV1SeparateAsyncHybridRolloutConfig = section(TrainerV1SeparateAsyncHybridRolloutConfig)
 
 
 @dataclass(frozen=True)
 class TrainerV1SamplerCustomSamplerConfig(ConfigNode):
-    """``trainer.v1.sampler.custom_sampler``."""
+    """A class of your own that picks samples for a batch."""
 
-    path: str | None = setting(None, "custom sampler file", planned="asynchronous schedules", path=True)
-    name: str | None = setting(None, "class", planned="asynchronous schedules")
+    path: str | None = setting(None, "Python file with the class", planned="asynchronous schedules", path=True)
+    name: str | None = setting(None, "name of the class", planned="asynchronous schedules")
 
 
 @dataclass(frozen=True)
 class TrainerV1SamplerConfig(ConfigNode):
-    """``trainer.v1.sampler``."""
+    """Which samples may still be trained on."""
 
     max_off_policy_threshold: int = setting(
-        8, "max policy versions a trajectory may span", planned="asynchronous schedules"
+        8, "versions of the policy that a trajectory may be behind", planned="asynchronous schedules"
     )
-    max_off_policy_strategy: str = setting("drop", "drop or wait", planned="asynchronous schedules")
-    sync_refill_failed_groups: bool = setting(
-        False, "replace failed groups in sync mode", planned="asynchronous schedules"
-    )
+    max_off_policy_strategy: str = setting("drop", "drop older ones, or wait", planned="asynchronous schedules")
+    sync_refill_failed_groups: bool = setting(False, "replace groups that failed", planned="asynchronous schedules")
     custom_sampler: TrainerV1SamplerCustomSamplerConfig = section(TrainerV1SamplerCustomSamplerConfig)
-    sampler_kwargs: dict = setting({}, "args", planned="asynchronous schedules")
+    sampler_kwargs: dict = setting({}, "arguments of a class of your own", planned="asynchronous schedules")
 
 
 @dataclass(frozen=True)
 class TrainerV1Config(ConfigNode):
-    """``trainer.v1``."""
+    """The schedule: how sampling and training take turns."""
 
-    trainer_mode: str = setting("sync", "sync, colocate_async, separate_async", planned="asynchronous schedules")
+    trainer_mode: str = setting("sync", "sync, colocate_async or separate_async", planned="asynchronous schedules")
     colocate_async: TrainerV1ColocateAsyncConfig = section(TrainerV1ColocateAsyncConfig)
     separate_async: TrainerV1SeparateAsyncConfig = section(TrainerV1SeparateAsyncConfig)
     sampler: TrainerV1SamplerConfig = section(TrainerV1SamplerConfig)
@@ -71,57 +81,90 @@ class TrainerV1Config(ConfigNode):
 
 @dataclass(frozen=True)
 class TrainerConfig(ConfigNode):
-    """The run: length, logging, checkpoints, hardware."""
+    """The run: its length, hardware, trackers, checkpoints and validation."""
 
-    balance_batch: bool = setting(True, "even out tokens across DP ranks")
-    total_epochs: int = setting(30, "epochs")
-    total_training_steps: int | None = setting(None, "hard step count")
-    project_name: str = setting("verl_examples", "tracker project")
-    experiment_name: str = setting("gsm8k", "tracker run")
-    logger: list = setting(["console", "file"], "list of backends (see 3.11)", upstream=["console", "wandb"])
-    log_val_generations: int = setting(0, "validation samples logged as table")
-    rollout_data_dir: str | None = setting(None, "JSONL dump of training rollouts", path=True)
-    validation_data_dir: str | None = setting(None, "JSONL dump of validation", path=True)
-    nnodes: int = setting(1, "nodes")
-    n_gpus_per_node: int | None = setting(None, "GPUs per node", upstream=8)
-    save_freq: int = setting(-1, "steps between checkpoints (-1 never)")
-    esi_redundant_time: int = setting(0, "extra seconds for elastic-instance expiry save", planned="elastic instances")
-    resume_mode: str = setting("auto", "auto, disable, resume_path", choices=("auto", "disable", "resume_path"))
-    resume_from_path: str | None = setting(None, "folder containing global_step_N", path=True)
+    balance_batch: bool = setting(True, "deal samples to processes so that each gets as many tokens")
+    total_epochs: int = setting(30, "passes over the training data")
+    total_training_steps: int | None = setting(None, "length of the run in steps; null: total_epochs")
+    project_name: str = setting("verl_examples", "project of the run, for trackers and folders")
+    experiment_name: str = setting("gsm8k", "name of the run, for trackers and folders")
+    logger: list = setting(
+        ["console", "file"],
+        "trackers: console, file (JSON lines), tensorboard, wandb, or dotted paths",
+        upstream=["console", "wandb"],
+    )
+    log_val_generations: int = setting(0, "validation samples that trackers show as a table")
+    rollout_data_dir: str | None = setting(
+        None, "folder for the samples of every step as JSON lines; null: none", path=True
+    )
+    validation_data_dir: str | None = setting(
+        None, "folder for the samples of every validation as JSON lines; null: none", path=True
+    )
+    nnodes: int = setting(1, "machines")
+    n_gpus_per_node: int | None = setting(None, "processes per machine, one per GPU; null: 1", upstream=8)
+    save_freq: int = setting(-1, "steps between checkpoints; -1: never")
+    esi_redundant_time: int = setting(
+        0, "seconds before the end of an elastic instance at which to save", planned="elastic instances"
+    )
+    resume_mode: str = setting(
+        "auto",
+        "auto goes on from the last checkpoint, if there is one; resume_path from resume_from_path; disable starts anew",
+        choices=("auto", "disable", "resume_path"),
+    )
+    resume_from_path: str | None = setting(
+        None, "folder of a step (.../global_step_20) for resume_mode=resume_path", path=True
+    )
     checkpoint_callback_class: str | None = setting(
-        None, "FQN of on_save hook (0.9.1+)", planned="checkpoint callbacks"
+        None, "class whose on_save is called after every checkpoint", planned="checkpoint callbacks"
     )
-    val_before_train: bool = setting(True, "validate first")
+    val_before_train: bool = setting(True, "validate before the first step")
     val_only: bool = setting(False, "validate and stop")
-    test_freq: int = setting(-1, "steps between validations (-1 never)")
-    critic_warmup: int = setting(0, "critic-only steps")
-    default_hdfs_dir: str | None = setting(None, "remote copy root", planned="remote checkpoints", path=True)
-    del_local_ckpt_after_load: bool = setting(False, "delete after resume", planned="remote checkpoints")
+    test_freq: int = setting(-1, "steps between validations; -1: only before training")
+    critic_warmup: int = setting(0, "the policy is trained from this step on, the critic from the first")
+    default_hdfs_dir: str | None = setting(
+        None, "remote folder for copies of checkpoints", planned="remote checkpoints", path=True
+    )
+    del_local_ckpt_after_load: bool = setting(
+        False, "delete the local checkpoint after it was resumed from", planned="remote checkpoints"
+    )
     default_local_dir: str = setting(
-        "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "checkpoint root", path=True
+        "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+        "folder of the run: checkpoints and the resolved configuration",
+        path=True,
     )
-    max_actor_ckpt_to_keep: int | None = setting(None, "retention")
-    max_critic_ckpt_to_keep: int | None = setting(None, "retention")
+    max_actor_ckpt_to_keep: int | None = setting(None, "checkpoints of the actor that are kept; null: all")
+    max_critic_ckpt_to_keep: int | None = setting(None, "checkpoints of the critic that are kept; null: all")
     ray_wait_register_center_timeout: int = setting(
-        300, "worker registration timeout", no_effect="the local runtime registers no workers; Ray will use it"
+        300,
+        "seconds to wait for workers to register",
+        no_effect="the local runtime registers no workers; Ray will use it",
     )
-    device: str | None = setting(None, "cuda, npu, cpu...", upstream="cuda")
+    device: str | None = setting(None, "cuda, npu or cpu; null: the accelerator if there is one", upstream="cuda")
     use_v1: bool = setting(
         True,
-        "new TransferQueue trainer (default since 0.9)",
+        "which of two trainers runs",
         no_effect="there is one trainer; trainer.v1.trainer_mode names the schedule",
     )
     v1: TrainerV1Config = section(TrainerV1Config)
     wandb_proxy: str | None = setting(None, "proxy for wandb")
     remove_previous_ckpt_in_save: bool = setting(
-        False, "deprecated: keep one checkpoint", no_effect="use trainer.max_actor_ckpt_to_keep"
+        False, "keep the last checkpoint only", no_effect="use trainer.max_actor_ckpt_to_keep"
     )
-    runtime: str = setting("auto", "auto, local (this process) or ray", upstream=None, choices=("auto", "local", "ray"))
-    seed: int = setting(1, "master seed of the run", upstream=None)
+    runtime: str = setting(
+        "auto",
+        "local (this process), ray, or auto: local for one process",
+        upstream=None,
+        choices=("auto", "local", "ray"),
+    )
+    seed: int = setting(1, "the seed of the run", upstream=None)
     skip_old_log_prob: bool = setting(
-        True, "skip the old-log-prob pass where one mini-batch and one epoch make it provably unused", upstream=False
+        True,
+        "leave out the pass over old log-probs where one mini-batch and one epoch make it provably unused",
+        upstream=False,
     )
-    log_train_generations: int = setting(3, "sampled completions shown on the console", upstream=0)
+    log_train_generations: int = setting(
+        3, "training samples shown on the console, after the first step and then every test_freq steps", upstream=0
+    )
     async_weight_update: bool = setting(
         False, "hand weights to the sampler while training goes on", planned="asynchronous weight updates"
     )
