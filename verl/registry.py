@@ -206,8 +206,12 @@ REWARD_MANAGERS = Registry(
 )
 ENGINES = Registry(
     "training backend",
-    {"plain": "verl.engines.plain:PlainEngine"},
-    planned=("fsdp", "fsdp2", "megatron", "fsdp_turbo", "veomni", "torchtitan", "automodel"),
+    {
+        "plain": "verl.engines.plain:PlainEngine",
+        "fsdp2": "verl.engines.fsdp2:FSDP2Engine",
+        "fsdp": "verl.engines.fsdp2:FSDPEngine",
+    },
+    planned=("megatron", "fsdp_turbo", "veomni", "torchtitan", "automodel"),
     key="actor_rollout_ref.actor.strategy",
 )
 SAMPLERS = Registry(
