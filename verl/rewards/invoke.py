@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.errors import suggest
 from verl.rewards.forms import Form
 from verl.rewards.function import RewardFunction
 from verl.rewards.samples import RewardFailure, RewardResult, RewardSample, all_failed
@@ -74,9 +73,7 @@ def result_of(value: Any) -> RewardResult:
     if isinstance(value, Mapping):
         extra = {str(key): _plain(item) for key, item in value.items()}
         if "score" not in extra:
-            return _failed(
-                "returned a dict without the key 'score'", f"Its keys: {list(extra)}.", suggest("score", extra)
-            )
+            return _failed("returned a dict without the key 'score'", f"Its keys: {list(extra)}.")
         value = extra["score"]
     value = _plain(value)
     if not isinstance(value, numbers.Real):

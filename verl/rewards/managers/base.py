@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from verl.errors import RewardError
 from verl.protocol import DataProto
 from verl.rewards.dispatch import check_data_sources, default_compute_score
 from verl.rewards.failures import failure_metrics, report_failures
 from verl.rewards.forms import Form
 from verl.rewards.function import RewardFunction
 from verl.rewards.managers.abstract import AbstractRewardManager
-from verl.rewards.managers.rows import Row, has, prompt_text, read_rows
+from verl.rewards.managers.rows import Row, has, prompt_text, read_rows, tensor
 from verl.rewards.samples import RewardResult, RewardSample
 from verl.rewards.scoring import Isolation, Limits, Scorer
 
@@ -82,7 +81,7 @@ class RewardManager(AbstractRewardManager):
             for row, result in zip(rows, self._scorer.score(samples), strict=True)
         ]
         report_failures(samples, results, self._function.label, self.limits.on_error)
-        scores = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
+        scores = torch.zeros(tensor(data, "responses").shape, dtype=torch.float32)
         for i, (row, result) in enumerate(zip(rows, results, strict=True)):
             if result.score is not None and row.last is not None:
                 scores[i, row.last] = result.score
@@ -131,15 +130,13 @@ def gather_extra(results: Sequence[RewardResult]) -> dict[str, list[Any]]:
     names = list(dict.fromkeys(name for result in results for name in result.extra))
     gathered = {name: [result.extra.get(name) for result in results] for name in names}
     if "score" in gathered:  # rows whose function returned a bare number have a score all the same
-        gathered["score"] = [result.score for result in results]
+        gathered["score"] = [result.extra.get("score", result.score) for result in results]
     return gathered
 
 
 def given_scores(data: DataProto) -> dict[str, Any]:
     """The scores that the batch brought along as ``rm_scores``, in the form that a manager returns."""
-    if not has(data, "rm_scores"):
-        raise RewardError("the batch holds no rm_scores", allowed="a tensor rm_scores (B, T)")
-    scores = data.batch["rm_scores"].float()
+    scores = tensor(data, "rm_scores").float()
     columns = data.non_tensor_batch
     names = [name for name in data.meta_info.get("reward_extra_keys", ()) if name in columns]
     unscorable = [bool(flag) for flag in columns["unscorable"]] if "unscorable" in columns else [False] * len(scores)

@@ -13,7 +13,7 @@ from verl.protocol import DataProto
 from verl.rewards.failures import failure_metrics, report_failures
 from verl.rewards.managers.base import RewardManager, given_scores
 from verl.rewards.managers.loop import RewardManagerBase
-from verl.rewards.managers.rows import has
+from verl.rewards.managers.rows import has, tensor
 from verl.rewards.samples import RewardFailure, RewardResult, RewardSample
 from verl.rewards.scoring import Limits
 
@@ -32,7 +32,7 @@ class ForeignManager:
         raw = self.manager(data, return_dict=True) if self._takes_return_dict else self.manager(data)
         found = dict(raw) if isinstance(raw, dict) else {"reward_tensor": raw}
         scores, label = found.get("reward_tensor"), type(self.manager).__name__
-        shape = tuple(data.batch["responses"].shape)
+        shape = tuple(tensor(data, "responses").shape)
         if not isinstance(scores, torch.Tensor) or tuple(scores.shape) != shape:
             got = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
             raise RewardError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,9 +14,9 @@ from verl.rewards.dispatch import default_compute_score
 from verl.rewards.failures import failure_metrics, report_failures
 from verl.rewards.invoke import raised, result_of
 from verl.rewards.managers.base import gather_extra, given_scores
-from verl.rewards.managers.rows import has, last_sampled
+from verl.rewards.managers.rows import has, last_sampled, tensor
 from verl.rewards.runners import LoopRunner
-from verl.rewards.samples import RewardResult, RewardSample, all_failed
+from verl.rewards.samples import RewardResult, RewardSample
 from verl.rewards.scoring import SAMPLE_TIMEOUT, Limits
 
 
@@ -56,16 +57,23 @@ class RewardManagerBase(ABC):
     @classmethod
     def assemble_rm_scores(cls, data: DataProto, scores: Sequence[float | None]) -> torch.Tensor:
         """Scores (B, T) float32, each on the last sampled token of its row; None and empty responses write nothing."""
-        tensor = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
+        written = torch.zeros(tensor(data, "responses").shape, dtype=torch.float32)
         for i, (place, score) in enumerate(zip(last_sampled(data), scores, strict=True)):
             if place is not None and score is not None:
-                tensor[i, place] = score
-        return tensor
+                written[i, place] = score
+        return written
 
     def configure(self, limits: Limits) -> None:
         """Set the time limit and what a failure does."""
         self.limits = limits
-        self._runner = LoopRunner(self._score_row, limits.timeout or SAMPLE_TIMEOUT)
+        score_row = weakref.WeakMethod(self._score_row)  # the loop must not keep the manager alive
+
+        async def work(data: DataProto) -> list[RewardResult]:
+            method = score_row()
+            assert method is not None
+            return await method(data)
+
+        self._runner = LoopRunner(work, limits.timeout or SAMPLE_TIMEOUT)
 
     def __call__(self, data: DataProto, return_dict: bool = True) -> torch.Tensor | dict[str, Any]:
         """Score a batch; the same contract as the other managers."""
@@ -94,4 +102,4 @@ class RewardManagerBase(ABC):
             result = result_of(raw.get("reward_score"))
             return [result if result.failure else RewardResult(result.score, dict(extra))]
         except Exception as error:  # boundary: the user's code
-            return all_failed(data, raised(error))
+            return [RewardResult(failure=raised(error))]

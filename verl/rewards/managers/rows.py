@@ -37,7 +37,7 @@ def read_rows(data: DataProto, tokenizer: Any, reward_fn_key: str, needs_truth: 
     Raises:
         DataError: a row has no ground truth, or its ``reward_model`` is no dict.
     """
-    responses = data.batch["responses"].cpu()
+    responses = tensor(data, "responses").cpu()
     there, sampled = _masks(data, responses)
     last = _last_positions(sampled)
     lengths = there.sum(-1).tolist()
@@ -61,32 +61,39 @@ def prompt_text(data: DataProto, tokenizer: Any, row: int) -> str:
     """The prompt of a row as text, empty where the batch holds no prompts."""
     if not has(data, "prompts"):
         return ""
-    prompts = data.batch["prompts"]
+    prompts = tensor(data, "prompts")
     ids = prompts[row]
     if has(data, "attention_mask"):
-        ids = ids[data.batch["attention_mask"][row, : prompts.size(1)].bool()]
+        ids = ids[tensor(data, "attention_mask")[row, : prompts.size(1)].bool()]
     return tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
 
 def has(data: DataProto, name: str) -> bool:
     """Whether the batch holds a tensor of this name."""
-    return name in data.batch.keys()
+    return data.batch is not None and name in data.batch.keys()
+
+
+def tensor(data: DataProto, name: str) -> torch.Tensor:
+    """A tensor of the batch; a `DataError` says which one is missing."""
+    if data.batch is None or not has(data, name):
+        raise DataError("the batch has no such tensor", key=name, allowed="a batch with sampled responses")
+    return data.batch[name]
 
 
 def last_sampled(data: DataProto) -> list[int | None]:
     """For each row the position in the response where a sequence score is written."""
-    return _last_positions(_masks(data, data.batch["responses"])[1])
+    return _last_positions(_masks(data, tensor(data, "responses"))[1])
 
 
 def _masks(data: DataProto, responses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Two masks ``(B, T)``: the tokens that are there, and those of them that were sampled."""
     if has(data, "attention_mask"):
-        there = data.batch["attention_mask"][:, -responses.size(1) :].bool().cpu()
+        there = tensor(data, "attention_mask")[:, -responses.size(1) :].bool().cpu()
     elif has(data, "response_mask"):
-        there = data.batch["response_mask"].bool().cpu()
+        there = tensor(data, "response_mask").bool().cpu()
     else:
         there = torch.ones_like(responses, dtype=torch.bool)
-    return there, data.batch["response_mask"].bool().cpu() if has(data, "response_mask") else there
+    return there, tensor(data, "response_mask").bool().cpu() if has(data, "response_mask") else there
 
 
 def _last_positions(mask: torch.Tensor) -> list[int | None]:

@@ -53,7 +53,11 @@ class Station(Protocol):
 
     def handle(self, samples: Sequence[Any]) -> Results: ...
 
-    def close(self) -> None: ...
+    def stop(self) -> None:
+        """Called by any thread: end what is running. Must take no lock."""
+
+    def close(self) -> None:
+        """Called by the station's own thread when it ends."""
 
 
 class Seat:
@@ -76,6 +80,7 @@ class Pool:
         self._seats: set[Seat] = set()
         self._lock = threading.Lock()
         self._idle = 0
+        self._unanswered = 0
         self._closed = False
 
     def submit(self, samples: Sequence[Any]) -> Future[Results]:
@@ -83,14 +88,15 @@ class Pool:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the reward function was closed")
+            self._unanswered += 1
             self._queue.put((samples, future))
             self._grow()
         return future
 
     def busy(self) -> bool:
-        """Whether a call runs or waits."""
+        """Whether a call runs, waits, or is on its way from the queue to a seat."""
         with self._lock:
-            return not self._queue.empty() or any(seat.call is not None for seat in self._seats)
+            return self._unanswered > 0
 
     def give_up_overdue(self, timeout: float, results: Callable[[Sequence[Any]], Results]) -> list[Seat]:
         """Answer all calls that run longer than ``timeout``, replace their threads; returns the seats left behind."""
@@ -101,19 +107,19 @@ class Pool:
             for seat in late:
                 seat.given_up = True
                 self._seats.discard(seat)
+                self._unanswered -= 1
             self._grow()
         for samples, future in answers:
             future.set_result(results(samples))
         return late
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            seats = list(self._seats)
-        for _ in seats:
+        """End all threads. Takes no lock: the garbage collector may call it in a thread that holds one."""
+        self._closed = True
+        for _ in range(self._limit):
             self._queue.put(None)
-        for seat in seats:
-            seat.station.close()
+        for seat in list(self._seats):
+            seat.station.stop()
 
     def _grow(self) -> None:
         while len(self._seats) < self._limit and self._queue.qsize() > self._idle:
@@ -137,6 +143,7 @@ class Pool:
                     return
                 seat.call = None
                 self._idle += 1
+                self._unanswered -= 1
             call[1].set_result(results)
         seat.station.close()
 

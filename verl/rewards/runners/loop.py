@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import functools
 import itertools
 import threading
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.rewards.runners.base import Results, Runner, too_slow
+from verl.rewards.runners.thread import interrupt
 from verl.rewards.samples import RewardFailure, all_failed
 
 MOST_AT_ONCE = 256
@@ -33,7 +33,11 @@ class _Call:
 
 
 class _State:
-    """The loop with its calls; it outlives the runner just long enough to be closed."""
+    """The loop with its calls; it outlives the runner just long enough to be closed.
+
+    ``lock`` guards the change of loops only. What the garbage collector may call takes no lock: the calls are taken out
+    of their dict, which is atomic, by whoever answers them.
+    """
 
     def __init__(self, work: Work, timeout: float):
         self.work, self.timeout = work, timeout
@@ -45,6 +49,12 @@ class _State:
         self.places: asyncio.Semaphore | None = None
         self.stepping: int | None = None
         self.closed = False
+
+    def answer(self, number: int, results: Results) -> None:
+        """Give a call its results, unless it has some."""
+        call = self.calls.pop(number, None)
+        if call is not None:
+            call.future.set_result(results)
 
 
 class LoopRunner(Runner):
@@ -109,10 +119,7 @@ async def _run(state: _State, number: int, places: asyncio.Semaphore) -> None:
             results = all_failed(call.samples, too_slow(state.timeout, "and was cancelled"))
         except asyncio.CancelledError as error:
             results = all_failed(call.samples, RewardFailure("raised", "it was cancelled", exception=error))
-    with state.lock:
-        mine = state.calls.pop(number, None)
-    if mine is not None:
-        mine.future.set_result(results)
+    state.answer(number, results)
 
 
 class _Steps:
@@ -155,8 +162,8 @@ def _watch(state: _State, loop: asyncio.AbstractEventLoop) -> None:
 
 def _overdue(state: _State) -> list[int]:
     latest = time.monotonic() - state.timeout - 2 * TICK
-    with state.lock:
-        return [number for number, call in state.calls.items() if call.started is not None and call.started < latest]
+    calls = list(state.calls.items())
+    return [number for number, call in calls if call.started is not None and call.started < latest]
 
 
 def _replace(state: _State, loop: asyncio.AbstractEventLoop) -> None:
@@ -171,25 +178,24 @@ def _replace(state: _State, loop: asyncio.AbstractEventLoop) -> None:
         if state.closed or state.loop is not loop:
             return
         stuck, state.loop = state.thread, None
-        failed = [state.calls.pop(number) for number in late if number in state.calls]
-        if state.calls:
+        failed = {number: call.samples for number, call in list(state.calls.items()) if number in late}
+        again = {number: call for number, call in list(state.calls.items()) if number not in failed}
+        if again:
             _open(state)
-            for number, call in state.calls.items():
-                call.started = None
-                _schedule(state, number)
-    for call in failed:
-        call.future.set_result(all_failed(call.samples, failure))
+        for number, call in again.items():
+            call.started = None
+            _schedule(state, number)
+    for number, samples in failed.items():
+        state.answer(number, all_failed(samples, failure))
     loop.call_soon_threadsafe(loop.stop)
     if stuck is not None and stuck.ident is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(stuck.ident), ctypes.py_object(SystemExit))
+        interrupt(stuck.ident)
 
 
 def _close(state: _State) -> None:
-    with state.lock:
-        state.closed, loop = True, state.loop
-        state.loop = None
-        left, state.calls = list(state.calls.values()), {}
-    for call in left:
-        call.future.set_result(all_failed(call.samples, RewardFailure("died", "the reward function was closed")))
+    state.closed = True
+    loop, state.loop = state.loop, None
+    for number, call in list(state.calls.items()):
+        state.answer(number, all_failed(call.samples, RewardFailure("died", "the reward function was closed")))
     if loop is not None and loop.is_running():
         loop.call_soon_threadsafe(loop.stop)

@@ -8,7 +8,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -80,8 +79,7 @@ class Child:
     def __init__(self, start: dict[str, Any], timeout: float, broken: list[RewardFailure]):
         self._start, self._timeout, self._broken = start, timeout, broken
         self._process: subprocess.Popen[bytes] | None = None
-        self._closed = False
-        self._lock = threading.Lock()
+        self._stopped = False
 
     def handle(self, samples: Sequence[Any]) -> Results:
         """Run one call (packed samples) in the child; without samples, only start it."""
@@ -94,22 +92,24 @@ class Child:
             return all_failed(samples, answer)
         return wire.unpack_results(answer)
 
+    def stop(self) -> None:
+        """Kill the child from another thread; its own thread sees the end of the pipe and cleans up."""
+        self._stopped = True
+        if self._process is not None:
+            _kill_group(self._process)
+
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-        self._kill()
+        self._end()
 
     def _launch(self) -> None:
-        with self._lock:
-            if self._closed:
-                self._broken.append(RewardFailure("died", "the reward function was closed"))
-                return
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", BOOT, json.dumps([entry or os.getcwd() for entry in sys.path])],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,  # so that whatever the function starts is killed with it
-            )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", BOOT, json.dumps([entry or os.getcwd() for entry in sys.path])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # so that whatever the function starts is killed with it
+        )
+        if self._stopped:
+            _kill_group(self._process)
         answer = self._ask(self._start, START_TIMEOUT)
         if isinstance(answer, RewardFailure):
             self._broken.append(RewardFailure("start", f"its process did not start: {answer.message}", answer.trace))
@@ -125,30 +125,34 @@ class Child:
             wire.send(process.stdin, message)
             answer = _receive(process, time.monotonic() + timeout)
         except TimeoutError:
-            self._kill()
+            self._end()
             return too_slow(timeout, "and was stopped")
-        except (OSError, ValueError):  # the pipe broke, or another thread closed it
+        except OSError:  # the pipe broke
             answer = None
         if answer is not None:
             return answer
-        return RewardFailure("died", f"ended its process ({_cause(self._kill(crashed=True))})")
+        return RewardFailure("died", f"ended its process ({self._end(crashed=True)})")
 
-    def _kill(self, crashed: bool = False) -> int | None:
-        """End the child and everything that it started; returns its exit code."""
-        with self._lock:
-            process, self._process = self._process, None
+    def _end(self, crashed: bool = False) -> str:
+        """Kill the child with everything that it started; returns how it ended, in words."""
+        process, self._process = self._process, None
         if process is None:
-            return None
-        with suppress(subprocess.TimeoutExpired):  # after a crash the exit code is near
-            process.wait(EXIT_TIME if crashed else 0)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+            return "it was not running"
+        if crashed:
+            with suppress(subprocess.TimeoutExpired):  # its exit code is near
+                process.wait(EXIT_TIME)
+        _kill_group(process)
         process.wait()
         for stream in (process.stdin, process.stdout):
             with suppress(OSError):
                 if stream is not None:
                     stream.close()
-        return process.returncode
+        return "it was stopped" if self._stopped else _cause(process.returncode)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _receive(process: subprocess.Popen[bytes], deadline: float) -> Any:
@@ -169,9 +173,7 @@ def _receive(process: subprocess.Popen[bytes], deadline: float) -> Any:
     raise TimeoutError
 
 
-def _cause(code: int | None) -> str:
-    if code is None:
-        return "it was closed"
+def _cause(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     with suppress(ValueError):

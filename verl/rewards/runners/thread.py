@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
 
 from verl.rewards.function import RewardFunction
@@ -27,6 +28,9 @@ class _Here:
     def handle(self, samples: Sequence[Any]) -> Results:
         return invoke(self._function, samples)
 
+    def stop(self) -> None:
+        return None
+
     def close(self) -> None:
         return None
 
@@ -36,48 +40,40 @@ class ThreadRunner(Runner):
 
     def __init__(self, function: RewardFunction, timeout: float, num_threads: int):
         self._pool = Pool(lambda: _Here(function), num_threads)
-        self._work = threading.Event()
-        self._watcher: threading.Thread | None = None
+        self._wake: SimpleQueue[bool] = SimpleQueue()
         self._timeout = timeout
-        self._closed = threading.Event()
-        weakref.finalize(self, _close, self._pool, self._work, self._closed)
+        self._watched = False
+        weakref.finalize(self, _close, self._pool, self._wake)
 
     def submit(self, samples: Sequence[Any]) -> Future[Results]:
         future = self._pool.submit(samples)
-        if self._watcher is None:
-            self._watcher = threading.Thread(
-                target=_watch,
-                args=(self._pool, self._work, self._closed, self._timeout),
-                name="verl-reward-watch",
-                daemon=True,
-            )
-            self._watcher.start()
-        self._work.set()
+        if not self._watched:
+            self._watched = True
+            watch = (self._pool, self._wake, self._timeout)
+            threading.Thread(target=_watch, args=watch, name="verl-reward-watch", daemon=True).start()
+        self._wake.put(True)
         return future
 
     def close(self) -> None:
-        _close(self._pool, self._work, self._closed)
+        _close(self._pool, self._wake)
 
 
-def _watch(pool: Pool, work: threading.Event, closed: threading.Event, timeout: float) -> None:
-    """Give up calls that take too long. Sleeps while nothing runs."""
+def _watch(pool: Pool, wake: SimpleQueue[bool], timeout: float) -> None:
+    """Give up calls that take too long. Sleeps while nothing runs, ends when the queue says False."""
     failure = too_slow(timeout, "and was given up; its thread is left to itself")
-    while not closed.is_set():
-        work.wait()
-        work.clear()
-        while pool.busy() and not closed.is_set():
+    while wake.get():
+        while pool.busy():
             time.sleep(min(TICK, timeout / 4))
             for seat in pool.give_up_overdue(timeout, lambda samples: all_failed(samples, failure)):
                 if seat.thread is not None and seat.thread.ident is not None:
-                    _interrupt(seat.thread.ident)
+                    interrupt(seat.thread.ident)
 
 
-def _interrupt(thread: int) -> None:
+def interrupt(thread: int) -> None:
     """Raise SystemExit in a thread at its next Python instruction: an endless Python loop ends and costs no more."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
 
 
-def _close(pool: Pool, work: threading.Event, closed: threading.Event) -> None:
-    closed.set()
-    work.set()
+def _close(pool: Pool, wake: SimpleQueue[bool]) -> None:
     pool.close()
+    wake.put(False)

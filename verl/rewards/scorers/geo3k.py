@@ -86,13 +86,17 @@ def simplify(text: str) -> str:
     text = text.replace(" ", "")
     text = LATEX_FRACTION.sub(r"\1\2/\3", text)
     text = text[1:-1] if text.startswith("{") and text.endswith("}") else text
-    whole = WHOLE_DECIMAL.fullmatch(text)
-    return whole[1] if whole else text
+    return _whole(text)
+
+
+def _whole(text: str) -> str:
+    decimal = WHOLE_DECIMAL.fullmatch(text)
+    return decimal[1] if decimal else text
 
 
 def _elements(text: str) -> list[str]:
     inside = text[1:-1] if text[0] in "([" and text[-1] in ")]" else text
-    return inside.split(",")
+    return [_whole(element) for element in inside.split(",")]
 
 
 def _same_number(first: str, second: str) -> bool:
