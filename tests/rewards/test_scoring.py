@@ -214,10 +214,15 @@ def test_a_batch_call_that_hangs_is_stopped_once():
 
 def test_a_row_that_cannot_be_sent_is_scored_in_a_thread_with_a_notice(tmp_path):
     reset_notices()
-    code = "def compute_score(solution_str, extra_info): return extra_info['value']()\n"
+    code = """
+        def compute_score(solution_str, extra_info):
+            value = extra_info["value"]
+            return value() if callable(value) else value
+    """
     scorer = Scorer(load_reward_function(reward_file(tmp_path, code)), Limits(timeout=5))
-    (result,) = scorer.score([RewardSample("d", "a", "t", {"value": lambda: 7})])
-    assert result.score == 7.0
+    infos = [{"value": 1}, {"value": lambda: 7}, {"value": 2}]
+    results = scorer.score([RewardSample("d", "a", "t", info) for info in infos])
+    assert [r.score for r in results] == [1.0, 7.0, 2.0]
     assert "threads of this process" in " ".join(notices().values())
 
 

@@ -69,6 +69,8 @@ def results_of(function: RewardFunction, raw: Any, count: int) -> list[RewardRes
 
 def result_of(value: Any) -> RewardResult:
     """One returned value as a score, or as the failure that says what is wrong with it."""
+    if type(value) is float and math.isfinite(value):  # by far the most frequent
+        return RewardResult(value)
     extra: dict[str, Any] = {}
     if isinstance(value, Mapping):
         extra = {str(key): _plain(item) for key, item in value.items()}

@@ -13,7 +13,7 @@ from verl.errors import ConfigError, RewardError, suggest
 from verl.metrics import notice
 from verl.rewards.forms import Form
 from verl.rewards.function import RewardFunction
-from verl.rewards.invoke import invoke_async
+from verl.rewards.invoke import invoke, invoke_async
 from verl.rewards.runners import InlineRunner, LoopRunner, ProcessRunner, Runner, ThreadRunner
 from verl.rewards.samples import RewardResult, RewardSample
 from verl.rewards.wire import NotPlainError
@@ -65,6 +65,7 @@ class Scorer:
         self.function, self.limits = function, limits or Limits()
         self.timeout = self.limits.timeout or (SAMPLE_TIMEOUT if function.form is Form.SINGLE else BATCH_TIMEOUT)
         self._runner = self._make_runner()
+        self._threads: ThreadRunner | None = None  # for rows that cannot be sent to a process
 
     def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """One result per sample, in order; what the function does wrong is in the results."""
@@ -72,6 +73,8 @@ class Scorer:
             return []
         if self.function.form is not Form.SINGLE:
             return self._score_together(samples)
+        if isinstance(self._runner, InlineRunner):  # a future for each would cost more than the scorer itself
+            return [invoke(self.function, [sample])[0] for sample in samples]
         waiting = [self._submit([sample]) for sample in samples]
         return [future.result()[0] for future in waiting]
 
@@ -86,6 +89,8 @@ class Scorer:
     def close(self) -> None:
         """Stop its processes and threads. Happens by itself when the scorer is dropped or Python ends."""
         self._runner.close()
+        if self._threads is not None:
+            self._threads.close()
 
     def _score_together(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """One call for all. If it raises, find the rows that raise alone, and score the others together once more."""
@@ -116,10 +121,10 @@ class Scorer:
                     f"{self.function.label} cannot run in a process of its own: {why}",
                     fix="Use another reward manager than prime, or set isolation=thread.",
                 ) from error
-            self._tell_about_threads(why)
-            self._runner.close()
-            self._runner = ThreadRunner(self.function, self.timeout, self.limits.num_workers)
-            return self._runner.submit(samples)
+            if self._threads is None:
+                self._tell_about_threads(why)
+                self._threads = ThreadRunner(self.function, self.timeout, self.limits.num_workers)
+            return self._threads.submit(samples)
 
     def _make_runner(self) -> Runner:
         function, isolation, workers = self.function, self.limits.isolation, self.limits.num_workers
