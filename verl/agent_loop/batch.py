@@ -77,7 +77,7 @@ def to_batch(outputs: Sequence[AgentLoopOutput], pad_token_id: int, with_log_pro
         tensors["rollout_log_probs"] = pad_rows([o.response_logprobs or [] for o in outputs], 0.0, torch.float32)
     if all(o.token_versions is not None for o in outputs):
         tensors["token_versions"] = pad_rows([o.token_versions or [] for o in outputs], NO_VERSION, torch.int32)
-    columns = {
+    columns: dict[str, Sequence[object]] = {
         "__num_turns__": [o.num_turns for o in outputs],
         "finish_reason": [o.finish_reason for o in outputs],
     }

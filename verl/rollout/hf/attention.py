@@ -222,7 +222,8 @@ class PrefillPlan:
 
     def _fits(self, together: Sequence[Chunk], chunk: Chunk) -> bool:
         limit = 1.0 if self.same_length_only else PADDING_LIMIT
-        return chunk.length <= limit * min(c.length for c in together)
+        lengths = [chunk.length, *(c.length for c in together)]
+        return max(lengths) <= limit * min(lengths)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Flavour

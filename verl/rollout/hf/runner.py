@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -59,9 +59,7 @@ class Runner(Protocol):
 
 def vocab_size(model: PreTrainedModel) -> int:
     """Rows of the input embedding: what a token id must be below (padding of the vocabulary included)."""
-    embedding = model.get_input_embeddings()
-    assert isinstance(embedding, nn.Embedding)
-    return embedding.num_embeddings
+    return cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
 
 
 class BorrowedModel:

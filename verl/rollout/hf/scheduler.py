@@ -110,6 +110,8 @@ class Scheduler:
                 row.state = "admitted"
                 seats -= 1
             heapq.heappop(self._line)
+        # Neighbours of similar length can attend in one call.
+        found.chunks.sort(key=lambda chunk: (chunk.start > 0, chunk.length))
         return found
 
     def take(self, prompt: Prompt) -> list[Row]:
