@@ -12,7 +12,7 @@ from verl.config import PPOTrainerConfig, replace
 from verl.errors import ConfigError, NotBuiltError, RewardError
 from verl.metrics import notices, reset_notices
 from verl.registry import REWARD_MANAGERS
-from verl.rewards import get_custom_reward_fn, load_reward_manager, resolve_reward_manager_cls
+from verl.rewards import check_reward_data, get_custom_reward_fn, load_reward_manager, resolve_reward_manager_cls
 from verl.rewards.managers.dapo import DAPORewardManager
 from verl.rewards.managers.naive import NaiveRewardManager
 from verl.rewards.managers.prime import PrimeRewardManager
@@ -140,6 +140,20 @@ def test_the_batch_manager_gets_its_keyword_arguments(tmp_path):
     assert load_reward_manager(cfg, Letters())(batch(["a"], ["x"]))["reward_tensor"].sum() == 0.5
     louder = replace(cfg, **{"reward.reward_kwargs": {"scale": 2.0}})
     assert load_reward_manager(louder, Letters())(batch(["a"], ["x"]))["reward_tensor"].sum() == 2.0
+
+
+def test_rows_without_a_scorer_are_refused_before_a_run(tmp_path):
+    check_reward_data(config(), ["openai/gsm8k", "aime24"])
+    for missing in (None, [None, None]):
+        with pytest.raises(RewardError, match=r"no column 'data_source'.*custom_reward_function\.path"):
+            check_reward_data(config(), missing)
+    with pytest.raises(RewardError, match="Did you mean 'openai/gsm8k'"):
+        check_reward_data(config(), ["gsm8k"])
+    own = reward_file(tmp_path, HALF)
+    check_reward_data(config(**{"reward.custom_reward_function.path": own}), None)
+    check_reward_data(config(**{"reward.reward_manager.name": "my_pkg.rewards:Manager"}), None)
+    with pytest.raises(RewardError, match="no such Python file"):
+        check_reward_data(config(**{"reward.custom_reward_function.path": f"{own}x.py"}), None)
 
 
 def importlib_config(path, name="MyManager", **changes):

@@ -6,7 +6,12 @@ Nothing here loads torch until a manager is asked for: a reward file can be chec
 from verl.rewards.dispatch import check_data_sources, default_compute_score
 from verl.rewards.forms import Form
 from verl.rewards.function import RewardFunction, load_reward_function
-from verl.rewards.loading import get_custom_reward_fn, load_reward_manager, resolve_reward_manager_cls
+from verl.rewards.loading import (
+    check_reward_data,
+    get_custom_reward_fn,
+    load_reward_manager,
+    resolve_reward_manager_cls,
+)
 from verl.rewards.samples import RewardFailure, RewardResult, RewardSample
 from verl.rewards.scoring import Limits, Scorer
 
@@ -19,6 +24,7 @@ __all__ = [
     "RewardSample",
     "Scorer",
     "check_data_sources",
+    "check_reward_data",
     "default_compute_score",
     "get_custom_reward_fn",
     "load_reward_function",

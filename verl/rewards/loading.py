@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from verl.errors import ConfigError, suggest
 from verl.metrics import notice
 from verl.registry import REWARD_MANAGERS
+from verl.rewards.dispatch import check_data_sources
 from verl.rewards.function import RewardFunction, load_reward_function
 from verl.rewards.scoring import Limits
 from verl.rewards.user_file import load_user_code
@@ -85,6 +86,23 @@ def load_reward_manager(config: Any, tokenizer: Any, **reward_kwargs: Any) -> An
     from verl.rewards.managers.foreign import adopt  # loads torch
 
     return adopt(cls(**_fitting(cls, parameters, kwargs)), limits)
+
+
+def check_reward_data(config: Any, data_sources: Iterable[Any] | None) -> None:
+    """Raise before a run if its rows name no scorer; a function or manager of the user's own scores anything.
+
+    Args:
+        data_sources: the column of ``data.reward_fn_key``; None where the data has no such column.
+    """
+    manager = _at(config, "reward.reward_manager")
+    own_manager = _at(manager, "source") == "importlib" or (
+        (_at(manager, "name") or "naive") not in REWARD_MANAGERS.builtin_targets()
+    )
+    if own_manager or get_custom_reward_fn(config) is not None:
+        return
+    sources = None if data_sources is None else list(data_sources)
+    nothing = sources is None or all(source is None for source in sources)
+    check_data_sources(None if nothing else sources, _at(config, "data.reward_fn_key") or "data_source")
 
 
 def _limits(config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

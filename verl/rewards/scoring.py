@@ -21,7 +21,7 @@ from verl.rewards.wire import NotPlainError
 Isolation = Literal["auto", "process", "thread", "none"]
 OnError = Literal["mask", "raise"]
 
-SAMPLE_TIMEOUT = 60.0
+SAMPLE_TIMEOUT = 30.0
 BATCH_TIMEOUT = 300.0
 
 
@@ -30,7 +30,7 @@ class Limits:
     """How reward functions are run and what happens when one fails."""
 
     timeout: float | None = None
-    """Seconds for one call; None means 60 for a function of one answer and 300 for a function of the whole batch."""
+    """Seconds for one call; None means 30 for a function of one answer and 300 for a function of the whole batch."""
     on_error: OnError = "mask"
     """``mask``: a failing sample gets no score and is counted. ``raise``: the run stops."""
     isolation: Isolation = "auto"
