@@ -566,3 +566,34 @@ def test_looking_at_a_setting_to_check_it_is_not_reading_it(read_ppo):
     with record_reads() as reads:
         validate(read_ppo)
     assert reads == set()
+
+
+def test_a_number_of_samples_has_one_value(ppo):
+    said = message(ppo, "critic.rollout_n=2")
+    assert said.startswith(f"critic.rollout_n: it is the same number as {R}.n, which is 1")
+    assert ppo(f"{R}.n=2").critic.rollout_n == 2
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        f"{A}.ppo_max_token_len_per_gpu",
+        f"{REF}.log_prob_max_token_len_per_gpu",
+        f"{R}.log_prob_max_token_len_per_gpu",
+        "critic.ppo_max_token_len_per_gpu",
+        "critic.forward_max_token_len_per_gpu",
+    ],
+)
+def test_a_token_budget_has_to_hold_the_longest_sample(read_ppo, key):
+    switches = {f"{A}.use_dynamic_bsz": True, "critic.use_dynamic_bsz": True}
+    switches |= {f"{role}.log_prob_use_dynamic_bsz": True for role in (R, REF)}
+    said = changed(validate, read_ppo, **switches, **{key: 1023})
+    assert said.startswith(f"{key}: ") and "data.max_prompt_length + data.max_response_length = 1024 tokens" in said
+    validate(replace(read_ppo, **switches, **{key: 1024}))
+    validate(replace(read_ppo, **{key: 1023}))  # without dynamic batching there is no budget
+
+
+def test_a_token_budget_of_a_supervised_run_has_to_hold_the_longest_row(sft):
+    said = message(sft, "data.max_length=9000")
+    assert said.startswith("data.max_token_len_per_gpu: ") and "data.max_length = 9000 tokens" in said
+    sft("data.max_length=9000", "data.use_dynamic_bsz=false")

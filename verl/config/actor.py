@@ -92,12 +92,7 @@ class ActorQATConfig(ConfigNode):
 class ActorConfig(ConfigNode):
     """The policy that is trained: batches, loss, optimizer and training backend."""
 
-    rollout_n: int = setting(
-        1,
-        "samples per prompt; a mirror of rollout.n",
-        follows="actor_rollout_ref.rollout.n",
-        no_effect="actor_rollout_ref.rollout.n is what counts",
-    )
+    rollout_n: int = setting(1, "samples per prompt; a mirror of rollout.n", follows="actor_rollout_ref.rollout.n")
     strategy: str = setting(
         "auto",
         "training backend: plain, fsdp, fsdp2, fsdp_turbo, megatron, veomni, torchtitan, automodel; auto: plain in one process",

@@ -12,7 +12,10 @@ from verl.config.node import ConfigNode, section, setting
 class FilterGroupsConfig(ConfigNode):
     """Dynamic sampling (DAPO): prompts whose samples all score the same are dropped, and more are sampled."""
 
-    enable: bool = setting(False, "drop such groups and sample on until the batch is full")
+    enable: bool = setting(
+        False,
+        "dynamic sampling (DAPO): drop prompts whose samples all score the same, and sample on until the batch is full",
+    )
     metric: str | None = setting(
         None,
         "what has to differ inside a group: null for the reward, or a key that the scorer returns (acc, ...)",
@@ -27,9 +30,11 @@ class KLControlConfig(ConfigNode):
     """The weight of the KL in the reward; has an effect with algorithm.use_kl_in_reward=true."""
 
     type: str = setting(
-        "fixed", "fixed, or adaptive: the weight is steered towards target_kl", choices=("fixed", "adaptive")
+        "fixed",
+        "weight of the KL in the reward: fixed, or adaptive (steered towards target_kl)",
+        choices=("fixed", "adaptive"),
     )
-    kl_coef: float = setting(0.001, "the weight, at the start")
+    kl_coef: float = setting(0.001, "that weight, at the start")
     horizon: int = setting(10000, "adaptive: samples over which the weight follows; larger is slower")
     target_kl: float = setting(0.1, "adaptive: the KL per sequence to hold")
 
@@ -38,7 +43,9 @@ class KLControlConfig(ConfigNode):
 class PFPPOConfig(ConfigNode):
     """Resampling of a batch by its rewards (PF-PPO)."""
 
-    reweight_method: str = setting("pow", "pow, max_min or max_random", planned="PF-PPO")
+    reweight_method: str = setting(
+        "pow", "how that resampling weighs rewards: pow, max_min or max_random", planned="PF-PPO"
+    )
     weight_pow: float = setting(2.0, "exponent of pow", planned="PF-PPO")
 
 

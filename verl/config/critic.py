@@ -52,10 +52,13 @@ class CriticModelConfig(HFModelConfig):
         follows="actor_rollout_ref.model.external_lib",
     )
     tokenizer_path: str | None = setting(
-        None, "tokenizer elsewhere", path=True, no_effect="the critic reads the tokens of the policy's tokenizer"
+        None,
+        "folder or hub name of a tokenizer",
+        path=True,
+        no_effect="the critic reads the tokens of the policy's tokenizer",
     )
     custom_chat_template: str | None = setting(
-        None, "Jinja template of the prompts", no_effect="the critic reads the tokens of the policy's tokenizer"
+        None, "chat template (Jinja text)", no_effect="the critic reads the tokens of the policy's tokenizer"
     )
 
 

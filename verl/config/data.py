@@ -11,8 +11,10 @@ from verl.config.node import ConfigNode, section, setting
 class CustomClassConfig(ConfigNode):
     """A dataset class of your own instead of the built-in one."""
 
-    path: str | None = setting(None, "Python file with the class", path=True)
-    name: str | None = setting(None, "name of the class, a torch Dataset")
+    path: str | None = setting(
+        None, "Python file with a dataset class of your own, instead of the built-in one", path=True
+    )
+    name: str | None = setting(None, "name of that class, which is a torch Dataset")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ class _Unset:
 
 
 UNSET = _Unset()
+ABSENT = "no such setting"
+"""Stands for upstream's default of a setting that upstream does not have."""
 
 
 def setting(

@@ -25,7 +25,7 @@ class OptimizerConfig(ConfigNode):
     weight_decay: float = setting(0.01, "decoupled weight decay")
     lr_warmup_steps: int = setting(-1, "steps of the warm-up; 0 or -1: lr_warmup_steps_ratio decides")
     betas: list[float] = setting([0.9, 0.999], "Adam's decay of the first and the second moment")
-    clip_grad: float = setting(1.0, "largest gradient norm; grad_clip of the role follows it")
+    clip_grad: float = setting(1.0, "largest gradient norm, unless the role sets a grad_clip of its own")
     min_lr_ratio: float = setting(0.0, "cosine, wsd: the lowest learning rate, as a share of lr")
     num_cycles: float = setting(0.5, "cosine, wsd: cosine waves until the end; 0.5 falls once")
     lr_scheduler_type: str = setting(

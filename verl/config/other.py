@@ -56,7 +56,9 @@ class DistillationTeacherModelsConfig(ConfigNode):
 class DistillationConfig(ConfigNode):
     """On-policy distillation: the student samples, teachers score every token."""
 
-    enabled: bool = setting(False, "distil", planned="on-policy distillation")
+    enabled: bool = setting(
+        False, "sample with the student, let teachers score every token", planned="on-policy distillation"
+    )
     distillation_loss: DistillationDistillationLossConfig = section(DistillationDistillationLossConfig)
     n_gpus_per_node: int = setting(8, "GPUs per node of the teachers' pool", planned="on-policy distillation")
     nnodes: int = setting(0, "nodes of the teachers' pool", planned="on-policy distillation")

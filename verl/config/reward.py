@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.node import ConfigNode, section, setting
+from verl.config.node import ABSENT, ConfigNode, section, setting
 
 
 @dataclass(frozen=True)
 class CustomRewardFunctionConfig(ConfigNode):
     """A reward function of your own."""
 
-    path: str | None = setting(None, "Python file with the function", path=True)
+    path: str | None = setting(None, "Python file with a reward function of your own", path=True)
     name: str | None = setting(
         None,
-        "name of the function; null: the one that is there, compute_score or compute_reward",
+        "name of that function; null: the one that is there, compute_score or compute_reward",
         upstream="compute_score",
     )
-    reward_kwargs: dict = setting({}, "further keyword arguments of every call")
+    reward_kwargs: dict = setting({}, "further keyword arguments of every call of it")
 
 
 @dataclass(frozen=True)
 class RewardManagerModuleConfig(ConfigNode):
     """The file of a reward manager of your own."""
 
-    path: str | None = setting(None, "Python file with the class", path=True)
-    name: str = setting("custom_reward_manager", "name of the class, where the file has several")
+    path: str | None = setting(None, "Python file with a reward manager of your own, for source=importlib", path=True)
+    name: str = setting("custom_reward_manager", "name of its class, where the file has several")
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,8 @@ class RewardModelConfig(ConfigNode):
 class SandboxFusionConfig(ConfigNode):
     """A service that runs code to score it."""
 
-    url: str | None = setting(None, "address of the service", planned="code rewards")
-    max_concurrent: int = setting(64, "programs that run at once", planned="code rewards")
+    url: str | None = setting(None, "address of a service that runs code to score it", planned="code rewards")
+    max_concurrent: int = setting(64, "programs that run there at once", planned="code rewards")
     memory_limit_mb: int = setting(1024, "memory of one program in MB", planned="code rewards")
 
 
@@ -181,7 +181,7 @@ class RewardConfig(ConfigNode):
     on_error: str = setting(
         "mask",
         "a sample that cannot be scored: mask takes it out of the batch and counts it, raise stops the run",
-        upstream=None,
+        upstream=ABSENT,
         choices=("mask", "raise"),
     )
-    timeout: float = setting(30.0, "seconds until the scoring of one sample is given up", upstream=None)
+    timeout: float = setting(30.0, "seconds until the scoring of one sample is given up", upstream=ABSENT)

@@ -12,9 +12,9 @@ from verl.config.profiler import ProfilerConfig
 class EngineKwargsConfig(ConfigNode):
     """Arguments that go to the sampling engine as they are."""
 
-    vllm: dict = setting({}, "arguments of vLLM", planned="the engine it belongs to")
-    sglang: dict = setting({}, "arguments of SGLang", planned="the engine it belongs to")
-    trtllm: dict = setting({}, "arguments of TensorRT-LLM", planned="the engine it belongs to")
+    vllm: dict = setting({}, "arguments of vLLM, as they are", planned="the engine it belongs to")
+    sglang: dict = setting({}, "arguments of SGLang, as they are", planned="the engine it belongs to")
+    trtllm: dict = setting({}, "arguments of TensorRT-LLM, as they are", planned="the engine it belongs to")
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,10 @@ class MultiTurnConfig(ConfigNode):
 class CustomAsyncServerConfig(ConfigNode):
     """A sampling server of your own."""
 
-    path: str | None = setting(None, "Python file with the class", planned="agent loops from a file", path=True)
-    name: str | None = setting(None, "name of the class", planned="agent loops from a file")
+    path: str | None = setting(
+        None, "Python file with a sampling server of your own", planned="agent loops from a file", path=True
+    )
+    name: str | None = setting(None, "name of its class", planned="agent loops from a file")
 
 
 @dataclass(frozen=True)
@@ -111,11 +113,11 @@ class CheckpointEngineConfig(ConfigNode):
 
     backend: str = setting(
         "naive",
-        "transport: naive (same process), nccl, nixl, hccl, kimi_ckpt_engine, mooncake, delta_sharded",
+        "how weights go to the sampler: naive (same process), nccl, nixl, hccl, kimi_ckpt_engine, mooncake, delta_sharded",
         planned="weight-sync transports between processes",
     )
     update_weights_bucket_megabytes: int = setting(2048, "weights are handed over in pieces of this many MB")
-    engine_kwargs: dict = setting({}, "arguments of the transport", planned="weight-sync transports between processes")
+    engine_kwargs: dict = setting({}, "arguments of that transport", planned="weight-sync transports between processes")
     custom_backend_module: str | None = setting(
         None, "module to import, which registers a transport", planned="weight-sync transports between processes"
     )
@@ -142,16 +144,18 @@ class TraceConfig(ConfigNode):
 class PrometheusConfig(ConfigNode):
     """An endpoint with the sampling engine's own metrics."""
 
-    enable: bool = setting(False, "serve the metrics", planned="the Prometheus endpoint")
-    port: int = setting(9090, "port of the endpoint", planned="the Prometheus endpoint")
+    enable: bool = setting(False, "serve the sampling engine's own metrics", planned="the Prometheus endpoint")
+    port: int = setting(9090, "port of that endpoint", planned="the Prometheus endpoint")
     served_model_name: str | None = setting(
         None,
-        "label of the metrics",
+        "label of these metrics",
         follows="actor_rollout_ref.model.path",
         planned="the Prometheus endpoint",
         path=True,
     )
-    file: str | None = setting(None, "configuration file to write", planned="the Prometheus endpoint", path=True)
+    file: str | None = setting(
+        None, "configuration file of Prometheus to write", planned="the Prometheus endpoint", path=True
+    )
 
 
 @dataclass(frozen=True)
@@ -207,9 +211,7 @@ class RolloutConfig(ConfigNode):
     temperature: float = setting(1.0, "temperature of samples; log-probs are those at this temperature everywhere")
     top_k: int = setting(-1, "keep that many most probable tokens; -1: all")
     top_p: float = setting(1.0, "keep the most probable tokens up to this probability; 1: all")
-    full_determinism: bool = setting(
-        False, "the same bits whatever else is in the batch; slower", planned="bitwise batch-invariant sampling"
-    )
+    full_determinism: bool = setting(False, "the same bits whatever else is in the batch; slower")
     seed: int = setting(42, "seed of sampling")
     prompt_length: int = setting(
         512,
@@ -237,7 +239,11 @@ class RolloutConfig(ConfigNode):
         "batch sizes that get a CUDA graph",
         no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
     )
-    free_cache_engine: bool | None = setting(None, "free the engine's memory while the policy trains", upstream=True)
+    free_cache_engine: bool | None = setting(
+        None,
+        "give the key/value cache back while the policy trains; null: on an accelerator yes, on CPU no",
+        upstream=True,
+    )
     tensor_model_parallel_size: int = setting(
         1, "tensor-parallel size", upstream=2, planned="sampling on several ranks"
     )
@@ -252,11 +258,7 @@ class RolloutConfig(ConfigNode):
         "compute long prompts in pieces",
         no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
     )
-    enable_prefix_caching: bool = setting(
-        True,
-        "compute a prompt that several samples share once",
-        no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
-    )
+    enable_prefix_caching: bool = setting(True, "compute a prompt that several samples share once")
     logprobs_mode: str = setting(
         "processed_logprobs",
         "which log-probs the engine reports: those it sampled from (processed_logprobs), or raw ones",

@@ -16,8 +16,10 @@ from verl.config.profiler import ProfilerConfig
 class SFTCustomClassConfig(ConfigNode):
     """A dataset class of your own instead of the built-in one."""
 
-    path: str | None = setting(None, "Python file with the class", path=True)
-    name: str | None = setting(None, "name of the class, a torch Dataset")
+    path: str | None = setting(
+        None, "Python file with a dataset class of your own, instead of the built-in one", path=True
+    )
+    name: str | None = setting(None, "name of that class, which is a torch Dataset")
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class SFTRunConfig(ConfigNode):
         None, "folder of a step (.../global_step_20) for resume_mode=resume_path", path=True
     )
     device: str | None = setting(None, "cuda, npu or cpu; null: the accelerator if there is one", upstream="cuda")
-    nnodes: int = setting(1, "machines")
+    nnodes: int = setting(1, "number of machines")
     n_gpus_per_node: int | None = setting(None, "processes per machine, one per GPU; null: 1", upstream=1)
     profile_interval: list = setting([-1, -1], "first and last step to profile", planned="profiling")
 

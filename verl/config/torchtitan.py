@@ -68,7 +68,7 @@ class TorchtitanEngineConfig(ConfigNode):
     max_seq_len: int | None = setting(
         None, "longest sequence in tokens; null: what the model allows", planned="the TorchTitan engine"
     )
-    strategy: str = setting("auto", "name of the engine", upstream="fsdp", planned="the TorchTitan engine")
+    strategy: str = setting("torchtitan", "name of the engine", planned="the TorchTitan engine")
     seed: int = setting(42, "seed of the engine", planned="the TorchTitan engine")
     full_determinism: bool = setting(
         False, "deterministic kernels only, for debugging", planned="the TorchTitan engine"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.node import ConfigNode, section, setting
+from verl.config.node import ABSENT, ConfigNode, section, setting
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,7 @@ class TrainerV1ColocateAsyncConfig(ConfigNode):
     """Sampling ahead on the trainer's GPUs."""
 
     num_warmup_batches: int = setting(
-        1, "batches of prompts queued before the first step", planned="asynchronous schedules"
+        1, "colocate_async: batches of prompts queued before the first step", planned="asynchronous schedules"
     )
 
 
@@ -52,8 +52,13 @@ class TrainerV1SeparateAsyncConfig(ConfigNode):
 class TrainerV1SamplerCustomSamplerConfig(ConfigNode):
     """A class of your own that picks samples for a batch."""
 
-    path: str | None = setting(None, "Python file with the class", planned="asynchronous schedules", path=True)
-    name: str | None = setting(None, "name of the class", planned="asynchronous schedules")
+    path: str | None = setting(
+        None,
+        "Python file with a class of your own that picks samples for a batch",
+        planned="asynchronous schedules",
+        path=True,
+    )
+    name: str | None = setting(None, "name of that class", planned="asynchronous schedules")
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class TrainerConfig(ConfigNode):
     validation_data_dir: str | None = setting(
         None, "folder for the samples of every validation as JSON lines; null: none", path=True
     )
-    nnodes: int = setting(1, "machines")
+    nnodes: int = setting(1, "number of machines")
     n_gpus_per_node: int | None = setting(None, "processes per machine, one per GPU; null: 1", upstream=8)
     save_freq: int = setting(-1, "steps between checkpoints; -1: never")
     esi_redundant_time: int = setting(
@@ -153,10 +158,10 @@ class TrainerConfig(ConfigNode):
     runtime: str = setting(
         "auto",
         "local (this process), ray, or auto: local for one process",
-        upstream=None,
+        upstream=ABSENT,
         choices=("auto", "local", "ray"),
     )
-    seed: int = setting(1, "the seed of the run", upstream=None)
+    seed: int = setting(1, "the seed of the run", upstream=ABSENT)
     skip_old_log_prob: bool = setting(
         True,
         "leave out the pass over old log-probs where one mini-batch and one epoch make it provably unused",

@@ -28,7 +28,7 @@ _ONE_DEVICE = "Leave it out (auto) to train on one device."
 def validate(cfg: PPOTrainerConfig) -> None:
     """All problems of an RL configuration in one `ConfigError`; settings without effect get a notice each."""
     rules = (_names, _kl, machine.trackers, machine.hardware, machine.files, ranges.numbers, _groups, _values, _batches,
-             _ranks, _micro_batches, _sampling, _lengths, _correction, _plugins, _resume, _validation)  # fmt: skip
+             _ranks, _micro_batches, _sampling, _mirrors, _budgets, _correction, _plugins, _resume, _validation)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
         notices.tell(cfg)
@@ -36,7 +36,7 @@ def validate(cfg: PPOTrainerConfig) -> None:
 
 def validate_sft(cfg: SFTTrainerConfig) -> None:
     """The same for a supervised run."""
-    rules = (machine.trackers, machine.sft_hardware, machine.sft_files, ranges.sft_numbers, _sft_engine, _two_columns,
+    rules = (machine.trackers, machine.sft_hardware, machine.sft_files, ranges.sft_numbers, _sft_engine, _sft_budget, _two_columns,
              _custom_dataset, _resume)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
@@ -179,19 +179,53 @@ def _sampling(cfg: PPOTrainerConfig) -> Problems:
     return [ConfigError("sampling at temperature 0 is greedy", key=f"{key}.temperature", got=val.temperature, fix=fix)]
 
 
-def _lengths(cfg: PPOTrainerConfig) -> Problems:
+def _mirrors(cfg: PPOTrainerConfig) -> Problems:
     data, rollout, found = cfg.data, cfg.actor_rollout_ref.rollout, []
     for ours, theirs in (("prompt_length", "max_prompt_length"), ("response_length", "max_response_length")):
         if rollout[ours] != data[theirs]:
             message = f"it is the same length as data.{theirs}, which is {data[theirs]}"
             fix = f"Set data.{theirs} alone."
             found.append(ConfigError(message, key=f"{_R}.{ours}", got=rollout[ours], fix=fix))
+    for section, node in ((_A, cfg.actor_rollout_ref.actor), ("critic", cfg.critic)):
+        if node.rollout_n != rollout.n:
+            message = f"it is the same number as {_R}.n, which is {rollout.n}"
+            fix = f"Set {_R}.n alone."
+            found.append(ConfigError(message, key=f"{section}.rollout_n", got=node.rollout_n, fix=fix))
     needed = data.max_prompt_length + data.max_response_length
     if rollout.max_model_len is not None and 0 < rollout.max_model_len < needed:
         message = f"data.max_prompt_length + data.max_response_length = {needed} tokens do not fit"
         fix = f"Set {_R}.max_model_len={needed} or shorter lengths."
         found.append(ConfigError(message, key=f"{_R}.max_model_len", got=rollout.max_model_len, fix=fix))
     return found
+
+
+def _budgets(cfg: PPOTrainerConfig) -> Problems:
+    a, needed = cfg.actor_rollout_ref, cfg.data.max_prompt_length + cfg.data.max_response_length
+    passes = [
+        (f"{_A}.ppo_max_token_len_per_gpu", a.actor.use_dynamic_bsz, a.actor.ppo_max_token_len_per_gpu),
+        (f"{_R}.log_prob_max_token_len_per_gpu", a.rollout.log_prob_use_dynamic_bsz, a.rollout.log_prob_max_token_len_per_gpu),
+        ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", a.ref.log_prob_use_dynamic_bsz,
+         a.ref.log_prob_max_token_len_per_gpu),
+    ]  # fmt: skip
+    if uses_critic(cfg):
+        names = ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu")
+        passes += [(f"critic.{name}", cfg.critic.use_dynamic_bsz, cfg.critic[name]) for name in names]
+    what = "data.max_prompt_length + data.max_response_length"
+    return [problem for key, is_on, budget in passes if is_on for problem in _fits(key, budget, needed, what)]
+
+
+def _fits(key: str, budget: int, needed: int, what: str) -> Problems:
+    if budget >= needed:
+        return []
+    message = f"one row may have {what} = {needed} tokens, which do not fit into a micro-batch"
+    return [ConfigError(message, key=key, got=budget, allowed=f"{needed} or more", fix=f"Set {key}={needed}.")]
+
+
+def _sft_budget(cfg: SFTTrainerConfig) -> Problems:
+    data = cfg.data
+    if not data.use_dynamic_bsz:
+        return []
+    return _fits("data.max_token_len_per_gpu", data.max_token_len_per_gpu, data.max_length, "data.max_length")
 
 
 def _correction(cfg: PPOTrainerConfig) -> Problems:

@@ -41,7 +41,7 @@ class VeOmniEngineConfig(ConfigNode):
     ckpt_manager: str = setting("dcp", "format of checkpoints", planned="the VeOmni engine")
     load_checkpoint_path: str | None = setting(None, "checkpoint to start from", planned="the VeOmni engine", path=True)
     forward_prefetch: bool = setting(True, "gather the next layer while this one runs", planned="the VeOmni engine")
-    strategy: str = setting("auto", "name of the engine", upstream="fsdp", planned="the VeOmni engine")
+    strategy: str = setting("veomni", "name of the engine", planned="the VeOmni engine")
     use_torch_compile: bool = setting(False, "compile the log-prob and entropy kernels", planned="the VeOmni engine")
     entropy_from_logits_with_chunking: bool = setting(
         False, "compute the entropy in chunks of rows", planned="the VeOmni engine"
