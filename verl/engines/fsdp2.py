@@ -109,11 +109,11 @@ class FSDP2Engine(TorchEngine):
     def _fill(self, given: dict[str, Tensor]) -> None:
         targets = named_tensors(self.model)
 
-        def name() -> tuple[dict[str, Tensor], None]:
+        def find() -> tuple[dict[str, Tensor], None]:
             convertible = self.model if set(targets) <= set(given) else self._skeleton()
             return names_in_memory(convertible, given), None
 
-        named, _ = self.ranks.together(name)
+        named, _ = self.ranks.together(find)
         for name, tensor in named.items():
             self._put(tensor, targets[name])
 
