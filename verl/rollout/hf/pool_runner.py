@@ -102,7 +102,7 @@ class PoolRunner:
                 block.reserve(sum(1 if block.prefix_capacity else len(rows) for _, rows in parts))
                 for prompt, rows in parts:
                     _write_prompt(block, prompt, rows)
-        self._is_stale = True
+        self._is_stale = self._is_stale or bool(members)
 
     def remove(self, rows: Sequence[Row]) -> None:
         for row in rows:

@@ -102,10 +102,11 @@ class HFSampler(Sampler):
         )
         self._weights = ModelWeights(model, share_weights)
         self._version = 0
-        self._unusable: str | None = None
+        self._broken: str | None = None
+        self._is_asleep = False
         self._task: asyncio.Task[None] | None = None
         self._is_held = False
-        self._ids_in_flight: set[str] = set()
+        self._in_flight: dict[str, Row] = {}
         self._columns: tuple[list[Row], DrawColumns] | None = None
         self._counts = {"steps": 0, "requests": 0, "response_tokens": 0, "weight_updates": 0}
 
@@ -138,34 +139,32 @@ class HFSampler(Sampler):
         if request.images is not None or request.videos is not None:
             raise NotBuiltError("the hf sampler takes text only", key=f"request {request.id}")
         check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
-        if request.id in self._ids_in_flight:
-            raise RolloutError("a request with this id is in flight", key="id", got=request.id)
         loop = asyncio.get_running_loop()
         self._leave_dead_loop(loop)
-        row = self._row(request, loop.create_future())
-        self._ids_in_flight.add(request.id)
+        if request.id in self._in_flight:
+            raise RolloutError("a request with this id is in flight", key="id", got=request.id)
+        row = self._in_flight[request.id] = self._row(request, loop.create_future())
         self._scheduler.add(row)
         self._ensure_running()
         try:
             assert row.future is not None
             return await row.future
         finally:
-            self._ids_in_flight.discard(request.id)
-            if row.state != "ended":
-                self._withdraw(row)
+            self._in_flight.pop(request.id, None)
+            self._withdraw(row)
 
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
         async with _Hold(self):
             self._weights.restore()
-            self._unusable = f"the update to version {version} did not finish"
+            self._broken = f"the update of its weights to version {version} did not finish; send them again"
             self._scheduler.forget_prompts()
             self._weights.receive(chunks, version)
-            self._unusable, self._version = None, version
+            self._broken, self._version = None, version
             self._counts["weight_updates"] += 1
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
-        wanted = None if request_ids is None else set(request_ids)
-        rows = [r for r in [*self._runner.rows, *self._scheduler.pending] if wanted is None or r.request.id in wanted]
+        wanted = set(self._in_flight if request_ids is None else request_ids)
+        rows = [row for name, row in self._in_flight.items() if name in wanted and row.state != "ended"]
         for row in rows:
             self._withdraw(row)
             row.finish("abort", self._version)
@@ -179,15 +178,14 @@ class HFSampler(Sampler):
         async with _Hold(self):
             self._runner.clear()
             self._scheduler.forget_prompts()
+            self._is_asleep = True
             if level == 2:
                 self._weights.release()
-            self._unusable = "it sleeps; call wake() first"
+                self._broken = "its weights were freed by sleep(2); send new ones with update_weights"
 
     async def wake(self) -> None:
-        lost_weights = self._weights.restore()
-        self._unusable = (
-            "its weights were freed by sleep(2); send new ones with update_weights" if lost_weights else None
-        )
+        self._weights.restore()
+        self._is_asleep = False
 
     def stats(self) -> dict[str, float]:
         """Counters.
@@ -208,8 +206,9 @@ class HFSampler(Sampler):
         }
 
     def _check_usable(self) -> None:
-        if self._unusable is not None:
-            raise RolloutError(f"the sampler cannot sample: {self._unusable}")
+        reason = "it sleeps; call wake() first" if self._is_asleep else self._broken
+        if reason is not None:
+            raise RolloutError(f"the sampler cannot sample: {reason}")
 
     def _row(self, request: Request, future: asyncio.Future[Completion]) -> Row:
         sampling = request.sampling
@@ -232,13 +231,14 @@ class HFSampler(Sampler):
             self._task, self._is_held = None, False
             self._runner.clear()
             self._scheduler.drop_all()
-            self._ids_in_flight.clear()
+            self._in_flight.clear()
 
     def _withdraw(self, row: Row) -> None:
+        """Take a row out, whatever it is doing."""
         if row.state == "running":
             row.state = "ended"
             self._runner.remove([row])
-        else:
+        elif row.state != "ended":
             self._scheduler.leave(row)
 
     async def _run(self) -> None:
@@ -251,19 +251,19 @@ class HFSampler(Sampler):
             try:
                 self._step()
             except Exception as error:  # the boundary between a step and its requests: each caller gets the real error
-                self._fail_all(error)
+                self._runner.clear()
+                self._fail([row for row in self._in_flight.values() if row.state in ("running", "admitted")], error)
+                self._scheduler.forget_prompts()
 
-    def _fail_all(self, error: Exception) -> None:
-        rows = [*self._runner.rows, *self._scheduler.drop_all()]
-        self._runner.clear()
+    def _fail(self, rows: Sequence[Row], error: Exception) -> None:
         for row in rows:
-            row.state = "ended"
+            self._withdraw(row)
             row.fail(error)
 
     def _step(self) -> None:
         running = len(self._runner.rows)
         admission = Admission() if self._is_held else self._scheduler.admit(running)
-        logits = self._runner.step(admission.chunks)
+        logits = self._runner.step(admission.chunks) if running or admission.chunks else torch.empty(0, 0)
         rows = list(self._runner.rows)
         complete = [chunk.prompt for chunk in admission.chunks if chunk.completes]
         prompts = [*complete, *admission.joining]
@@ -350,10 +350,12 @@ class _Hold:
         s._is_held = False
         if s._scheduler.is_empty:
             return
-        if s._unusable is None:
-            s._ensure_running()
+        try:
+            s._check_usable()
+        except RolloutError as error:
+            s._fail([row for row in s._in_flight.values() if row.state != "ended"], error)
         else:
-            s._fail_all(RolloutError(f"the sampler cannot sample: {s._unusable}"))
+            s._ensure_running()
 
 
 def _make_runner(model: PreTrainedModel, max_model_len: int, full_determinism: bool) -> Runner:
