@@ -1,0 +1,85 @@
+"""The machines of the cluster as Ray reports them, and whether they are enough for a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ray
+
+from verl.errors import ConfigError
+
+RESOURCES = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}
+"""Device kind -> Ray's name of the resource."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One living node."""
+
+    id: str
+    address: str
+    resources: dict[str, float]
+
+    def amount(self, resource: str) -> int:
+        """How many whole units of a resource the node has."""
+        return int(self.resources.get(resource, 0.0))
+
+    def __str__(self) -> str:
+        return f"{self.address} ({self.id[:8]})"
+
+
+def nodes() -> list[Node]:
+    """The living nodes, sorted by address."""
+    alive = (found for found in ray.nodes() if found["Alive"])
+    listed = [Node(n["NodeID"], n["NodeManagerAddress"], dict(n["Resources"])) for n in alive]
+    return sorted(listed, key=lambda node: (_sortable(node.address), node.id))
+
+
+def devices_per_node(device: str) -> list[int]:
+    """How many processes each node can hold, one device (or core) each; what `ResourcePoolManager` wants to know."""
+    return [node.amount(RESOURCES[device]) for node in nodes()]
+
+
+def has_devices(resource: str) -> bool:
+    return any(node.amount(resource) for node in nodes())
+
+
+def require(processes_on_nodes: Sequence[int], resource: str, seconds: float = 0.0) -> None:
+    """Check that every entry fits on a node of its own; nodes may still join for ``seconds``.
+
+    Raises:
+        ConfigError: the cluster is too small; the message lists what was asked and what each node has.
+    """
+    deadline = time.monotonic() + seconds
+    while not _fits(processes_on_nodes, resource):
+        if time.monotonic() >= deadline:
+            raise too_small(processes_on_nodes, resource)
+        time.sleep(0.5)
+
+
+def too_small(processes_on_nodes: Sequence[int], resource: str) -> ConfigError:
+    """The error that lists sizes: asked for, and found on each node."""
+    found = ", ".join(f"{node}: {node.amount(resource)}" for node in nodes())
+    many = len(processes_on_nodes) > 1
+    return ConfigError(
+        "the Ray cluster is smaller than the run",
+        key="trainer.nnodes" if many else "trainer.n_gpus_per_node",
+        got=f"asked for {resource} on {len(processes_on_nodes)} node(s): {list(processes_on_nodes)}",
+        allowed=f"{resource} found on {len(nodes())} node(s): {found}",
+        fix="Join more nodes with `ray start --address=...`, give them more with --num-cpus or --num-gpus, or lower "
+        "trainer.nnodes and trainer.n_gpus_per_node.",
+    )
+
+
+def _fits(processes_on_nodes: Sequence[int], resource: str) -> bool:
+    have = sorted((node.amount(resource) for node in nodes()), reverse=True)
+    asked = sorted(processes_on_nodes, reverse=True)
+    return len(asked) <= len(have) and all(want <= there for want, there in zip(asked, have))
+
+
+def _sortable(address: str) -> tuple[int | str, ...]:
+    """10.0.0.9 before 10.0.0.10."""
+    parts = address.split(".")
+    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else (1 << 32, address)

@@ -1,0 +1,211 @@
+"""The actors: processes that hold one worker and run its methods.
+
+This module and what it imports stay light. A process first takes over the controller's environment; only then are
+torch and the worker's own modules loaded, because libraries read their variables when they are loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from verl import env
+
+if TYPE_CHECKING:
+    from verl.single_controller.ray.workplace import Workplace
+
+Ticket = tuple[str, int]
+"""Caller and number of a call: an event loop may start calls in another order than they were made."""
+
+
+class HostBase:
+    """What both kinds of host have in common.
+
+    Args:
+        name: of the worker, for people; Ray puts it before every line that the process prints.
+        environment: variables that the process takes over.
+    """
+
+    def __init__(self, name: str, environment: dict[str, str]):
+        for variable, value in environment.items():
+            env.set_value(variable, value)
+        self.name = name
+        self._place: Workplace | None = None
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def _introduction(self, ports: tuple[int, int] | None) -> dict[str, Any]:
+        """Where this process lives, where it writes, and a port that is free on its node."""
+        return {
+            "node_id": ray.get_runtime_context().get_node_id(),
+            "address": ray.util.get_node_ip_address(),
+            "pid": os.getpid(),
+            "logs": tuple(os.readlink(f"/proc/self/fd/{number}") for number in (1, 2)) if _has_proc() else (),
+            "port": free_port(ports),
+        }
+
+    def _settle(self, boxed_class: list[Any], info: dict[str, Any], threads: int | None) -> None:
+        from verl.single_controller.ray.workplace import Workplace  # from here on torch is loaded
+
+        self._place = Workplace(self.name, boxed_class, info, threads)
+
+    @property
+    def place(self) -> Workplace:
+        assert self._place is not None, "build comes before the first call"
+        return self._place
+
+
+class WorkerHost(HostBase):
+    """A worker without async methods: its calls run one after the other in the process's main thread."""
+
+    def ping(self) -> None:
+        """A sign of life."""
+
+    def introduce(self, ports: tuple[int, int] | None = None) -> dict[str, Any]:
+        return self._introduction(ports)
+
+    def build(self, boxed_class: list[Any], info: dict[str, Any], threads: int | None) -> None:
+        """Construct the worker."""
+        self._settle(boxed_class, info, threads)
+
+    def describe(self) -> dict[str, Any]:
+        """The worker's place among its peers and its roles."""
+        return self.place.describe()
+
+    def call(self, ticket: Ticket | None, target: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a method; ``target`` names the role of a colocated worker, or is empty."""
+        return self.place.perform(target, method, args, kwargs)
+
+    def request(self, target: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a method for a handle; here one at a time, as all calls."""
+        return self.place.perform(target, method, args, kwargs)
+
+    def open_stream(self, key: str, target: str, method: str, /, *args: Any, **kwargs: Any) -> None:
+        """Begin to run a method that yields."""
+        self.place.open_stream(key, target, method, args, kwargs)
+
+    def next_item(self, key: str) -> tuple[bool, Any]:
+        """(True, the next item), or (False, None) at the end."""
+        return self.place.next_item(key)
+
+    def close_stream(self, key: str) -> None:
+        """End the method if it is still running."""
+        self.place.close_stream(key)
+
+
+class AsyncWorkerHost(HostBase):
+    """A worker with async methods, or any object behind a handle.
+
+    Requests to async methods run together in the event loop. Everything else runs in threads: calls of a group one
+    after the other in a thread of their own, plain methods for handles in as many as ``num_threads``.
+    """
+
+    def __init__(self, name: str, environment: dict[str, str], num_threads: int = 1):
+        super().__init__(name, environment)
+        self._order = ThreadPoolExecutor(1, thread_name_prefix="verl-calls")
+        self._threads = self._order if num_threads == 1 else ThreadPoolExecutor(num_threads, "verl-requests")
+        self._turns: dict[str, Turns] = {}
+        self._streams: dict[str, AsyncIterator[Any] | Iterator[Any]] = {}
+
+    async def ping(self) -> None:
+        """A sign of life."""
+
+    async def introduce(self, ports: tuple[int, int] | None = None) -> dict[str, Any]:
+        return self._introduction(ports)
+
+    async def build(self, boxed_class: list[Any], info: dict[str, Any], threads: int | None) -> None:
+        """Construct the worker."""
+        await self._in(self._order, self._settle, boxed_class, info, threads)
+        self.place.loop = asyncio.get_running_loop()
+
+    async def describe(self) -> dict[str, Any]:
+        """The worker's place among its peers and its roles."""
+        return self.place.describe()
+
+    async def call(self, ticket: Ticket | None, target: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a method in the order of the tickets."""
+        perform = partial(self.place.perform, target, method, args, kwargs)
+        if ticket is None:
+            return await self._in(self._order, perform)
+        caller, number = ticket
+        turns = self._turns.setdefault(caller, Turns())
+        await turns.wait_for(number)
+        work = self._in(self._order, perform)  # queued before the next ticket may go on
+        turns.done()
+        return await work
+
+    async def request(self, target: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a method for a handle, beside others."""
+        if self.place.is_async(target, method):
+            return await self.place.attend(target, method, args, kwargs)
+        return await self._in(self._threads, self.place.perform, target, method, args, kwargs)
+
+    async def open_stream(self, key: str, target: str, method: str, /, *args: Any, **kwargs: Any) -> None:
+        """Begin to run a method that yields."""
+        if self.place.is_async(target, method):
+            self._streams[key] = self.place.async_items(target, method, args, kwargs)
+        else:
+            await self._in(self._threads, self.place.open_stream, key, target, method, args, kwargs)
+
+    async def next_item(self, key: str) -> tuple[bool, Any]:
+        """(True, the next item), or (False, None) at the end."""
+        items = self._streams.get(key)
+        if items is None:
+            return await self._in(self._threads, self.place.next_item, key)
+        with self.place.reporting(key):
+            async for item in items:
+                return True, item
+        return False, None
+
+    async def close_stream(self, key: str) -> None:
+        """End the method if it is still running."""
+        items = self._streams.pop(key, None)
+        if items is None:
+            await self._in(self._threads, self.place.close_stream, key)
+        else:
+            await items.aclose()
+
+    def _in(self, threads: ThreadPoolExecutor, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().run_in_executor(threads, partial(function, *args))
+
+
+class Turns:
+    """Lets calls of one caller through in the order of their numbers."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._waiting: dict[int, asyncio.Event] = {}
+
+    async def wait_for(self, number: int) -> None:
+        if number != self._next:
+            await self._waiting.setdefault(number, asyncio.Event()).wait()
+
+    def done(self) -> None:
+        self._next += 1
+        waiting = self._waiting.pop(self._next, None)
+        if waiting is not None:
+            waiting.set()
+
+
+def free_port(ports: tuple[int, int] | None = None) -> int:
+    """A port that nobody uses at the moment; from a range (first, last) if one is given."""
+    for port in (0,) if ports is None else range(ports[0], ports[1] + 1):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return probe.getsockname()[1]
+    raise OSError(f"no free port from {ports[0]} to {ports[1]}" if ports else "no free port")
+
+
+def _has_proc() -> bool:
+    return os.path.exists("/proc/self/fd/1")

@@ -1,0 +1,121 @@
+"""Start or join the cluster of a run, and leave it without a trace."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from verl import device
+from verl.metrics import notice
+from verl.single_controller.ray import address as addresses
+from verl.single_controller.ray import cluster, fleet, security
+
+NAMESPACE = "verl"
+CONNECT_SECONDS, JOIN_SECONDS = 10.0, 30.0
+_ONLY_AT_START = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "include_dashboard")
+
+
+@dataclass(frozen=True)
+class Started:
+    """The cluster that a run lives in.
+
+    Args:
+        address: of its control service.
+        own: this process started it and `stop` ends it.
+        nodes: its nodes, sorted by address.
+    """
+
+    address: str
+    own: bool
+    nodes: tuple[cluster.Node, ...]
+
+
+def start(
+    processes_on_nodes: Sequence[int] = (1,),
+    device_name: str = "cpu",
+    ray_init: Mapping[str, Any] | None = None,
+    connect_seconds: float = CONNECT_SECONDS,
+    join_seconds: float = JOIN_SECONDS,
+) -> Started:
+    """Join the cluster that `find_address` names, or start one on this machine; a running connection is kept.
+
+    Args:
+        processes_on_nodes: processes that the run needs on each of its nodes; ``[8, 8]`` is two nodes of eight.
+        device_name: what each process needs one of: ``cpu``, ``cuda`` or ``npu``.
+        ray_init: ``ray_kwargs.ray_init``; entries that are None are left to Ray.
+        connect_seconds: how long an address may take to answer.
+        join_seconds: how long nodes may take to join.
+
+    Raises:
+        ConfigError: the address does not answer or refuses the token, or the cluster is smaller than asked.
+    """
+    settings = _given(ray_init or {})
+    own = False
+    if not ray.is_initialized():
+        address = addresses.find_address(settings)
+        settings.pop("address", None)
+        if address is None:
+            own = True
+            _start_own(sum(processes_on_nodes), settings)
+        else:
+            _join(address, settings, connect_seconds)
+    try:
+        resource = cluster.RESOURCES[device_name]
+        cluster.require(processes_on_nodes, resource, 0.0 if own else join_seconds)
+    except BaseException:
+        if own:
+            stop()
+        raise
+    return Started(ray.get_runtime_context().gcs_address, own, tuple(cluster.nodes()))
+
+
+def stop(timeline_json_file: str | None = None) -> None:
+    """Stop all worker groups of this process and leave the cluster; one that this process started ends.
+
+    Args:
+        timeline_json_file: write Ray's timeline there first (``ray_kwargs.timeline_json_file``).
+    """
+    if not ray.is_initialized():
+        return
+    if timeline_json_file:
+        ray.timeline(filename=timeline_json_file)
+    fleet.close_all()
+    if "wait_for_processes" in inspect.signature(ray.shutdown).parameters:
+        ray.shutdown(wait_for_processes=True)
+    else:
+        ray.shutdown()
+
+
+def _start_own(num_processes: int, settings: dict[str, Any]) -> None:
+    security.demand_token()
+    settings.setdefault("num_cpus", max(device.usable_cores(), num_processes))
+    settings.setdefault("include_dashboard", False)
+    ray.init(address="local", **_common(settings))
+
+
+def _join(address: str, settings: dict[str, Any], connect_seconds: float) -> None:
+    addresses.require(address, connect_seconds)
+    for name in _ONLY_AT_START:
+        if settings.pop(name, None) is not None:
+            notice(f"ray_kwargs.ray_init.{name}", f"has no effect: the cluster at {address} runs already")
+    ray.init(address=address, **_common(settings))
+
+
+def _common(settings: dict[str, Any]) -> dict[str, Any]:
+    return {"namespace": NAMESPACE, "logging_level": logging.WARNING, **settings}
+
+
+def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that are set, at any depth."""
+    kept: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            value = _given(value) or None
+        if value is not None:
+            kept[key] = value
+    return kept

@@ -1,0 +1,145 @@
+"""How values travel to and from workers: tensors as flat buffers, shared arguments once, batches by reference.
+
+What is large lies once in the node's shared memory and is read there without a copy. Such a tensor must not be written
+to: torch cannot mark memory as read-only, so the worker's process looks after each call whether somebody did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray.util.serialization import register_serializer
+from tensordict import TensorDictBase
+
+from verl.errors import WorkerError
+from verl.protocol import DataProto, DataProtoFuture, register_reference
+from verl.protocol.codec import DTYPE_CODES, DTYPES, tensor_bytes, tensor_from_bytes
+from verl.single_controller.ray import failures
+
+SHARED_BYTES = 64 << 10
+"""An argument for several workers of at least this size is put into shared memory once; smaller ones ride along."""
+_COUNTED_ITEMS = 1000
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def install() -> None:
+    """Teach this process (the controller or a worker) to send tensors as buffers and to wait for Ray's references."""
+    register_serializer(torch.Tensor, serializer=_flat, deserializer=_rebuilt)
+    register_reference(ray.ObjectRef, failures.fetch)
+
+
+def _flat(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.layout != torch.strided or tensor.dtype not in DTYPE_CODES or tensor.is_quantized or tensor.is_meta:
+        return None, tensor.__reduce_ex__(5)
+    return DTYPE_CODES[tensor.dtype], tuple(tensor.shape), tensor_bytes(tensor), tensor.requires_grad
+
+
+def _rebuilt(packed: tuple[Any, ...]) -> torch.Tensor:
+    code, *rest = packed
+    if code is None:
+        function, arguments = rest[0][:2]
+        return function(*arguments)
+    shape, raw, requires_grad = rest
+    tensor = tensor_from_bytes(raw, DTYPES[code], shape)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+@dataclass(frozen=True)
+class Box:
+    """A reference inside a value: Ray neither waits for it nor fetches it before the call, the worker does."""
+
+    reference: Any
+
+
+def share(calls: Sequence[Call]) -> list[Call]:
+    """The same calls, in which every large value that several workers get is one object in shared memory.
+
+    References that the caller made himself are fetched by the worker as well, so that no call waits for another's.
+    """
+    counted: dict[int, int] = {}
+    for args, kwargs in calls:
+        for value in (*args, *kwargs.values()):
+            counted[id(value)] = counted.get(id(value), 0) + 1
+    boxes: dict[int, Box] = {}
+
+    def boxed(value: Any) -> Any:
+        if isinstance(value, ray.ObjectRef):
+            return Box(value)
+        if counted[id(value)] < 2 or payload_bytes(value) < SHARED_BYTES:
+            return value
+        if id(value) not in boxes:
+            boxes[id(value)] = Box(ray.put(value))
+        return boxes[id(value)]
+
+    return [(tuple(boxed(v) for v in args), {k: boxed(v) for k, v in kwargs.items()}) for args, kwargs in calls]
+
+
+def opened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """Fetch what `share` put away; all at once, without a copy where it lies on this node."""
+    boxes = [value for value in (*args, *kwargs.values()) if isinstance(value, Box)]
+    if not boxes:
+        return tuple(args), dict(kwargs)
+    found = dict(zip(map(id, boxes), failures.fetch([box.reference for box in boxes])))
+    return tuple(found.get(id(v), v) for v in args), {k: found.get(id(v), v) for k, v in kwargs.items()}
+
+
+def payload_bytes(value: Any) -> int:
+    """About how much there is to send; enough to tell small from large."""
+    total = 0
+    for number, leaf in enumerate(_leaves(value)):
+        if number >= _COUNTED_ITEMS:
+            return max(total, SHARED_BYTES)  # too many to count is not small
+        if isinstance(leaf, (torch.Tensor, np.ndarray)):
+            total += leaf.nbytes
+        elif isinstance(leaf, (str, bytes, bytearray)):
+            total += len(leaf)
+        else:
+            total += 8
+    return total
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, DataProto):
+        yield from _leaves(value.batch)
+        yield from _leaves(value.non_tensor_batch)
+        yield from _leaves(value.meta_info)
+    elif isinstance(value, (Mapping, TensorDictBase)):
+        for item in value.values():
+            yield from _leaves(item)
+    elif isinstance(value, np.ndarray) and value.dtype == object:
+        yield from _leaves(value.ravel().tolist())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _leaves(item)
+    elif value is not None and not isinstance(value, DataProtoFuture):
+        yield value
+
+
+Arrived = list[tuple[str, torch.Tensor]]
+
+
+def arrived_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arrived:
+    """The tensors of the batches among the arguments, with their names."""
+    found: Arrived = []
+    for value in (*args, *kwargs.values()):
+        batch = value.batch if isinstance(value, DataProto) else value
+        if isinstance(batch, TensorDictBase):
+            found += [(str(key), item) for key, item in batch.items() if isinstance(item, torch.Tensor)]
+    return found
+
+
+def check_untouched(arrived: Arrived) -> None:
+    """Refuse what a method did to its arguments: the memory is also read by other workers and by the controller."""
+    for name, tensor in arrived:
+        if not tensor.is_inference() and tensor._version:
+            raise WorkerError(
+                f"this method wrote into the tensor {name!r} of its batch, which is memory shared between processes",
+                fix=f"Write into a copy: batch[{name!r}] = batch[{name!r}].clone(). In one process the same code would "
+                "have changed the caller's batch.",
+            )

@@ -1,0 +1,169 @@
+"""Inside a worker's process: the worker, its random numbers, and how one of its methods is run.
+
+A process has one set of python, numpy and torch generators. They belong to whichever role was called last and are
+swapped only when another role is called: the swap costs as much as the call, and nobody else draws here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from verl import device, env
+from verl.errors import WorkerError, suggest
+from verl.single_controller.base.colocated import ColocatedWorker
+from verl.single_controller.base.rng import RngState, worker_seed
+from verl.single_controller.base.worker import WorkerInfo, build
+from verl.single_controller.ray import transfer
+from verl.single_controller.ray.failures import fetch, reported
+
+
+class Workplace:
+    """One worker and everything around it.
+
+    Args:
+        name: of the worker, for messages.
+        boxed_class: a reference to the `ClassWithInitArgs`, in a list.
+        info: fields of the worker's `WorkerInfo`.
+        threads: torch's thread count; None shares the node's cores among its workers.
+    """
+
+    def __init__(self, name: str, boxed_class: list[Any], info: Mapping[str, Any], threads: int | None):
+        self.info = WorkerInfo(**info)
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._set_environment()
+        device.set_threads(threads or max(1, device.usable_cores() // self.info.local_world_size))
+        transfer.install()
+        self._seat = _Seat()
+        self._streams: dict[str, tuple[RngState, Iterator[Any]]] = {}
+        rng = RngState(worker_seed(self.info.seed, self.info.role, self.info.rank))
+        with reported(f"{name}.__init__"):
+            (class_with_init,) = fetch(boxed_class)
+            self._seat.take(rng)
+            worker = build(class_with_init, self.info)
+        self._targets: dict[str, tuple[str, Any, RngState]] = {"": (name, worker, rng)}
+        if isinstance(worker, ColocatedWorker):
+            for role, inner in worker.worker_dict.items():
+                self._targets[role] = f"{role}[{self.info.rank}]", inner, worker.rng_dict[role]
+
+    def _set_environment(self) -> None:
+        """What torch.distributed reads when it is told ``env://``."""
+        place = {
+            "RANK": self.info.rank,
+            "WORLD_SIZE": self.info.world_size,
+            "LOCAL_RANK": self.info.local_rank,
+            "LOCAL_WORLD_SIZE": self.info.local_world_size,
+            "MASTER_ADDR": self.info.master_addr,
+            "MASTER_PORT": self.info.master_port,
+        }
+        for variable, value in place.items():
+            env.set_value(variable, str(value))
+
+    def describe(self) -> dict[str, Any]:
+        """World size, rank, role, address of rank 0, and the roles of a colocated worker."""
+        info = self.info
+        return {
+            "rank": info.rank,
+            "world_size": info.world_size,
+            "role": info.role,
+            "master": (info.master_addr, info.master_port),
+        }
+
+    # ---- calls -------------------------------------------------------------------------------------------------
+
+    def perform(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a method to its end; a coroutine runs on the process's event loop meanwhile."""
+        name, worker, rng = self._target(target)
+        self._seat.take(rng)
+        with reported(f"{name}.{method}"):
+            args, kwargs = transfer.opened(args, kwargs)
+            arrived = transfer.arrived_tensors(args, kwargs)
+            result = self._method(worker, name, method)(*args, **kwargs)
+            if inspect.iscoroutine(result):
+                result = asyncio.run_coroutine_threadsafe(result, self._running_loop()).result()
+            transfer.check_untouched(arrived)
+            return result
+
+    def is_async(self, target: str, method: str) -> bool:
+        """Whether a method must run in the event loop."""
+        name, worker, _ = self._target(target)
+        with reported(f"{name}.{method}"):
+            function = self._method(worker, name, method)
+        return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+
+    async def attend(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an async method in this event loop, beside others; it must draw random numbers by key."""
+        name, worker, _ = self._target(target)
+        with reported(f"{name}.{method}"):
+            args, kwargs = transfer.opened(args, kwargs)
+            arrived = transfer.arrived_tensors(args, kwargs)
+            result = await self._method(worker, name, method)(*args, **kwargs)
+            transfer.check_untouched(arrived)
+            return result
+
+    def reporting(self, key: str) -> AbstractContextManager[None]:
+        """As `reported`, for a stream: its key begins with the method's name."""
+        return reported(f"{self._targets[''][0]}.{key.partition('#')[0]}")
+
+    # ---- streams -----------------------------------------------------------------------------------------------
+
+    def async_items(
+        self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AsyncIterator[Any]:
+        name, worker, _ = self._target(target)
+        args, kwargs = transfer.opened(args, kwargs)
+        return self._method(worker, name, method)(*args, **kwargs)
+
+    def open_stream(self, key: str, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rng = self._target(target)[2]
+        self._streams[key] = rng, iter(self.perform(target, method, args, kwargs))
+
+    def next_item(self, key: str) -> tuple[bool, Any]:
+        rng, items = self._streams[key]
+        self._seat.take(rng)
+        with self.reporting(key):
+            for item in items:
+                return True, item
+        return False, None
+
+    def close_stream(self, key: str) -> None:
+        _, items = self._streams.pop(key, (None, None))
+        if inspect.isgenerator(items):
+            items.close()
+
+    def _target(self, target: str) -> tuple[str, Any, RngState]:
+        if target not in self._targets:
+            known = [role for role in self._targets if role]
+            raise WorkerError(f"no role {target!r} lives in this process", allowed=known, fix=suggest(target, known))
+        return self._targets[target]
+
+    def _method(self, worker: Any, name: str, method: str) -> Callable[..., Any]:
+        function = getattr(worker, method, None)  # the name comes from the caller
+        if not callable(function):
+            known = [n for n, _ in inspect.getmembers(type(worker), inspect.isroutine) if not n.startswith("_")]
+            raise WorkerError(f"{name} has no method {method!r}", fix=suggest(method, known))
+        return function
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        assert self.loop is not None, "a class with async methods is hosted by AsyncWorkerHost"
+        return self.loop
+
+
+class _Seat:
+    """Who has the process's generators."""
+
+    def __init__(self) -> None:
+        self._rng: RngState | None = None
+        self._active: AbstractContextManager[None] | None = None
+
+    def take(self, rng: RngState) -> None:
+        if self._rng is rng:
+            return
+        if self._active is not None:
+            self._active.__exit__(None, None, None)
+        self._active = rng.active()
+        self._active.__enter__()
+        self._rng = rng
