@@ -7,10 +7,11 @@ from typing import Any
 
 from verl import device
 from verl.config import PPOTrainerConfig
-from verl.data import create_rl_dataset
+from verl.data import RLHFDataset, create_rl_dataset
 from verl.models.flops import device_peak_flops
 from verl.observability import samples as sample_output
 from verl.observability.tracking import Tracking
+from verl.rewards import check_reward_data
 from verl.rewards.managers import load_reward_manager
 from verl.single_controller.base import ResourcePoolManager, Role
 from verl.trainer.ppo.validation import Sampled
@@ -101,6 +102,14 @@ def dataset(config: PPOTrainerConfig, tokenizer: Any, processor: Any, is_train: 
         return None
     limit = data.train_max_samples if is_train else data.val_max_samples
     return create_rl_dataset(files, data, tokenizer, processor, is_train=is_train, max_samples=limit)
+
+
+def check_rewards(config: PPOTrainerConfig, dataset: Any) -> None:
+    """Before anything is allocated: can the rows be scored? A custom dataset is checked as it is used."""
+    if isinstance(dataset, RLHFDataset):
+        key = config.data.reward_fn_key
+        columns = dataset.dataframe.column_names
+        check_reward_data(config, list(dataset.dataframe[key]) if key in columns else None)
 
 
 def reward_manager(config: PPOTrainerConfig, tokenizer: Any, num_examine: int) -> Any:

@@ -79,6 +79,7 @@ class RayPPOTrainer:
             train_dataset = build.dataset(self.config, self.tokenizer, self.processor, is_train=True)
         if val_dataset is None:
             val_dataset = build.dataset(self.config, self.tokenizer, self.processor, is_train=False)
+        build.check_rewards(self.config, train_dataset)
         loader = stateful_loader(
             train_dataset,
             batch_size=data.gen_batch_size or data.train_batch_size,
