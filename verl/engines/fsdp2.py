@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -51,6 +52,8 @@ class FSDP2Engine(TorchEngine):
             reshard_after_forward=engine.reshard_after_forward,
             offload=engine.offload_policy,
         )
+        # What a model returns is never changed in place here, which is all that this warning is about.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self.sync_once = engine.use_no_sync_for_gradient_accumulation
 
         self._skeleton = partial(self._load, model, engine, seed, "meta")

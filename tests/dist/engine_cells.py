@@ -1,0 +1,312 @@
+"""What every rank of a group does with an FSDP2 engine, beside the plain engine on rank 0 that it is compared with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.engines.builders import gradients, make_engine, model_dir, ragged_batch, relative_error
+from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
+from verl.config import ActorConfig, CriticConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig
+from verl.distributed import Ranks
+from verl.distributed.shards import gather
+from verl.engines.fsdp2 import FSDP2Engine
+from verl.engines.plain import PlainEngine
+from verl.errors import ModelError, VerlError, WorkerError
+from verl.models.hf_folder import read_weights
+from verl.protocol import DataProto
+
+# Adam divides by the gradient's own size, which makes noise of gradients that are zero by symmetry: eps keeps it small.
+OPTIM = {"lr": 1e-2, "lr_scheduler_type": "cosine", "override_optimizer_config": {"eps": 1e-4}}
+ROWS = 7
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison with the plain engine.
+
+    Args:
+        config: fields of the model's configuration.
+        engine, model: settings of the two sections for the sharded engine.
+        limits: of its micro-batches; the plain engine takes the whole batch at once.
+        idle: ranks without rows.
+    """
+
+    family: str = "qwen2"
+    kind: str = "causal_lm"
+    config: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    limits: dict[str, Any] = field(default_factory=dict)
+    idle: tuple[int, ...] = ()
+
+
+def sharded(path: Path, kind: str = "causal_lm", trains: bool = True, **sections: Any) -> FSDP2Engine:
+    return FSDP2Engine(
+        HFModelConfig(path=str(path), **sections.get("model", {})),
+        FSDPEngineConfig(**sections.get("engine", {})),
+        OptimizerConfig(**{**OPTIM, **sections.get("optim", {})}) if trains else None,
+        kind=kind,
+        total_training_steps=10,
+        seed=5,
+    )
+
+
+def plain(path: Path, kind: str = "causal_lm", optim: dict[str, Any] | None = None) -> PlainEngine:
+    return make_engine(path, kind, optim={**OPTIM, **(optim or {})}, seed=5)
+
+
+def shared_model(ranks: Ranks, folder: Path, family: str, **config: Any) -> Path:
+    """A model folder that rank 0 writes."""
+    name = "-".join([family, *map(str, config.values())])
+    ranks.on_first(lambda: str(model_dir(folder / name, family, **config)))
+    return folder / name / family
+
+
+def share(ranks: Ranks, batch: DataProto, idle: tuple[int, ...] = ()) -> DataProto:
+    """This rank's rows: dealt in turn to the ranks that are not idle."""
+    busy = [rank for rank in range(ranks.size) if rank not in idle]
+    if ranks.rank in idle:
+        return batch[[]]
+    return batch[list(range(busy.index(ranks.rank), len(batch), len(busy)))]
+
+
+def order_of(ranks: Ranks, batch: DataProto, idle: tuple[int, ...] = ()) -> list[int]:
+    """The rows in the order in which the ranks hold them."""
+    busy = ranks.size - len(idle)
+    return [row for first in range(busy) for row in range(first, len(batch), busy)]
+
+
+def loss_of(kind: str) -> Any:
+    return PPOValueLoss(CriticConfig()) if kind == "value" else PPOPolicyLoss(ActorConfig())
+
+
+def flat(weights: Any) -> Tensor:
+    return torch.cat([tensor.detach().flatten().float() for _, tensor in sorted(dict(weights).items())])
+
+
+def gathered_gradient(engine: FSDP2Engine, batch: DataProto, loss_fn: Any, **limits: Any) -> tuple[float, Tensor]:
+    """As `builders.gradients`, whole on every rank."""
+    caught: list[Tensor] = []
+
+    def step(closure: Any = None) -> None:
+        caught.append(torch.cat([gather(p.grad).flatten() for p in engine.model.parameters() if p.grad is not None]))
+
+    original, engine.optimizer.step = engine.optimizer.step, step
+    clip, engine.grad_clip = engine.grad_clip, None
+    try:
+        metrics = engine.train_batch(batch, loss_fn, **limits)
+    finally:
+        engine.optimizer.step, engine.grad_clip = original, clip
+    return metrics.values()["loss"], caught[0]
+
+
+def compare(ranks: Ranks, folder: Path, case: Case) -> dict[str, Any]:
+    """Relative errors of outputs, loss, gradient and of the weights after two steps; metrics as each rank has them."""
+    path = shared_model(ranks, folder, case.family, **case.config)
+    outputs = ("values",) if case.kind == "value" else ("log_probs", "entropy")
+    engine = sharded(path, case.kind, engine=case.engine, model=case.model)
+    batch = ragged_batch(rows=ROWS, seed=1)
+    mine, loss_fn = share(ranks, batch, case.idle), loss_of(case.kind)
+    found = engine.infer(mine, outputs, temperature=0.9, **case.limits)
+    answers = ranks.exchange({name: values.tolist() for name, values in found.items()})
+    loss, gradient = gathered_gradient(engine, mine, loss_fn, **case.limits)
+    metrics = [engine.train_batch(mine, loss_fn, **case.limits).values() for _ in range(2)]
+    weights = flat(engine.export_weights())
+    result = {"metrics": metrics, "rows": len(mine)}
+    if not ranks.is_first:
+        return result
+    reference = plain(path, case.kind)
+    expected = reference.infer(batch, outputs, temperature=0.9)
+    whole = {name: torch.tensor([row for answer in answers for row in answer[name]]) for name in outputs}
+    order = order_of(ranks, batch, case.idle)
+    errors = {name: relative_error(whole[name], expected[name][order]) for name in outputs}
+    expected_loss, expected_gradient = gradients(reference, batch, loss_fn)
+    errors["loss"] = abs(loss - expected_loss) / abs(expected_loss)
+    errors["gradient"] = relative_error(gradient, expected_gradient)
+    expected_metrics = [reference.train_batch(batch, loss_fn).values() for _ in range(2)]
+    errors["weights"] = relative_error(weights, flat(reference.export_weights()))
+    return {**result, "errors": errors, "expected_metrics": expected_metrics}
+
+
+# ---- comparisons with the plain engine ---------------------------------------------------------------------------
+
+
+def tied_and_uneven(ranks: Ranks, folder: Path) -> dict:
+    return compare(ranks, folder, Case(config={"tie_word_embeddings": True}, limits={"micro_batch_size": 2}))
+
+
+def a_rank_without_rows(ranks: Ranks, folder: Path) -> dict:
+    return compare(ranks, folder, Case("qwen3", limits={"max_tokens": 24}, idle=(ranks.size - 1,)))
+
+
+def value_model(ranks: Ranks, folder: Path) -> dict:
+    return compare(ranks, folder, Case("llama", kind="value", limits={"micro_batch_size": 3}))
+
+
+def mixture(ranks: Ranks, folder: Path) -> dict:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    return compare(ranks, folder, Case("qwen3_moe", config=experts, limits={"micro_batch_size": 2}))
+
+
+def kept_gathered_and_reduced_once(ranks: Ranks, folder: Path) -> dict:
+    engine = {"reshard_after_forward": False, "use_no_sync_for_gradient_accumulation": True}
+    model = {"enable_gradient_checkpointing": True}
+    return compare(ranks, folder, Case("gemma2", engine=engine, model=model, limits={"micro_batch_size": 1}))
+
+
+def offloaded(ranks: Ranks, folder: Path) -> dict:
+    return compare(ranks, folder, Case(engine={"offload_policy": True}, limits={"micro_batch_size": 2}))
+
+
+def hybrid(ranks: Ranks, folder: Path) -> dict:
+    return compare(ranks, folder, Case("llama", engine={"fsdp_size": 2}, limits={"micro_batch_size": 2}))
+
+
+def half_precision(ranks: Ranks, folder: Path) -> dict:
+    """bf16 products over float32 weights, beside the plain engine in float32."""
+    return compare(ranks, folder, Case(engine={"dtype": "bfloat16"}))
+
+
+# ---- what is special about several ranks -------------------------------------------------------------------------
+
+
+class Collectives(TorchDispatchMode):
+    """Counts torch's collectives within the block, those inside of a backward pass included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func.overloadpacket.__name__
+            self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def collectives(call: Any) -> dict[str, int]:
+    """How often each collective runs within ``call()``."""
+    with Collectives() as mode:
+        call()
+    return mode.counts
+
+
+def local_bytes(tensors: Any) -> int:
+    return sum(t.to_local().nbytes for t in tensors if isinstance(t, DTensor))
+
+
+def shards_are_real(ranks: Ranks, folder: Path) -> dict:
+    """Bytes of weights, gradients and moments on each rank, and the collectives of a pass."""
+    path = shared_model(ranks, folder, "qwen2")
+    engine = sharded(path)
+    mine = share(ranks, ragged_batch(rows=4))
+    engine.train_batch(mine, loss_of("causal_lm"))
+    parameters = list(engine.model.parameters())
+    moments = [entry for entries in engine.optimizer.state.values() for entry in entries.values()]
+    infer = collectives(lambda: engine.infer(mine))
+    left_gathered = sum(not isinstance(p, DTensor) for p in engine.model.parameters())
+    train = collectives(lambda: engine.train_batch(mine, loss_of("causal_lm")))
+    kept = sharded(path, engine={"reshard_after_forward": False})
+    train_kept = collectives(lambda: kept.train_batch(mine, loss_of("causal_lm")))
+    batches = collectives(lambda: engine.train_batch(mine, loss_of("causal_lm"), micro_batch_size=1))
+    once = sharded(path, engine={"use_no_sync_for_gradient_accumulation": True})
+    batches_once = collectives(lambda: once.train_batch(mine, loss_of("causal_lm"), micro_batch_size=1))
+    return {
+        "weights": local_bytes(parameters),
+        "whole": 4 * engine.num_parameters,
+        "moments": local_bytes(moments),
+        "layers": len(engine.layer_names),
+        "infer": infer,
+        "train": train,
+        "train_kept": train_kept,
+        "batches": batches,
+        "batches_once": batches_once,
+        "micro_batches": len(mine),
+        "left_gathered": left_gathered,
+    }
+
+
+class PoisonedLoss:
+    """NaN on one rank."""
+
+    outputs = ("log_probs",)
+
+    def __init__(self, here: bool):
+        self.here = here
+
+    def __call__(self, outputs: Any, batch: Any, norm: Any) -> Any:
+        loss = outputs["log_probs"].sum()
+        return (loss * float("nan") if self.here else loss), {}
+
+
+def nan_on_one_rank(ranks: Ranks, folder: Path) -> dict:
+    engine = sharded(shared_model(ranks, folder, "qwen2"))
+    mine = share(ranks, ragged_batch(rows=4))
+    engine.train_batch(mine, loss_of("causal_lm"))
+    before = engine.state()
+    metrics = engine.train_batch(mine, PoisonedLoss(ranks.rank == ranks.size - 1)).values()
+    after = engine.state()
+    changed = [name for name, t in before.tensors.items() if not torch.equal(t, after.tensors[name])]
+    good = engine.train_batch(mine, loss_of("causal_lm")).values()
+    return {
+        "skipped": metrics["skipped_nonfinite_step"],
+        "finite": math.isfinite(metrics["grad_norm"]),
+        "changed": changed,
+        "skipped_next": good["skipped_nonfinite_step"],
+    }
+
+
+def empty_everywhere(ranks: Ranks, folder: Path) -> dict:
+    engine = sharded(shared_model(ranks, folder, "qwen2"))
+    return engine.train_batch(ragged_batch(rows=4)[[]], loss_of("causal_lm")).values()
+
+
+def ranks_called_differently(ranks: Ranks, folder: Path) -> dict:
+    """One rank with other outputs, one with a broken row, a path that is no model; the engine works afterwards."""
+    path = shared_model(ranks, folder, "qwen2")
+    engine, mine = sharded(path), share(ranks, ragged_batch(rows=4))
+    broken = share(ranks, ragged_batch(rows=4))
+    if ranks.rank == 1:
+        broken.batch["attention_mask"][:] = 0
+    told = {}
+    for name, call in {
+        "outputs": lambda: engine.infer(mine, ("log_probs",) if ranks.rank else ("entropy",)),
+        "rows": lambda: engine.infer(broken),
+        "folder": lambda: sharded(folder / "nowhere"),
+    }.items():
+        try:
+            call()
+        except VerlError as error:
+            told[name] = f"{type(error).__name__}: {error}"
+    return {"told": told, "after": list(engine.infer(mine)["log_probs"].shape)}
+
+
+def weights_in_and_out(ranks: Ranks, folder: Path) -> dict:
+    """Exported weights into another engine: from all ranks, from rank 0 alone; and those that do not fit."""
+    path = shared_model(ranks, folder, "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    source, target = sharded(path), sharded(path, trains=False)
+    source.train_batch(share(ranks, ragged_batch(rows=4)), loss_of("causal_lm"))
+    exported = dict(source.export_weights())
+    different = not torch.equal(flat(exported), flat(target.export_weights()))
+    target.load_weights(source.export_weights())
+    equal = torch.equal(flat(exported), flat(target.export_weights()))
+    doubled = {name: 2 * tensor for name, tensor in exported.items()}
+    target.load_weights(doubled if ranks.is_first else {})
+    equal_doubled = torch.equal(flat(doubled), flat(target.export_weights()))
+    doubled.pop("model.norm.weight")
+    try:
+        target.load_weights(doubled)
+    except ModelError as error:
+        told = str(error)
+    except WorkerError as error:
+        told = f"other rank: {error}"
+    on_disk = sorted(exported) == sorted(read_weights(path))
+    return {"different": different, "equal": equal, "doubled": equal_doubled, "told": told, "names": on_disk}
