@@ -1,0 +1,121 @@
+"""Prints what a bug report needs: system, devices, versions against the tested ones, and the settings of the shell.
+
+    python scripts/diagnose.py
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = (
+    "torch transformers tensordict torchdata numpy ray hydra-core omegaconf peft accelerate datasets pyarrow safetensors "
+    "rich matplotlib tensorboard wandb math-verify vllm sglang megatron-core mbridge flash-attn liger-kernel"
+).split()
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+SHOWN_ALSO = ("RAY_ADDRESS", "PYTHONPATH", "LD_LIBRARY_PATH", "TENSORBOARD_DIR")
+
+
+def section(title: str, rows: list[tuple[str, str]]) -> None:
+    print(f"\n{title}")
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, value in rows:
+        print(f"  {name:<{width}}  {value}")
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def system() -> list[tuple[str, str]]:
+    rows = [("platform", platform.platform()), ("python", f"{sys.version.split()[0]} at {sys.executable}")]
+    if hasattr(os, "sched_getaffinity"):
+        rows.append(("cores", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"))
+    memory = Path("/proc/meminfo")
+    if memory.exists():
+        kilobytes = int(memory.read_text().split(None, 2)[1])
+        rows.append(("memory", f"{kilobytes / 2**20:.1f} GiB"))
+    rows.append(("free disk here", f"{shutil.disk_usage('.').free / 2**30:.1f} GiB"))
+    shared = Path("/dev/shm")
+    if shared.exists():
+        rows.append(("/dev/shm", f"{shutil.disk_usage(shared).total / 2**30:.1f} GiB"))
+    return rows
+
+
+def devices() -> list[tuple[str, str]]:
+    try:
+        import torch
+    except ImportError as error:
+        return [("torch", f"cannot be imported: {error}")]
+    rows = [("torch", f"{torch.__version__}, CUDA {torch.version.cuda}, HIP {torch.version.hip}")]
+    rows.append(("threads", str(torch.get_num_threads())))
+    rows.append(("CPU capability", torch.backends.cpu.get_cpu_capability()))
+    for i in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(i)
+        rows.append((f"cuda:{i}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB"))
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        rows.append(("NCCL", ".".join(map(str, torch.cuda.nccl.version()))))
+    return rows
+
+
+def pins() -> dict[str, str]:
+    file = ROOT / "constraints.txt"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+
+
+def packages() -> list[tuple[str, str]]:
+    tested = pins()
+    rows = []
+    for name in PACKAGES:
+        have, want = version(name), tested.get(name)
+        if have is None:
+            rows.append((name, "-"))
+        else:
+            differs = want is not None and have.split("+")[0] != want
+            rows.append((name, have + (f"   (tested with {want})" if differs else "")))
+    return rows
+
+
+def library() -> list[tuple[str, str]]:
+    try:
+        import verl
+    except ImportError as error:
+        return [("verl", f"cannot be imported: {error}")]
+    rows = [("verl", f"{verl.__version__} at {Path(verl.__file__).parent}")]
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    try:
+        rows.append(("commit", subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()))
+    except (OSError, subprocess.CalledProcessError):
+        rows.append(("commit", "not a git checkout"))
+    return rows
+
+
+def shell() -> list[tuple[str, str]]:
+    from verl.env import forwarded
+
+    names = sorted({*forwarded(), *(n for n in SHOWN_ALSO if n in os.environ)})
+    return [(name, "(hidden)" if SECRET.search(name) else os.environ[name]) for name in names] or [("(none)", "")]
+
+
+def main() -> None:
+    print("verl environment report")
+    section("Library", library())
+    section("System", system())
+    section("Devices", devices())
+    section("Packages", packages())
+    section("Shell variables that reach the workers", shell())
+
+
+if __name__ == "__main__":
+    main()
