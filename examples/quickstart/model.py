@@ -1,6 +1,6 @@
-"""Builds the quickstart's model from nothing: a trained tokenizer, a chat template and a Qwen2 of one million parameters.
+"""Builds the quickstart's model from nothing: a trained tokenizer, a chat template and a small Qwen2.
 
-    python examples/quickstart/model.py outputs/quickstart/base
+python examples/quickstart/model.py outputs/quickstart/base
 """
 
 from __future__ import annotations

@@ -1,0 +1,105 @@
+"""One place for versions; a wheel that works outside the checkout; containers made from the same pins."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from tests.sanity.source_tree import ROOT, read_toml, tracked_files
+
+
+def pins(name: str = "constraints.txt") -> dict[str, str]:
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel built from a copy of the tracked files, so that nothing is left in the checkout."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for path in tracked_files():
+        relative = path.relative_to(ROOT)
+        if relative.parts[0] in ("verl", "recipe") or len(relative.parts) == 1:
+            (source / relative).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, source / relative)
+    command = ["pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(out), str(source)]
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return next(out.glob("verl-*.whl"))
+
+
+def test_the_wheel_holds_the_whole_package_and_nothing_else(wheel):
+    names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
+    wanted = {str(p.relative_to(ROOT)) for p in tracked_files() if p.relative_to(ROOT).parts[0] in ("verl", "recipe")}
+    assert names == wanted
+    assert any(n.endswith("licenses/LICENSE") for n in zipfile.ZipFile(wheel).namelist())
+
+
+def test_the_wheel_works_outside_the_checkout(wheel, tmp_path):
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    zipfile.ZipFile(wheel).extractall(site)
+    elsewhere.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
+    code = "import verl, verl.config; print(verl.__file__)"
+    where = subprocess.run(
+        [sys.executable, "-c", code], cwd=elsewhere, env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert where.startswith(str(site))
+    done = subprocess.run(
+        [sys.executable, "-m", "verl.trainer.main_ppo", "--cfg", "job"],
+        cwd=elsewhere, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and "actor_rollout_ref:" in done.stdout, done.stderr[-2000:]
+
+
+def test_the_pins_satisfy_the_ranges_of_the_package():
+    from packaging.requirements import Requirement
+
+    project = read_toml(ROOT / "pyproject.toml")["project"]
+    tested = {canonical(name): version for name, version in pins().items()}
+    wanted = [Requirement(r) for r in project["dependencies"] + project["optional-dependencies"]["dev"]]
+    missing = [r.name for r in wanted if canonical(r.name) not in tested]
+    assert not missing, f"no pin in constraints.txt for {missing}"
+    outside = [
+        f"{r} but pinned {tested[canonical(r.name)]}" for r in wanted if tested[canonical(r.name)] not in r.specifier
+    ]
+    assert not outside, outside
+
+
+def test_both_environments_fit_the_same_torch_and_transformers_ranges():
+    from packaging.requirements import Requirement
+
+    ranges = {r.name: r for r in map(Requirement, read_toml(ROOT / "pyproject.toml")["project"]["dependencies"])}
+    for name in ("torch", "transformers"):
+        for file in ("constraints.txt", "constraints-vllm.txt"):
+            assert pins(file)[name] in ranges[name].specifier, f"{name} of {file}"
+
+
+def test_the_extras_are_those_that_the_documentation_names():
+    extras = set(read_toml(ROOT / "pyproject.toml")["project"]["optional-dependencies"])
+    assert extras >= {"vllm", "sglang", "megatron", "math", "liger", "wandb", "mlflow", "swanlab", "mcp", "dev"}
+    assert "verl" not in extras and importlib.metadata.version("setuptools")
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda-vllm", "cuda-sglang", "rocm"])
+def test_containers_take_their_versions_from_the_constraints(name):
+    text = (ROOT / "docker" / f"Dockerfile.{name}").read_text(encoding="utf-8")
+    assert re.search(r"constraints(-vllm)?\.txt", text)
+    assert not re.search(r"\b(torch|transformers|vllm)==\d", text), "a version is written twice"
+
+
+def test_torch_is_pinned_once_and_the_makefile_reads_that_pin():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "/^torch==/p" in makefile and not re.search(r"torch==\d", makefile)
+    assert pins()["torch"] == "2.13.0"
