@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl import registry
+from verl import env, registry
 from verl.config.checks import Problems, bad_model_folder, caught, in_range, known_name, missing_files, missing_package
 from verl.config.node import ConfigNode
 from verl.config.root import PPOTrainerConfig, uses_critic
@@ -132,6 +132,4 @@ def _data_files(data: ConfigNode, custom: str | None) -> Problems:
 
 
 def _default_files(data: ConfigNode) -> str:
-    from verl import env
-
-    return env.expand(type(data).__dataclass_fields__["train_files"].default)
+    return env.expand(str(type(data).__dataclass_fields__["train_files"].default))

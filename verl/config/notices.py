@@ -69,7 +69,9 @@ def _clip(cfg: PPOTrainerConfig) -> None:
 
 def _automatic_micro_batches(cfg: PPOTrainerConfig) -> None:
     a = cfg.actor_rollout_ref
-    passes = [(f"{_A}.ppo_micro_batch_size_per_gpu", a.actor, a.actor.use_dynamic_bsz, "ppo_micro_batch_size")]
+    passes: list[tuple[str, ConfigNode, bool, str]] = [
+        (f"{_A}.ppo_micro_batch_size_per_gpu", a.actor, a.actor.use_dynamic_bsz, "ppo_micro_batch_size")
+    ]
     if not skips_old_log_prob(cfg):
         key = f"{_R}.log_prob_micro_batch_size_per_gpu"
         passes.append((key, a.rollout, a.rollout.log_prob_use_dynamic_bsz, "log_prob_micro_batch_size"))
