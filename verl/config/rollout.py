@@ -12,9 +12,9 @@ from verl.config.profiler import ProfilerConfig
 class EngineKwargsConfig(ConfigNode):
     """Arguments that go to the sampling engine as they are."""
 
-    vllm: dict = setting({}, "arguments of vLLM, as they are", planned="the engine it belongs to")
-    sglang: dict = setting({}, "arguments of SGLang, as they are", planned="the engine it belongs to")
-    trtllm: dict = setting({}, "arguments of TensorRT-LLM, as they are", planned="the engine it belongs to")
+    vllm: dict = setting({}, "arguments of vLLM, as they are", planned="the vLLM engine")
+    sglang: dict = setting({}, "arguments of SGLang, as they are", planned="the SGLang engine")
+    trtllm: dict = setting({}, "arguments of TensorRT-LLM, as they are", planned="the TensorRT-LLM engine")
 
 
 @dataclass(frozen=True)
@@ -226,18 +226,18 @@ class RolloutConfig(ConfigNode):
     gpu_memory_utilization: float = setting(
         0.5,
         "share of GPU memory for the engine",
-        no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
+        no_effect="the hf engine's cache grows with what it samples",
     )
     ignore_eos: bool = setting(False, "go on after the end token until the length is reached")
     enforce_eager: bool = setting(
         False,
         "run without CUDA graphs",
-        no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
+        no_effect="the hf engine captures no CUDA graphs",
     )
     cudagraph_capture_sizes: list | None = setting(
         None,
         "batch sizes that get a CUDA graph",
-        no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
+        no_effect="the hf engine captures no CUDA graphs",
     )
     free_cache_engine: bool | None = setting(
         None,
@@ -256,7 +256,7 @@ class RolloutConfig(ConfigNode):
     enable_chunked_prefill: bool = setting(
         True,
         "compute long prompts in pieces",
-        no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
+        no_effect="the hf engine fills its steps up to max_num_batched_tokens by itself",
     )
     enable_prefix_caching: bool = setting(True, "compute a prompt that several samples share once")
     logprobs_mode: str = setting(
@@ -270,12 +270,12 @@ class RolloutConfig(ConfigNode):
     load_format: str = setting(
         "dummy",
         "where the engine's first weights come from: dummy (the trainer), hf, safetensors, auto",
-        no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
+        no_effect="the hf engine gets the policy's weights before it samples",
     )
     layered_summon: bool = setting(
         False,
         "gather weights layer by layer when they are handed over",
-        no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
+        no_effect="weights are handed over piece by piece in any case",
     )
     log_prob_micro_batch_size: int | None = setting(None, "older form of log_prob_micro_batch_size_per_gpu")
     log_prob_micro_batch_size_per_gpu: int | None = setting(
@@ -292,7 +292,7 @@ class RolloutConfig(ConfigNode):
     disable_log_stats: bool = setting(
         True,
         "mute the engine's own statistics",
-        no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
+        no_effect="the hf engine prints no statistics",
     )
     do_sample: bool = setting(True, "sample; false: greedy")
     n: int = setting(1, "responses per prompt; group estimators need 2 or more")
@@ -302,7 +302,7 @@ class RolloutConfig(ConfigNode):
     multi_stage_wake_up: bool = setting(
         False,
         "SGLang: wake weights and cache one after the other",
-        no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
+        no_effect="the hf engine wakes up at once",
     )
     engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig)
     val_kwargs: SamplingConfig = section(SamplingConfig)
@@ -317,7 +317,7 @@ class RolloutConfig(ConfigNode):
     skip_tokenizer_init: bool = setting(
         True,
         "the engine gets and gives token ids only",
-        no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
+        no_effect="the hf engine takes and gives token ids only",
     )
     enable_rollout_routing_replay: bool = setting(
         False, "record which experts a token went to", planned="router replay"
@@ -347,13 +347,13 @@ class RolloutConfig(ConfigNode):
     standalone_gpu_memory_utilization: float | None = setting(
         None,
         "share of GPU memory of replicas in a pool of their own",
-        no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
+        no_effect="there are no replicas in a pool of their own",
     )
     limit_images: int | None = setting(None, "most images per prompt", planned="vision-language models")
     enable_sleep_mode: bool = setting(
         True,
         "let the engine give its memory back",
-        no_effect="the hf engine keeps its cache as large as it needs; vLLM and SGLang will use it",
+        no_effect="free_cache_engine decides whether memory is given back",
     )
     moe_tensor_parallel_size: int = setting(
         1, "TensorRT-LLM: tensor-parallel size of experts", planned="sampling on several ranks"
