@@ -115,3 +115,14 @@ def test_every_section_has_a_description():
     for part in parts():
         said = (part.cls.__doc__ or "").split("\n")[0]
         assert said.endswith(".") and "``" not in said and len(said.split()) >= 2, part.cls
+
+
+def test_what_is_said_to_cover_a_setting_exists():
+    programs = {program.name: schema_of(program.root).leaves for program in (PPO, SFT)}
+    for name, tests in generate_config_docs.read_coverage().items():
+        for key, test in tests.items():
+            file, _, function = test.partition("::")
+            source = generate_config_docs.ROOT / file
+            assert key in programs[name], f"{name}: {key} is no setting"
+            assert source.is_file(), f"{name}: {key}: no file {file}"
+            assert f"def {function.partition('[')[0]}(" in source.read_text(encoding="utf-8"), f"{key}: no {test}"
