@@ -16,6 +16,7 @@ from verl.distributed import Ranks, data_parallel_mesh
 from verl.distributed.shards import gather, gather_to_first, mirror, scatter
 from verl.engines import sharding
 from verl.engines.optimizer import move_optimizer_state
+from verl.engines.sharded_optimizer import build_sharded_optimizer
 from verl.engines.torch_engine import TorchEngine
 from verl.metrics import notice
 from verl.models.weights import named_tensors, names_in_memory, names_on_disk
@@ -75,8 +76,8 @@ class FSDP2Engine(TorchEngine):
     def _autocast_dtype(self) -> torch.dtype:
         return torch.float32  # the weights are gathered in the compute dtype: nothing is left for autocast
 
-    def _optimizer_device(self) -> str:
-        return self.layout.home
+    def _build_optimizer(self, parameters: list[nn.Parameter], optim: Any) -> torch.optim.Optimizer:
+        return build_sharded_optimizer(parameters, optim, self.layout)
 
     # ---- passes ------------------------------------------------------------------------------------------------
 

@@ -15,12 +15,13 @@ from verl.errors import CheckpointError, ConfigError, suggest
 from verl.registry import load_object
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], optim: Any, device: str) -> Optimizer:
+def build_optimizer(parameters: Iterable[nn.Parameter], optim: Any, device: str, fused: bool = True) -> Optimizer:
     """The optimizer that an ``optim`` section describes.
 
     Args:
         optim: optimizer (class name), optimizer_impl (its module), lr, weight_decay, betas, override_optimizer_config.
         device: torch's own Adam variants run fused on cpu and cuda: one pass over memory instead of ten.
+        fused: False forbids that.
 
     Raises:
         ConfigError: no such module or class (the message lists the classes), or an argument it does not take.
@@ -32,7 +33,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: Any, device: str)
         arguments["weight_decay"] = optim.weight_decay
     if "betas" in accepted:
         arguments["betas"] = tuple(optim.betas)
-    if "fused" in accepted and optim.optimizer_impl == "torch.optim" and device in ("cpu", "cuda"):
+    if fused and "fused" in accepted and optim.optimizer_impl == "torch.optim" and device in ("cpu", "cuda"):
         arguments["fused"] = True
     override = dict(optim.override_optimizer_config or {})
     if "fused" in override or override.get("foreach") or override.get("capturable"):

@@ -95,7 +95,7 @@ class TorchEngine(Engine):
         self.optimizer = self.scheduler = None
         if optim is not None:
             parameters = [p for p in self.model.parameters() if p.requires_grad]
-            self.optimizer = build_optimizer(parameters, optim, self._optimizer_device())
+            self.optimizer = self._build_optimizer(parameters, optim)
             self.scheduler = build_schedule(self.optimizer, optim, total_training_steps)
 
     # ---- what a backend provides -------------------------------------------------------------------------------
@@ -119,8 +119,8 @@ class TorchEngine(Engine):
     def _autocast_dtype(self) -> torch.dtype:
         return self.dtype
 
-    def _optimizer_device(self) -> str:
-        return self.device
+    def _build_optimizer(self, parameters: list[nn.Parameter], optim: Any) -> torch.optim.Optimizer:
+        return build_optimizer(parameters, optim, self.device)
 
     def _saved(self, tensor: Tensor) -> Tensor | None:
         """A whole optimizer tensor on rank 0, None elsewhere."""

@@ -1,0 +1,143 @@
+"""Checkpoints of sharded engines: bitwise at the same number of ranks, equal numbers at any other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.dist.engine_cells import flat, loss_of, plain, sharded, share, shared_model
+from tests.engines.builders import ragged_batch, relative_error
+from verl.checkpoint import CheckpointReader, CheckpointWriter, EngineState, find_checkpoint
+from verl.distributed import Ranks
+from verl.engines.base import Engine
+from verl.errors import CheckpointError
+
+STEPS = 2
+TIED = {"tie_word_embeddings": True}
+OPTIM = {"lr_warmup_steps": 2}
+
+
+def train(engine: Engine, ranks: Ranks, step: int) -> dict[str, float]:
+    metrics = engine.train_batch(share(ranks, ragged_batch(rows=6, seed=step)), loss_of("causal_lm")).values()
+    engine.step_scheduler()
+    return metrics
+
+
+def save(engine: Engine, ranks: Ranks, root: Path) -> None:
+    """All ranks give their state, rank 0 writes the checkpoint."""
+    state = engine.state()
+
+    def write() -> None:
+        with CheckpointWriter(root) as writer:
+            writer.save(STEPS, {"actor": state}, hf={"actor": engine.hf_writer()})
+
+    ranks.on_first(write)
+
+
+def load(engine: Engine, ranks: Ranks, root: Path, everywhere: bool = False) -> None:
+    """Rank 0 reads it; whether the others read it too makes no difference."""
+    state = EngineState()
+    if everywhere or ranks.is_first:
+        state = CheckpointReader(find_checkpoint(root)).load("actor")
+    engine.load_state(state)
+
+
+def same_ranks_same_bits(ranks: Ranks, folder: Path) -> dict:
+    """Save, go on; load into a new engine, go on: dropout draws the same numbers on every rank."""
+    path = shared_model(ranks, folder, "qwen2", attention_dropout=0.3, **TIED)
+    torch.manual_seed(100 + ranks.rank)
+    engine = sharded(path, optim=OPTIM)
+    for step in range(STEPS):
+        train(engine, ranks, step)
+    root = folder / f"dropout-{ranks.size}"
+    save(engine, ranks, root)
+    metrics, rng = train(engine, ranks, STEPS), torch.get_rng_state()
+    expected = engine.state()
+
+    torch.manual_seed(7)
+    again = sharded(path, optim=OPTIM)
+    load(again, ranks, root, everywhere=True)
+    metrics_again = train(again, ranks, STEPS)
+    found = again.state()
+    return {
+        "metrics": [metrics, metrics_again],
+        "rng": torch.equal(rng, torch.get_rng_state()),
+        "tensors": len(expected.tensors),
+        "different": [n for n, t in expected.tensors.items() if not torch.equal(t, found.tensors[n])],
+        "same_names": sorted(expected.tensors) == sorted(found.tensors),
+        "same_scalars": json.dumps(expected.scalars) == json.dumps(found.scalars),
+        "rng_names": sorted(n for n in expected.tensors if n.startswith("extra/")),
+    }
+
+
+def saved_here(ranks: Ranks, folder: Path) -> dict:
+    """A checkpoint for the other world sizes, and what comes after it."""
+    path = shared_model(ranks, folder, "qwen3", **TIED)
+    engine = sharded(path, optim=OPTIM)
+    for step in range(STEPS):
+        train(engine, ranks, step)
+    root = folder / f"from-{ranks.size}"
+    save(engine, ranks, root)
+    ranks.on_first(lambda: None)
+    return after(engine, ranks, root)
+
+
+def after(engine: Engine, ranks: Ranks, root: Path) -> dict:
+    """Loss of the next step, and its distance from the weights behind the step that followed the checkpoint."""
+    metrics = train(engine, ranks, STEPS)
+    weights = flat(engine.export_weights())
+    reference = root / "next.safetensors"
+    if ranks.is_first and not reference.exists():
+        save_file({"weights": weights}, reference)
+    ranks.barrier()
+    return {
+        "loss": metrics["loss"],
+        "lr": metrics["lr"],
+        "weights": relative_error(weights, load_file(reference)["weights"]),
+    }
+
+
+def loaded_here(ranks: Ranks, folder: Path) -> dict:
+    """The checkpoints of other world sizes that lie in the folder."""
+    found: dict[str, Any] = {}
+    for root in sorted(folder.glob("from-*")):
+        if root.name != f"from-{ranks.size}":
+            engine = sharded(folder / "qwen3-True" / "qwen3", optim=OPTIM)
+            load(engine, ranks, root)
+            found[root.name] = after(engine, ranks, root)
+    return found
+
+
+def loaded_into_a_frozen_engine(ranks: Ranks, folder: Path) -> dict:
+    """Only weights are taken; a state of another model is refused on every rank."""
+    engine = sharded(folder / "qwen3-True" / "qwen3", trains=False)
+    before = flat(engine.export_weights())
+    load(engine, ranks, folder / f"from-{ranks.size}")
+    moved = relative_error(flat(engine.export_weights()), before)
+    other = sharded(shared_model(ranks, folder, "llama"), trains=False)
+    try:
+        load(other, ranks, folder / f"from-{ranks.size}")
+    except CheckpointError as error:
+        return {"moved": moved, "told": str(error)}
+    return {"moved": moved, "told": ""}
+
+
+def plain_saved(folder: Path) -> dict:
+    """The same in one process with the plain engine."""
+    ranks = Ranks()
+    engine = plain(shared_model(ranks, folder, "qwen3", **TIED), optim=OPTIM)
+    for step in range(STEPS):
+        train(engine, ranks, step)
+    save(engine, ranks, folder / "from-1")
+    return after(engine, ranks, folder / "from-1")
+
+
+def plain_loaded(folder: Path, size: int) -> dict:
+    ranks = Ranks()
+    engine = plain(folder / "qwen3-True" / "qwen3", optim=OPTIM)
+    load(engine, ranks, folder / f"from-{size}")
+    return after(engine, ranks, folder / f"from-{size}")
