@@ -157,3 +157,132 @@ def test_an_unknown_sampling_parameter_is_refused_with_the_nearest_name():
     client_loop.server_manager = SamplerClient(Table(), "a", 0, 0, 8)
     with pytest.raises(RolloutError, match="temperature"):
         asyncio.run(client_loop.run({}))
+
+
+class Overlong(AgentLoopBase):
+    """More tokens than the budget of 8, the last ones from a tool."""
+
+    async def run(self, sampling_params, **row):
+        return AgentLoopOutput(
+            [1], list(range(10, 22)), [1] * 9 + [0] * 3, response_logprobs=[-1.0] * 12, metrics={"tool_calls": 0.5}
+        )
+
+
+def test_a_response_beyond_the_budget_is_cut_and_says_so():
+    batch = manager(Table()).generate_sequences(prompts([[3]], ["a"], agent_name=[f"{__name__}:Overlong"]))
+    assert batch.batch["responses"].tolist() == [list(range(10, 18))]
+    assert batch.batch["rollout_log_probs"].shape == (1, 8)
+    assert batch.non_tensor_batch["finish_reason"].tolist() == ["length"]
+    assert batch.meta_info["metrics"]["timing_s/agent_loop/tool_calls/max"].value == 0.5
+
+
+class Uneven(AgentLoopBase):
+    async def run(self, sampling_params, **row):
+        return AgentLoopOutput([1], [1, 2], [1], num_turns=2)
+
+
+def test_columns_of_different_lengths_are_an_error():
+    with pytest.raises(RolloutError, match=r"Uneven.*row 0.*response_mask.*Got 1.*Allowed: 2"):
+        manager(Table()).generate_sequences(prompts([[3]], ["a"], agent_name=[f"{__name__}:Uneven"]))
+
+
+def test_the_tokenizers_end_token_and_the_runs_seed_reach_every_request():
+    sampler = Table()
+    loops = manager(sampler)
+    loops.generate_sequences(prompts([[2]], ["a"]))
+    assert sampler.requests[0].sampling.stop_token_ids == (9,)
+    rows = prompts([[2]], ["a"])
+    rows.meta_info["do_sample"] = False
+    loops.generate_sequences(rows)
+    assert sampler.requests[1].sampling.is_greedy
+
+
+def test_rows_that_would_draw_the_same_numbers_are_refused():
+    sampler = Table()
+    loops = manager(sampler)
+    loops.generate_sequences(prompts([[2], [2]], ["a", "a"], sample_index=[3, 1]))
+    assert [r.sample_index for r in sampler.requests] == [3, 1]
+    with pytest.raises(RolloutError, match="sample_index: two rows of uid a"):
+        loops.generate_sequences(prompts([[2], [2]], ["a", "a"], sample_index=[1, 1]))
+
+
+def test_rows_without_a_uid_are_told_apart_by_place_and_step():
+    sampler = Table()
+    loops = manager(sampler)
+    for step in (1, 2):
+        rows = prompts([[2], [2]], ["a", "a"])
+        del rows.non_tensor_batch["uid"]
+        rows.meta_info["global_steps"] = step
+        loops.generate_sequences(rows)
+    assert len({(r.uid, r.sample_index) for r in sampler.requests}) == 4
+
+
+def test_scores_lie_on_the_last_sampled_token():
+    async def score(row, output):
+        return {"a": 2.0, "b": -1.0}[row["uid"]]
+
+    rows = prompts([[3], [2]], ["a", "b"], agent_name=[None, f"{__name__}:Overlong"])
+    scores = manager(Table(), score=score).generate_sequences(rows).batch["rm_scores"]
+    assert scores.tolist() == [[0, 0, 2, 0, 0, 0, 0, 0], [0] * 7 + [-1]]
+
+
+def test_log_probs_are_left_out_where_the_run_does_not_want_them():
+    loops = AgentLoopManager(
+        settings(calculate_log_probs=False), Table(), SimpleNamespace(pad_token_id=None, eos_token_id=None)
+    )
+    batch = loops.generate_sequences(prompts([[2], [1]], ["a", "b"]))
+    assert "rollout_log_probs" not in batch.batch.keys()
+    assert batch.batch["responses"].tolist() == [[2, 1], [1, 0]], "without a padding token the batch is padded with 0"
+
+
+def test_messages_are_templated_where_the_data_set_did_not():
+    class Tokenizer:
+        pad_token_id, eos_token_id = 0, 9
+
+        def apply_chat_template(self, messages, add_generation_prompt, tokenize, return_dict):
+            assert add_generation_prompt and tokenize and not return_dict
+            return [len(messages), 4]
+
+    rows = prompts([None], ["a"], raw_prompt=[[{"role": "user", "content": "hi"}]])
+    batch = AgentLoopManager(settings(), Table(), Tokenizer()).generate_sequences(rows)
+    assert batch.batch["prompts"].tolist() == [[1, 4]]
+
+
+def test_one_failure_ends_the_batch_and_what_it_holds():
+    class Slow(Table):
+        cancelled = 0
+
+        async def generate(self, request):
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+
+    sampler = Slow()
+    rows = prompts([[2], [2], [2]], ["a", "b", "c"], agent_name=[None, f"{__name__}:Failing", None])
+    with pytest.raises(RolloutError, match="row 1"):
+        manager(sampler).generate_sequences(rows)
+    assert sampler.cancelled == 2
+
+
+def test_the_real_sampler_behind_the_real_loop_reports_what_a_forward_pass_finds():
+    from tests.rollout.builders import EOS, tiny_model
+    from verl.rollout.hf.sampler import HFSampler
+
+    model = tiny_model()
+    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=EOS)
+    loops = AgentLoopManager(settings(top_p=1.0), HFSampler(model), tokenizer)
+    rows = prompts([[7, 8, 9]] * 4 + [[6]] * 4, ["a"] * 4 + ["b"] * 4)
+    found = loops.generate_sequences(rows).batch
+    width, mask = found["prompts"].shape[1], found["response_mask"].bool()
+    with torch.no_grad():
+        logits = model(
+            input_ids=found["input_ids"], attention_mask=found["attention_mask"], position_ids=found["position_ids"]
+        ).logits
+    logs = (logits[:, width - 1 : -1] / 0.7).log_softmax(-1).gather(-1, found["responses"][:, :, None])[..., 0]
+    torch.testing.assert_close(found["rollout_log_probs"][mask], logs[mask], atol=2e-5, rtol=0)
+    assert len({tuple(r) for r in found["responses"].tolist()}) > 4, "samples of one prompt differ"
+    ends = (found["responses"] == EOS) & mask
+    assert bool((ends.sum(-1) <= 1).all()), "nothing is sampled after the end token"
+    assert found["token_versions"][mask].eq(0).all() and found["token_versions"][~mask].eq(-1).all()

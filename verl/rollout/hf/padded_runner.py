@@ -110,8 +110,13 @@ class PaddedRunner:
         return self._forward(ids, wave.mask, wave.mask.sum(-1, keepdim=True) - 1, wave.cache)
 
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
-        optional = {"position_ids": positions, "logits_to_keep": 1}
-        arguments = {name: value for name, value in optional.items() if name in self._accepts}
-        cache_name = "past_key_values" if "past_key_values" in self._accepts else "cache_params"
-        found = self.model(input_ids=ids, attention_mask=mask, use_cache=True, **{cache_name: cache}, **arguments)
-        return found.logits[:, -1]
+        arguments = {"position_ids": positions, "logits_to_keep": 1, "attention_mask": mask}
+        if "past_key_values" in self._accepts:
+            arguments["past_key_values"] = cache
+        else:
+            # Purely recurrent models: the state knows its past, and a mask of the past would not fit one new token.
+            arguments["cache_params"] = cache
+            if ids.shape[1] < mask.shape[1]:
+                del arguments["attention_mask"]
+        known = {name: value for name, value in arguments.items() if name in self._accepts}
+        return self.model(input_ids=ids, use_cache=True, **known).logits[:, -1]

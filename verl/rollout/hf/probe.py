@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
+from verl.errors import RolloutError
 from verl.rollout.hf.attention import (
     ATTENTION_NAME,
     Flavour,
@@ -19,9 +20,10 @@ from verl.rollout.hf.attention import (
     attending,
 )
 from verl.rollout.hf.kv_pool import KVShape
+from verl.rollout.hf.padded_runner import PaddedRunner
 from verl.rollout.hf.pool_runner import PoolPolicy, PoolRunner
 from verl.rollout.hf.rows import Chunk, Prompt, Row
-from verl.rollout.hf.runner import BorrowedModel, vocab_size
+from verl.rollout.hf.runner import BorrowedModel, Runner, vocab_size
 
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 PROBE_TOKENS = 12
@@ -47,6 +49,25 @@ class RecordingPlan(StepPlan):
         return super().attend(layer, query, key, value, how)
 
 
+FOREIGN_CODE = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
+"""What model code that this library did not write raises when it is called in a way it does not know."""
+
+
+def padded_runner(model: PreTrainedModel, max_model_len: int) -> PaddedRunner:
+    """A fallback runner that was tried on ``model``.
+
+    Raises:
+        RolloutError: not even transformers' own cache gives the model's own logits.
+    """
+    try:
+        compare(model, PaddedRunner(model), max_model_len)
+    except FOREIGN_CODE as error:
+        raise RolloutError(
+            f"the hf sampler cannot run {type(model).__name__}: {error}", key="rollout.name", fix="Use another engine."
+        ) from error
+    return PaddedRunner(model)
+
+
 def pool_runner(model: PreTrainedModel, max_model_len: int, policy: PoolPolicy) -> PoolRunner:
     """A runner that was tried on ``model``.
 
@@ -62,8 +83,7 @@ def pool_runner(model: PreTrainedModel, max_model_len: int, policy: PoolPolicy) 
     try:
         shape = cache_shape(model, max_model_len)
         compare(model, PoolRunner(model, shape, policy), max_model_len)
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
-        # The boundary to model code that this library did not write: whatever it does not accept means "not this one".
+    except FOREIGN_CODE as error:
         if isinstance(error, UnsupportedModelError):
             raise
         raise UnsupportedModelError(f"a trial on a few tokens failed ({type(error).__name__}: {error})") from error
@@ -77,9 +97,8 @@ def cache_shape(model: PreTrainedModel, max_model_len: int) -> KVShape:
     prompt = Prompt((0, 0))
     plan = RecordingPlan(PrefillPlan([Chunk(prompt, 0, 2)], None, device))
     with BorrowedModel(model, ATTENTION_NAME).ready(), attending(plan) as cache:
-        hidden_dtype = model(
-            input_ids=ids, position_ids=torch.arange(2, device=device)[None], past_key_values=cache, use_cache=True
-        ).logits.dtype
+        positions = torch.arange(2, device=device)[None]
+        model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
     if sorted(plan.seen) != list(range(len(plan.seen))):
         raise UnsupportedModelError("not every layer has a cache of its own")
     kinds = {seen[:3] for seen in plan.seen.values()}
@@ -87,8 +106,7 @@ def cache_shape(model: PreTrainedModel, max_model_len: int) -> KVShape:
         raise UnsupportedModelError("its layers cache keys and values of different shapes")
     _check_windows(model, {layer: seen[3] for layer, seen in plan.seen.items()}, max_model_len)
     heads, key_dim, value_dim = kinds.pop()
-    dtype = model.dtype if model.dtype.is_floating_point else hidden_dtype
-    return KVShape(len(plan.seen), heads, key_dim, value_dim, dtype, device)
+    return KVShape(len(plan.seen), heads, key_dim, value_dim, model.dtype, device)
 
 
 def _check_windows(model: PreTrainedModel, windows: dict[int, int | None], max_model_len: int) -> None:
@@ -97,15 +115,18 @@ def _check_windows(model: PreTrainedModel, windows: dict[int, int | None], max_m
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     if not isinstance(window, int) or window >= max_model_len or config.get("use_sliding_window") is False:
         return
-    sliding = (
-        [layer for layer, kind in enumerate(kinds or ()) if kind == "sliding_attention"] if kinds else list(windows)
-    )
+    kinds = kinds or ["sliding_attention"] * len(windows)
+    sliding = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
     if any(windows.get(layer) is None for layer in sliding):
         raise UnsupportedModelError("a layer has a sliding window that its attention call does not name")
 
 
-def compare(model: PreTrainedModel, runner: PoolRunner, max_model_len: int) -> None:
-    """Two prompts, one of them with two rows, a prefill and two decoding steps against plain forward passes."""
+def compare(model: PreTrainedModel, runner: Runner, max_model_len: int) -> None:
+    """Two prompts, one of them with two rows, a prefill and two decoding steps against plain forward passes.
+
+    Raises:
+        UnsupportedModelError: the logits differ.
+    """
     window = vars(model.config.get_text_config(decoder=True)).get("sliding_window")
     length = PROBE_TOKENS
     if isinstance(window, int) and window <= WINDOW_IN_REACH:
@@ -129,7 +150,7 @@ def compare(model: PreTrainedModel, runner: PoolRunner, max_model_len: int) -> N
     if not bool(torch.isfinite(theirs).all()):
         return  # weights that are not there yet (or broken ones) prove nothing
     difference = float((mine - theirs).norm() / theirs.norm().clamp(min=1e-30))
-    if difference > TOLERANCE.get(runner.shape.dtype, LOW_PRECISION_TOLERANCE):
+    if difference > TOLERANCE.get(model.dtype, LOW_PRECISION_TOLERANCE):
         raise UnsupportedModelError(f"its logits differ from the model's own (relative difference {difference:.1e})")
 
 

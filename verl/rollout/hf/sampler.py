@@ -23,9 +23,8 @@ from verl.models import load_causal_lm
 from verl.rollout.base import Completion, Request, Sampler, check_request
 from verl.rollout.hf.attention import UnsupportedModelError
 from verl.rollout.hf.draw import DrawColumns, draw
-from verl.rollout.hf.padded_runner import PaddedRunner
 from verl.rollout.hf.pool_runner import PoolPolicy
-from verl.rollout.hf.probe import pool_runner
+from verl.rollout.hf.probe import padded_runner, pool_runner
 from verl.rollout.hf.rows import UNIFORMS_AT_ONCE, Row
 from verl.rollout.hf.runner import Runner, vocab_size
 from verl.rollout.hf.scheduler import Admission, Scheduler
@@ -368,7 +367,7 @@ def _make_runner(model: PreTrainedModel, max_model_len: int, full_determinism: b
             f"rollout.name=hf, {type(model).__name__}",
             f"sampled through transformers' own cache, which is slower: {error.message}",
         )
-        return PaddedRunner(model)
+        return padded_runner(model, max_model_len)
 
 
 def _context_length(model: PreTrainedModel, wanted: int | None) -> int:
