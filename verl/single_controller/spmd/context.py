@@ -1,0 +1,131 @@
+"""What a training loop needs so that the same loop runs alone and, started by torchrun, on every rank.
+
+All ranks keep the same controller state (step, place in the data, python's and numpy's generators) because all run the
+same code from the same seed: each reads the whole batch and trains on its own rows. Rank 0 alone logs, writes and
+decides what depends on the disk. torch's generator differs from rank to rank, since dropout must.
+
+How a loop uses it (``ranks`` is what `verl.distributed.start` gives; on one rank every call below costs nothing)::
+
+    ctx = Spmd(ranks, seed=trainer.seed)                       # after the process's own seeding
+    writer = ctx.only_main(lambda: CheckpointWriter(root))     # one lock, one writer; its error is everyone's
+    with Tracking(project, name, trainer.logger if ctx.is_main else []) as tracking:
+        reader = ctx.only_main(lambda: open_checkpoint())      # rank 0 looks; None where there is nothing
+        if ctx.on_main(lambda: reader is not None):
+            state = ctx.on_main(lambda: reader.trainer_state())
+            loader.load_state_dict(state["data"])
+            rng.set_rng_state(state["rng"])                    # first the controller's generators, on all ranks,
+            engine.load_state(ctx.only_main(lambda: reader.load("model")) or EngineState())  # then each rank's own
+        for batch in batches:                                  # the same batch on every rank
+            metrics = part.train(ctx.share(batch)).values()    # equal on all ranks: engines reduce them
+            tracking.log(metrics, step)
+            model = engine.state()                             # all ranks: whole tensors are gathered on rank 0
+            ctx.only_main(lambda: writer.save(step, {"model": model}, trainer_state=...))
+        total, count = ctx.sum(nll, tokens)                    # validation: sums over everyone's share
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from verl.protocol import DataProto
+from verl.single_controller.base.rng import worker_seed
+
+T = TypeVar("T")
+
+
+class Peers(Protocol):
+    """The ranks of the run, as `verl.distributed.Ranks` has them; handed in, because this room knows no transport."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def sum(self, values: Tensor) -> Tensor: ...
+    def together(self, work: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]: ...
+    def exchange(self, fact: Any) -> list[Any]: ...
+    def agree(self, what: str, facts: list[Any]) -> None: ...
+
+
+class Spmd:
+    """This rank's view of a run in which every rank is a controller.
+
+    Args:
+        ranks: all processes of the run.
+        seed: the run's; ranks other than 0 get a torch generator of their own from it, rank 0 keeps the process's, so
+            that a run on one rank is the run without this class.
+    """
+
+    def __init__(self, ranks: Peers, seed: int = 0):
+        self.ranks = ranks
+        if not self.is_main:
+            torch.manual_seed(worker_seed(seed, "spmd", ranks.rank))
+            logging.getLogger("verl").setLevel(logging.ERROR)  # what there is to tell, rank 0 tells
+
+    @property
+    def rank(self) -> int:
+        return self.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.ranks.size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank logs and writes."""
+        return self.ranks.rank == 0
+
+    def share(self, batch: DataProto) -> DataProto:
+        """This rank's rows of a batch that every rank has: as many as any other's give or take one, and as long.
+
+        Rows keep their order. With fewer rows than ranks some ranks get an empty batch, which engines take.
+
+        Raises:
+            EngineError: the ranks do not have the same batch.
+        """
+        if self.world_size == 1:
+            return batch
+        tensors: Any = batch.batch
+        lengths = tensors["attention_mask"].sum(-1).tolist()
+        self.ranks.agree("the batch", self.ranks.exchange([len(batch), _fingerprint(tensors["input_ids"])]))
+        return batch[deal(lengths, self.world_size)[self.rank]]
+
+    def sum(self, *numbers: float) -> list[float]:
+        """Each number summed over ranks, in double precision."""
+        return self.ranks.sum(torch.tensor(numbers, dtype=torch.float64)).tolist()
+
+    def on_main(self, work: Callable[[], Any]) -> Any:
+        """Run ``work`` on rank 0; its JSON result is everyone's, its error is an error on every rank."""
+        _, facts = self.ranks.together(lambda: (None, work() if self.is_main else None))
+        return facts[0]
+
+    def only_main(self, work: Callable[[], T]) -> T | None:
+        """As `on_main`, for a result that stays on rank 0; the others get None."""
+        result, _ = self.ranks.together(lambda: (work() if self.is_main else None, None))
+        return result
+
+
+def deal(lengths: list[int], hands: int) -> list[list[int]]:
+    """Rows to ranks, longest first, forth and back: equal counts (give or take one) and nearly equal tokens.
+
+    Args:
+        lengths: tokens per row.
+
+    Returns:
+        Per rank its rows, ascending.
+    """
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    dealt: list[list[int]] = [[] for _ in range(hands)]
+    for place, row in enumerate(order):
+        turn, seat = divmod(place, hands)
+        dealt[seat if turn % 2 == 0 else hands - 1 - seat].append(row)
+    return [sorted(rows) for rows in dealt]
+
+
+def _fingerprint(tokens: Tensor) -> str:
+    return hashlib.blake2b(tokens.cpu().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
