@@ -370,3 +370,24 @@ def test_a_real_pretrained_llama_samples_what_it_would_score(shared):
     wanted = requests([(1, 403, 407), (1, 300)], samples=8, max_tokens=60, temperature=0.7)
     found = sample(sampler, wanted)
     assert largest_difference(sampler.model, wanted, found) < 2e-5
+
+
+def test_the_configuration_builds_a_sampler(tmp_path):
+    from verl.config import HFModelConfig, RolloutConfig
+    from verl.metrics import notices, reset_notices
+
+    tiny_model().save_pretrained(tmp_path)
+    reset_notices()
+    model = HFModelConfig(path=str(tmp_path), override_config={"rms_norm_eps": 1e-5})
+    rollout = RolloutConfig(
+        max_num_seqs=3, max_model_len=100, full_determinism=True, prompt_length=64, response_length=64
+    )
+    sampler = HFSampler.from_config(rollout, model)
+    assert sampler.model.dtype == torch.float32 and sampler.model.config.rms_norm_eps == 1e-5
+    assert (sampler.max_model_len, sampler._scheduler.max_num_seqs) == (100, 3)
+    assert sampler._runner.policy.exact and sampler._scheduler.share
+    assert "a prompt of more than 36 tokens will be an error" in notices()["rollout.response_length"]
+    quiet = RolloutConfig(enable_prefix_caching=False, prompt_length=200, response_length=56, dtype="bfloat16")
+    reset_notices()
+    sampler = HFSampler.from_config(quiet, model)
+    assert sampler.model.dtype == torch.bfloat16 and not sampler._scheduler.share and not notices()

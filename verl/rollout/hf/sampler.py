@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -52,7 +52,6 @@ class HFSampler(Sampler):
         stop_token_ids: end every response; None takes the end tokens of the model's generation config.
         share_prompts: compute equal prompts once.
         share_weights: see `ModelWeights`.
-        override_config, trust_remote_code: for loading, see `verl.models.load_causal_lm`.
 
     Example:
         >>> sampler = HFSampler("path/to/model")
@@ -73,8 +72,6 @@ class HFSampler(Sampler):
         stop_token_ids: Sequence[int] | None = None,
         share_prompts: bool = True,
         share_weights: bool = False,
-        override_config: dict[str, Any] | None = None,
-        trust_remote_code: bool = False,
     ):
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise RolloutError(
@@ -84,9 +81,7 @@ class HFSampler(Sampler):
                 allowed=f"1 to max_num_batched_tokens={max_num_batched_tokens}",
             )
         if isinstance(model, str):
-            loaded = load_causal_lm(model, torch_dtype(dtype), override_config, trust_remote_code)
-            model = loaded.to(device).eval()  # type: ignore[assignment]
-        assert isinstance(model, PreTrainedModel)
+            model = cast(PreTrainedModel, load_causal_lm(model, torch_dtype(dtype)).to(device).eval())
         self.model, self.seed = model, seed
         self.vocab_size = vocab_size(model)
         self.max_model_len = _context_length(model, max_model_len)
@@ -116,18 +111,31 @@ class HFSampler(Sampler):
         ``rollout.dtype=auto`` is bfloat16 on an accelerator and float32 on CPU.
         """
         auto = "float32" if device == "cpu" else "bfloat16"
-        return cls(
+        loaded = load_causal_lm(
             str(model.path),
-            dtype=auto if rollout.dtype == "auto" else rollout.dtype,
-            device=device,
+            torch_dtype(auto if rollout.dtype == "auto" else rollout.dtype),
+            model.override_config,
+            model.trust_remote_code,
+            external_lib=model.external_lib,
+            hf_config_path=model.hf_config_path,
+        )
+        sampler = cls(
+            cast(PreTrainedModel, loaded.to(device).eval()),
             max_num_seqs=rollout.max_num_seqs,
             max_num_batched_tokens=rollout.max_num_batched_tokens,
             max_model_len=rollout.max_model_len,
             full_determinism=rollout.full_determinism,
             share_prompts=rollout.enable_prefix_caching,
-            override_config=dict(model.override_config),
-            trust_remote_code=model.trust_remote_code,
         )
+        wanted = rollout.prompt_length + rollout.response_length
+        if wanted > sampler.max_model_len:
+            notice(
+                "rollout.response_length",
+                f"the context of the sampler is {sampler.max_model_len} tokens: a prompt of more than "
+                f"{sampler.max_model_len - rollout.response_length} tokens will be an error, yet prompt_length and "
+                f"response_length allow {wanted} in sum",
+            )
+        return sampler
 
     @property
     def version(self) -> int:
