@@ -9,12 +9,13 @@ How a loop uses it (``ranks`` is what `verl.distributed.start` gives; on one ran
     ctx = Spmd(ranks, seed=trainer.seed)                       # after the process's own seeding
     writer = ctx.only_main(lambda: CheckpointWriter(root))     # one lock, one writer; its error is everyone's
     with Tracking(project, name, trainer.logger if ctx.is_main else []) as tracking:
-        reader = ctx.only_main(lambda: open_checkpoint())      # rank 0 looks; None where there is nothing
-        if ctx.on_main(lambda: reader is not None):
-            state = ctx.on_main(lambda: reader.trainer_state())
+        folder = ctx.only_main(lambda: find_checkpoint(...))   # rank 0 looks; None where there is nothing
+        state = ctx.on_main(lambda: CheckpointReader(folder).trainer_state() if folder else None)
+        if state:
             loader.load_state_dict(state["data"])
             rng.set_rng_state(state["rng"])                    # first the controller's generators, on all ranks,
-            engine.load_state(ctx.only_main(lambda: reader.load("model")) or EngineState())  # then each rank's own
+            model = ctx.only_main(lambda: CheckpointReader(folder).load("model"))
+            engine.load_state(model or EngineState())          # then each rank's own; rank 0's state is all ranks'
         for batch in batches:                                  # the same batch on every rank
             metrics = part.train(ctx.share(batch)).values()    # equal on all ranks: engines reduce them
             tracking.log(metrics, step)
