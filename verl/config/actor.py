@@ -152,7 +152,7 @@ class ActorConfig(ConfigNode):
     use_torch_compile: bool = setting(
         True,
         "compile the log-prob and entropy kernels",
-        no_effect="the plain engine does not compile; the FSDP engines will",
+        no_effect="no engine compiles yet",
     )
     kl_loss_coef: float = setting(0.001, "weight of that KL term")
     kl_loss_type: str = setting(
@@ -233,7 +233,7 @@ class RefConfig(ConfigNode):
         True,
         "compile the log-prob kernel",
         follows="actor_rollout_ref.actor.use_torch_compile",
-        no_effect="the plain engine does not compile; the FSDP engines will",
+        no_effect="no engine compiles yet",
     )
     log_prob_micro_batch_size: int | None = setting(
         None, "older form of log_prob_micro_batch_size_per_gpu: samples per pass, summed over all processes"

@@ -82,11 +82,7 @@ class DataConfig(ConfigNode):
     image_key: str = setting("images", "column with images", planned="vision-language models")
     video_key: str = setting("videos", "column with videos", planned="vision-language models")
     audio_key: str = setting("audios", "column with sounds", planned="vision-language models")
-    trust_remote_code: bool = setting(
-        False,
-        "run Python code that comes with the tokenizer",
-        no_effect="actor_rollout_ref.model.trust_remote_code holds for the tokenizer too",
-    )
+    trust_remote_code: bool = setting(False, "run Python code that comes with the tokenizer")
     custom_cls: CustomClassConfig = section(CustomClassConfig)
     return_multi_modal_inputs: bool = setting(
         True, "keep the processor's tensors in each row", planned="vision-language models"

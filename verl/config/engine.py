@@ -14,7 +14,7 @@ class WrapPolicyConfig(ConfigNode):
     min_num_params: int = setting(
         0,
         "smallest number of parameters of a layer that is sharded for itself; 0: every transformer block",
-        planned="the FSDP engines",
+        planned="the FSDP1 engine",
     )
 
 
@@ -89,22 +89,18 @@ class FSDPEngineConfig(ConfigNode):
     offload_policy: bool = setting(
         False,
         "FSDP2: keep weights, gradients and optimizer in host memory during training too",
-        planned="the FSDP engines",
     )
     reshard_after_forward: bool = setting(
         True,
         "free gathered weights after the forward pass (ZeRO-3); false keeps them for the backward pass (ZeRO-2)",
-        planned="the FSDP engines",
     )
-    fsdp_size: int = setting(
-        -1, "processes that share one copy of the weights; -1: all (fewer: HSDP)", planned="the FSDP engines"
-    )
+    fsdp_size: int = setting(-1, "processes that share one copy of the weights; -1: all (fewer: HSDP)")
     forward_prefetch: bool = setting(
-        False, "FSDP: gather the next layer while this one runs", planned="the FSDP engines"
+        False, "FSDP: gather the next layer while this one runs", planned="the FSDP1 engine"
     )
     model_dtype: str = setting("fp32", "dtype in which weights are kept and updated")
     use_orig_params: bool = setting(
-        False, "FSDP: keep the original parameters beside the flat ones", planned="the FSDP engines"
+        False, "FSDP: keep the original parameters beside the flat ones", planned="the FSDP1 engine"
     )
     seed: int = setting(42, "seed of new weights (a value head)", no_effect="a run has one seed: trainer.seed")
     full_determinism: bool = setting(False, "deterministic kernels only, for debugging; slower")
@@ -126,7 +122,7 @@ class FSDPEngineConfig(ConfigNode):
     use_torch_compile: bool = setting(
         True,
         "compile the log-prob and entropy kernels",
-        no_effect="the plain engine does not compile; the FSDP engines will",
+        no_effect="no engine compiles yet",
     )
     entropy_checkpointing: bool = setting(
         False,
@@ -135,7 +131,7 @@ class FSDPEngineConfig(ConfigNode):
         planned="the memory-saving entropy",
     )
     use_no_sync_for_gradient_accumulation: bool = setting(
-        False, "sum gradients over processes only at the last micro-batch", planned="the FSDP engines"
+        False, "sum gradients over processes only at the last micro-batch"
     )
     pad_to_length: bool = setting(
         False,

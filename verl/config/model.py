@@ -72,11 +72,7 @@ class HFModelConfig(ConfigNode):
     path: str = setting("~/models/deepseek-llm-7b-chat", "model folder, or a name on the hub", path=True)
     hf_config_path: str | None = setting(None, "folder to read the model's config.json from; null: path", path=True)
     tokenizer_path: str | None = setting(None, "folder or hub name of the tokenizer; null: path", path=True)
-    use_shm: bool = setting(
-        False,
-        "copy the weights to shared memory before they are read",
-        no_effect="weights are read from their folder, once per role",
-    )
+    use_shm: bool = setting(False, "copy the weights to shared memory before they are read")
     trust_remote_code: bool = setting(False, "run Python code that comes with the model or its tokenizer")
     custom_chat_template: str | None = setting(None, "chat template (Jinja text) instead of the tokenizer's own")
     external_lib: str | None = setting(

@@ -17,11 +17,7 @@ class OptimizerConfig(ConfigNode):
     lr_warmup_steps_ratio: float = setting(
         0.0, "share of the run over which the learning rate rises from 0, unless lr_warmup_steps is above 0"
     )
-    total_training_steps: int = setting(
-        -1,
-        "length of the schedule in steps",
-        no_effect="the schedule is as long as the run (trainer.total_training_steps)",
-    )
+    total_training_steps: int = setting(-1, "length of the schedule in steps; -1 is the length of the run")
     weight_decay: float = setting(0.01, "decoupled weight decay")
     lr_warmup_steps: int = setting(-1, "steps of the warm-up; 0 or -1: lr_warmup_steps_ratio decides")
     betas: list[float] = setting([0.9, 0.999], "Adam's decay of the first and the second moment")

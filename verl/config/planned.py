@@ -11,7 +11,7 @@ from verl.metrics import notice
 INSTEAD: dict[str, str] = {
     "LoRA": "Leave it out to train all weights.",
     "Megatron-Core training": "Leave it out, with actor_rollout_ref.actor.strategy=auto, to train on one device.",
-    "the FSDP engines": "Leave it out to train on one device; param_offload and optimizer_offload work there.",
+    "the FSDP1 engine": "Leave it out; strategy=fsdp2 shards by transformer layers, and strategy=fsdp runs on it.",
     "the Ray runtime": "Leave it out to run in this process (trainer.runtime=local).",
     "the server rollout engines": "Leave it out to sample with actor_rollout_ref.rollout.name=hf.",
     "sampling on several ranks": "Set it to 1 to sample on the trainer's device.",
