@@ -18,6 +18,7 @@ NSYS = "global_profiler.global_tool_config.nsys"
 RM = "reward.reward_model"
 
 WORKS = [
+    ("critic.model.fsdp_config.fsdp_size", "4", "critic.fsdp.fsdp_size", 4),
     (f"{A}.lr", "5e-7", f"{A}.optim.lr", 5e-7),
     (f"{A}.max_grad_norm", "0.5", f"{A}.grad_clip", 0.5),
     (f"{M}.backend", "megatron", f"{A}.strategy", "megatron"),
@@ -95,7 +96,6 @@ NOT_BUILT = [
     ),
     (f"{A}.router_replay.mode", "R2", f"{A}.megatron.router_replay.mode", "Megatron-Core training"),
     (f"{REF}.router_replay.record_file", "/f", f"{REF}.megatron.router_replay.record_file", "Megatron-Core training"),
-    ("critic.model.fsdp_config.fsdp_size", "4", "critic.fsdp.fsdp_size", "the FSDP engines"),
     (f"{R}.tensor_parallel_size", "8", f"{R}.tensor_model_parallel_size", "sampling on several ranks"),
     (f"{R}.pipeline_parallel_size", "2", f"{R}.pipeline_model_parallel_size", "sampling on several ranks"),
     (f"{R}.skip_rollout", "true", "skip.rollout.enable", "replay of dumped rollouts"),
@@ -193,6 +193,7 @@ SFT_WORKS = [
     ("model.fsdp_config.model_dtype", "bf16", "engine.model_dtype", "bf16"),
     ("model.fsdp_config.offload_params", "true", "engine.param_offload", True),
     ("optim.lr_scheduler", "cosine", "optim.lr_scheduler_type", "cosine"),
+    ("model.fsdp_config.cpu_offload", "true", "engine.offload_policy", True),
     ("optim.warmup_style", "cosine", "optim.lr_scheduler_type", "cosine"),
     ("optim.warmup_steps_ratio", "0.1", "optim.lr_warmup_steps_ratio", 0.1),
     ("use_remove_padding", "true", "model.use_remove_padding", True),
@@ -200,8 +201,7 @@ SFT_WORKS = [
     ("trainer.checkpoint.load_contents", "[model]", "checkpoint.load_contents", ["model"]),
 ]
 SFT_NOT_BUILT = [
-    ("model.fsdp_config.cpu_offload", "true", "engine.offload_policy", "the FSDP engines"),
-    ("model.fsdp_config.wrap_policy.min_num_params", "5", "engine.wrap_policy.min_num_params", "the FSDP engines"),
+    ("model.fsdp_config.wrap_policy.min_num_params", "5", "engine.wrap_policy.min_num_params", "the FSDP1 engine"),
     ("ulysses_sequence_parallel_size", "2", "engine.ulysses_sequence_parallel_size", "Ulysses"),
 ]
 

@@ -164,7 +164,10 @@ COMMANDS = {
         FSDP2_EVERYWHERE,
         Works({"critic.strategy": "fsdp2", f"{REF}.strategy": "fsdp2"}, (NO_VAL, NO_MICRO, "reward_model.strategy")),
     ),
-    "FSDP2 with CPU offloading": (f"{A}.fsdp_config.offload_policy=True", refused("not built yet: the FSDP engines")),
+    "FSDP2 with CPU offloading": (
+        f"{A}.fsdp_config.offload_policy=True",
+        Works({f"{A}.fsdp_config.offload_policy": True}, (NO_VAL, NO_MICRO)),
+    ),
     "faster weight hand-over": (
         f"{A}.strategy=fsdp2 trainer.async_weight_update=true",
         refused("trainer.async_weight_update: not built yet: asynchronous weight updates"),
@@ -401,6 +404,7 @@ SINGLE = {
     ),
     "reward.custom_reward_function.path=my_reward.py": Works({"reward.custom_reward_function.path": "my_reward.py"}),
     "trainer.device=cpu": Works(),
+    f"{A}.fsdp_config.offload_policy=true": Works({f"{A}.fsdp_config.offload_policy": True}),
     # settings that work and say something
     "custom_reward_function.path=my_reward.py custom_reward_function.name=score": Works(
         {"reward.custom_reward_function.name": "score"}, ("custom_reward_function.path", "custom_reward_function.name")
@@ -417,7 +421,7 @@ SINGLE = {
     f"{R}.mode=async": Works({}, (f"{R}.mode",)),
     "trainer.use_v1=false": Works({}, ("trainer.use_v1",)),
     # settings of features that are not built yet
-    f"{A}.fsdp_config.offload_policy=true": refused(f"{LATER}the FSDP engines"),
+    f"{A}.fsdp_config.use_orig_params=true": refused(f"{LATER}the FSDP1 engine"),
     f"{A}.fsdp_config.ulysses_sequence_parallel_size=2": refused(f"{LATER}Ulysses sequence parallelism"),
     f"{A}.megatron.expert_model_parallel_size=8": refused(f"{LATER}Megatron-Core training"),
     f"{R}.expert_parallel_size=8": refused(f"{LATER}sampling on several ranks"),
