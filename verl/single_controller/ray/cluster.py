@@ -27,7 +27,7 @@ class Node:
         return int(self.resources.get(resource, 0.0))
 
     def __str__(self) -> str:
-        return f"{self.address} ({self.id[:8]})"
+        return f"{self.address} ({self.id[:8]})" if self.id else self.address
 
 
 def nodes() -> list[Node]:
@@ -53,28 +53,29 @@ def require(processes_on_nodes: Sequence[int], resource: str, seconds: float = 0
         ConfigError: the cluster is too small; the message lists what was asked and what each node has.
     """
     deadline = time.monotonic() + seconds
-    while not _fits(processes_on_nodes, resource):
+    while not fits(processes_on_nodes, resource, nodes()):
         if time.monotonic() >= deadline:
-            raise too_small(processes_on_nodes, resource)
+            raise too_small(processes_on_nodes, resource, nodes())
         time.sleep(0.5)
 
 
-def too_small(processes_on_nodes: Sequence[int], resource: str) -> ConfigError:
+def too_small(processes_on_nodes: Sequence[int], resource: str, found: Sequence[Node]) -> ConfigError:
     """The error that lists sizes: asked for, and found on each node."""
-    found = ", ".join(f"{node}: {node.amount(resource)}" for node in nodes())
+    sizes = ", ".join(f"{node}: {node.amount(resource)}" for node in found)
     many = len(processes_on_nodes) > 1
     return ConfigError(
         "the Ray cluster is smaller than the run",
         key="trainer.nnodes" if many else "trainer.n_gpus_per_node",
         got=f"asked for {resource} on {len(processes_on_nodes)} node(s): {list(processes_on_nodes)}",
-        allowed=f"{resource} found on {len(nodes())} node(s): {found}",
-        fix="Join more nodes with `ray start --address=...`, give them more with --num-cpus or --num-gpus, or lower "
-        "trainer.nnodes and trainer.n_gpus_per_node.",
+        allowed=f"{resource} found on {len(found)} node(s): {sizes}",
+        fix="Make a cluster with `ray start --head` on one machine and `ray start --address=...` on the others, give "
+        "its nodes more with --num-cpus or --num-gpus, or lower trainer.nnodes and trainer.n_gpus_per_node.",
     )
 
 
-def _fits(processes_on_nodes: Sequence[int], resource: str) -> bool:
-    have = sorted((node.amount(resource) for node in nodes()), reverse=True)
+def fits(processes_on_nodes: Sequence[int], resource: str, found: Sequence[Node]) -> bool:
+    """Whether every entry has a node of its own that is large enough."""
+    have = sorted((node.amount(resource) for node in found), reverse=True)
     asked = sorted(processes_on_nodes, reverse=True)
     return len(asked) <= len(have) and all(want <= there for want, there in zip(asked, have))
 

@@ -68,6 +68,8 @@ class _Undertaker(Protocol):
 
     def explain_death(self, actor_id: str, reason: str) -> WorkerError: ...
 
+    def explain_absence(self, actor_id: str, reason: str) -> WorkerError: ...
+
 
 _undertakers: WeakValueDictionary[str, _Undertaker] = WeakValueDictionary()
 
@@ -112,12 +114,12 @@ def meaning(error: RayError, with_note: bool = True) -> tuple[BaseException, Bas
                 note_origin(cause.error, cause.where)
             return cause.error, RemoteTraceback(cause.text)
         return cause, RemoteTraceback(_COLOUR.sub("", str(error)))
-    if isinstance(error, ActorUnavailableError):
-        return WorkerError("a worker cannot be reached at the moment (network, or its node is overloaded)"), error
     if isinstance(error, RayActorError):
         undertaker = _undertakers.get(error.actor_id or "")
         if undertaker is None:
-            return WorkerError(f"a worker died: {first_sentences(str(error))}"), None
+            return WorkerError(f"a worker is gone: {first_sentences(str(error))}"), None
+        if isinstance(error, ActorUnavailableError):
+            return undertaker.explain_absence(str(error.actor_id), str(error)), None
         return undertaker.explain_death(str(error.actor_id), str(error)), None
     if isinstance(error, TaskCancelledError):
         return WorkerError("the call was cancelled before it had a result"), None
@@ -135,18 +137,20 @@ def first_sentences(reason: str) -> str:
 
 
 def _root(references: list[Any], error: RayError) -> RayError:
-    """A death explains the other failures of a call, whichever came to light first."""
+    """Of several failures of a call the one to show: a death, which explains the others, else the lowest rank's."""
     if isinstance(error, RayActorError) or len(references) < 2:
         return error
     ready, _ = ray.wait(list(dict.fromkeys(references)), num_returns=len(set(references)), timeout=SETTLE_SECONDS)
-    for reference in ready:
+    found = []
+    for reference in references:
         try:
-            ray.get(reference)
+            if reference in ready:
+                ray.get(reference)
         except RayActorError as death:
             return death
-        except RayError:
-            continue
-    return error
+        except RayError as failure:
+            found.append(failure)
+    return found[0] if found else error
 
 
 def _portable(error: Exception) -> Exception:

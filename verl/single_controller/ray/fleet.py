@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ from verl.single_controller.ray.failures import first_sentences, register_undert
 
 LOG_LINES, LOG_BYTES, LOG_SECONDS = 25, 64 << 10, 10.0
 ANSWER_SECONDS = 0.2
+ABSENCE_SECONDS = 30.0
+"""How long to ask after a worker to which the connection broke; Ray takes some seconds to call a node dead."""
 UNFINISHED_SECONDS = 5.0
 """How long the workers that did not fail may take to end a call before the next one is refused."""
 _ADVICE = {
@@ -118,14 +121,35 @@ class Fleet:
             self._unfinished = ray.wait(unique, num_returns=len(unique), timeout=0)[1]
 
     def explain_death(self, actor_id: str, reason: str) -> WorkerError:
-        """The error for a worker that died; the first death is the one that is reported, and ends the group."""
+        """The error for a worker that died; the first death is the one that is reported, and ends the group.
+
+        A worker whose pool was closed did not die, it was stopped.
+        """
         with self._lock:
             if self._obituary is None and not self._closed:
-                member = next(m for m in self.members if m.actor_id == actor_id)
-                self._obituary = _obituary(member, reason)
-                log.error("%s", self._obituary)
                 self._stop_members(besides=actor_id)
+                self._closed = "placement group was removed" in reason
+                if not self._closed:
+                    self._obituary = _obituary(next(m for m in self.members if m.actor_id == actor_id), reason)
+                    log.error("%s", self._obituary)
         return WorkerError(self._obituary or f"the workers of {self.name!r} were stopped during this call")
+
+    def explain_absence(self, actor_id: str, reason: str) -> WorkerError:
+        """The error for a worker to which the connection broke: it died with its node, or the network failed."""
+        member = next(m for m in self.members if m.actor_id == actor_id)
+        deadline = time.monotonic() + ABSENCE_SECONDS
+        while time.monotonic() < deadline:
+            question = member.actor.ping.remote()
+            death = _death_of(question, ANSWER_SECONDS)
+            if death is not None:
+                return self.explain_death(actor_id, str(death))
+            if _answered(question):
+                return WorkerError(
+                    f"the connection to the worker {member.name} broke during this call and its result is lost",
+                    fix="The worker lives; whether it finished the call is not known.",
+                )
+            time.sleep(ANSWER_SECONDS)
+        return self.explain_death(actor_id, f"Its node cannot be reached: {reason}")
 
     def close(self) -> None:
         """Stop all workers; calls in flight fail."""
@@ -172,7 +196,7 @@ def _watch(fleet_ref: ref[Fleet], stop: threading.Event, every_n_seconds: float)
                 fleet.explain_death(member.actor_id, str(death))
                 return
             if ray.wait([question], timeout=0)[0]:
-                asked[member.actor_id] = None
+                asked[member.actor_id] = None  # answered, or not delivered: ask again
         del fleet
 
 
@@ -187,6 +211,15 @@ def _death_of(question: Any, seconds: float = 0.0) -> RayError | None:
     except RayActorError as death:
         return death
     return None
+
+
+def _answered(question: Any) -> bool:
+    """Whether the worker itself answered."""
+    try:
+        ray.get(question, timeout=0)
+    except RayError:
+        return False
+    return True
 
 
 def _obituary(member: Member, reason: str) -> str:

@@ -112,8 +112,9 @@ def _actor(recipe: Recipe, rank: int, slot: Slot | None) -> Any:
     extra = {"num_threads": recipe.num_threads} if recipe.concurrent else {}
     try:
         return actor_class.remote(name, _environment(recipe), **extra)
-    except ValueError as error:  # what Ray raises for a name in use
-        raise WorkerError(str(error), fix="Give the group another name_prefix, or stop the detached one.") from error
+    except ValueError as error:  # what Ray raises for a name in use and for resources that the slot does not have
+        taken = "Give the group another name_prefix, or stop the detached one." if recipe.detached else ""
+        raise WorkerError(str(error), fix=taken) from error
 
 
 def _named(kind: type, worker_class: Any) -> type:

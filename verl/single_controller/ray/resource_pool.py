@@ -249,7 +249,7 @@ def _reserve(
 
 
 def _occupied(counts: Sequence[int], bundle: dict[str, float]) -> ConfigError:
-    error = cluster.too_small(counts, next(iter(bundle)))
+    error = cluster.too_small(counts, next(iter(bundle)), cluster.nodes())
     return ConfigError(
         f"the cluster has enough for the run, but did not free it within {PLACEMENT_SECONDS:g} s",
         key=error.key,

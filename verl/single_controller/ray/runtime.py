@@ -61,16 +61,10 @@ def start(
         settings.pop("address", None)
         if address is None:
             own = True
-            _start_own(sum(processes_on_nodes), settings)
+            _start_own(processes_on_nodes, device_name, settings)
         else:
             _join(address, settings, connect_seconds)
-    try:
-        resource = cluster.RESOURCES[device_name]
-        cluster.require(processes_on_nodes, resource, 0.0 if own else join_seconds)
-    except BaseException:
-        if own:
-            stop()
-        raise
+    cluster.require(processes_on_nodes, cluster.RESOURCES[device_name], join_seconds)
     return Started(ray.get_runtime_context().gcs_address, own, tuple(cluster.nodes()))
 
 
@@ -91,11 +85,21 @@ def stop(timeline_json_file: str | None = None) -> None:
         ray.shutdown()
 
 
-def _start_own(num_processes: int, settings: dict[str, Any]) -> None:
-    security.demand_token()
-    settings.setdefault("num_cpus", max(device.usable_cores(), num_processes))
+def _start_own(processes_on_nodes: Sequence[int], device_name: str, settings: dict[str, Any]) -> None:
+    settings.setdefault("num_cpus", max(device.usable_cores(), processes_on_nodes[0]))
     settings.setdefault("include_dashboard", False)
+    _check_this_machine(processes_on_nodes, device_name, settings)
+    security.demand_token()
     ray.init(address="local", **_common(settings))
+
+
+def _check_this_machine(processes_on_nodes: Sequence[int], device_name: str, settings: Mapping[str, Any]) -> None:
+    """Refuse what cannot work before anything is started."""
+    resource = cluster.RESOURCES[device_name]
+    size = settings["num_cpus"] if resource == "CPU" else settings.get("num_gpus", device.device_count(device_name))
+    here = cluster.Node("", "this machine", {resource: size})
+    if not cluster.fits(processes_on_nodes, resource, [here]):
+        raise cluster.too_small(processes_on_nodes, resource, [here])
 
 
 def _join(address: str, settings: dict[str, Any], connect_seconds: float) -> None:

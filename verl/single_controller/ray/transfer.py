@@ -95,7 +95,9 @@ def payload_bytes(value: Any) -> int:
     for number, leaf in enumerate(_leaves(value)):
         if number >= _COUNTED_ITEMS:
             return max(total, SHARED_BYTES)  # too many to count is not small
-        if isinstance(leaf, (torch.Tensor, np.ndarray)):
+        if isinstance(leaf, torch.Tensor):
+            total += leaf.numel() * leaf.element_size()  # as if it were dense: only the order of magnitude counts
+        elif isinstance(leaf, np.ndarray):
             total += leaf.nbytes
         elif isinstance(leaf, (str, bytes, bytearray)):
             total += len(leaf)

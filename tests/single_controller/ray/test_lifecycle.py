@@ -1,0 +1,161 @@
+"""What happens when a worker dies, a group is stopped, or the run that made it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import ray
+
+from tests.single_controller.ray.workers import Counter, Dice, PlainUserError
+from verl.errors import WorkerError
+from verl.single_controller.base import ClassWithInitArgs
+from verl.single_controller.ray import fleet as fleets
+from verl.single_controller.ray import host_object, runtime
+from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[runtime.Started]:
+    try:
+        yield runtime.start([2], ray_init={"address": "local", "num_cpus": 2, "object_store_memory": 200 << 20})
+    finally:
+        runtime.stop()
+
+
+@pytest.fixture(scope="module")
+def pool(cluster) -> RayResourcePool:
+    return RayResourcePool([2])
+
+
+def dice(pool: RayResourcePool | None, **options) -> RayWorkerGroup:
+    return RayWorkerGroup(pool, RayClassWithInitArgs(Dice), name_prefix="dice", **options)
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return open(f"/proc/{pid}/stat").read().split()[2] == "Z"
+
+
+def within(seconds: float, condition: Callable[[], bool]) -> float:
+    """Wait for a condition and return how long it took."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < seconds, f"not within {seconds} s"
+        time.sleep(0.02)
+    return time.monotonic() - start
+
+
+def test_a_worker_that_dies_in_a_call_ends_the_group_at_once_with_its_last_words(pool):
+    group = dice(pool)
+    group.stop_worker_aliveness_check()
+    pids = group.pid()
+    start = time.monotonic()
+    calls = group.execute_all_async("die", 1, 30.0)  # rank 0 sleeps for 30 seconds, as in a collective
+    with pytest.raises(WorkerError, match=r"the worker dice\[1\] died.*process") as error:
+        group.wait(calls)
+    assert time.monotonic() - start < 3
+    assert str(pids[1]) in str(error.value) and "these are the last words" in str(error.value)
+    assert group.node_ids[1][:8] in str(error.value)
+    within(3, lambda: all(map(gone, pids)))  # nobody waits for the dead
+    with pytest.raises(WorkerError, match=r"dice\[1\] died"):
+        group.wait(calls[0])  # rank 0 was stopped because of it
+    with pytest.raises(WorkerError, match=r"dice\[1\] died"):
+        group.throw()
+    assert not group._is_worker_alive(group.workers[1])
+
+
+def test_a_worker_that_is_killed_between_calls_is_noticed_within_seconds(pool, caplog):
+    group = dice(pool)
+    pids = group.pid()
+    os.kill(pids[0], signal.SIGKILL)
+    took = within(3, lambda: "died" in caplog.text)
+    assert took < 2 and "dice[0] died" in caplog.text
+    within(3, lambda: gone(pids[1]))
+    with pytest.raises(WorkerError, match=r"dice\[0\] died"):
+        group.throw()
+
+
+def test_a_worker_that_never_comes_back_from_a_failed_call_is_named_instead_of_waited_for(pool, monkeypatch):
+    monkeypatch.setattr(fleets, "UNFINISHED_SECONDS", 0.3)
+    group = dice(pool)
+    start = time.monotonic()
+    with pytest.raises(PlainUserError, match="before the collective"):
+        group.fail_while_others_wait(4.0)
+    with pytest.raises(WorkerError, match=r"1 worker\(s\) of 'dice' never came back"):
+        group.throw()
+    assert time.monotonic() - start < 3
+    within(10, lambda: len(ray.wait(list(group._fleet._unfinished), timeout=0)[0]) == 1)
+    assert len(group.throw()) == 2  # it came back after all
+    group.close()
+
+
+def test_a_closed_group_leaves_no_process_and_says_so_when_it_is_called():
+    group = dice(None)
+    pids = group.pid()
+    group.close()
+    group.close()
+    within(5, lambda: all(map(gone, pids)))
+    with pytest.raises(WorkerError, match="'dice' were stopped"):
+        group.throw()
+
+
+def test_a_group_that_is_forgotten_ends():
+    group = dice(None)
+    pids = group.pid()
+    del group
+    gc.collect()
+    within(5, lambda: all(map(gone, pids)))
+
+
+def test_detached_workers_are_found_again_by_prefix_names_or_handles(pool):
+    first = dice(pool, detached=True)
+    drawn, pids = first.throw(), first.pid()
+    by_prefix = RayWorkerGroup.from_detached("dice", ray_cls_with_init=RayClassWithInitArgs(Dice))
+    assert by_prefix.pid() == pids and by_prefix.world_size == 2
+    assert by_prefix.throw() != drawn  # the same workers, further on
+    assert (by_prefix.master_address, by_prefix.master_port) == (first.master_address, first.master_port)
+    by_name = RayWorkerGroup.from_detached(
+        worker_names=["dice[1]"], ray_cls_with_init=ClassWithInitArgs(Dice), name_prefix="second"
+    )
+    assert by_name.pid() == pids[1:]
+    by_handle = RayWorkerGroup.from_detached(
+        worker_handles=first.workers, ray_cls_with_init=RayClassWithInitArgs(Dice), name_prefix="third"
+    )
+    assert by_handle.add(1) == [1, 101]
+    with pytest.raises(WorkerError, match=r"name.*dice\[0\].*taken"):
+        dice(pool, detached=True)
+    with pytest.raises(WorkerError, match=r"no detached worker 'dcie\[0\]'.*dice"):
+        RayWorkerGroup.from_detached("dcie", ray_cls_with_init=RayClassWithInitArgs(Dice))
+    del first, by_name, by_handle
+    gc.collect()
+    assert by_prefix.pid() == pids  # they outlive the groups
+    by_prefix.close()
+    within(5, lambda: all(map(gone, pids)))
+
+
+def test_an_object_that_dies_is_reported_with_its_name():
+    handle = host_object(ClassWithInitArgs(Counter), "scorer")
+    with pytest.raises(WorkerError, match=r"the worker scorer\[0\] died"):
+        asyncio.run(handle.call("die"))
+
+
+def test_processes_that_do_not_come_up_are_named_after_the_timeout(pool):
+    hungry = RayClassWithInitArgs(Dice)
+    hungry.set_additional_resource({"unicorn": 1})
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"1 of 1 worker processes did not start within 0.5 s.*dice\[0\]") as error:
+        RayWorkerGroup(None, hungry, name_prefix="dice", ray_wait_register_center_timeout=0.5)
+    assert time.monotonic() - start < 5 and "ray status" in str(error.value)
+    with pytest.raises(WorkerError, match=r"unicorn.*cannot fit"):
+        RayWorkerGroup(pool, hungry, name_prefix="dice")
