@@ -14,7 +14,10 @@ from tests.engines.builders import ragged_batch, relative_error
 from verl.checkpoint import CheckpointReader, CheckpointWriter, EngineState, find_checkpoint
 from verl.distributed import Ranks
 from verl.engines.base import Engine
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, VerlError
+from verl.models.hf_folder import read_weights
+from verl.workers.part import ModelPart
+from verl.workers.training import load_part, save_part
 
 STEPS = 2
 TIED = {"tie_word_embeddings": True}
@@ -110,6 +113,31 @@ def loaded_here(ranks: Ranks, folder: Path) -> dict:
             load(engine, ranks, root)
             found[root.name] = after(engine, ranks, root)
     return found
+
+
+def written_by_a_worker(ranks: Ranks, folder: Path) -> dict:
+    """What the registered methods of a training worker do; a folder that is not there is an error on every rank."""
+    part = ModelPart(sharded(folder / "qwen3-True" / "qwen3", optim=OPTIM), loss_fn=loss_of("causal_lm"))
+    train(part.engine, ranks, 0)
+    target = folder / f"worker-{ranks.size}"
+    records = save_part(part, str(target), ("model", "optimizer", "extra"))
+    expected = train(part.engine, ranks, 1)["loss"]
+    load_part(part, str(target), ("model", "optimizer", "extra"))
+    found = train(part.engine, ranks, 1)["loss"]
+    part.engine.save_hf(folder / f"hf-{ranks.size}")
+    try:
+        load_part(part, str(folder / "nowhere"), ("model",))
+    except VerlError as error:
+        told = str(error)
+    ranks.barrier()
+    saved = read_weights(folder / f"hf-{ranks.size}")
+    current = dict(part.engine.export_weights())
+    return {
+        "records": sorted(records),
+        "losses": [expected, found],
+        "told": told,
+        "hf": all(torch.equal(saved[name], tensor) for name, tensor in current.items()),
+    }
 
 
 def loaded_into_a_frozen_engine(ranks: Ranks, folder: Path) -> dict:

@@ -27,6 +27,7 @@ CELLS = {
         cells.ranks_called_differently,
         cells.weights_in_and_out,
         *RESUME,
+        resume.written_by_a_worker,
     ),
     4: (
         cells.tied_and_uneven,
@@ -160,6 +161,15 @@ def test_a_checkpoint_goes_on_with_equal_numbers_on_another_number_of_ranks(runs
 def test_training_has_the_same_loss_on_one_two_and_four_ranks(runs):
     losses = [runs[size]["saved_here"][0]["loss"] for size in (1, 2, 4)]
     assert losses == pytest.approx([losses[0]] * 3, rel=EXACT)
+
+
+@world("written_by_a_worker")
+def test_a_worker_writes_on_its_first_rank_and_fails_on_all(runs, size, name):
+    found = runs[size][name]
+    assert found[0]["records"] == ["optimizer.safetensors", "extra.safetensors"][::-1] and found[1]["records"] == []
+    for answer in found:
+        assert answer["losses"][0] == answer["losses"][1] and answer["hf"]
+        assert "holds no such role" in answer["told"]
 
 
 @world("loaded_into_a_frozen_engine")

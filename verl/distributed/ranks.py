@@ -116,6 +116,11 @@ class Ranks:
         _, facts = self.together(lambda: (None, work() if self.is_first else None))
         return facts[0]
 
+    def only_first(self, work: Callable[[], T]) -> T | None:
+        """As `on_first`, for a result of any kind that stays on rank 0; the others get None."""
+        result, _ = self.together(lambda: (work() if self.is_first else None, None))
+        return result
+
     def agree(self, what: str, facts: list[Any]) -> None:
         """Raise `EngineError`, on all ranks alike, where the ranks' facts differ."""
         for rank, fact in enumerate(facts):

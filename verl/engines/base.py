@@ -8,9 +8,9 @@ clipping and the skip of a non-finite step (`step`), optimizers (`optimizer`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from verl.metrics import MetricSet
 from verl.protocol import DataProto
 
 __all__ = ["Engine", "EngineState", "HFWriter"]
+T = TypeVar("T")
 
 
 class Engine(ABC):
@@ -29,9 +30,24 @@ class Engine(ABC):
     Batches hold ``input_ids`` and ``attention_mask`` (B, P+T), ``responses`` and ``response_mask`` (B, T). B rows, P
     prompt and T response tokens. ``micro_batch_size`` limits the rows of one forward pass, ``max_tokens`` its tokens;
     with neither the engine chooses. Neither changes a result.
+
+    An engine over several processes is called on all of them, in the same order, each with its own rows: every method
+    below is then collective, also where a rank has nothing to do.
     """
 
     device: str
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process holds what `state` returns, and so is the one that reads and writes files."""
+        return True
+
+    def only_first(self, work: Callable[[], T]) -> T | None:
+        """Run ``work`` in the first process of this engine and give its result there, None in the others.
+
+        Its error is an error in all of them, so that none waits for one that has failed. Collective.
+        """
+        return work()
 
     @property
     @abstractmethod
@@ -93,11 +109,11 @@ class Engine(ABC):
 
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights under Hugging Face names, detached; tied ones once, under their first name."""
+        """The weights under Hugging Face names, detached and whole on every rank; tied ones once, under the first."""
 
     @abstractmethod
     def load_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
-        """Take over weights under Hugging Face names, all or none (reference refresh, averages)."""
+        """Take over weights under Hugging Face names, all or none (reference refresh, averages); rank 0's count."""
 
     @abstractmethod
     def hf_writer(self, tokenizer: Any = None) -> HFWriter:
@@ -105,11 +121,14 @@ class Engine(ABC):
 
     @abstractmethod
     def state(self) -> EngineState:
-        """All that a bitwise resume needs. The tensors share the engine's memory until they are saved or copied."""
+        """All that a bitwise resume needs; on several ranks the first one gets whole tensors and the others none.
+
+        The tensors may share the engine's memory until they are saved or copied.
+        """
 
     @abstractmethod
     def load_state(self, state: EngineState) -> None:
-        """Continue from a state; sections that it does not hold stay as they are.
+        """Continue from a state; sections that it does not hold stay as they are. Rank 0's state is all ranks'.
 
         Raises:
             CheckpointError: the state belongs to another model or optimizer.
@@ -123,6 +142,6 @@ class Engine(ABC):
     def onload(self, params: bool = True, optimizer: bool = True) -> None:
         """Move parameters and optimizer state to the device."""
 
+    @abstractmethod
     def save_hf(self, folder: str | Path, tokenizer: Any = None) -> None:
         """Write a Hugging Face folder: configuration, weights in their own dtype, tokenizer."""
-        self.hf_writer(tokenizer)(Path(folder), self.export_weights())

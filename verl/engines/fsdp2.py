@@ -69,10 +69,6 @@ class FSDP2Engine(TorchEngine):
         sharding.fill(cut, whole, self.layout, self.ranks)
         return cut
 
-    @property
-    def is_first(self) -> bool:
-        return self.ranks.is_first
-
     def _autocast_dtype(self) -> torch.dtype:
         return torch.float32  # the weights are gathered in the compute dtype: nothing is left for autocast
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ from verl.models.flops import ModelFlops
 from verl.models.weights import named_tensors
 from verl.protocol import DataProto
 
+T = TypeVar("T")
 LOADERS = {"causal_lm": load_causal_lm, "value": load_value_model}
 
 
@@ -139,6 +140,13 @@ class TorchEngine(Engine):
 
     def _after_passes(self) -> None:
         """Called when the last forward pass of a batch is over."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.ranks.is_first
+
+    def only_first(self, work: Callable[[], T]) -> T | None:
+        return self.ranks.only_first(work)
 
     # ---- passes ------------------------------------------------------------------------------------------------
 
@@ -264,6 +272,10 @@ class TorchEngine(Engine):
             save(folder, weights=weights)
 
         return write
+
+    def save_hf(self, folder: str | Path, tokenizer: Any = None) -> None:
+        weights = self._saved_weights()
+        self.only_first(lambda: self.hf_writer(tokenizer)(Path(folder), weights.items()))
 
     def state(self) -> EngineState:
         tensors = prefixed("model", self._saved_weights())

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from verl.algorithms.losses import LossFn
-from verl.checkpoint import read_part, write_part
+from verl.checkpoint import EngineState, read_part, write_part
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
 from verl.single_controller.base import Dispatch, Worker, register
@@ -65,10 +65,12 @@ class TrainingWorker(Worker):
 
 
 def save_part(part: ModelPart, folder: str, contents: tuple[str, ...], tokenizer: Any = None) -> dict:
-    """Write one model's sections and its Hugging Face folder."""
-    return write_part(Path(folder), part.engine.state(), contents, part.engine.hf_writer(tokenizer))
+    """Write one model's sections and its Hugging Face folder; only the first rank writes and returns records."""
+    engine = part.engine
+    state, writer = engine.state(), engine.hf_writer(tokenizer)
+    return engine.only_first(lambda: write_part(Path(folder), state, contents, writer)) or {}
 
 
 def load_part(part: ModelPart, folder: str, contents: tuple[str, ...]) -> None:
-    """Load the sections in ``contents``; the others stay as they are."""
-    part.engine.load_state(read_part(Path(folder), contents))
+    """Load the sections in ``contents``, which only the first rank reads; the others stay as they are."""
+    part.engine.load_state(part.engine.only_first(lambda: read_part(Path(folder), contents)) or EngineState())

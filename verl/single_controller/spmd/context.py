@@ -48,7 +48,8 @@ class Peers(Protocol):
     @property
     def size(self) -> int: ...
     def sum(self, values: Tensor) -> Tensor: ...
-    def together(self, work: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]: ...
+    def on_first(self, work: Callable[[], Any]) -> Any: ...
+    def only_first(self, work: Callable[[], T]) -> T | None: ...
     def exchange(self, fact: Any) -> list[Any]: ...
     def agree(self, what: str, facts: list[Any]) -> None: ...
 
@@ -102,13 +103,11 @@ class Spmd:
 
     def on_main(self, work: Callable[[], Any]) -> Any:
         """Run ``work`` on rank 0; its JSON result is everyone's, its error is an error on every rank."""
-        _, facts = self.ranks.together(lambda: (None, work() if self.is_main else None))
-        return facts[0]
+        return self.ranks.on_first(work)
 
     def only_main(self, work: Callable[[], T]) -> T | None:
         """As `on_main`, for a result that stays on rank 0; the others get None."""
-        result, _ = self.ranks.together(lambda: (work() if self.is_main else None, None))
-        return result
+        return self.ranks.only_first(work)
 
 
 def deal(lengths: list[int], hands: int) -> list[list[int]]:
