@@ -46,7 +46,7 @@ def device_count(kind: str) -> int:
     if kind == "cuda":
         return torch.cuda.device_count()
     if kind == "npu":
-        return torch.npu.device_count()
+        return torch.get_device_module(kind).device_count()
     return 1
 
 

@@ -1,0 +1,61 @@
+"""torch's generators in a state: by rank, and derived where a rank is new."""
+
+from __future__ import annotations
+
+import torch
+
+from verl.distributed import Ranks
+from verl.engines.rng import rng_state, set_rng_state
+
+
+class Heard(Ranks):
+    """Rank ``rank`` of ``size`` that hears what rank 0 has."""
+
+    def __init__(self, rank: int, size: int, first: dict[str, torch.Tensor]):
+        super().__init__(rank, size)
+        self.to_come = list(first.values())
+
+    def broadcast(self, values):
+        return self.to_come.pop(0)
+
+
+def state_of(seed: int) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return torch.get_rng_state()
+
+
+def drawn_on(rank: int, size: int, first: dict[str, torch.Tensor]) -> float:
+    torch.manual_seed(99)
+    mirrored = {name: t if rank == 0 else t.to("meta") for name, t in first.items()}
+    set_rng_state(mirrored, "cpu", Heard(rank, size, first))
+    return torch.rand(1).item()
+
+
+def first_number(seed: int) -> float:
+    torch.manual_seed(seed)
+    return torch.rand(1).item()
+
+
+def test_one_process_goes_on_where_it_was():
+    torch.manual_seed(4)
+    state = {name: tensor.clone() for name, tensor in rng_state("cpu", Ranks()).items()}
+    expected = torch.rand(1).item()
+    assert list(state) == ["rng/cpu"]
+    set_rng_state(state, "cpu", Ranks())
+    assert torch.rand(1).item() == expected
+
+
+def test_each_rank_takes_its_own_state():
+    first = {"rng/cpu": state_of(1), "rng/cpu/1": state_of(2)}
+    assert drawn_on(0, 2, first) == first_number(1) and drawn_on(1, 2, first) == first_number(2)
+
+
+def test_a_rank_that_the_checkpoint_does_not_know_gets_numbers_of_its_own_the_same_every_time():
+    first = {"rng/cpu": state_of(1), "rng/cpu/1": state_of(2)}
+    new = [drawn_on(rank, 4, first) for rank in (2, 3)]
+    assert new == [drawn_on(rank, 4, first) for rank in (2, 3)]
+    assert len({*new, first_number(1), first_number(2), first_number(99)}) == 5
+
+
+def test_states_of_ranks_that_are_gone_are_left_out():
+    assert drawn_on(0, 1, {"rng/cpu": state_of(1), "rng/cpu/1": state_of(2)}) == first_number(1)
