@@ -19,6 +19,7 @@ from verl.distributed import Ranks
 from verl.distributed.shards import gather
 from verl.engines.fsdp2 import FSDP2Engine
 from verl.engines.plain import PlainEngine
+from verl.engines.sharding import report
 from verl.errors import ModelError, VerlError, WorkerError
 from verl.models.hf_folder import read_weights
 from verl.protocol import DataProto
@@ -170,6 +171,11 @@ def hybrid(ranks: Ranks, folder: Path) -> dict:
     return compare(ranks, folder, Case("llama", engine={"fsdp_size": 2}, limits={"micro_batch_size": 2}))
 
 
+def replicated(ranks: Ranks, folder: Path) -> dict:
+    """Shard groups of one rank: every rank has all weights and only gradients travel."""
+    return compare(ranks, folder, Case("qwen2", engine={"fsdp_size": 1}, limits={"micro_batch_size": 2}))
+
+
 def half_precision(ranks: Ranks, folder: Path) -> dict:
     """bf16 products over float32 weights, beside the plain engine in float32."""
     return compare(ranks, folder, Case(engine={"dtype": "bfloat16"}))
@@ -222,6 +228,7 @@ def shards_are_real(ranks: Ranks, folder: Path) -> dict:
     return {
         "weights": local_bytes(parameters),
         "whole": 4 * engine.num_parameters,
+        "report": report(engine.model),
         "moments": local_bytes(moments),
         "layers": len(engine.layer_names),
         "infer": infer,

@@ -20,6 +20,7 @@ CELLS = {
         cells.mixture,
         cells.kept_gathered_and_reduced_once,
         cells.offloaded,
+        cells.replicated,
         cells.half_precision,
         cells.shards_are_real,
         cells.nan_on_one_rank,
@@ -65,7 +66,7 @@ def test_outputs_loss_gradient_and_weights_equal_the_plain_engine(runs, size, na
     assert all(error <= EXACT for error in errors.values()), errors
 
 
-@world("offloaded", "hybrid")
+@world("offloaded", "hybrid", "replicated")
 def test_where_weights_live_and_how_often_does_not_change_a_number(runs, size, name):
     assert all(error <= EXACT for error in runs[size][name][0]["errors"].values())
 
@@ -95,6 +96,9 @@ def test_each_rank_holds_its_share_of_weights_and_moments(runs, size, name):
     whole = found[0]["whole"]
     assert sum(answer["weights"] for answer in found) == whole
     assert all(answer["weights"] == pytest.approx(whole / size, rel=0.01) for answer in found)
+    assert found[0]["report"] == f"{found[0]['weights']} of {whole} bytes of weights; " + (
+        "a forward pass gathers them in 3 steps"
+    )
     assert all(answer["moments"] == pytest.approx(2 * whole / size, rel=0.01) for answer in found)
 
 

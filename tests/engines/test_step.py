@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
+from tests.engines.builders import make_engine, model_dir, ragged_batch
+from verl.algorithms.losses import PPOPolicyLoss
+from verl.config import ActorConfig
 from verl.engines.optimizer import move_optimizer_state
-from verl.engines.step import clip_and_step
+from verl.engines.step import clip_and_step, tell_broken_rows
 
 
 def parameter(gradient: list[float]) -> torch.nn.Parameter:
@@ -54,3 +58,20 @@ def test_moving_the_optimizer_state_leaves_counters_on_the_host():
     move_optimizer_state(optimizer, {"cpu": "meta"})
     places = {key: tensor.device.type for key, tensor in optimizer.state[p].items()}
     assert places == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
+
+
+def test_the_rows_behind_a_loss_that_is_not_finite_are_named(tmp_path, caplog):
+    batch = ragged_batch(rows=4)
+    batch.non_tensor_batch["uid"] = np.array(["a", "b", "c", "d"], dtype=object)
+    batch.batch["advantages"][3] = math.nan  # inside the mask too
+    engine = make_engine(model_dir(tmp_path))
+    with caplog.at_level("WARNING", logger="verl"):
+        metrics = engine.train_batch(batch, PPOPolicyLoss(ActorConfig()), micro_batch_size=1).values()
+    assert metrics["skipped_nonfinite_step"] == 1
+    assert "micro-batch with uid d" in caplog.text and "uid a" not in caplog.text
+
+
+def test_many_broken_rows_are_counted_and_rows_without_names_have_numbers(caplog):
+    with caplog.at_level("WARNING", logger="verl"):
+        tell_broken_rows(ragged_batch(), list(range(20)))
+    assert "rows 0, 1, 2" in caplog.text and "15 and 4 more" in caplog.text

@@ -18,7 +18,7 @@ from verl.engines import sharding
 from verl.engines.optimizer import move_optimizer_state
 from verl.engines.sharded_optimizer import build_sharded_optimizer
 from verl.engines.torch_engine import TorchEngine
-from verl.metrics import notice
+from verl.metrics import log, notice
 from verl.models.weights import named_tensors, names_in_memory, names_on_disk
 
 
@@ -67,6 +67,7 @@ class FSDP2Engine(TorchEngine):
         self.layer_names = [name for name, _ in sharding.layers(cut)]
         sharding.shard(cut, self.layout)
         sharding.fill(cut, whole, self.layout, self.ranks)
+        log.info("fsdp2: %s holds %s", self.ranks, sharding.report(cut))
         return cut
 
     def _autocast_dtype(self) -> torch.dtype:
@@ -96,9 +97,11 @@ class FSDP2Engine(TorchEngine):
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """As `Engine.export_weights`, gathered one layer at a time on the device of every rank."""
+        self.onload(optimizer=False)  # one layer at a time moves faster between devices than between hosts
         for unit in sharding.units(self.model, self.layer_names):
             whole = {name: gather(tensor) for name, tensor in unit.items()}
             yield from names_on_disk(self.model, whole).items()
+        self.offload(params=self.idle["params"], optimizer=False)
 
     def load_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         """As `Engine.load_weights`; rank 0's weights count, the others may pass the same ones or none."""

@@ -110,6 +110,14 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def report(model: nn.Module) -> str:
+    """How much of a cut model this rank holds, in words."""
+    pieces = [p for p in model.parameters() if isinstance(p, DTensor)]
+    own, whole = sum(p.to_local().nbytes for p in pieces), sum(p.numel() * p.element_size() for p in pieces)
+    gathered = sum(isinstance(module, FSDPModule) for module in model.modules())
+    return f"{own} of {whole} bytes of weights; a forward pass gathers them in {gathered} steps"
+
+
 def _no_values(target: DTensor) -> Tensor:
     return torch.empty(target.shape, dtype=target.dtype, device="meta")
 

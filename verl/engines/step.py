@@ -7,14 +7,17 @@ optimizer state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from verl.metrics import MetricSet, notice
+from verl.metrics import MetricSet, log, notice
+from verl.protocol import DataProto
+
+MAX_SHOWN = 16
 
 
 @dataclass(frozen=True)
@@ -68,3 +71,14 @@ def clip_and_step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return StepReport(value, lr)
+
+
+def tell_broken_rows(batch: DataProto, rows: Sequence[int]) -> None:
+    """Log which rows went through the model in a micro-batch whose loss is not finite, every time it happens."""
+    if not rows:
+        return  # the loss was finite, its gradient was not; or the rows are another rank's
+    names = batch.non_tensor_batch.get("uid")
+    shown = [str(row if names is None else names[row]) for row in sorted(rows)[:MAX_SHOWN]]
+    more = f" and {len(rows) - MAX_SHOWN} more" if len(rows) > MAX_SHOWN else ""
+    what = "rows" if names is None else "uid"
+    log.warning("the loss is not finite in a micro-batch with %s %s%s", what, ", ".join(shown), more)

@@ -8,6 +8,7 @@ micro-batches than others fill up with empty ones so that all enter the same col
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from verl.engines.optimizer import build_optimizer, copied, load_optimizer_state
 from verl.engines.rng import rng_state, set_rng_state
 from verl.engines.rows import AlignedRows, MicroBatch
 from verl.engines.settings import check_settings, compute_dtype, recompute_activations
-from verl.engines.step import StepReport, clip_and_step
+from verl.engines.step import StepReport, clip_and_step, tell_broken_rows
 from verl.errors import CheckpointError, EngineError, ModelError
 from verl.metrics import MetricSet
 from verl.models import count_parameters, hf_folder, load_causal_lm, load_value_model
@@ -198,17 +199,19 @@ class TorchEngine(Engine):
         if norm.num_tokens == 0:
             lr = float(self.optimizer.param_groups[0]["lr"])
             return StepReport(0.0, lr, skipped_empty=True).metrics(0.0)
-        total, metrics = self._accumulate(work, tensors, loss_fn, temperature, norm)
+        total, metrics, broken = self._accumulate(work, tensors, loss_fn, temperature, norm)
         self._after_passes()
         report = clip_and_step(self.optimizer, self.model.parameters(), self.grad_clip, self._total_norm)
+        if report.skipped_nonfinite:
+            tell_broken_rows(batch, broken)
         total, metrics = merged(total, metrics, ranks)
         return metrics.merge(report.metrics(total))
 
     def _accumulate(
         self, work: Work, tensors: Any, loss_fn: LossFn, temperature: float, norm: LossNorm
-    ) -> tuple[float, MetricSet]:
-        """Gradients of all micro-batches; this rank's share of the loss, and its metrics."""
-        total, metrics = 0.0, MetricSet()
+    ) -> tuple[float, MetricSet, list[int]]:
+        """Gradients of all micro-batches; this rank's share of the loss, its metrics, rows whose loss is not finite."""
+        total, metrics, broken = 0.0, MetricSet(), []
         for number, micro in enumerate(work.micro_batches(self.device), start=1):
             self._before_micro_batch(last=number == len(work.plan))
             with memory.told(micro):
@@ -219,8 +222,11 @@ class TorchEngine(Engine):
                 else:
                     loss = torch.stack([values.sum() for values in outputs.values()]).sum()  # zero, with a graph
                 loss.backward()
-            total += float(loss.detach())
-        return total, metrics
+            value = float(loss.detach())
+            total += value
+            if not math.isfinite(value):
+                broken += micro.index.tolist()
+        return total, metrics, broken
 
     def _prepare(
         self,
