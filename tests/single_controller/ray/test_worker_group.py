@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import types
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,6 +15,7 @@ from tensordict import TensorDict
 from tests.single_controller.ray.workers import Broken, Counter, Dice, Friendly, PlainUserError
 from verl.errors import ConfigError, WorkerError
 from verl.protocol import DataProto, DataProtoFuture
+from verl.registry import load_from_module
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool
 from verl.single_controller.local import LocalWorkerGroup
 from verl.single_controller.local import create_colocated_worker_cls as local_colocated
@@ -240,6 +243,37 @@ def test_writing_into_a_batch_that_arrived_is_refused_by_name(dice):
     with pytest.raises(WorkerError, match=r"wrote into the tensor 'x'.*clone") as error:
         dice.scribble(batch())
     assert "dice[0].scribble" in "".join(error.value.__notes__)
+
+
+def test_classes_from_a_users_file_and_folders_added_to_the_path_reach_the_workers(tmp_path, monkeypatch):
+    (tmp_path / "verl_test_folder").mkdir()
+    (tmp_path / "verl_test_folder" / "verl_test_helper.py").write_text("def triple(x):\n    return 3 * x\n")
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from verl.single_controller.base import Dispatch, Worker, register\n"
+        "from verl_test_helper import triple\n"
+        "class Mine(Worker):\n"
+        "    @register(Dispatch.ONE_TO_ALL)\n"
+        "    def compute(self, x):\n"
+        "        return triple(x)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "verl_test_folder"))
+    mine = load_from_module(str(file), "Mine")  # a module without an importable name
+    group = RayWorkerGroup(None, RayClassWithInitArgs(mine))
+    assert group.compute(4) == [12]
+    group.close()
+
+
+def test_a_class_that_workers_cannot_import_says_which_module_is_missing():
+    kind = type("Nowhere", (Dice,), {"__module__": "verl_test_nowhere"})
+    module = types.ModuleType("verl_test_nowhere")
+    module.Nowhere = kind
+    sys.modules["verl_test_nowhere"] = module
+    try:
+        with pytest.raises(WorkerError, match=r"no module 'verl_test_nowhere'.*importable on every node"):
+            RayWorkerGroup(None, RayClassWithInitArgs(kind))
+    finally:
+        del sys.modules["verl_test_nowhere"]
 
 
 # ---- errors ------------------------------------------------------------------------------------------------------

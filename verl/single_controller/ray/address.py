@@ -116,7 +116,7 @@ def _authenticate(address: str) -> None:
 
 
 def _accepted(address: str) -> bool:
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.exceptions import AuthenticationError
 
     host, port = _host_port(address)

@@ -27,7 +27,9 @@ class RayClassWithInitArgs(ClassWithInitArgs):
     def __init__(self, cls: Callable[..., Any], *args: Any, **kwargs: Any):
         actor_class = cls if isinstance(cls, ActorClass) else None
         super().__init__(_plain_class(actor_class) if actor_class is not None else cls, *args, **kwargs)
-        self.options: dict[str, Any] = dict(actor_class._default_options) if actor_class is not None else {}
+        self.options: dict[str, Any] = {}
+        if actor_class is not None:
+            self.options |= actor_class._default_options  # type: ignore[attr-defined]
         self.additional_resource: dict[str, float] = {}
 
     @classmethod
@@ -89,4 +91,4 @@ def _plain_dict(class_dict: Mapping[str, ClassWithInitArgs]) -> dict[str, ClassW
 
 def _plain_class(actor_class: ActorClass) -> Callable[..., Any]:
     """The class under ``ray.remote``: what the worker's process builds is an ordinary object."""
-    return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
+    return actor_class.__ray_metadata__.modified_class.__ray_actor_class__  # type: ignore[attr-defined]

@@ -32,6 +32,7 @@ from verl.single_controller.base.handle import note_origin
 SETTLE_SECONDS = 1.0
 """After a call failed on one worker, how long the others may take to show that it was one of them that died."""
 _HERE = str(Path(__file__).parent)
+_MISSING = re.compile("No module named '([^']+)'")
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
 
 
@@ -116,8 +117,8 @@ def meaning(error: RayError, with_note: bool = True) -> tuple[BaseException, Bas
         return cause, RemoteTraceback(_COLOUR.sub("", str(error)))
     if isinstance(error, RayActorError):
         undertaker = _undertakers.get(error.actor_id or "")
-        if undertaker is None:
-            return WorkerError(f"a worker is gone: {first_sentences(str(error))}"), None
+        if undertaker is None:  # not introduced yet, or another process's
+            return _missing_module(error) or WorkerError(f"a worker is gone: {first_sentences(str(error))}"), None
         if isinstance(error, ActorUnavailableError):
             return undertaker.explain_absence(str(error.actor_id), str(error)), None
         return undertaker.explain_death(str(error.actor_id), str(error)), None
@@ -127,7 +128,18 @@ def meaning(error: RayError, with_note: bool = True) -> tuple[BaseException, Bas
         return WorkerError("a node ran out of memory and Ray stopped a worker", fix=str(error)), None
     if isinstance(error, ObjectLostError):
         return WorkerError("a result is lost, its node or the worker that held it is gone", fix=str(error)), None
-    return WorkerError(f"Ray reports {type(error).__name__}: {error}"), None
+    return _missing_module(error) or WorkerError(f"Ray reports {type(error).__name__}: {error}"), None
+
+
+def _missing_module(error: RayError) -> WorkerError | None:
+    found = _MISSING.search(str(error))
+    if found is None:
+        return None
+    return WorkerError(
+        f"a worker's process has no module {found.group(1)!r}",
+        fix="What is sent to workers must be importable on every node: install the package there, or put its folder on "
+        "PYTHONPATH before `ray start`.",
+    )
 
 
 def first_sentences(reason: str) -> str:

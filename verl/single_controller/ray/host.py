@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+import sys
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,11 +32,13 @@ class HostBase:
     Args:
         name: of the worker, for people; Ray puts it before every line that the process prints.
         environment: variables that the process takes over.
+        folders: where the controller finds modules.
     """
 
-    def __init__(self, name: str, environment: dict[str, str]):
+    def __init__(self, name: str, environment: dict[str, str], folders: list[str]):
         for variable, value in environment.items():
             env.set_value(variable, value)
+        sys.path += [folder for folder in folders if folder not in sys.path]
         self.name = name
         self._place: Workplace | None = None
 
@@ -108,12 +111,12 @@ class AsyncWorkerHost(HostBase):
     after the other in a thread of their own, plain methods for handles in as many as ``num_threads``.
     """
 
-    def __init__(self, name: str, environment: dict[str, str], num_threads: int = 1):
-        super().__init__(name, environment)
+    def __init__(self, name: str, environment: dict[str, str], folders: list[str], num_threads: int = 1):
+        super().__init__(name, environment, folders)
         self._order = ThreadPoolExecutor(1, thread_name_prefix="verl-calls")
         self._threads = self._order if num_threads == 1 else ThreadPoolExecutor(num_threads, "verl-requests")
         self._turns: dict[str, Turns] = {}
-        self._streams: dict[str, AsyncIterator[Any] | Iterator[Any]] = {}
+        self._streams: dict[str, AsyncGenerator[Any, None]] = {}
 
     async def ping(self) -> None:
         """A sign of life."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import ray
 import torch
+from ray import cloudpickle
 from ray.exceptions import GetTimeoutError
 
 from verl import env
@@ -23,6 +25,8 @@ from verl.single_controller.ray.resource_pool import Slot
 REGISTER_SECONDS = 300.0
 LOCALHOST = "127.0.0.1"
 MAX_REQUESTS = 10_000
+USER_MODULES = "verl_user_"
+"""How `verl.registry.load_module` begins the names of modules that it loads from files."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +112,10 @@ def _actor(recipe: Recipe, rank: int, slot: Slot | None) -> Any:
     if recipe.detached:
         options |= {"name": name, "lifetime": "detached"}
     options |= recipe.class_with_init.options
-    actor_class = ray.remote(_named(kind, recipe.class_with_init.cls)).options(**options)
+    actor_class: Any = ray.remote(_named(kind, recipe.class_with_init.cls)).options(**options)
     extra = {"num_threads": recipe.num_threads} if recipe.concurrent else {}
     try:
-        return actor_class.remote(name, _environment(recipe), **extra)
+        return actor_class.remote(name, _environment(recipe), [*sys.path], **extra)
     except ValueError as error:  # what Ray raises for a name in use and for resources that the slot does not have
         taken = "Give the group another name_prefix, or stop the detached one." if recipe.detached else ""
         raise WorkerError(str(error), fix=taken) from error
@@ -173,6 +177,7 @@ def _introduce(recipe: Recipe, actors: Sequence[Any]) -> tuple[Fleet, tuple[str,
 
 
 def _build(recipe: Recipe, fleet: Fleet, master: tuple[str, int]) -> None:
+    _send_user_modules()
     boxed = [ray.put(recipe.class_with_init.plain())]
     nodes = [member.node_id for member in fleet.members]
     calls = []
@@ -189,6 +194,13 @@ def _build(recipe: Recipe, fleet: Fleet, master: tuple[str, int]) -> None:
         )
         calls.append(member.actor.build.remote(boxed, asdict(info), _threads(len(nodes))))
     failures.fetch(calls)
+
+
+def _send_user_modules() -> None:
+    """Modules that were loaded from a user's file have no importable name: what they define travels as code."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(USER_MODULES):
+            cloudpickle.register_pickle_by_value(module)
 
 
 def _threads(world_size: int) -> int | None:

@@ -47,7 +47,7 @@ def demand_token() -> None:
 def use_token() -> None:
     """Authenticate from now on, also where Ray is loaded already and has read its settings."""
     env.set_value(MODE, "token")
-    from ray._raylet import Config  # Ray's own way to read its environment again
+    from ray._raylet import Config  # type: ignore[attr-defined]  # Ray's own way to read its environment again
 
     Config.initialize("")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -112,7 +112,7 @@ class Workplace:
 
     def async_items(
         self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> AsyncIterator[Any]:
+    ) -> AsyncGenerator[Any, None]:
         name, worker, _ = self._target(target)
         args, kwargs = transfer.opened(args, kwargs)
         return self._method(worker, name, method)(*args, **kwargs)
