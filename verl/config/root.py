@@ -24,11 +24,7 @@ class ActorRolloutRefConfig(ConfigNode):
     hybrid_engine: bool = setting(
         True, "actor and rollout share the same devices", planned="actor and rollout on separate GPUs"
     )
-    nccl_timeout: int = setting(
-        600,
-        "process-group timeout, seconds",
-        no_effect="one process needs no process group; the distributed engines will use it",
-    )
+    nccl_timeout: int = setting(600, "seconds after which a process that its peers wait for is an error")
     model: HFModelConfig = section(HFModelConfig)
     actor: ActorConfig = section(ActorConfig)
     ref: RefConfig = section(RefConfig)

@@ -154,6 +154,8 @@ class ActorRolloutRefWorker(Worker):
     def _engine(self, optim: OptimizerConfig | None, fsdp: FSDPEngineConfig, strategy: str) -> Engine:
         return make_engine(
             strategy,
+            self.info,
+            self.config.nccl_timeout,
             model=self.model,
             engine=fsdp,
             optim=optim,

@@ -24,6 +24,7 @@ class CriticWorker(TrainingWorker):
         c, ranks = self.config, self.world_size
         engine = make_engine(
             self.site.strategy,
+            self.info,
             model=local_model(c.model, "critic.model.path"),
             engine=c.fsdp,
             optim=c.optim,

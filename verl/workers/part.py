@@ -9,13 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from verl import distributed, env
 from verl.algorithms.losses import LossFn
 from verl.config import HFModelConfig, OptimizerConfig, replace
 from verl.engines.base import Engine
-from verl.errors import ModelError, WorkerError
+from verl.errors import ConfigError, ModelError, WorkerError
 from verl.metrics import Metric, MetricSet
 from verl.protocol import DataProto
 from verl.registry import ENGINES
+from verl.single_controller.base.worker import WorkerInfo
 from verl.storage import copy_to_local
 
 
@@ -142,6 +144,37 @@ def schedule_steps(optim: OptimizerConfig, site: Site) -> int:
     return optim.total_training_steps if optim.total_training_steps > 0 else site.total_training_steps
 
 
-def make_engine(strategy: str, **arguments: Any) -> Engine:
-    """The engine class behind a strategy name, built."""
+def make_engine(
+    strategy: str, place: WorkerInfo | None = None, timeout: float | None = None, **arguments: Any
+) -> Engine:
+    """The engine class behind a strategy name, built.
+
+    Args:
+        place: the worker's among its peers; a backend over several processes meets them there first.
+        timeout: seconds after which a peer that does not come is an error (``actor_rollout_ref.nccl_timeout``).
+
+    Raises:
+        ConfigError: several workers would each train a copy of their own.
+        WorkerError: the workers share one process, where a backend over processes cannot work.
+    """
+    if place is not None and place.world_size > 1:
+        _join(strategy, place, timeout, arguments["device"], trains=arguments.get("optim") is not None)
     return ENGINES.get(strategy)(**arguments)
+
+
+def _join(strategy: str, place: WorkerInfo, timeout: float | None, device: str, trains: bool) -> None:
+    if strategy == "plain":
+        if trains:
+            raise ConfigError(
+                f"the plain engine trains in one process, and there are {place.world_size} workers",
+                key="actor_rollout_ref.actor.strategy",
+                got=strategy,
+                fix="Leave it out, or set it to fsdp2.",
+            )
+        return  # a frozen model may well be whole on every worker
+    if env.get_int("WORLD_SIZE", 1) != place.world_size:
+        raise WorkerError(
+            f"strategy={strategy} needs one process per worker, and these {place.world_size} workers share one",
+            fix="Use trainer.runtime=ray, or one worker.",
+        )
+    distributed.start(place, device, timeout)

@@ -36,6 +36,7 @@ class RewardModelWorker(Worker):
         """Load the reward model, frozen."""
         engine = make_engine(
             self.site.strategy,
+            self.info,
             model=local_model(self.model_config, "reward.reward_model.model_path"),
             engine=self.engine_config,
             optim=None,

@@ -1,0 +1,39 @@
+"""Which engine a worker may have among its peers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import tiny_model_dir
+from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig
+from verl.engines.plain import PlainEngine
+from verl.errors import ConfigError, WorkerError
+from verl.single_controller.base.worker import WorkerInfo
+from verl.workers.part import make_engine
+
+TWO = WorkerInfo(rank=0, world_size=2, master_port=1)
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    model = HFModelConfig(path=str(tiny_model_dir(tmp_path)))
+    return {"model": model, "engine": FSDPEngineConfig(), "device": "cpu"}
+
+
+def test_several_workers_do_not_train_copies_of_their_own(arguments):
+    with pytest.raises(ConfigError, match=r"strategy.*2 workers.*fsdp2"):
+        make_engine("plain", TWO, optim=OptimizerConfig(), **arguments)
+
+
+def test_a_frozen_model_may_be_whole_on_every_worker(arguments):
+    assert isinstance(make_engine("plain", TWO, optim=None, **arguments), PlainEngine)
+
+
+def test_workers_of_one_process_cannot_shard_a_model_and_nobody_waits_for_peers(arguments, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(WorkerError, match=r"one process per worker.*runtime=ray"):
+        make_engine("fsdp2", TWO, optim=None, **arguments)
+
+
+def test_one_worker_needs_no_peers(arguments):
+    assert isinstance(make_engine("plain", WorkerInfo(), optim=OptimizerConfig(), **arguments), PlainEngine)
