@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from tests.single_controller.ray.workers import Counter, Dice, PlainUserError
-from verl.errors import WorkerError
+from verl.errors import ConfigError, WorkerError
 from verl.single_controller.base import ClassWithInitArgs
 from verl.single_controller.ray import fleet as fleets
 from verl.single_controller.ray import host_object, runtime
@@ -22,12 +22,20 @@ from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePoo
 pytestmark = pytest.mark.dist
 
 
+def own_handler(*_: object) -> None:
+    """What a run does on SIGTERM."""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[runtime.Started]:
+    before = signal.signal(signal.SIGTERM, own_handler)
     try:
-        yield runtime.start([2], ray_init={"address": "local", "num_cpus": 2, "object_store_memory": 200 << 20})
+        # Ray believes what it is told: with two GPUs that are not there, placement on devices can be followed.
+        settings = {"address": "local", "num_cpus": 2, "num_gpus": 2, "object_store_memory": 200 << 20}
+        yield runtime.start([2], "cuda", settings)
     finally:
         runtime.stop()
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +64,10 @@ def within(seconds: float, condition: Callable[[], bool]) -> float:
     return time.monotonic() - start
 
 
+def test_the_runs_own_handler_of_sigterm_goes_on(cluster):
+    assert signal.getsignal(signal.SIGTERM) is own_handler
+
+
 def test_a_worker_that_dies_in_a_call_ends_the_group_at_once_with_its_last_words(pool):
     group = dice(pool)
     group.stop_worker_aliveness_check()
@@ -73,6 +85,21 @@ def test_a_worker_that_dies_in_a_call_ends_the_group_at_once_with_its_last_words
     with pytest.raises(WorkerError, match=r"dice\[1\] died"):
         group.throw()
     assert not group._is_worker_alive(group.workers[1])
+
+
+def test_groups_of_one_pool_share_its_devices(pool):
+    first, second = dice(pool), RayWorkerGroup(pool, RayClassWithInitArgs(Dice), name_prefix="second")
+    seen = [
+        [one["CUDA_VISIBLE_DEVICES"] for one in group.environment(["CUDA_VISIBLE_DEVICES"])]
+        for group in (first, second)
+    ]
+    assert sorted(seen[0]) == ["0", "1"] and seen[0] == seen[1]
+    free = ray.available_resources()
+    assert free.get("GPU", 0) == 0 and free["CPU"] == 2  # devices are reserved, the cores next to them are not
+    first.close()
+    second.close()
+    with pytest.raises(ConfigError, match="asked for GPU"):
+        RayResourcePool([3]).get_placement_groups()
 
 
 def test_a_worker_that_is_killed_between_calls_is_noticed_within_seconds(pool, caplog):

@@ -110,6 +110,6 @@ def test_the_loss_of_a_node_ends_the_group_and_says_where_the_worker_was(two_nod
     two_nodes.remove_node(next(iter(two_nodes.worker_nodes)), allow_graceful=False)
     with pytest.raises(WorkerError, match=rf"the worker dice\[{rank}\] died") as error:
         group.wait(calls)
-    assert group.node_ids[rank][:8] in str(error.value)
+    assert group.node_ids[rank][:8] in str(error.value) and "its node has died" in str(error.value)
     with pytest.raises(ConfigError, match=r"trainer.nnodes.*found on 1 node"):
         RayResourcePool([1, 1]).get_placement_groups()

@@ -470,6 +470,9 @@ def test_a_handle_reports_errors_by_worker_and_method(friendly, dice):
         with pytest.raises(WorkerError, match=r"has no method 'generatt'.*generate"):
             await friendly.handle(0).call("generatt")
         assert await dice.handle(1).call("add", 1) == 101  # a worker without async methods has a handle too
+        with pytest.raises(WorkerError, match="did not answer within"):
+            await dice.handle(1, timeout=0.2).call("die", 9, 1.0)  # goes on, and nobody hears its end
+        assert await dice.handle(1).call("add", 2) == 102
 
     asyncio.run(run())
     with pytest.raises(WorkerError, match="one at a time"):

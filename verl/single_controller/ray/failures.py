@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 import ray
 from ray import cloudpickle
 from ray.exceptions import (
+    ActorDiedError,
     ActorUnavailableError,
     ObjectLostError,
     OutOfMemoryError,
@@ -144,8 +145,12 @@ def _missing_module(error: RayError) -> WorkerError | None:
 
 def first_sentences(reason: str) -> str:
     """What Ray says of a death without its identifiers and general advice."""
-    detail = reason.rpartition("Worker exit detail: ")[2] if "Worker exit detail: " in reason else reason
-    return " ".join(detail.partition("Some common causes")[0].split())
+    if "Worker exit detail: " in reason:
+        detail = reason.rpartition("Worker exit detail: ")[2].partition("Some common causes")[0]
+    else:
+        detail = "\n".join(line for line in reason.splitlines() if not line.startswith("\t")) or reason
+    text = " ".join(detail.removeprefix(ActorDiedError.BASE_ERROR_MSG).split())
+    return text if text.endswith(".") else f"{text}."
 
 
 def _root(references: list[Any], error: RayError) -> RayError:

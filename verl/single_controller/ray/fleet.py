@@ -67,6 +67,7 @@ class Fleet:
 
     def __init__(self, name: str, members: Sequence[Member]):
         self.name, self.members = name, list(members)
+        self._cluster = ray.get_runtime_context().gcs_address
         self._lock = threading.Lock()
         self._obituary: str | None = None
         self._closed = False
@@ -93,6 +94,10 @@ class Fleet:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._thread = None
+
+    def is_connected(self) -> bool:
+        """Whether this process is still connected to the cluster in which the workers live."""
+        return ray.is_initialized() and ray.get_runtime_context().gcs_address == self._cluster
 
     def is_alive(self, member: Member) -> bool:
         """Ask one worker; a busy one counts as alive."""
@@ -155,8 +160,9 @@ class Fleet:
         """Stop all workers; calls in flight fail."""
         self.stop_watching()
         with self._lock:
+            alive = self._obituary is None and not self._closed and self.is_connected()
             self._closed = True
-            if self._obituary is None and ray.is_initialized():
+            if alive:
                 self._stop_members()
 
     def _stop_members(self, besides: str = "") -> None:
@@ -186,7 +192,7 @@ def _watch(fleet_ref: ref[Fleet], stop: threading.Event, every_n_seconds: float)
     asked: dict[str, Any] = {}
     while not stop.wait(every_n_seconds):
         fleet = fleet_ref()
-        if fleet is None or not ray.is_initialized():
+        if fleet is None or not fleet.is_connected():
             return
         for member in fleet.members:
             question = asked.setdefault(member.actor_id, None) or member.actor.ping.remote()

@@ -74,8 +74,10 @@ def launch(recipe: Recipe, slots: Sequence[Slot | None]) -> tuple[Fleet, tuple[s
         Exception: what a constructor raised.
     """
     transfer.install()
-    actors = [_actor(recipe, rank, slot) for rank, slot in enumerate(slots)]
+    actors: list[Any] = []
     try:
+        for rank, slot in enumerate(slots):
+            actors.append(_actor(recipe, rank, slot))  # one by one: those made before a failure must be stopped
         fleet, master = _introduce(recipe, actors)
         _build(recipe, fleet, master)
     except BaseException:

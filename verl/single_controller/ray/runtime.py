@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import signal
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +92,7 @@ def _start_own(processes_on_nodes: Sequence[int], device_name: str, settings: di
     settings.setdefault("include_dashboard", False)
     _check_this_machine(processes_on_nodes, device_name, settings)
     security.demand_token()
-    ray.init(address="local", **_common(settings))
+    _connect("local", settings)
 
 
 def _check_this_machine(processes_on_nodes: Sequence[int], device_name: str, settings: Mapping[str, Any]) -> None:
@@ -107,11 +109,15 @@ def _join(address: str, settings: dict[str, Any], connect_seconds: float) -> Non
     for name in _ONLY_AT_START:
         if settings.pop(name, None) is not None:
             notice(f"ray_kwargs.ray_init.{name}", f"has no effect: the cluster at {address} runs already")
-    ray.init(address=address, **_common(settings))
+    _connect(address, settings)
 
 
-def _common(settings: dict[str, Any]) -> dict[str, Any]:
-    return {"namespace": NAMESPACE, "logging_level": logging.WARNING, **settings}
+def _connect(address: str, settings: dict[str, Any]) -> None:
+    """Ray's init puts its own handler of SIGTERM in place of one that the run has set: that one goes on."""
+    before = signal.getsignal(signal.SIGTERM)
+    ray.init(address=address, **{"namespace": NAMESPACE, "logging_level": logging.WARNING, **settings})
+    if callable(before) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
 
 
 def _given(settings: Mapping[str, Any]) -> dict[str, Any]:

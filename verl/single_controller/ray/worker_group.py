@@ -72,7 +72,7 @@ class RayWorkerGroup(WorkerGroup):
         given = ray_cls_with_init or class_with_init
         if given is None:
             raise WorkerError("a worker group needs a class", fix="Pass RayClassWithInitArgs(MyWorker, ...).")
-        if profile_steps is not None and worker_nsight_options:
+        if profile_steps or worker_nsight_options:
             raise NotBuiltError("profiling workers with Nsight is not built yet", key="global_profiler.tool")
         ray_cls = RayClassWithInitArgs.of(given)
         role = name_prefix or ray_cls.cls.__name__
