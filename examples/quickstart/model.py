@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-SPECIAL = {"pad": "<|pad|>", "end": "<|end|>", "system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
+SPECIAL = ("<|pad|>", "<|end|>", "<|unknown|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
@@ -22,27 +22,21 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE trained on questions and answers; every digit stays a token of its own."""
+    """A BPE trained on sums. Every digit stays a token of its own, and there is nothing in it that sums do not need:
+    with hundreds of unused tokens the model learns several times slower.
+    """
     rng = random.Random(seed)
-    pairs = [(rng.randrange(100), rng.randrange(100)) for _ in range(2000)]
-    corpus = [f"{a}+{b}=" for a, b in pairs] + [f"What is {a} plus {b}? The answer is {a + b}." for a, b in pairs]
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=list(SPECIAL.values()),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(corpus, trainer)
+    backend = Tokenizer(models.BPE(unk_token="<|unknown|>"))
+    backend.pre_tokenizer = pre_tokenizers.Digits(individual_digits=True)
+    backend.decoder = decoders.Fuse()
+    trainer = trainers.BpeTrainer(special_tokens=list(SPECIAL), show_progress=False)
+    backend.train_from_iterator((f"{rng.randrange(100)}+{rng.randrange(100)}=" for _ in range(1000)), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        pad_token=SPECIAL["pad"],
-        eos_token=SPECIAL["end"],
-        additional_special_tokens=[SPECIAL["system"], SPECIAL["user"], SPECIAL["assistant"]],
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        unk_token="<|unknown|>",
+        additional_special_tokens=["<|user|>", "<|assistant|>"],
         chat_template=CHAT_TEMPLATE,
     )
 
@@ -53,7 +47,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausal
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
-        intermediate_size=1024,
+        intermediate_size=1152,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,

@@ -2,8 +2,8 @@
 
     python examples/quickstart/run.py            # or: make quickstart
 
-Writes everything below ``outputs/quickstart``: data, the untrained, the warmed-up and the trained model, metrics, a plot
-and ``summary.json``. Ends with an error if the held-out accuracy stays below 90 %.
+Writes everything below ``outputs/quickstart``: data, the untrained, the warmed-up and the trained model, metrics, a
+plot and ``summary.json``. Ends with an error if the held-out accuracy stays below 90 %.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from verl.observability.plots import plot_run, read_metrics, series
 HERE = Path(__file__).resolve().parent
 PROJECT = "quickstart"
 ACCURACY_WANTED = 0.9
-SFT_STEPS, GRPO_STEPS = 200, 80
+SFT_STEPS, GRPO_STEPS = 240, 50
 console = Console()
 
 
@@ -61,8 +61,8 @@ def command_lines(out: Path, seed: int) -> list[tuple[str, list[str]]]:
         f"data.seed={seed}",
         f"actor_rollout_ref.model.path={warm}",
         "actor_rollout_ref.rollout.n=8",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
-        "actor_rollout_ref.actor.optim.lr=3e-4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+        "actor_rollout_ref.actor.optim.lr=2e-4",
         "actor_rollout_ref.actor.optim.lr_warmup_steps=10",
         "actor_rollout_ref.actor.checkpoint.save_contents=[model]",
         f"reward.custom_reward_function.path={HERE}/reward.py",
@@ -74,7 +74,7 @@ def command_lines(out: Path, seed: int) -> list[tuple[str, list[str]]]:
     ]
     return [
         ("write additions: training prompts, held-out prompts, solved examples", shlex.split(prepare)),
-        ("spoil the solved examples: most carries are forgotten", shlex.split(demonstrate)),
+        ("spoil the solved examples: most ramble on after the answer", shlex.split(demonstrate)),
         ("build a Qwen2 of one million parameters and train its tokenizer", [f"{HERE}/model.py", f"{out}/base"]),
         ("warm up: imitate the spoilt examples (supervised)", ["-m", "verl.trainer.sft_trainer", *sft]),
         ("learn from reward alone (GRPO)", ["-m", "verl.trainer.main_ppo", *grpo]),
@@ -98,8 +98,9 @@ def run(number: int, title: str, arguments: list[str], environment: dict[str, st
     console.print("$ " + shlex.join(["python", *arguments]), style="cyan", soft_wrap=True, highlight=False)
     status = subprocess.run([sys.executable, *arguments], env=environment, check=False).returncode
     if status:
-        console.print(f"[bold red]Step {number} ended with status {status}; its message stands above.")
-        sys.exit(status)
+        how = f"ended with status {status}" if status > 0 else f"was stopped by signal {-status}"
+        console.print(f"[bold red]Step {number} {how}; its message stands above.")
+        sys.exit(max(status, 1))
 
 
 def accuracies(metrics: Path) -> tuple[float, float]:

@@ -10,6 +10,8 @@ import pytest
 
 from tests.e2e.runs import PROJECT, command, run
 
+WARM_UP = 240
+
 
 @dataclass(frozen=True)
 class Arithmetic:
@@ -29,7 +31,7 @@ class Arithmetic:
             "data.max_response_length=8",
             f"actor_rollout_ref.model.path={self.model}",
             "actor_rollout_ref.rollout.n=8",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=16",
             f"reward.custom_reward_function.path={PROJECT}/examples/quickstart/reward.py",
             "trainer.project_name=e2e",
             "trainer.logger=[file]",
@@ -38,19 +40,24 @@ class Arithmetic:
 
 @pytest.fixture(scope="session")
 def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Arithmetic:
-    """Data, a new model, and a short SFT warm-up."""
+    """Data, a new model, and the quickstart's warm-up on demonstrations that do not stop at the answer."""
     folder = tmp_path_factory.mktemp("arithmetic")
-    command("verl.data.prepare.arithmetic", "--local_save_dir", "data", "--seed", "1", cwd=folder)
-    run([sys.executable, str(PROJECT / "examples/quickstart/model.py"), "base"], cwd=folder)
+    quickstart = PROJECT / "examples/quickstart"
+    sizes = ["--train_size", "3072", "--sft_size", "4096"]
+    command("verl.data.prepare.arithmetic", "--local_save_dir", "data", *sizes, "--seed", "0", cwd=folder)
+    run([sys.executable, f"{quickstart}/demonstrations.py", "data/sft.parquet", "data/pupil.parquet"], cwd=folder)
+    run([sys.executable, f"{quickstart}/model.py", "base"], cwd=folder)
     command(
         "verl.trainer.sft_trainer",
-        "data.train_files=data/sft.parquet",
+        "data.train_files=data/pupil.parquet",
         "data.train_batch_size=128",
-        "data.max_length=64",
+        "data.max_length=32",
         "model.path=base",
-        "optim.lr=2e-3",
-        "trainer.total_training_steps=250",
-        "trainer.save_freq=250",
+        "optim.lr=3e-3",
+        "optim.lr_warmup_steps=20",
+        "optim.lr_scheduler_type=cosine",
+        f"trainer.total_training_steps={WARM_UP}",
+        f"trainer.save_freq={WARM_UP}",
         "trainer.default_local_dir=sft",
         "trainer.project_name=e2e",
         "trainer.experiment_name=sft",
@@ -58,4 +65,4 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Arithmetic:
         "checkpoint.save_contents=[model]",
         cwd=folder,
     )
-    return Arithmetic(folder, folder / "sft" / "global_step_250" / "model" / "huggingface")
+    return Arithmetic(folder, folder / "sft" / f"global_step_{WARM_UP}" / "model" / "huggingface")
