@@ -49,12 +49,12 @@ class RayHandle(Handle):
 
     async def _invoke(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ((args, kwargs),) = transfer.share([(args, kwargs)])
-        return await self._answer(self._actor.request.remote(self._target, method, *args, **kwargs))
+        return await self._answer(self._actor.request.remote([self._target, method], *args, **kwargs))
 
     async def _iterate(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AsyncIterator[Any]:
         key = f"{method}#{uuid.uuid4().hex}"
         ((args, kwargs),) = transfer.share([(args, kwargs)])
-        await self._answer(self._actor.open_stream.remote(key, self._target, method, *args, **kwargs))
+        await self._answer(self._actor.open_stream.remote(key, [self._target, method], *args, **kwargs))
         try:
             while True:
                 there, item = await self._answer(self._actor.next_item.remote(key))

@@ -22,8 +22,12 @@ from verl import env
 if TYPE_CHECKING:
     from verl.single_controller.ray.workplace import Workplace
 
-Ticket = tuple[str, int]
-"""Caller and number of a call: an event loop may start calls in another order than they were made."""
+Header = list[Any]
+"""What a call is about, in one argument because each one costs: the caller, the number of the call among the caller's
+calls of this worker (an event loop may start them in another order), the role, and the method. The role is empty for
+the worker itself and the name of one of the roles of a colocated worker."""
+Request = list[str]
+"""What a request of a handle is about: the role and the method."""
 
 
 class HostBase:
@@ -83,16 +87,19 @@ class WorkerHost(HostBase):
         """The worker's place among its peers and its roles."""
         return self.place.describe()
 
-    def call(self, ticket: Ticket | None, target: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a method; ``target`` names the role of a colocated worker, or is empty."""
+    def call(self, header: Header, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a method; here calls come in the order in which they were made."""
+        _, _, target, method = header
         return self.place.perform(target, method, args, kwargs)
 
-    def request(self, target: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    def request(self, request: Request, /, *args: Any, **kwargs: Any) -> Any:
         """Run a method for a handle; here one at a time, as all calls."""
+        target, method = request
         return self.place.perform(target, method, args, kwargs)
 
-    def open_stream(self, key: str, target: str, method: str, /, *args: Any, **kwargs: Any) -> None:
+    def open_stream(self, key: str, request: Request, /, *args: Any, **kwargs: Any) -> None:
         """Begin to run a method that yields."""
+        target, method = request
         self.place.open_stream(key, target, method, args, kwargs)
 
     def next_item(self, key: str) -> tuple[bool, Any]:
@@ -133,26 +140,25 @@ class AsyncWorkerHost(HostBase):
         """The worker's place among its peers and its roles."""
         return self.place.describe()
 
-    async def call(self, ticket: Ticket | None, target: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a method in the order of the tickets."""
-        perform = partial(self.place.perform, target, method, args, kwargs)
-        if ticket is None:
-            return await self._in(self._order, perform)
-        caller, number = ticket
+    async def call(self, header: Header, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a method in the order of the caller's numbers."""
+        caller, number, target, method = header
         turns = self._turns.setdefault(caller, Turns())
         await turns.wait_for(number)
-        work = self._in(self._order, perform)  # queued before the next ticket may go on
+        work = self._in(self._order, self.place.perform, target, method, args, kwargs)  # in the queue before the next
         turns.done()
         return await work
 
-    async def request(self, target: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    async def request(self, request: Request, /, *args: Any, **kwargs: Any) -> Any:
         """Run a method for a handle, beside others."""
+        target, method = request
         if self.place.is_async(target, method):
             return await self.place.attend(target, method, args, kwargs)
         return await self._in(self._threads, self.place.perform, target, method, args, kwargs)
 
-    async def open_stream(self, key: str, target: str, method: str, /, *args: Any, **kwargs: Any) -> None:
+    async def open_stream(self, key: str, request: Request, /, *args: Any, **kwargs: Any) -> None:
         """Begin to run a method that yields."""
+        target, method = request
         if self.place.is_async(target, method):
             self._streams[key] = self.place.async_items(target, method, args, kwargs)
         else:

@@ -136,12 +136,12 @@ def _forward(name: str, concurrent: bool) -> Any:
     if concurrent:
 
         async def later(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return await self.request("", name, *args, **kwargs)
+            return await self.request(["", name], *args, **kwargs)
 
         return later
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.request("", name, *args, **kwargs)
+        return self.request(["", name], *args, **kwargs)
 
     return method
 

@@ -189,8 +189,8 @@ class RayWorkerGroup(WorkerGroup):
             named = f"{self._worker_names[rank]}.{method_name}"
             caller = self._callers[rank, method_name] = self._workers[rank].call.options(name=named)
         with self._sending:
-            ticket = (self._caller_id, self._sent[rank])
-            reference = caller.remote(ticket, self._target, method_name, *args, **kwargs)
+            header = [self._caller_id, self._sent[rank], self._target, method_name]
+            reference = caller.remote(header, *args, **kwargs)
             self._sent[rank] += 1  # a call that could not be sent has no number
         return reference
 
