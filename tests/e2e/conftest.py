@@ -15,7 +15,7 @@ WARM_UP = 240
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The quickstart's task at rest: data, reward file and a model that is right about half of the time."""
+    """The quickstart's task at rest: data, reward file and a model that can add and is rarely right, since it goes on after the answer."""
 
     folder: Path
     model: Path
@@ -31,7 +31,8 @@ class Arithmetic:
             "data.max_response_length=8",
             f"actor_rollout_ref.model.path={self.model}",
             "actor_rollout_ref.rollout.n=8",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+            "actor_rollout_ref.actor.optim.lr=2e-4",
             f"reward.custom_reward_function.path={PROJECT}/examples/quickstart/reward.py",
             "trainer.project_name=e2e",
             "trainer.logger=[file]",

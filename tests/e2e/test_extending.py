@@ -26,7 +26,6 @@ def test_an_estimator_in_a_file_of_its_own_is_used_by_its_dotted_path(arithmetic
         "trainer.experiment_name=own",
         "trainer.total_training_steps=2",
         "trainer.val_before_train=false",
-        "actor_rollout_ref.actor.optim.lr=1e-4",
         cwd=arithmetic.folder,
     )
     steps = metrics(arithmetic.folder, "e2e", "own")

@@ -29,18 +29,17 @@ def test_grpo_raises_the_held_out_accuracy_and_leaves_a_loadable_model(arithmeti
     steps = learn(
         arithmetic,
         "grpo",
-        60,
+        30,
         "algorithm.adv_estimator=grpo",
-        "actor_rollout_ref.actor.optim.lr=3e-4",
-        "trainer.save_freq=60",
+        "trainer.save_freq=30",
         "actor_rollout_ref.actor.checkpoint.save_contents=[model]",
     )
     before, *_, after = curve(steps, ACCURACY)
     rewards = curve(steps, "critic/score/mean")
-    assert before < 0.8
-    assert after > before + 0.1
-    assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.1
-    model = AutoModelForCausalLM.from_pretrained(arithmetic.folder / "grpo/global_step_60/actor/huggingface")
+    assert before <= 0.6
+    assert after >= 0.9
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
+    model = AutoModelForCausalLM.from_pretrained(arithmetic.folder / "grpo/global_step_30/actor/huggingface")
     assert model.config.model_type == "qwen2"
 
 
@@ -48,18 +47,15 @@ def test_ppo_with_a_critic_raises_the_held_out_accuracy(arithmetic):
     steps = learn(
         arithmetic,
         "ppo",
-        60,
+        40,
         "algorithm.adv_estimator=gae",
-        "actor_rollout_ref.rollout.n=4",
-        "data.train_batch_size=128",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=64",
-        "actor_rollout_ref.actor.optim.lr=3e-4",
         "critic.optim.lr=1e-3",
-        "critic.ppo_mini_batch_size=64",
         "trainer.critic_warmup=5",
     )
     before, *_, after = curve(steps, ACCURACY)
-    assert after > before + 0.1
+    assert before <= 0.6
+    assert after >= 0.9
     losses = curve(steps, "critic/vf_loss")
-    assert sum(losses[-10:]) < sum(losses[:10]), "the critic learns to predict the return"
-    assert "actor/pg_loss" not in steps[3], "during the warm-up the actor is not updated"
+    assert sum(losses[-5:]) < sum(losses[:5]), "the critic learns to predict the return"
+    updates = ["actor/pg_loss" in step for step in steps if step["step"] > 0]
+    assert updates == [False] * 4 + [True] * 36, "the actor waits for trainer.critic_warmup"
