@@ -42,20 +42,21 @@ class Clock(TrainerCallback):
         marks.append(time.perf_counter())
 
 def reward(completions, **kwargs):
-    return [float(len(str(c)) %% 7) for c in completions]
+    return [float(len(str(c)) % 7) for c in completions]
 
 config = GRPOConfig(
-    output_dir=out, per_device_train_batch_size=%d, num_generations=%d, max_completion_length=%d, max_steps=steps,
-    gradient_checkpointing=False, num_iterations=1, beta=0.0, temperature=1.0, learning_rate=1e-5, logging_steps=1000000,
-    save_strategy="no", report_to=[], bf16=False, use_cpu=True, disable_tqdm=True, shuffle_dataset=False,
-    generation_kwargs={"min_new_tokens": %d}, seed=1, model_init_kwargs={"dtype": "float32"},
+    output_dir=out, per_device_train_batch_size=BATCH, num_generations=GROUP, max_completion_length=LENGTH,
+    max_steps=steps, gradient_checkpointing=False, num_iterations=1, beta=0.0, temperature=1.0, learning_rate=1e-5,
+    logging_steps=1000000, save_strategy="no", report_to=[], bf16=False, use_cpu=True, disable_tqdm=True,
+    shuffle_dataset=False, generation_kwargs={"min_new_tokens": LENGTH}, seed=1,
+    model_init_kwargs={"dtype": "float32"},
 )
 trainer = GRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows),
                       processing_class=AutoTokenizer.from_pretrained(model), callbacks=[Clock()])
 marks.append(time.perf_counter())
 trainer.train()
 print("SECONDS " + json.dumps([b - a for a, b in zip(marks, marks[1:])]))
-""" % (PROMPTS * SAMPLES, SAMPLES, NEW_TOKENS, NEW_TOKENS)
+"""
 
 
 def make_inputs(folder: Path, size: str) -> tuple[Path, Path, Path]:
@@ -123,7 +124,8 @@ def run_ours(folder: Path, model: Path, prompts: Path, steps: int, name: str) ->
 
 def run_peer(folder: Path, python: str, model: Path, prompts: Path, steps: int) -> list[float]:
     script = folder / "peer.py"
-    script.write_text(PEER)
+    constants = f"BATCH, GROUP, LENGTH = {PROMPTS * SAMPLES}, {SAMPLES}, {NEW_TOKENS}\n"
+    script.write_text(constants + PEER)
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [python, str(script), str(model), str(prompts), str(steps), str(folder / "peer-out")],
@@ -157,9 +159,8 @@ def main() -> None:
                     peer += other
                     ratios.append(statistics.median(other) / statistics.median(seconds))
             rows.append((size, statistics.median(mine), statistics.median(peer or [float("nan")]), ratios))
-    print(
-        f"\n{PROMPTS} prompts x {SAMPLES} samples x {NEW_TOKENS} tokens, {os.environ['OMP_NUM_THREADS']} threads, float32"
-    )
+    threads = os.environ["OMP_NUM_THREADS"]
+    print(f"\n{PROMPTS} prompts x {SAMPLES} samples x {NEW_TOKENS} tokens, {threads} threads, float32")
     print("| model | ours, s/step | TRL, s/step | TRL / ours, per round |\n|---|---|---|---|")
     for size, mine_s, peer_s, ratios in rows:
         print(f"| {size} | {mine_s:.3f} | {peer_s:.3f} | {', '.join(f'{r:.2f}' for r in ratios)} |")

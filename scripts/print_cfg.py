@@ -1,6 +1,6 @@
 """Print the resolved configuration of a program, without checking it against this machine.
 
-    python scripts/print_cfg.py [ppo_trainer|sft_trainer] [a.b=c ...] [--config-path DIR --config-name NAME]
+python scripts/print_cfg.py [ppo_trainer|sft_trainer] [a.b=c ...] [--config-path DIR --config-name NAME]
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class MetricSet:
 
     def merge(self, other: MetricSet | Mapping[str, Metric]) -> MetricSet:
         """Merge in place; returns self."""
-        for name, metric in other.items() if isinstance(other, MetricSet) else other.items():
+        for name, metric in other.items():
             self._put(name, metric)
         return self
 

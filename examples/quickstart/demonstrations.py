@@ -1,8 +1,8 @@
 """Turns correct sums into the demonstrations of a rambling pupil, who does not stop at the answer.
 
-In three of five examples the pupil goes on after the sum with another ``=``. A model that imitates them can add, and still gives the
-wrong answer nearly always, and no more demonstrations would help. The reward sees only whether the answer is exactly
-the sum: with it, reinforcement learning has to find what its teacher did not show.
+In three of five examples the pupil goes on after the sum with another ``=``. A model that imitates them can add, and
+still gives the wrong answer nearly always, and no more demonstrations would help. The reward sees only whether the
+answer is exactly the sum: with it, reinforcement learning has to find what its teacher did not show.
 
     python examples/quickstart/demonstrations.py sft.parquet demonstrations.parquet
 """

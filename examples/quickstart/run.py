@@ -28,7 +28,7 @@ from verl.observability.plots import plot_run, read_metrics, series
 HERE = Path(__file__).resolve().parent
 PROJECT = "quickstart"
 ACCURACY_WANTED = 0.9
-SFT_STEPS, GRPO_STEPS = 240, 50
+SFT_STEPS, GRPO_STEPS = 360, 50
 console = Console()
 
 

@@ -15,7 +15,7 @@ WARM_UP = 240
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The quickstart's task at rest: data, reward file and a model that can add and is rarely right, since it goes on after the answer."""
+    """The quickstart's task at rest: a model that can add and is rarely right, since it goes on after the answer."""
 
     folder: Path
     model: Path

@@ -27,8 +27,10 @@ from verl.registry import POLICY_LOSSES
 class LossFn(Protocol):
     """What an engine minimises."""
 
-    outputs: tuple[str, ...]
-    """What the forward pass must return: of ``log_probs``, ``entropy``, ``values``; each (b, T)."""
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """What the forward pass must return: of ``log_probs``, ``entropy``, ``values``; each (b, T)."""
+        ...
 
     def __call__(
         self, outputs: Mapping[str, Tensor], batch: Any, norm: LossNorm

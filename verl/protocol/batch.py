@@ -463,6 +463,17 @@ class DataProto:
     def _tensor_keys(self) -> list[str]:
         return list(self.batch.keys()) if self.batch is not None else []
 
+    @property
+    def tensors(self) -> TensorDictBase:
+        """``batch``, for code that needs tensor columns.
+
+        Raises:
+            BatchError: there are none.
+        """
+        if self.batch is None:
+            raise BatchError("the batch has no tensor columns", got=sorted(self.non_tensor_batch))
+        return self.batch
+
     def _with_rows(self, batch: TensorDictBase | None, columns: dict[str, np.ndarray]) -> DataProto:
         return type(self)(batch=batch, non_tensor_batch=columns, meta_info=self.meta_info)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import cast
 
 from verl.config import PPOTrainerConfig, load_config, save_config
 from verl.errors import VerlError
@@ -53,7 +54,8 @@ def run_ppo(config: PPOTrainerConfig, task_runner_class: type[TaskRunner] | None
 def main(argv: list[str] | None = None) -> int:
     """Command line; an error that is the user's to mend is one message and exit status 2."""
     try:
-        run_ppo(load_config("ppo_trainer", sys.argv[1:] if argv is None else argv))
+        config = load_config("ppo_trainer", sys.argv[1:] if argv is None else argv)
+        run_ppo(cast(PPOTrainerConfig, config))
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)
         if error.__cause__ is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from verl.config import SFTTrainerConfig, load_config, save_config
 from verl.errors import VerlError
@@ -37,7 +38,8 @@ def run_sft(config: SFTTrainerConfig) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Command line; an error that is the user's to mend is one message and exit status 2."""
     try:
-        run_sft(load_config("sft_trainer", sys.argv[1:] if argv is None else argv))
+        config = load_config("sft_trainer", sys.argv[1:] if argv is None else argv)
+        run_sft(cast(SFTTrainerConfig, config))
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -101,7 +101,7 @@ class SupervisedTrainer:
             found = self.part.train(batch).values()
             self.step += 1
             metrics = {f"train/{name}": value for name, value in found.items()}
-            metrics["train/global_tokens"] = int(batch.batch["attention_mask"].sum())
+            metrics["train/global_tokens"] = int(batch.tensors["attention_mask"].sum())
             metrics["train/time(s)"] = time.perf_counter() - started
             last = self.step == self.total_steps
             if self.val_loader is not None and trainer.test_freq > 0 and (last or self.step % trainer.test_freq == 0):
@@ -117,12 +117,13 @@ class SupervisedTrainer:
 
     def validate(self) -> float:
         """Mean negative log-likelihood per trained token over the validation rows."""
+        assert self.val_loader is not None, "there is nothing to validate on"
         total, count = 0.0, 0
         for rows in self.val_loader:
             batch = supervised_batch(rows)
             log_probs = self.part.infer(batch, ("log_probs",))["log_probs"]
             total -= log_probs.sum().item()  # zero where the mask is zero
-            count += int(batch.batch["response_mask"].sum())
+            count += int(batch.tensors["response_mask"].sum())
         return total / max(count, 1)
 
     def save_checkpoint(self) -> None:

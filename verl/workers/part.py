@@ -50,7 +50,9 @@ class Limits:
     max_tokens: int | None = None
 
     @classmethod
-    def of(cls, per_gpu: int | None, total: int | None, use_dynamic: bool, max_tokens: int, num_ranks: int) -> Limits:
+    def of(
+        cls, per_gpu: int | None, total: int | None, use_dynamic: bool, max_tokens: int | None, num_ranks: int
+    ) -> Limits:
         """From the configuration: the per-GPU count wins over the deprecated total, a token budget over both."""
         if use_dynamic:
             return cls(max_tokens=max_tokens)
@@ -117,7 +119,7 @@ class ModelPart:
                 max_tokens=self.train_limits.max_tokens,
             )
             metrics.merge(per_step(found))
-            lengths = part.batch["attention_mask"].sum(-1).tolist()
+            lengths = part.tensors["attention_mask"].sum(-1).tolist()
             metrics.add("tflop", self.engine.train_flops(lengths) / 1e12, "sum")
         if not batch.meta_info.get("more_updates", False):
             self.engine.step_scheduler()

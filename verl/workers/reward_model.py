@@ -49,7 +49,7 @@ class RewardModelWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """``rm_scores`` (B, T): the model's scalar on the last response token, 0 elsewhere."""
-        mask = data.batch["response_mask"]
+        mask = data.tensors["response_mask"]
         values = self.part.infer(with_end_column(data), ("values",))["values"]
         scores = torch.zeros_like(mask, dtype=torch.float32)
         rows = mask.bool().any(-1)
@@ -69,7 +69,7 @@ def with_end_column(data: DataProto) -> DataProto:
     A value is that of the state BEFORE its token, so the state after the whole response is the value of the token that
     would follow; which id stands there makes no difference.
     """
-    tensors, mask = data.batch, data.batch["response_mask"]
+    tensors, mask = data.tensors, data.tensors["response_mask"]
     wide = mask.shape[-1] + 1
     one_more = torch.zeros(len(mask), 1, dtype=mask.dtype)
     rows = mask.bool().any(-1)

@@ -70,7 +70,7 @@ class RunCheckpoints:
         rng.set_rng_state(state["rng"])
         self.ctx.step = int(state["step"])
         if SURPLUS in reader.parts:
-            self.ctx.pool.add(DataProto.load_from_disk(folder / SURPLUS / "batch"))
+            self.ctx.pool.add(DataProto.load_from_disk(str(folder / SURPLUS / "batch")))
         notice("trainer.resume_mode", f"continues from {folder}")
 
     def close(self) -> None:
@@ -91,4 +91,4 @@ class RunCheckpoints:
 
 def _save_batch(folder: Path, batch: DataProto) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    batch.save_to_disk(folder / "batch")
+    batch.save_to_disk(str(folder / "batch"))

@@ -188,7 +188,7 @@ class RayPPOTrainer:
 
     def _step_metrics(self, batch: DataProto) -> dict[str, float]:
         ctx = self.ctx
-        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
+        batch.meta_info["global_token_num"] = batch.tensors["attention_mask"].sum(-1).tolist()
         ranks = self.resource_pool_manager.get_n_gpus()
         skipped = 0.0 if ctx.needs_old_log_prob else 1.0
         return {
@@ -239,10 +239,10 @@ class RayPPOTrainer:
             name: list(batch.non_tensor_batch[name]) for name in self.ctx.sample_info if name in batch.non_tensor_batch
         }
         return {
-            "inputs": decode(batch.batch["prompts"], skip_special_tokens=True),
-            "outputs": decode(batch.batch["responses"], skip_special_tokens=True),
+            "inputs": decode(batch.tensors["prompts"], skip_special_tokens=True),
+            "outputs": decode(batch.tensors["responses"], skip_special_tokens=True),
             "gts": [truth.get("ground_truth") if isinstance(truth, dict) else None for truth in truths],
-            "scores": batch.batch["token_level_scores"].sum(-1).tolist(),
+            "scores": batch.tensors["token_level_scores"].sum(-1).tolist(),
             "reward_extra_infos": extra,
         }
 
@@ -277,4 +277,4 @@ def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> t
 
 def compute_response_mask(data: DataProto) -> torch.Tensor:
     """The attention mask over the response part, (B, T)."""
-    return data.batch["attention_mask"][:, -data.batch["responses"].size(1) :]
+    return data.tensors["attention_mask"][:, -data.tensors["responses"].size(1) :]

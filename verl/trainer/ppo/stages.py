@@ -88,7 +88,7 @@ def sample(prompts: DataProto, rollout: RoleHandle, metrics: MetricSet) -> DataP
 def score(samples: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
     """Adds token_level_scores (B, T); a sample that could not be scored is masked and leaves its group's baseline."""
     scored = ctx.reward(samples)
-    samples.batch["token_level_scores"] = scored["reward_tensor"]
+    samples.tensors["token_level_scores"] = scored["reward_tensor"]
     unscorable = np.array(scored.get("unscorable", [False] * len(samples)), dtype=bool)
     samples.non_tensor_batch["unscorable"] = unscorable
     for name, values in scored.get("reward_extra_info", {}).items():
@@ -96,14 +96,14 @@ def score(samples: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
     ctx.sample_info = dict(scored.get("reward_extra_info", {}))
     ctx.metrics.merge(scored.get("metrics", {}))
     if unscorable.any():
-        samples.batch["response_mask"][torch.from_numpy(unscorable)] = 0
+        samples.tensors["response_mask"][torch.from_numpy(unscorable)] = 0
     return samples
 
 
 def keep(samples: DataProto, ctx: StepContext) -> DataProto:
     """Dynamic sampling (DAPO, arXiv 2503.14476): drop the groups whose samples all have the same metric."""
     rule = ctx.config.algorithm.filter_groups
-    values = samples.batch["token_level_scores"].sum(-1).numpy()
+    values = samples.tensors["token_level_scores"].sum(-1).numpy()
     if rule.metric not in (None, "reward", "seq_reward", "seq_final_reward") and rule.enable:
         values = np.array(samples.non_tensor_batch[rule.metric], dtype=float)
     groups = np.unique(samples.non_tensor_batch["uid"], return_inverse=True)[1]
@@ -121,7 +121,7 @@ def keep(samples: DataProto, ctx: StepContext) -> DataProto:
 
 def measure_balance(batch: DataProto, ctx: StepContext) -> None:
     """Token counts per data-parallel rank before and after balancing: ``global_seqlen/*``."""
-    lengths = batch.batch["attention_mask"].sum(-1).tolist()
+    lengths = batch.tensors["attention_mask"].sum(-1).tolist()
     ctx.metrics.add("perf/total_num_tokens", sum(lengths), "last")
     for name, value in log_seqlen_unbalance(lengths, [list(range(len(lengths)))], "global_seqlen").items():
         ctx.metrics.add(name, value, "last")
@@ -130,21 +130,21 @@ def measure_balance(batch: DataProto, ctx: StepContext) -> None:
 def add_old_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
     """Adds old_log_probs, and reports the entropy and the distance to the sampler's own log-probs."""
     found = roles["actor"].infer(batch, ("old_log_probs", "entropys"))
-    mask = batch.batch["response_mask"]
-    if "entropys" in found.batch.keys():
-        ctx.metrics.add("actor/entropy", masked_mean(found.batch["entropys"], mask).item(), "last")
-    batch.batch["old_log_probs"] = found.batch["old_log_probs"]
-    if "rollout_log_probs" in batch.batch.keys():
+    mask = batch.tensors["response_mask"]
+    if "entropys" in found.tensors.keys():
+        ctx.metrics.add("actor/entropy", masked_mean(found.tensors["entropys"], mask).item(), "last")
+    batch.tensors["old_log_probs"] = found.tensors["old_log_probs"]
+    if "rollout_log_probs" in batch.tensors.keys():
         for name, value in rollout_difference(batch).items():
             ctx.metrics.add(name, value, "last")
 
 
 def rollout_difference(batch: DataProto) -> dict[str, float]:
     """How far the sampler's probabilities are from the trainer's, over sampled tokens."""
-    mask = batch.batch["response_mask"].bool()
+    mask = batch.tensors["response_mask"].bool()
     if not mask.any():
         return {"training/rollout_probs_diff_valid": 0.0}
-    ours, theirs = (batch.batch[k][mask].float().exp() for k in ("old_log_probs", "rollout_log_probs"))
+    ours, theirs = (batch.tensors[k][mask].float().exp() for k in ("old_log_probs", "rollout_log_probs"))
     difference = (ours - theirs).abs()
     found = {
         "training/rollout_probs_diff_valid": 1.0,
@@ -164,13 +164,13 @@ def add_advantages(batch: DataProto, ctx: StepContext) -> None:
         for name, value in charge_kl(batch, ctx.kl_controller, algorithm.kl_penalty).items():
             ctx.metrics.add(name, value, "last")
     else:
-        batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+        batch.tensors["token_level_rewards"] = batch.tensors["token_level_scores"]
     compute_advantage(batch, ctx.estimator, algorithm)
 
 
 def charge_kl(batch: DataProto, controller: Any, kind: str = "kl") -> dict[str, float]:
     """Adds token_level_rewards: scores minus the KL to the reference; returns its metrics."""
-    tensors = batch.batch
+    tensors = batch.tensors
     tensors["token_level_rewards"], metrics = apply_kl_penalty(
         tensors["token_level_scores"],
         tensors["old_log_probs"],
@@ -187,7 +187,7 @@ def compute_advantage(batch: DataProto, estimator: Any, algorithm: Any) -> None:
     unscorable = batch.non_tensor_batch.get("unscorable")
     rows = np.arange(len(batch)) if unscorable is None else np.flatnonzero(~unscorable.astype(bool))
     part = batch if len(rows) == len(batch) else batch.select_idxs(rows)
-    inputs = {name: part.batch[name] for name in part.batch.keys()}
+    inputs = {name: part.tensors[name] for name in part.tensors.keys()}
     advantages, returns = call_estimator(
         estimator,
         **inputs,
@@ -199,11 +199,11 @@ def compute_advantage(batch: DataProto, estimator: Any, algorithm: Any) -> None:
         config=algorithm,
         non_tensor_batch=part.non_tensor_batch,
     )
-    zeros = torch.zeros_like(batch.batch["response_mask"], dtype=torch.float32)
+    zeros = torch.zeros_like(batch.tensors["response_mask"], dtype=torch.float32)
     for name, values in (("advantages", advantages), ("returns", returns)):
         whole = zeros.clone()
         whole[torch.from_numpy(rows)] = values.float()
-        batch.batch[name] = whole
+        batch.tensors[name] = whole
 
 
 TRAIN_KEYS = (
@@ -219,11 +219,11 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext) -> None:
     one the rows are dealt out so that every rank gets as many tokens.
     """
     rows = role.mini_batch_size * ctx.samples_per_prompt
-    present = [key for key in TRAIN_KEYS if key in batch.batch.keys()]
+    present = [key for key in TRAIN_KEYS if key in batch.tensors.keys()]
     data = batch.select(batch_keys=present, non_tensor_batch_keys=[])
     data.meta_info = {"global_steps": ctx.step}
     plan = list(mini_batches(len(batch), rows, role.epochs, role.shuffle, role.seed + ctx.step))
-    lengths = batch.batch["attention_mask"].sum(-1).tolist()
+    lengths = batch.tensors["attention_mask"].sum(-1).tolist()
     for number, members in enumerate(plan, start=1):
         mini_batch = data.select_idxs(_deal_out(members, lengths, role.group.world_size, ctx))
         metrics = role.train(mini_batch, more_updates=number < len(plan))

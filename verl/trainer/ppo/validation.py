@@ -65,8 +65,8 @@ class Validator:
         for name, values in scored.get("reward_extra_info", {}).items():
             seen.infos[name] += list(values)
         decode = self.tokenizer.batch_decode
-        seen.inputs += decode(samples.batch["prompts"], skip_special_tokens=True)
-        seen.outputs += decode(samples.batch["responses"], skip_special_tokens=True)
+        seen.inputs += decode(samples.tensors["prompts"], skip_special_tokens=True)
+        seen.outputs += decode(samples.tensors["responses"], skip_special_tokens=True)
         seen.uids += list(samples.non_tensor_batch["uid"])
         unknown = np.full(len(samples), "unknown", dtype=object)
         sources = samples.non_tensor_batch.get("data_source", unknown)
