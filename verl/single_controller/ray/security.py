@@ -59,6 +59,8 @@ def _write_token(file: Path) -> None:
 
 
 def _check_permissions(file: Path) -> None:
+    if not file.is_file():
+        return  # the token came from a variable
     readable = [folder.stat().st_mode & 0o011 for folder in file.parents]
-    if file.is_file() and file.stat().st_mode & 0o044 and all(readable):
+    if file.stat().st_mode & 0o044 and all(readable):
         notice(TOKEN_PATH, f"other users of this machine may read the cluster's token; run `chmod 600 {file}`")
