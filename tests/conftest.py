@@ -28,3 +28,8 @@ def shared() -> Path:
 def project_root() -> Path:
     """The root of this checkout."""
     return PROJECT_ROOT
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Cheap tests first: rules and units, then runs of several processes, then the runs in which a model learns."""
+    items.sort(key=lambda item: (bool(item.get_closest_marker("e2e")), bool(item.get_closest_marker("dist"))))
