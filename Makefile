@@ -31,12 +31,12 @@ $(VENV)/.torch: constraints.txt
 	  echo "$(PYTHON) -m venv failed. Debian and Ubuntu: apt-get install python3-venv. Others: a Python with ensurepip." >&2; \
 	  exit 1; }
 	@echo "installing $(TORCH) into $(VENV) (some minutes the first time)"
-	@$(BIN)/python -m pip install --quiet $(TORCH)
+	@$(BIN)/python -m pip install -qq $(TORCH)
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	@echo "installing verl and the pinned versions of its dependencies"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 quickstart: install
