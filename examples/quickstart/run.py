@@ -115,6 +115,8 @@ def accuracies(metrics: Path) -> tuple[float, float]:
 
 def report(summary: dict[str, float | str], path: Path) -> None:
     table = Table(show_header=False, box=None)
+    table.add_column()
+    table.add_column(overflow="fold")
     table.add_row("held-out accuracy before", f"[bold]{summary['accuracy_before']:.1%}[/]")
     table.add_row("held-out accuracy after", f"[bold green]{summary['accuracy_after']:.1%}[/]")
     table.add_row("time", f"{summary['seconds_total']:.0f} s")
