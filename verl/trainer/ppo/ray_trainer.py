@@ -173,7 +173,10 @@ class RayPPOTrainer:
     def _run_steps(self) -> None:
         first = self.ctx.step + 1
         if first > self.total_training_steps:
-            notice("trainer.resume_mode", f"the run is complete: step {self.ctx.step} of {self.total_training_steps}")
+            notice(
+                "trainer.total_training_steps",
+                f"the run is complete: step {self.ctx.step} of {self.total_training_steps}",
+            )
         for step in range(first, self.total_training_steps + 1):
             ctx = self.ctx
             ctx.begin(step, (step - 1) // self.steps_per_epoch)
