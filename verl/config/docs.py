@@ -35,7 +35,7 @@ Everything a run can be told, for `python -m verl.trainer.main_ppo` (RL) and `py
 How to read the tables: keys are relative to the heading. **default** `= key` means the value of that key, until this
 one is set. **upstream's default** is given where ours deviates. **status** is *works*; or *no effect* with the reason
 (setting it gives one notice); or *refused* with the name of a feature that is not built yet (any value but the default
-is an error that says so). **covered by** is the test that shows the effect.
+is an error that says so). **covered by** is the test that shows that it is read.
 """
 
 
