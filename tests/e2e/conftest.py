@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.runs import PROJECT, command, run
 
-WARM_UP = 240
+WARM_UP = 320
 
 
 @dataclass(frozen=True)
