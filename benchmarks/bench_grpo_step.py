@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help=f"steps per run; the first {WARMUP} are not counted")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = []
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as temporary:
