@@ -8,7 +8,7 @@ import re
 from tests.sanity.source_tree import ROOT, module_name, parse, python_files, show, tracked_files
 
 # Written so that this file does not contain what it forbids.
-MACHINE_PATHS = re.compile(r"/(work)/(main|shared)|/tmp/(venv|plan)\b|/(root)/\.")
+MACHINE_PATHS = re.compile(r"/(work)/(main|shared)|/(tmp)/(venv|plan)\b|/(root)/\.")
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX)\b|mark\.(sk" + r"ip|xf" + r"ail)\b")
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".sh", ".yaml", ".yml", ".json", ".cfg", ""}
 
@@ -104,7 +104,7 @@ def room(module: str) -> str:
 
 
 def test_the_forbidden_patterns_are_found_where_they_stand():
-    assert MACHINE_PATHS.search("see /" + "work/main/verl") and MACHINE_PATHS.search("/tmp/" + "venv/bin/python")
+    assert MACHINE_PATHS.search("see /wo" + "rk/main/verl") and MACHINE_PATHS.search("/t" + "mp/venv/bin/python")
     assert UNFINISHED.search("# TO" + "DO later") and UNFINISHED.search("@pytest.mark.sk" + "ip")
     assert not MACHINE_PATHS.search("framework/main") and not UNFINISHED.search("todo list")
     assert (ROOT / "layers.toml").exists()

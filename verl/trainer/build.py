@@ -7,6 +7,7 @@ from typing import Any
 
 from verl import device
 from verl.config import PPOTrainerConfig
+from verl.config.root import uses_critic, uses_reference
 from verl.data import RLHFDataset, create_rl_dataset
 from verl.models.flops import device_peak_flops
 from verl.observability import samples as sample_output
@@ -35,14 +36,12 @@ class AdvantageSettings:
 
 def need_reference_policy(config: PPOTrainerConfig) -> bool:
     """A KL term in the loss or in the reward needs the reference policy."""
-    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    return uses_reference(config)
 
 
 def need_critic(config: PPOTrainerConfig) -> bool:
     """``critic.enable`` where it is set, else: gae has a critic."""
-    if config.critic.enable is not None:
-        return bool(config.critic.enable)
-    return config.algorithm.adv_estimator == "gae"
+    return uses_critic(config)
 
 
 def need_reward_model(config: PPOTrainerConfig) -> bool:

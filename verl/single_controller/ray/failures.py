@@ -173,6 +173,7 @@ def _root(references: list[Any], error: RayError) -> RayError:
 def _portable(error: Exception) -> Exception:
     """The exception, or one that says the same if its type cannot travel."""
     try:
+        # Our own bytes, made on this line: does the exception survive the copy that Ray's transport makes of it?
         cloudpickle.loads(cloudpickle.dumps(error))
     except Exception:  # boundary: a user's exception may fail in any way while it is copied
         return WorkerError(f"{type(error).__module__}.{type(error).__qualname__}: {error}")
