@@ -1,57 +1,54 @@
-"""A loop that torchrun starts on two ranks: equal to one process, and bitwise itself after a resume."""
+"""Supervised fine-tuning as torchrun starts it on two ranks."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from tests.dist.engine_cells import flat, loss_of, plain
-from tests.dist.spmd_loop import SAVE_AT, STEPS
-from tests.engines.builders import model_dir, ragged_batch, relative_error
+from tests.dist.programs import PROGRAMS, STEPS, sft_arguments
 
 pytestmark = pytest.mark.dist
 
+SFT = PROGRAMS["sft"]
+
 
 @pytest.fixture(scope="module")
-def runs(project_root, tmp_path_factory):
-    """A run of three steps, and one that continued a copy of its checkpoint of step 2."""
+def torchrun(project_root, tmp_path_factory):
+    """Runs the program with some settings changed; its run folder and how it ended."""
     folder = tmp_path_factory.mktemp("torchrun")
-    path = model_dir(folder, "qwen2")
-    script = str(project_root / "tests" / "dist" / "spmd_loop.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, script, str(path), str(folder)],
-        env={**os.environ, "PYTHONPATH": str(project_root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    SFT.prepare(folder)
+
+    def go(name: str, *changes: str) -> tuple:
+        root = folder / name
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        settings = {"PYTHONPATH": str(project_root), "OMP_NUM_THREADS": "1"}
+        settings["VERL_FILE_LOGGER_PATH"] = str(root / "metrics.jsonl")
+        done = subprocess.run(
+            [*command, "-m", "verl.trainer.sft_trainer", *sft_arguments(folder, root), *changes],
+            env={**os.environ, **settings},
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+        return root, done
+
+    return go
+
+
+def test_the_command_trains_on_two_ranks_and_only_rank_0_speaks(torchrun):
+    root, done = torchrun("run", "trainer.n_gpus_per_node=2", "trainer.device=cpu")
     assert done.returncode == 0, done.stderr[-4000:]
-    return folder
+    metrics = SFT.metrics(root)
+    assert list(metrics) == list(range(1, STEPS + 1)) and metrics[STEPS]["train/loss"] < metrics[1]["train/loss"]
+    assert sorted(SFT.weights(root)) and (root / "config.yaml").is_file()
+    assert done.stderr.count("clip_grad") <= 1 and done.stderr.count("notice") == done.stdout.count("notice") == 0
 
 
-def losses(folder) -> list[float]:
-    return json.loads((folder / "losses.json").read_text())
-
-
-def test_a_resumed_run_is_bitwise_the_one_that_went_on(runs):
-    assert losses(runs / "resumed") == losses(runs / "straight")[SAVE_AT:]
-    final = [load_file(runs / name / "final.safetensors")["weights"] for name in ("straight", "resumed")]
-    assert torch.equal(*final)
-
-
-def test_every_step_equals_one_process_on_the_whole_batch(runs):
-    engine, expected = plain(runs / "qwen2"), []
-    for step in range(STEPS):
-        expected.append(engine.train_batch(ragged_batch(rows=5, seed=step), loss_of("causal_lm")).values()["loss"])
-        engine.step_scheduler()
-    assert losses(runs / "straight") == pytest.approx(expected, rel=1e-5)
-    weights = load_file(runs / "straight" / "final.safetensors")["weights"]
-    assert relative_error(weights, flat(engine.export_weights())) < 1e-5
+def test_a_wrong_setting_is_told_once(torchrun):
+    _, done = torchrun("wrong", "engine.strategy=plain")
+    assert done.returncode != 0
+    assert done.stderr.count("error: engine.strategy: the plain engine trains in one process, and 2 were started") == 1

@@ -58,7 +58,7 @@ class SFTDataConfig(ConfigNode):
         choices=("error", "left", "right", "middle"),
     )
     balance_dp_token: bool = setting(
-        False, "deal rows to processes so that each gets as many tokens", no_effect="a supervised run has one process"
+        False, "deal rows to processes so that each gets as many tokens", no_effect="trainer.balance_batch decides it"
     )
     custom_cls: SFTCustomClassConfig = section(SFTCustomClassConfig)
     use_shm: bool = setting(False, "copy data files to shared memory before they are read")
@@ -96,7 +96,8 @@ class SFTEngineConfig(FSDPEngineConfig):
 
     strategy: str = setting(
         "auto",
-        "training backend: plain, fsdp, fsdp2, megatron, veomni, torchtitan, automodel; auto: plain in one process",
+        "training backend: plain, fsdp, fsdp2, megatron, veomni, torchtitan, automodel; auto: plain in one process, "
+        "fsdp2 in several",
         upstream="fsdp",
     )
 
@@ -126,9 +127,7 @@ class SFTRunConfig(ConfigNode):
     save_freq: int = setting(-1, "steps between checkpoints, the last step included; -1: never")
     test_freq: int = setting(-1, "steps between validations, the last step included; -1: never")
     max_ckpt_to_keep: int | None = setting(None, "checkpoints that are kept; null: all")
-    balance_batch: bool = setting(
-        True, "deal rows to processes so that each gets as many tokens", no_effect="a supervised run has one process"
-    )
+    balance_batch: bool = setting(True, "deal rows to processes so that each gets as many tokens")
     resume_mode: str = setting(
         "auto",
         "auto goes on from the last checkpoint, if there is one; resume_path from resume_from_path; disable starts anew",
@@ -139,7 +138,9 @@ class SFTRunConfig(ConfigNode):
     )
     device: str | None = setting(None, "cuda, npu or cpu; null: the accelerator if there is one", upstream="cuda")
     nnodes: int = setting(1, "number of machines")
-    n_gpus_per_node: int | None = setting(None, "processes per machine, one per GPU; null: 1", upstream=1)
+    n_gpus_per_node: int | None = setting(
+        None, "processes per machine, one per GPU; null: as many as torchrun started", upstream=1
+    )
     profile_interval: list = setting([-1, -1], "first and last step to profile", planned="profiling")
 
 

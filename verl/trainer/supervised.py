@@ -1,4 +1,7 @@
-"""The one loop of supervised training; SFT is its first use, and a method differs by its dataset and its loss alone."""
+"""The one loop of supervised training; SFT is its first use, and a method differs by its dataset and its loss alone.
+
+The loop runs alone or, started by torchrun, on every rank: see `verl.single_controller.spmd`.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,14 @@ import torch
 
 from verl import device as devices
 from verl.algorithms.losses import LossFn
-from verl.checkpoint import CheckpointReader, CheckpointWriter, find_checkpoint
+from verl.checkpoint import CheckpointReader, CheckpointWriter, EngineState, find_checkpoint
 from verl.config import SFTTrainerConfig, to_dict
 from verl.data import stateful_loader
+from verl.distributed import Ranks
 from verl.metrics import notice
 from verl.observability.tracking import Tracking
 from verl.protocol import DataProto
+from verl.single_controller.spmd import Spmd
 from verl.trainer import rng
 from verl.workers.part import Limits, ModelPart, local_model, make_engine
 
@@ -29,6 +34,7 @@ class SupervisedTrainer:
         train_dataset, val_dataset: rows that ``collate`` turns into a batch; ``val_dataset`` may be None.
         collate: rows -> tensors ``input_ids``, ``attention_mask``, ``position_ids``, ``loss_mask``, each (B, L).
         loss_fn: what is minimised.
+        ctx: this rank's view of a run on several; None is a run on one.
     """
 
     def __init__(
@@ -39,8 +45,10 @@ class SupervisedTrainer:
         val_dataset: Any,
         collate: Any,
         loss_fn: LossFn,
+        ctx: Spmd | None = None,
     ):
         self.config, self.tokenizer, self.loss_fn = config, tokenizer, loss_fn
+        self.ctx = ctx or Spmd(Ranks(), config.trainer.seed)
         data, trainer = config.data, config.trainer
         common = {"seed": trainer.seed, "num_workers": data.num_workers, "collate_fn": collate}
         self.train_loader = stateful_loader(
@@ -62,8 +70,9 @@ class SupervisedTrainer:
 
     def _make_part(self) -> ModelPart:
         c = self.config
+        several = "fsdp2" if self.ctx.world_size > 1 else "plain"
         engine = make_engine(
-            "plain" if c.engine.strategy in ("auto", "plain") else c.engine.strategy,
+            several if c.engine.strategy == "auto" else c.engine.strategy,
             model=local_model(c.model, "model.path"),
             engine=c.engine,
             optim=c.optim,
@@ -80,13 +89,14 @@ class SupervisedTrainer:
 
     def fit(self) -> None:
         """Train to the end; the last step is validated and saved where these are switched on."""
-        trainer = self.config.trainer
-        keep = {"model": trainer.max_ckpt_to_keep}
-        self.writer = CheckpointWriter(trainer.default_local_dir, keep=keep) if trainer.save_freq > 0 else None
+        trainer, ctx = self.config.trainer, self.ctx
+        if trainer.save_freq > 0:
+            keep = {"model": trainer.max_ckpt_to_keep}
+            self.writer = ctx.only_main(lambda: CheckpointWriter(trainer.default_local_dir, keep=keep))
         try:
             self.load_checkpoint()
-            config = to_dict(self.config)
-            with Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, config) as tracking:
+            config, logger = to_dict(self.config), trainer.logger if ctx.is_main else []
+            with Tracking(trainer.project_name, trainer.experiment_name, logger, config) as tracking:
                 tracking.start(self.total_steps, self.step)
                 self._run_steps(tracking)
         finally:
@@ -98,10 +108,8 @@ class SupervisedTrainer:
         while self.step < self.total_steps:
             started = time.perf_counter()
             batch = next(batches)
-            found = self.part.train(batch).values()
+            metrics = self._train(batch)
             self.step += 1
-            metrics = {f"train/{name}": value for name, value in found.items()}
-            metrics["train/global_tokens"] = int(batch.tensors["attention_mask"].sum())
             metrics["train/time(s)"] = time.perf_counter() - started
             last = self.step == self.total_steps
             if self.val_loader is not None and trainer.test_freq > 0 and (last or self.step % trainer.test_freq == 0):
@@ -109,6 +117,17 @@ class SupervisedTrainer:
             tracking.log(metrics, self.step)
             if trainer.save_freq > 0 and (last or self.step % trainer.save_freq == 0):
                 self.save_checkpoint()
+
+    def _train(self, batch: DataProto) -> dict[str, float]:
+        """One optimizer step on this rank's rows of ``batch``; the metrics of all rows, equal on every rank."""
+        found = self.part.train(self._share(batch)).values()
+        (found["tflop"],) = self.ctx.sum(found["tflop"])  # counted over a rank's own rows
+        metrics = {f"train/{name}": value for name, value in found.items()}
+        metrics["train/global_tokens"] = int(batch.tensors["attention_mask"].sum())
+        return metrics
+
+    def _share(self, batch: DataProto) -> DataProto:
+        return self.ctx.share(batch, balance=self.config.trainer.balance_batch)
 
     def _batches(self) -> Iterator[DataProto]:
         while True:
@@ -120,33 +139,46 @@ class SupervisedTrainer:
         assert self.val_loader is not None, "there is nothing to validate on"
         total, count = 0.0, 0
         for rows in self.val_loader:
-            batch = supervised_batch(rows)
+            batch = self._share(supervised_batch(rows))
             log_probs = self.part.infer(batch, ("log_probs",))["log_probs"]
             total -= log_probs.sum().item()  # zero where the mask is zero
             count += int(batch.tensors["response_mask"].sum())
-        return total / max(count, 1)
+        total, everyone = self.ctx.sum(total, count)
+        return total / max(everyone, 1)
 
     def save_checkpoint(self) -> None:
         """Write ``global_step_<step>`` with the model as a Hugging Face folder in ``model/huggingface``."""
-        assert self.writer is not None, "saving is off"
         state = {"step": self.step, "data": self.train_loader.state_dict(), "rng": rng.rng_state()}
         contents = {"model": list(self.config.checkpoint.save_contents)}
-        writers = {"model": self.engine.hf_writer(self.tokenizer)}
-        self.writer.save(self.step, {"model": self.engine.state()}, hf=writers, trainer_state=state, contents=contents)
+        parts, writers = {"model": self.engine.state()}, {"model": self.engine.hf_writer(self.tokenizer)}
+
+        def save() -> None:
+            assert self.writer is not None, "saving is off"
+            self.writer.save(self.step, parts, hf=writers, trainer_state=state, contents=contents)
+
+        self.ctx.only_main(save)
 
     def load_checkpoint(self) -> None:
-        """Continue from the checkpoint that ``trainer.resume_mode`` names, if there is one."""
-        trainer, checkpoint = self.config.trainer, self.config.checkpoint
-        folder = find_checkpoint(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
-        if folder is None:
+        """Continue from the checkpoint that ``trainer.resume_mode`` names, if there is one; only rank 0 reads."""
+        trainer, checkpoint, ctx = self.config.trainer, self.config.checkpoint, self.ctx
+
+        def find() -> CheckpointReader | None:
+            folder = find_checkpoint(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
+            return None if folder is None else CheckpointReader(folder)
+
+        reader = ctx.only_main(find)
+        state = ctx.on_main(lambda: reader and reader.trainer_state())
+        if state is None:
             return
-        reader = CheckpointReader(folder)
-        self.engine.load_state(reader.load("model", list(checkpoint.load_contents or checkpoint.save_contents)))
-        state = reader.trainer_state()
         self.train_loader.load_state_dict(state["data"])
         rng.set_rng_state(state["rng"])
         self.step = int(state["step"])
-        notice("trainer.resume_mode", f"continues from {folder}")
+        ctx.set_generator(self.step)
+        wanted = list(checkpoint.load_contents or checkpoint.save_contents)
+        # Behind the controller's generators, because it holds each rank's own.
+        self.engine.load_state(ctx.only_main(lambda: reader and reader.load("model", wanted)) or EngineState())
+        if reader is not None:
+            notice("trainer.resume_mode", f"continues from {reader.folder}")
 
 
 def supervised_batch(rows: dict[str, torch.Tensor]) -> DataProto:

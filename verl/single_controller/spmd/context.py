@@ -14,6 +14,7 @@ How a loop uses it (``ranks`` is what `verl.distributed.start` gives; on one ran
         if state:
             loader.load_state_dict(state["data"])
             rng.set_rng_state(state["rng"])                    # first the controller's generators, on all ranks,
+            ctx.set_generator(step)
             model = ctx.only_main(lambda: CheckpointReader(folder).load("model"))
             engine.load_state(model or EngineState())          # then each rank's own; rank 0's state is all ranks'
         for batch in batches:                                  # the same batch on every rank
@@ -64,10 +65,15 @@ class Spmd:
     """
 
     def __init__(self, ranks: Peers, seed: int = 0):
-        self.ranks = ranks
+        self.ranks, self.seed = ranks, seed
+        self.set_generator(0)
         if not self.is_main:
-            torch.manual_seed(worker_seed(seed, "spmd", ranks.rank))
             logging.getLogger("verl").setLevel(logging.ERROR)  # what there is to tell, rank 0 tells
+
+    def set_generator(self, step: int) -> None:
+        """Give every rank but 0 a torch generator of its own for a run that goes on at ``step``."""
+        if not self.is_main:
+            torch.manual_seed(worker_seed(self.seed, f"spmd/{step}", self.ranks.rank))
 
     @property
     def rank(self) -> int:
@@ -82,10 +88,13 @@ class Spmd:
         """Whether this rank logs and writes."""
         return self.ranks.rank == 0
 
-    def share(self, batch: DataProto) -> DataProto:
+    def share(self, batch: DataProto, balance: bool = True) -> DataProto:
         """This rank's rows of a batch that every rank has: as many as any other's give or take one, and as long.
 
         Rows keep their order. With fewer rows than ranks some ranks get an empty batch, which engines take.
+
+        Args:
+            balance: deal rows so that ranks have nearly equal tokens; else in turn, whatever their length.
 
         Raises:
             EngineError: the ranks do not have the same batch.
@@ -93,7 +102,7 @@ class Spmd:
         if self.world_size == 1:
             return batch
         tensors: Any = batch.batch
-        lengths = tensors["attention_mask"].sum(-1).tolist()
+        lengths = tensors["attention_mask"].sum(-1).tolist() if balance else [0] * len(batch)
         self.ranks.agree("the batch", self.ranks.exchange([len(batch), _fingerprint(tensors["input_ids"])]))
         return batch[deal(lengths, self.world_size)[self.rank]]
 

@@ -1,0 +1,44 @@
+"""A supervised run has as many processes as torchrun started, and says so where the configuration says otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl.config import SFTTrainerConfig, replace
+from verl.config.torchrun import processes
+from verl.metrics import notices, reset_notices
+
+
+@pytest.fixture
+def check(monkeypatch):
+    reset_notices()
+
+    def go(started: int, **settings) -> list[str]:
+        monkeypatch.setenv("WORLD_SIZE", str(started))
+        named = {key.replace("__", "."): value for key, value in settings.items()}
+        return [str(problem) for problem in processes(replace(SFTTrainerConfig(), **named))]
+
+    return go
+
+
+def test_what_was_started_is_used_where_nothing_else_is_said(check):
+    assert check(1) == check(8) == check(8, trainer__n_gpus_per_node=4, trainer__nnodes=2) == []
+    assert notices() == {}
+
+
+def test_more_processes_than_were_started_are_refused_with_the_command_that_starts_them(check):
+    (told,) = check(1, trainer__n_gpus_per_node=8)
+    assert "trainer.n_gpus_per_node: 8 processes are asked for, and 1 was started" in told
+    assert "torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer" in told
+    (told,) = check(8, trainer__n_gpus_per_node=8, trainer__nnodes=2)
+    assert "trainer.nnodes: 16 processes" in told and "--nnodes=2 --nproc_per_node=8" in told
+
+
+def test_more_processes_than_are_asked_for_are_all_used_with_a_notice(check):
+    assert check(8, trainer__n_gpus_per_node=1) == []
+    assert "torchrun started 8 processes" in notices()["trainer.n_gpus_per_node"]
+
+
+def test_the_engine_of_one_device_is_refused_on_several(check):
+    assert check(1, engine__strategy="plain") == []
+    assert "engine.strategy: the plain engine" in check(2, engine__strategy="plain")[0]

@@ -1,0 +1,41 @@
+"""Rules about a run that torchrun starts: how many processes there are is its word, not the configuration's."""
+
+from __future__ import annotations
+
+from verl import env
+from verl.config.checks import Problems
+from verl.config.sft import SFTTrainerConfig
+from verl.errors import ConfigError
+from verl.metrics import notice
+
+_GPUS = "trainer.n_gpus_per_node"
+
+
+def processes(cfg: SFTTrainerConfig) -> Problems:
+    """More processes than were started, or a backend that has no use for them."""
+    trainer, started = cfg.trainer, env.get_int("WORLD_SIZE", 1)
+    asked = trainer.nnodes * (trainer.n_gpus_per_node or 1)
+    if asked > started:
+        per_node = trainer.n_gpus_per_node or 1
+        nodes = f"--nnodes={trainer.nnodes} " if trainer.nnodes > 1 else ""
+        return [
+            ConfigError(
+                f"{asked} processes are asked for, and {started} {'was' if started == 1 else 'were'} started",
+                key=_GPUS if trainer.nnodes == 1 else "trainer.nnodes",
+                got=per_node if trainer.nnodes == 1 else trainer.nnodes,
+                fix=f"Start them with torchrun {nodes}--nproc_per_node={per_node} -m verl.trainer.sft_trainer ..., "
+                "or leave it out.",
+            )
+        ]
+    if trainer.n_gpus_per_node is not None and asked < started:
+        notice(_GPUS, f"torchrun started {started} processes, and the run uses all of them")
+    if started > 1 and cfg.engine.strategy == "plain":
+        return [
+            ConfigError(
+                f"the plain engine trains in one process, and {started} were started",
+                key="engine.strategy",
+                got="plain",
+                fix="Leave it out, or set it to fsdp2.",
+            )
+        ]
+    return []
