@@ -110,7 +110,7 @@ class ModelPart:
             raise WorkerError("this model is frozen and has no loss", fix="Set a loss before training it.")
         metrics = MetricSet()
         rows = self.mini_batch_rows or len(batch)
-        for part in batch.split(rows):
+        for part in batch.split(rows) if len(batch) else [batch]:  # a rank without rows enters the same collectives
             found = self.engine.train_batch(
                 part,
                 self.loss_fn,
