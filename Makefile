@@ -4,6 +4,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+TRACKERS_VENV ?= .venv-trackers
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 
@@ -12,11 +13,12 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format clean
+.PHONY: help install quickstart test test-trackers lint format clean
 
 help:
 	@echo "make quickstart   set up $(VENV), then train a small model by GRPO on this machine (about 4 minutes on 2 cores)"
 	@echo "make test         set up $(VENV), then run the whole test suite"
+	@echo "make test-trackers  set up $(TRACKERS_VENV) (wandb, mlflow, swanlab; no torch), then run their tests"
 	@echo "make install      only set up $(VENV)"
 	@echo "make lint         ruff and mypy;  make format: rewrite the code in the house format"
 	@echo "make clean        remove $(VENV), outputs/ and build leftovers"
@@ -46,6 +48,15 @@ quickstart: install
 test: install
 	@$(BIN)/python -m pytest --durations=15
 
+# Trackers want other versions of shared packages than constraints.txt has, hence an environment of their own.
+$(TRACKERS_VENV)/.installed: constraints-trackers.txt
+	@$(PYTHON) -m venv $(TRACKERS_VENV)
+	@$(TRACKERS_VENV)/bin/python -m pip install -qq --constraint constraints-trackers.txt wandb mlflow swanlab rich pytest
+	@touch $@
+
+test-trackers: $(TRACKERS_VENV)/.installed
+	@$(TRACKERS_VENV)/bin/python -m pytest tests/engines_real/trackers --durations=5
+
 lint: install
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
@@ -53,4 +64,4 @@ format:
 	@bash scripts/format.sh
 
 clean:
-	rm -rf $(VENV) outputs build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(TRACKERS_VENV) outputs build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

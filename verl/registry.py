@@ -233,8 +233,10 @@ TRACKERS = Registry(
         "file": "verl.observability.backends.file:FileTracker",
         "tensorboard": "verl.observability.backends.tensorboard:TensorboardTracker",
         "wandb": "verl.observability.backends.wandb:WandbTracker",
+        "mlflow": "verl.observability.backends.mlflow:MlflowTracker",
+        "swanlab": "verl.observability.backends.swanlab:SwanlabTracker",
     },
-    planned=("mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio", "rl_insight"),
+    planned=("vemlp_wandb", "clearml", "trackio", "rl_insight"),
     key="trainer.logger",
 )
 SCHEDULES = Registry(

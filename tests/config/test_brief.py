@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -363,7 +364,13 @@ ENGINES = built(
     registry.ENGINES, f"{A}.strategy", "fsdp", "fsdp2", "fsdp_turbo", "megatron", "veomni", "torchtitan", "automodel"
 )
 SAMPLERS = built(registry.SAMPLERS, f"{R}.name", "hf", "vllm", "sglang", "trtllm")
-TRACKERS = built(registry.TRACKERS, "trainer.logger", "console", "file", "tensorboard", "mlflow", "swanlab")
+TRACKERS = built(
+    registry.TRACKERS, "trainer.logger",
+    "console", "file", "tensorboard", "vemlp_wandb", "clearml", "trackio", "rl_insight",
+)  # fmt: skip
+for package in ("wandb", "mlflow", "swanlab"):
+    missing = wrong(f"{package!r} needs the package {package!r}, which is not installed. pip install {package}")
+    TRACKERS[f"trainer.logger={package}"] = (f"trainer.logger={package}", Works() if find_spec(package) else missing)
 MANAGERS = built(registry.REWARD_MANAGERS, "reward.reward_manager.name", "naive", "dapo", "batch", "prime", "remote")
 NAMES = ESTIMATORS | LOSSES | ENGINES | SAMPLERS | TRACKERS | MANAGERS
 

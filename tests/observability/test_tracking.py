@@ -49,9 +49,10 @@ def test_an_unknown_tracker_is_an_error_with_the_nearest_name():
         Tracking("p", "e", ["file", "tensorbord"])
 
 
-def test_a_tracker_of_a_later_version_is_refused_by_name():
-    with pytest.raises(NotBuiltError, match="mlflow"):
-        Tracking("p", "e", "mlflow")
+@pytest.mark.parametrize("name", ["clearml", "trackio", "vemlp_wandb", "rl_insight"])
+def test_a_tracker_that_is_not_built_is_refused_by_name(name):
+    with pytest.raises(NotBuiltError, match=f"trainer.logger: the tracker '{name}' is not built yet.*mlflow.*swanlab"):
+        Tracking("p", "e", ["console", name])
 
 
 def test_a_tracker_that_is_not_installed_names_the_command_that_installs_it(monkeypatch):

@@ -1,0 +1,74 @@
+"""The swanlab tracker against a stand-in of the package's calls; against the real one: tests/engines_real."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from verl.errors import MissingDependencyError
+from verl.metrics import notices, reset_notices
+from verl.observability.backends.swanlab import SwanlabTracker
+from verl.observability.tracker import Sample
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """A stand-in whose servers cannot be reached: only ``offline`` opens."""
+    monkeypatch.delenv("SWANLAB_MODE", raising=False)
+    monkeypatch.delenv("SWANLAB_LOG_DIR", raising=False)
+    reset_notices()
+    module = types.ModuleType("swanlab")
+    module.asked, module.logged, module.ended = [], [], []
+    module.Text = lambda content, caption=None: (content, caption)
+
+    def init(**asked):
+        module.asked.append(asked)
+        if asked.get("mode") != "offline":
+            raise RuntimeError("no API key")
+        return types.SimpleNamespace(
+            log=lambda data, step: module.logged.append((data, step)),
+            finish=lambda **state: module.ended.append(state),
+        )
+
+    module.init = init
+    monkeypatch.setitem(sys.modules, "swanlab", module)
+    yield module
+    reset_notices()
+
+
+def test_without_the_package_the_message_names_both_ways_out(monkeypatch):
+    monkeypatch.setitem(sys.modules, "swanlab", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'verl\[swanlab\]', or leave 'swanlab' out"):
+        SwanlabTracker("p", "e")
+
+
+def test_a_run_without_servers_is_tracked_offline_with_a_notice(fake):
+    SwanlabTracker("p", "e", {"a": 1})
+    assert [asked.get("mode") for asked in fake.asked] == [None, "offline"]
+    assert fake.asked[1] == {"mode": "offline", "project": "p", "name": "e", "config": {"a": 1}}
+    assert "no API key" in notices()["SWANLAB_MODE"] and "swanlab sync" in notices()["SWANLAB_MODE"]
+
+
+def test_an_asked_mode_is_taken_as_it_is_and_its_failure_is_the_callers(fake, monkeypatch):
+    monkeypatch.setenv("SWANLAB_MODE", "online")
+    with pytest.raises(RuntimeError, match="no API key"):
+        SwanlabTracker("p", "e")
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    monkeypatch.setenv("SWANLAB_LOG_DIR", "~/logs")
+    monkeypatch.setenv("HOME", "/home/me")
+    SwanlabTracker("p", "e")
+    assert fake.asked[-1]["log_dir"] == "/home/me/logs" and not notices()
+
+
+def test_metrics_samples_and_the_way_a_run_ended_reach_swanlab(fake, monkeypatch):
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    tracker = SwanlabTracker("p", "e")
+    tracker.log({"x": 0.5, "text": "no"}, 2)
+    tracker.log_samples("val", [Sample("q", "a", 1.0, "g"), Sample("q", "b")], 2)
+    tracker.log_samples("val", [], 3)
+    assert fake.logged == [({"x": 0.5}, 2), ({"val": [("q\n\na", "score 1, expected g"), ("q\n\nb", "no score")]}, 2)]
+    tracker.finish()
+    SwanlabTracker("p", "e").finish(1)
+    assert fake.ended == [{}, {"state": "crashed", "error": "the run ended with exit code 1"}]
