@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from verl.config.node import ConfigNode, setting
 
 C = TypeVar("C", bound="RolloutCorrectionConfig")
-GEO, K3, SEQ, ICEPOP = "0.999_1.001", 0.01, "0.5_2.0", "0.5_5.0"
+GEO, K3, SEQ = "0.999_1.001", 0.01, "0.5_2.0"
 _PLANNED = "rollout correction"
 
 
@@ -65,9 +65,9 @@ class RolloutCorrectionConfig(ConfigNode):
         return cls(rollout_is="sequence", rollout_is_threshold=threshold)
 
     @classmethod
-    def decoupled_token_icepop(cls: type[C], threshold: str = ICEPOP) -> C:
-        """Tokens whose weight lies outside 'low_high' do not count."""
-        return cls(rollout_is="token", rollout_is_threshold=threshold)
+    def decoupled_token_icepop(cls: type[C], threshold: float = 5.0, threshold_lower: float = 0.5) -> C:
+        """Tokens whose weight lies outside the two thresholds do not count."""
+        return cls(rollout_is="token", rollout_is_threshold=f"{threshold_lower}_{threshold}")
 
     @classmethod
     def decoupled_seq_is_rs(cls: type[C], is_threshold: float = 2.0, rs_threshold: str = SEQ) -> C:
@@ -125,9 +125,9 @@ class RolloutCorrectionConfig(ConfigNode):
         return cls(**_REINFORCE, rollout_is="sequence", rollout_is_threshold=threshold)
 
     @classmethod
-    def bypass_pg_token_icepop(cls: type[C], threshold: str = ICEPOP) -> C:
-        """REINFORCE in which tokens whose weight lies outside 'low_high' do not count."""
-        return cls(**_REINFORCE, rollout_is="token", rollout_is_threshold=threshold)
+    def bypass_pg_token_icepop(cls: type[C], threshold: float = 5.0, threshold_lower: float = 0.5) -> C:
+        """REINFORCE in which tokens whose weight lies outside the two thresholds do not count."""
+        return cls(**_REINFORCE, rollout_is="token", rollout_is_threshold=f"{threshold_lower}_{threshold}")
 
     @classmethod
     def bypass_pg_geo_rs(cls: type[C], rs_threshold: str = GEO) -> C:

@@ -1,0 +1,149 @@
+"""The correction in the signatures that users' code calls: plain arguments in, metrics under upstream's names out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from verl.algorithms.masked import zero_outside
+from verl.algorithms.rollout_correction.correction import Correction, correction_of, is_metrics, weights_of
+from verl.algorithms.rollout_correction.mismatch import off_policy_metrics
+from verl.algorithms.rollout_correction.ratios import Rows
+from verl.algorithms.rollout_correction.rejection import rejection_mask, rejection_metrics
+from verl.algorithms.rollout_correction.weight_metrics import weight_metrics
+from verl.algorithms.rollout_correction.weights import Weights
+from verl.config.thresholds import Bounds, importance_sampling, rejections, weight_bounds
+
+PREFIX = "rollout_corr/"
+
+
+def compute_mismatch_is_metrics(
+    rollout_is_weights: Tensor,
+    log_ratio_for_metrics: Tensor,
+    response_mask: Tensor,
+    rollout_is_level: str,
+    rollout_is_threshold: float,
+    rollout_is_threshold_lower: float | None = None,
+) -> dict[str, float]:
+    """``rollout_is_*`` of weights before bounding (B, T); no veto is known here.
+
+    Args:
+        log_ratio_for_metrics: the log-weights that the extremes come from, (B, T) or (B, 1).
+    """
+    how = importance_sampling(rollout_is_threshold, rollout_is_threshold_lower, rollout_is_level, veto_threshold=None)
+    weights, rows = _given_weights(rollout_is_weights, log_ratio_for_metrics, response_mask, rollout_is_level)
+    return is_metrics(weights, rows, how)
+
+
+def compute_mismatch_metrics(
+    old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
+) -> dict[str, float]:
+    """``mismatch_kl``, ``mismatch_k3_kl`` and the perplexities, see `off_policy_metrics`."""
+    found = off_policy_metrics(old_log_prob, rollout_log_prob, response_mask)
+    return {f"mismatch_{name}": value for name, value in found.items()}
+
+
+def compute_rollout_rejection_mask(
+    log_ratio: Tensor, response_mask: Tensor, rollout_rs: str = "token_k1", rollout_rs_threshold: Any = None
+) -> tuple[Tensor, dict[str, float]]:
+    """See `rejection_mask`; options and thresholds as they stand in the configuration."""
+    options = rejections(rollout_rs, rollout_rs_threshold)
+    return rejection_mask(zero_outside(log_ratio, response_mask), response_mask, options)
+
+
+def compute_rs_metrics(
+    option_name: str,
+    rs_statistic: Tensor,
+    response_mask: Tensor,
+    seq_valid_mask: Tensor | None,
+    level: str,
+    per_sequence_values: Tensor | None,
+    rollout_rs_threshold: float,
+    rollout_rs_threshold_lower: float | None = None,
+    apply_lower_threshold: bool = True,
+) -> dict[str, float]:
+    """``rollout_rs_<option_name>_*`` of a statistic; thresholds are on the scale of the statistic.
+
+    Args:
+        rs_statistic: (B, T), read at ``level`` token.
+        per_sequence_values: (B,), read at the other levels.
+        seq_valid_mask: (B,) rows that count; None takes those with a valid token.
+    """
+    rows = Rows.of(response_mask, rs_statistic.dtype)
+    if seq_valid_mask is not None:
+        rows = Rows(rows.mask & seq_valid_mask.bool()[:, None], rows.lengths, rows.filled & seq_valid_mask.bool())
+    by_row = level != "token" and per_sequence_values is not None
+    values = per_sequence_values if by_row else zero_outside(rs_statistic, response_mask)
+    assert values is not None, "one of the two is given"
+    lower = rollout_rs_threshold_lower if apply_lower_threshold else None
+    return rejection_metrics(option_name, values, rows, rollout_rs_threshold, lower)
+
+
+def compute_rollout_correction_weights(
+    log_ratio: Tensor,
+    response_mask: Tensor,
+    rollout_is: str = "token",
+    rollout_is_threshold: float | str = 2.0,
+    rollout_is_batch_normalize: bool = False,
+) -> tuple[Tensor, dict[str, float]]:
+    """Weights (B, T), detached, and their ``rollout_is_*`` metrics."""
+    bounds, zero = weight_bounds(rollout_is_threshold)
+    ratio = zero_outside(log_ratio.detach(), response_mask)
+    how = Correction(rollout_is, bounds, zero, rollout_is_batch_normalize)
+    return weights_of(ratio, Rows.of(response_mask, ratio.dtype), how)
+
+
+def compute_is_metrics(
+    rollout_is_weights: Tensor,
+    raw_rollout_is_weights: Tensor,
+    log_ratio_for_metrics: Tensor,
+    response_mask: Tensor,
+    rollout_is: str,
+    rollout_is_threshold: float,
+    rollout_is_threshold_lower: float | None = None,
+) -> dict[str, float]:
+    """``rollout_is_*`` of the weights before bounding; ``rollout_is_weights``, those after it, are not looked at."""
+    weights, rows = _given_weights(raw_rollout_is_weights, log_ratio_for_metrics, response_mask, rollout_is)
+    lower = 1 / rollout_is_threshold if rollout_is_threshold_lower is None else rollout_is_threshold_lower
+    return weight_metrics(weights, rows, rollout_is, Bounds(lower, rollout_is_threshold))
+
+
+def compute_rollout_correction(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    rollout_is: str | None = None,
+    rollout_is_threshold: float | str | None = 2.0,
+    rollout_is_batch_normalize: bool = False,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: Any = None,
+) -> tuple[Tensor | None, Tensor, dict[str, float]]:
+    """Weights or None, the mask after rejection, and metrics under ``rollout_corr/``."""
+    bounds, zero = weight_bounds(2.0 if rollout_is_threshold is None else rollout_is_threshold)
+    rejected = rejections(rollout_rs, rollout_rs_threshold) if rollout_rs else ()
+    how = Correction(rollout_is, bounds, zero, rollout_is_batch_normalize, rejected)
+    found = correction_of(old_log_prob, rollout_log_prob, response_mask, how)
+    return found.weights, found.mask, {f"{PREFIX}{name}": value for name, value in found.metrics.items()}
+
+
+def compute_offpolicy_metrics(
+    old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
+) -> dict[str, float]:
+    """``kl``, ``k3_kl``, perplexities and chi-squared divergences, without a prefix."""
+    return off_policy_metrics(old_log_prob, rollout_log_prob, response_mask, chi2=True)
+
+
+def compute_rollout_corr_metrics_from_logprobs(
+    log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
+) -> dict[str, float]:
+    """The same under ``rollout_corr/``, from the current policy's log-probs."""
+    found = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
+    return {f"{PREFIX}{name}": value for name, value in found.items()}
+
+
+def _given_weights(raw: Tensor, log_raw: Tensor, response_mask: Tensor, level: str) -> tuple[Weights, Rows]:
+    rows = Rows.of(response_mask, raw.dtype)
+    raw = zero_outside(raw, response_mask)
+    by_row = level != "token" and log_raw.dim() == 2
+    return Weights(raw, log_raw[:, 0] if by_row else log_raw, raw), rows

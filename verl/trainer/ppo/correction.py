@@ -1,0 +1,126 @@
+"""The rollout correction in the dataflow: once per batch, on the controller, before advantages are estimated.
+
+Both forms of the configuration end here: ``algorithm.rollout_is_*`` (metrics ``mismatch/``) and
+``algorithm.rollout_correction.*`` (metrics ``rollout_corr/``). The mathematics is in
+`verl.algorithms.rollout_correction`. Shapes: B rows, T response tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.algorithms.rollout_correction import Corrected, Correction, correction_of, importance_sampling_of
+from verl.config import AlgoConfig
+from verl.config.thresholds import importance_sampling
+from verl.errors import ConfigError, DataError
+from verl.metrics import notice
+from verl.protocol import DataProto
+
+KEPT_MASK = "rollout_rs_mask"
+"""Column (B, T): the response mask without what was rejected; losses use it, estimators and metrics do not."""
+
+
+def correct(batch: DataProto, algorithm: AlgoConfig) -> dict[str, float]:
+    """Adds ``rollout_is_weights`` and `KEPT_MASK` where they are configured; returns the prefixed metrics.
+
+    Rejected tokens stay visible to the estimator: a reward that was given on one of them still counts, and so does the
+    sample in its group's baseline. Without the two kinds of log-probs there is nothing to compare.
+    """
+    prefix, found = _corrected(batch, algorithm)
+    if found is None:
+        return {}
+    if found.weights is not None and _applies_weights(algorithm):
+        batch.tensors["rollout_is_weights"] = found.weights
+    if found.mask is not batch.tensors["response_mask"]:
+        batch.tensors[KEPT_MASK] = found.mask
+    return {f"{prefix}/{name}": value for name, value in found.metrics.items()}
+
+
+def _corrected(batch: DataProto, algorithm: AlgoConfig) -> tuple[str, Corrected | None]:
+    tensors = batch.tensors
+    present = {"old_log_probs", "rollout_log_probs"} <= set(tensors.keys())
+    newer = algorithm.rollout_correction
+    if not present or newer.bypass_mode:
+        _explain_missing(batch, algorithm, present)
+        return "", None
+    log_probs = tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"]
+    if algorithm.rollout_is_threshold is not None:
+        how = importance_sampling(
+            algorithm.rollout_is_threshold,
+            algorithm.rollout_is_threshold_lower,
+            algorithm.rollout_is_level,
+            algorithm.rollout_is_mode,
+            algorithm.rollout_is_veto_threshold,
+        )
+        return "mismatch", importance_sampling_of(*log_probs, how)
+    return "rollout_corr", correction_of(*log_probs, Correction.of(newer))
+
+
+def _applies_weights(algorithm: AlgoConfig) -> bool:
+    return algorithm.rollout_is or algorithm.rollout_is_threshold is None
+
+
+def _explain_missing(batch: DataProto, algorithm: AlgoConfig, present: bool) -> None:
+    wanted = algorithm.rollout_is_threshold is not None or Correction.of(algorithm.rollout_correction).is_on
+    if wanted and not present:
+        missing = [name for name in ("old_log_probs", "rollout_log_probs") if name not in batch.tensors.keys()]
+        raise DataError(
+            f"the rollout correction compares two policies, and the batch has no {' and no '.join(missing)}",
+            fix="Does the rollout engine return log-probs (actor_rollout_ref.rollout.calculate_log_probs=true)?",
+        )
+
+
+def use_rollout_log_probs(batch: DataProto) -> None:
+    """Bypass mode: the sampler's log-probs are the old ones, and no pass recomputes them."""
+    if "rollout_log_probs" not in batch.tensors.keys():
+        raise DataError(
+            "the bypass mode takes the sampler's log-probs, and the rollout engine returned none",
+            key="algorithm.rollout_correction.bypass_mode",
+            fix="Set actor_rollout_ref.rollout.calculate_log_probs=true, or bypass_mode=false.",
+        )
+    batch.tensors["old_log_probs"] = batch.tensors["rollout_log_probs"]
+
+
+def compute_rollout_importance_weights_and_add_to_batch(
+    batch: DataProto, algorithm: AlgoConfig
+) -> tuple[DataProto, dict[str, float]]:
+    """``algorithm.rollout_is_*``: the batch, with weights if ``rollout_is`` is true, and the ``mismatch/`` metrics."""
+    if algorithm.rollout_is_threshold is None or "rollout_log_probs" not in batch.tensors.keys():
+        return batch, {}
+    return batch, correct(batch, algorithm)
+
+
+def compute_rollout_correction_and_add_to_batch(
+    batch: DataProto, rollout_corr_config: Any
+) -> tuple[DataProto, dict[str, float]]:
+    """Upstream's form of the newer correction: ``response_mask`` itself is replaced by what was not rejected."""
+    tensors = batch.tensors
+    how = Correction.of(rollout_corr_config)
+    found = correction_of(tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], how)
+    if found.weights is not None:
+        tensors["rollout_is_weights"] = found.weights
+    tensors["response_mask"] = found.mask
+    return batch, {f"rollout_corr/{name}": value for name, value in found.metrics.items()}
+
+
+def apply_bypass_mode(batch: DataProto, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
+    """Upstream's form of `use_rollout_log_probs`.
+
+    The loss of the bypass mode follows from ``algorithm.rollout_correction`` where the actor is built; a policy loss
+    section that is a plain dict is told as well.
+    """
+    use_rollout_log_probs(batch)
+    if isinstance(policy_loss_config, dict):
+        policy_loss_config.update(loss_mode="bypass_mode", rollout_correction=rollout_corr_config)
+    elif policy_loss_config is not None and policy_loss_config.get("loss_mode") not in ("vanilla", "bypass_mode"):
+        raise ConfigError("the bypass mode brings its own loss", key="actor.policy_loss.loss_mode")
+
+
+def warn_of_filtered_sampling(top_p: float, top_k: int) -> None:
+    """With top-p or top-k the sampler reports renormalised probabilities, so the ratio is systematically at most 1."""
+    if top_p < 1 or top_k > 0:
+        notice(
+            "actor_rollout_ref.rollout.top_p" if top_p < 1 else "actor_rollout_ref.rollout.top_k",
+            "the sampler's log-probs are those of the filtered distribution, the trainer's are not: the rollout "
+            "correction sees a mismatch (ratios of at most 1) even with equal weights",
+        )
