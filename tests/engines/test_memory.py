@@ -25,7 +25,7 @@ def test_the_message_has_the_sizes_and_what_to_lower(error):
     with pytest.raises(EngineError) as caught, memory.told(micro):
         raise error
     told = str(caught.value)
-    assert "2 rows" in told and f"{micro.input_ids.shape[1]} tokens" in told and f"{len(micro.labels)} of them" in told
+    assert "2 rows" in told and f"{micro.input_ids.numel()} tokens" in told and f"{len(micro.labels)} of them" in told
     assert "ppo_micro_batch_size_per_gpu" in told and caught.value.__cause__ is error and "\n" not in told
 
 

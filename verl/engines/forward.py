@@ -11,7 +11,10 @@ from torch import Tensor
 from verl import device as devices
 from verl.algorithms.logprob import entropy_from_logits, logprobs_from_logits, sum_pi_squared_from_logits
 from verl.engines.rows import MicroBatch
+from verl.engines.settings import PassSettings
 from verl.errors import ConfigError, EngineError
+from verl.metrics import notice
+from verl.models import attention
 from verl.models.head import output_head, select_positions
 
 OUTPUTS = {"causal_lm": ("log_probs", "entropy", "sum_pi_squared"), "value": ("values",)}
@@ -25,11 +28,27 @@ class TokenForward:
     Args:
         kind: ``causal_lm`` or ``value``.
         dtype: compute dtype; below float32 the model runs under autocast.
+        passes: what was asked for; the attribute says what this model can do.
     """
 
-    def __init__(self, model: Any, kind: str, device: str, dtype: torch.dtype):
+    def __init__(self, model: Any, kind: str, device: str, dtype: torch.dtype, passes: PassSettings | None = None):
         self.model, self.kind, self.device, self.dtype = model, kind, device, dtype
         self.head = output_head(model, kind)
+        self.passes = self._possible(passes or PassSettings())
+
+    def _possible(self, passes: PassSettings) -> PassSettings:
+        """The settings, without packing where the model's layers would see across the borders of sequences."""
+        if not (passes.packed or passes.share_prompts):
+            return passes
+        with devices.autocast(self.device, self.dtype):
+            works = attention.enable(self.model, self.device)
+        if not works:
+            notice(
+                "actor_rollout_ref.model.use_remove_padding",
+                f"{type(self.model).__name__} cannot be packed (something but attention looks from token to token, or "
+                "its attention is its own): rows are padded, and prompts are not shared",
+            )
+        return PassSettings(works, works and passes.share_prompts)
 
     def __call__(self, micro: MicroBatch, outputs: Sequence[str], temperature: float = 1.0) -> dict[str, Tensor]:
         """Name -> (b, T) float32, zero where no response token is.
@@ -56,8 +75,13 @@ class TokenForward:
     def _logits(self, micro: MicroBatch) -> Tensor:
         """(N, V), or (N, 1) of a value model."""
         with devices.autocast(self.device, self.dtype), select_positions(self.head, micro.positions):
+            plan = {} if micro.attention is None else {"attention_plan": micro.attention}
             result = self.model(
-                input_ids=micro.input_ids, attention_mask=None, position_ids=micro.position_ids, use_cache=False
+                input_ids=micro.input_ids,
+                attention_mask=None,
+                position_ids=micro.position_ids,
+                use_cache=False,
+                **plan,
             )
         return result.logits[0]
 

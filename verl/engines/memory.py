@@ -22,9 +22,8 @@ def told(micro: MicroBatch) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        rows, length = micro.input_ids.shape
         raise EngineError(
-            f"out of memory in a micro-batch of {rows} rows with up to {length} tokens each "
+            f"out of memory in a micro-batch of {len(micro.index)} rows and {micro.input_ids.numel()} tokens "
             f"({micro.labels.numel()} of them predicted): {str(error).strip().splitlines()[0] if str(error) else ''}",
             fix="Lower ppo_micro_batch_size_per_gpu (or ppo_max_token_len_per_gpu with use_dynamic_bsz), set "
             "model.enable_gradient_checkpointing=true, or shorten responses. No result depends on the first two.",

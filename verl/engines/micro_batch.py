@@ -35,7 +35,7 @@ def plan_padded(
     Raises:
         ConfigError: a limit is not positive, or one row alone exceeds the budget.
     """
-    _check_limits(lengths, micro_batch_size, max_tokens)
+    check_limits(lengths, micro_batch_size, max_tokens)
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     plan: list[list[int]] = []
     for row in order:
@@ -58,7 +58,7 @@ def automatic_tokens(config: Any, device: str, longest: int, kind: str = "causal
     return max(tokens, longest)
 
 
-def _check_limits(lengths: Sequence[int], micro_batch_size: int | None, max_tokens: int | None) -> None:
+def check_limits(lengths: Sequence[int], micro_batch_size: int | None, max_tokens: int | None) -> None:
     if micro_batch_size is not None and micro_batch_size < 1:
         raise ConfigError(
             "a micro-batch must hold at least one row", key="micro_batch_size_per_gpu", got=micro_batch_size

@@ -2,8 +2,8 @@
 
 A batch pads prompts on the left and responses on the right. Behind the last token of a row padding is harmless, because
 no token looks forward; so rows are shifted to the left, cut to what the loss can see, and the model runs without a
-mask on its fastest path. Shapes: B rows, T response tokens, L longest row; b rows of a micro-batch, l its longest, N
-its positions with ``response_mask`` 1.
+mask on its fastest path. Packed rows (`packing`) have no padding at all. Shapes: B rows, T response tokens, L
+longest row; b rows of a micro-batch, l its longest, N its positions with ``response_mask`` 1.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import DataError, NotBuiltError
+from verl.models.attention import AttentionPlan
 from verl.protocol import DataProto
 
 
@@ -25,11 +26,12 @@ class MicroBatch:
 
     Args:
         index: (b,) rows of the batch.
-        input_ids, position_ids: (b, l), padding behind the tokens.
-        positions: (N,) positions in the flattened (b * l) whose hidden state predicts a response token.
+        input_ids, position_ids: (b, l), padding behind the tokens; or (1, tokens) of a packed row.
+        positions: (N,) positions in the flattened tokens whose hidden state predicts a response token.
         labels: (N,) the predicted tokens.
         places: (N,) their places in the flattened (b * T).
         num_responses: T.
+        attention: who attends to whom in a packed row; None where each row is a sequence.
     """
 
     index: Tensor
@@ -39,6 +41,7 @@ class MicroBatch:
     labels: Tensor
     places: Tensor
     num_responses: int
+    attention: AttentionPlan | None = None
 
     @classmethod
     def filler(cls, device: str) -> MicroBatch:
@@ -62,6 +65,7 @@ class AlignedRows:
         responses: (B, T) int64.
         mask: (B, T) bool.
         lengths: per row how many tokens the model must read for the last masked response token, at least 1.
+        prompts: per row how many tokens its prompt has.
     """
 
     tokens: Tensor
@@ -69,6 +73,7 @@ class AlignedRows:
     responses: Tensor
     mask: Tensor
     lengths: list[int]
+    prompts: list[int]
 
     @classmethod
     def of(cls, batch: DataProto) -> AlignedRows:
@@ -88,7 +93,7 @@ class AlignedRows:
         _check_predictable(mask, attended[:, num_prompt:], before)
         reach = torch.where(mask, before + 1, 1)  # a batch whose responses are all empty reaches nowhere
         needed = reach.amax(-1).tolist() if reach.shape[1] else [1] * len(reach)
-        return cls(tokens, before, responses, mask, needed)
+        return cls(tokens, before, responses, mask, needed, attended[:, :num_prompt].sum(-1).tolist())
 
     def micro_batch(self, rows: Sequence[int], device: str) -> MicroBatch:
         """The given rows, trimmed to the longest of them, on the device; a filler where there are none."""

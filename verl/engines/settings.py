@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +10,27 @@ import torch
 from verl.device import torch_dtype
 from verl.errors import NotBuiltError
 from verl.metrics import notice
+
+
+@dataclass(frozen=True)
+class PassSettings:
+    """How a forward pass is laid out; none of it changes a result.
+
+    Args:
+        packed: rows without padding (``model.use_remove_padding``).
+        share_prompts: the prompt of several rows is computed once (``actor.use_prefix_grouper``); packs, too.
+    """
+
+    packed: bool = True
+    share_prompts: bool = False
+
+    @classmethod
+    def of(cls, model: Any, role: Any = None) -> PassSettings:
+        """From the ``model`` section and that of the role (actor, ref, critic), where it has such settings."""
+        return cls(
+            packed=bool(model.use_remove_padding),
+            share_prompts=bool(getattr(role, "use_prefix_grouper", False)),
+        )
 
 
 def compute_dtype(name: str | None, device: str) -> torch.dtype:
@@ -35,16 +57,27 @@ def check_settings(engine: Any, trains: bool, device: str) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
+SHARDING_SETTINGS = {
+    "offload_policy": False,
+    "reshard_after_forward": True,
+    "fsdp_size": -1,
+    "forward_prefetch": False,
+    "use_orig_params": False,
+    "use_no_sync_for_gradient_accumulation": False,
+}
+
+
 def tell_sharding_settings(engine: Any) -> None:
     """One notice per setting of a sharded backend that a whole model on one device leaves without effect."""
-    usual = {
-        "offload_policy": False,
-        "reshard_after_forward": True,
-        "fsdp_size": -1,
-        "use_no_sync_for_gradient_accumulation": False,
-    }
-    for name, default in usual.items():
-        if engine[name] != default:
-            notice(
-                f"fsdp_config.{name}", "has no effect on the plain engine: use strategy=fsdp2 with several processes"
-            )
+    why = "has no effect on the plain engine: use strategy=fsdp2 with several processes"
+    for name in (name for name, usual in SHARDING_SETTINGS.items() if engine[name] != usual):
+        notice(f"fsdp_config.{name}", why)
+    if engine.wrap_policy.min_num_params:
+        notice("fsdp_config.wrap_policy.min_num_params", why)
+
+
+def tell_without_effect(engine: Any, usual: dict[str, Any], why: str) -> None:
+    """One notice per setting that is not as usual on a backend that does not know it."""
+    for name, value in usual.items():
+        if engine[name] != value:
+            notice(f"fsdp_config.{name}", f"has no effect with this strategy: {why}")

@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from verl.algorithms.aggregation import LossNorm, loss_norm
 from verl.algorithms.losses import LossFn
 from verl.algorithms.schedules import build_schedule
+from verl.checkpoint.files import FileRecord
 from verl.checkpoint.state import EngineState, prefixed
+from verl.checkpoint.tensors import write_tensors
 from verl.device import torch_dtype
 from verl.distributed import Ranks
 from verl.distributed.metrics import merged
@@ -33,9 +35,10 @@ from verl.engines.base import Engine, HFWriter
 from verl.engines.forward import TokenForward
 from verl.engines.micro_batch import automatic_tokens, plan_padded
 from verl.engines.optimizer import build_optimizer, copied, load_optimizer_state, optimizer_state
+from verl.engines.packing import pack, plan_packed
 from verl.engines.rng import rng_state, set_rng_state
 from verl.engines.rows import AlignedRows, MicroBatch
-from verl.engines.settings import check_settings, compute_dtype, recompute_activations
+from verl.engines.settings import PassSettings, check_settings, compute_dtype, recompute_activations
 from verl.engines.step import StepReport, clip_and_step, tell_broken_rows
 from verl.errors import CheckpointError, EngineError, ModelError
 from verl.metrics import MetricSet
@@ -55,15 +58,20 @@ class Work:
     Args:
         plan: rows per micro-batch; an empty list is a filler.
         num_responses: T of the widest batch of any rank.
+        passes: whether a micro-batch is packed, and prompts are shared in it.
     """
 
     rows: AlignedRows
     plan: list[list[int]]
     num_responses: int
+    passes: PassSettings
 
     def micro_batches(self, device: str) -> Iterator[MicroBatch]:
         for index in self.plan:
-            yield self.rows.micro_batch(index, device)
+            if self.passes.packed:
+                yield pack(self.rows, index, device, self.passes.share_prompts)
+            else:
+                yield self.rows.micro_batch(index, device)
 
 
 class TorchEngine(Engine):
@@ -84,6 +92,7 @@ class TorchEngine(Engine):
         total_training_steps: int = 1,
         device: str = "cpu",
         seed: int | None = None,
+        passes: PassSettings | None = None,
     ):
         if kind not in LOADERS:
             raise EngineError("unknown kind of model", got=kind, allowed=LOADERS)
@@ -93,7 +102,8 @@ class TorchEngine(Engine):
         self.dtype = compute_dtype(engine.dtype, device)
         self.ranks = self._join()
         self.model = self._build(model, engine, engine.seed if seed is None else seed)
-        self.forward = TokenForward(self.model, kind, device, self._autocast_dtype())
+        self.forward = TokenForward(self.model, kind, device, self._autocast_dtype(), passes or PassSettings.of(model))
+        self._after_passes()  # it has tried out what the model can do
         self.optimizer = self.scheduler = None
         if optim is not None:
             parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -123,6 +133,16 @@ class TorchEngine(Engine):
 
     def _build_optimizer(self, parameters: list[nn.Parameter], optim: Any) -> torch.optim.Optimizer:
         return build_optimizer(parameters, optim, self.device)
+
+    def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """As `optimizer_state`, whole tensors on rank 0 and none elsewhere."""
+        named, scalars = optimizer_state(self.optimizer, self._parameter_names())
+        saved = {name: self._saved(tensor) for name, tensor in named.items()}
+        return {name: tensor for name, tensor in saved.items() if tensor is not None}, scalars
+
+    def _load_optimizer_state(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+        """As `load_optimizer_state`; values on rank 0."""
+        load_optimizer_state(self.optimizer, self._parameter_names(), tensors, scalars, self._placed)
 
     def _saved(self, tensor: Tensor) -> Tensor | None:
         """A whole optimizer tensor on rank 0, None elsewhere."""
@@ -242,14 +262,20 @@ class TorchEngine(Engine):
         def cut() -> tuple[tuple[AlignedRows, list[list[int]]], dict[str, Any]]:
             self.forward.check(outputs, temperature)
             rows = AlignedRows.of(batch)
-            plan = plan_padded(rows.lengths, micro_batch_size, self._budget(rows, micro_batch_size, max_tokens))
+            plan = self._plan(rows, micro_batch_size, self._budget(rows, micro_batch_size, max_tokens))
             facts = {"call": [call, list(outputs), temperature], "cut": [len(plan), rows.mask.shape[1]]}
             return (rows, plan), facts
 
         (rows, plan), facts = self.ranks.together(cut)
         self.ranks.agree("what to compute", [fact["call"] for fact in facts])
         count, num_responses = (max(fact["cut"][i] for fact in facts) for i in range(2))
-        return Work(rows, plan + [[]] * (count - len(plan)), num_responses)
+        return Work(rows, plan + [[]] * (count - len(plan)), num_responses, self.forward.passes)
+
+    def _plan(self, rows: AlignedRows, micro_batch_size: int | None, max_tokens: int | None) -> list[list[int]]:
+        passes = self.forward.passes
+        if passes.packed:
+            return plan_packed(rows, micro_batch_size, max_tokens, passes.share_prompts)
+        return plan_padded(rows.lengths, micro_batch_size, max_tokens)
 
     def _budget(self, rows: AlignedRows, micro_batch_size: int | None, max_tokens: int | None) -> int | None:
         if micro_batch_size is None and max_tokens is None:
@@ -274,8 +300,10 @@ class TorchEngine(Engine):
             source=self.path,
         )
 
-        def write(folder: Path, weights: Iterable[tuple[str, Tensor]] | None) -> None:
-            save(folder, weights=weights)
+        def write(folder: Path, weights: Iterable[tuple[str, Tensor]] | None) -> dict[str, FileRecord]:
+            written: list[FileRecord] = []
+            save(folder, weights=weights, write_shard=lambda path, shard: written.append(write_tensors(path, shard)))
+            return dict(zip(sorted(f.name for f in folder.glob("model*.safetensors")), written))
 
         return write
 
@@ -291,9 +319,8 @@ class TorchEngine(Engine):
             "extra": {"scheduler_step": self.scheduler.last_epoch if self.scheduler is not None else 0},
         }
         if self.optimizer is not None:
-            named, scalars["optimizer"] = optimizer_state(self.optimizer, self._parameter_names())
-            saved = {name: self._saved(tensor) for name, tensor in named.items()}
-            tensors |= prefixed("optimizer", {name: t for name, t in saved.items() if t is not None})
+            named, scalars["optimizer"] = self._optimizer_state()
+            tensors |= prefixed("optimizer", named)
         return EngineState(tensors, scalars)
 
     def load_state(self, state: EngineState) -> None:
@@ -301,8 +328,7 @@ class TorchEngine(Engine):
         if "model" in state.scalars:
             self._load_model_state(state)
         if "optimizer" in state.scalars and self.optimizer is not None:
-            names, scalars = self._parameter_names(), state.scalars["optimizer"]
-            load_optimizer_state(self.optimizer, names, state.section("optimizer"), scalars, self._placed)
+            self._load_optimizer_state(state.section("optimizer"), state.scalars["optimizer"])
         if "extra" in state.scalars:
             self._set_schedule(int(state.scalars["extra"]["scheduler_step"]))
             set_rng_state(state.section("extra"), self.device, self.ranks)

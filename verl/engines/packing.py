@@ -1,0 +1,145 @@
+"""Micro-batches without padding: sequences one behind the other, and a prompt only once for all its responses.
+
+Which rows share a prompt is read off the tokens, so the result is exact whatever the rows are called. The cut into
+micro-batches keeps rows of one prompt together as far as the limits allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.micro_batches import Plan, plan_micro_batches
+from verl.engines.micro_batch import check_limits
+from verl.engines.rows import AlignedRows, MicroBatch
+from verl.models.attention import NO_PREFIX, PackedPlan, Segments
+
+
+@dataclass(frozen=True)
+class Family:
+    """Rows of one prompt, which lies in the packed row once.
+
+    Args:
+        shared: tokens that are shared; 0 for a single row.
+    """
+
+    rows: list[int]
+    shared: int
+
+
+def families(rows: AlignedRows, members: Iterable[int], share: bool) -> list[Family]:
+    """The members grouped by prompt, longest prompt first; a prompt with one row is not worth a segment of its own."""
+    if not share:
+        return [Family([row], 0) for row in members]
+    found: dict[bytes, list[int]] = {}
+    for row in members:
+        found.setdefault(rows.tokens[row, : rows.prompts[row]].numpy().tobytes(), []).append(row)
+    result = []
+    for group in found.values():
+        shared = min(rows.prompts[group[0]], max(rows.lengths[row] for row in group)) if len(group) > 1 else 0
+        result.append(Family(group, shared))
+    return result
+
+
+def costs(rows: AlignedRows, found: Iterable[Family]) -> dict[int, int]:
+    """Row -> tokens that it adds to a micro-batch; the first of a family pays for the prompt."""
+    tokens: dict[int, int] = {}
+    for family in found:
+        tokens |= {row: max(0, rows.lengths[row] - family.shared) for row in family.rows}
+        tokens[family.rows[0]] += family.shared
+    return tokens
+
+
+def plan_packed(
+    rows: AlignedRows, micro_batch_size: int | None = None, max_tokens: int | None = None, share: bool = False
+) -> Plan:
+    """Cut rows into micro-batches.
+
+    Args:
+        micro_batch_size: at most that many rows each.
+        max_tokens: the tokens that the model computes stay within this budget.
+        share: rows with the same prompt go together, which then counts once.
+
+    Raises:
+        ConfigError: a limit is not positive, or one row alone exceeds the budget.
+    """
+    check_limits(rows.lengths, micro_batch_size, max_tokens)
+    everyone = range(len(rows.lengths))
+    whole = families(rows, everyone, share)
+    parts = [part for family in whole for part in _fitting(rows, family, micro_batch_size, max_tokens)]
+    order = [row for part in parts for row in part.rows]
+    tokens = costs(rows, parts)
+    plan = plan_micro_batches(
+        [tokens[row] for row in order],
+        micro_batch_size=micro_batch_size,
+        max_tokens=max_tokens,
+        group_ids=[number for number, part in enumerate(parts) for _ in part.rows],
+    )
+    return [[order[i] for i in part] for part in plan]
+
+
+def _fitting(rows: AlignedRows, family: Family, micro_batch_size: int | None, max_tokens: int | None) -> list[Family]:
+    """The family cut into parts that fit into a micro-batch each."""
+    parts: list[list[int]] = []
+    tokens = 0
+    for row in sorted(family.rows, key=lambda row: -rows.lengths[row]):
+        own = max(0, rows.lengths[row] - family.shared)
+        full = bool(parts) and (
+            (micro_batch_size is not None and len(parts[-1]) >= micro_batch_size)
+            or (max_tokens is not None and tokens + own > max_tokens)
+        )
+        if not parts or full:
+            parts.append([])
+            tokens = family.shared
+        parts[-1].append(row)
+        tokens += own
+    return [Family(part, family.shared if len(part) > 1 else 0) for part in parts]
+
+
+def pack(rows: AlignedRows, members: Sequence[int], device: str, share: bool = False) -> MicroBatch:
+    """The members as one packed row on the device: shared prompts, what follows them, then rows that share nothing."""
+    if not members:
+        return MicroBatch.filler(device)
+    found = sorted(families(rows, members, share), key=lambda f: (-f.shared, -rows.lengths[f.rows[0]]))
+    shared = [family for family in found if family.shared]
+    pieces: list[tuple[int, int, int]] = [(family.rows[0], 0, family.shared) for family in shared]
+    prefix = [NO_PREFIX] * len(pieces)
+    for number, family in enumerate(found):
+        for member in family.rows:
+            if rows.lengths[member] > family.shared:
+                pieces.append((member, family.shared, rows.lengths[member]))
+                prefix.append(number if family.shared else NO_PREFIX)
+    segments = Segments(tuple(end - start for _, start, end in pieces), tuple(prefix), device)
+    starts = segments.starts
+    prompt_of = {member: (starts[n], family.shared) for n, family in enumerate(shared) for member in family.rows}
+    own_of = {member: starts[n] for n, (member, _, _) in enumerate(pieces) if n >= len(shared)}
+    index = torch.tensor(members, dtype=torch.long)
+    row, t = rows.mask[index].nonzero(as_tuple=True)
+    return MicroBatch(
+        index=index,
+        input_ids=torch.cat([rows.tokens[r, start:end] for r, start, end in pieces])[None].to(device),
+        position_ids=segments.position_ids,
+        positions=_places_in_row(rows.before[index][row, t], row, members, prompt_of, own_of).to(device),
+        labels=rows.responses[index][row, t].to(device),
+        places=(row * rows.mask.shape[1] + t).to(device),
+        num_responses=rows.mask.shape[1],
+        attention=PackedPlan(segments),
+    )
+
+
+def _places_in_row(
+    before: Tensor, row: Tensor, members: Sequence[int], prompt_of: dict[int, tuple[int, int]], own_of: dict[int, int]
+) -> Tensor:
+    """Where token ``before`` of a member (its number in ``row``) lies in the packed row."""
+    prompt = torch.tensor([prompt_of.get(r, (0, 0)) for r in members], dtype=torch.long)
+    own = torch.tensor([own_of.get(r, 0) for r in members], dtype=torch.long)[row]
+    first, shared = prompt[row].unbind(-1)
+    return torch.where(before < shared, first + before, own + before - shared)
+
+
+def computed_tokens(rows: AlignedRows, plan: Iterable[Sequence[int]], share: bool) -> int:
+    """Tokens that go through the model for a plan of packed micro-batches."""
+    return sum(sum(costs(rows, families(rows, part, share)).values()) for part in plan if part)

@@ -1,0 +1,104 @@
+"""Exact attention of a packed row with torch's flash kernel for CPUs, forward and backward.
+
+Every segment attends to itself in one call and to its prefix in another; the two are merged through their log-sum-exp
+(Dao 2023, arXiv 2307.08691, section 3). The kernel's backward pass needs of a call only the probabilities, which are
+exp(score - log-sum-exp), so that with the merged output and log-sum-exp each call gives its share of the gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.models.attention.segments import Grid, Segments
+
+HIDDEN = 1e30
+"""Log-sum-exp of a padding cell: every probability of its row is then 0."""
+
+
+class FlashOnCPU(torch.autograd.Function):
+    """(T, H, d) queries, (T, h, d) keys and values -> (T, H, d); h divides H."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+        out = torch.empty(query.shape, dtype=_accumulator(query, segments), device=query.device)
+        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        for grid in segments.own:
+            found, found_lse = _forward(grid, grid, query, key, value, True, scale)
+            grid.put(out, found)
+            grid.put(lse, found_lse)
+        for queries, keys in segments.to_prefix:
+            found, found_lse = _forward(queries, keys, query, key, value, False, scale)
+            own_lse = queries.take(lse)
+            both = torch.logaddexp(own_lse, found_lse)
+            merged = queries.take(out) * torch.exp(own_lse - both)[..., None]
+            merged += found * torch.exp(found_lse - both)[..., None]
+            queries.put(out, merged)
+            queries.put(lse, both)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.segments, ctx.scale = segments, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        segments: Segments = ctx.segments
+        kept = _accumulator(query, segments)
+        found = [torch.empty(x.shape, dtype=kept, device=x.device) for x in (query, key, value)]
+        for grid in segments.own:
+            parts = _backward(grid, grid, grads[0], query, key, value, out, lse, True, ctx.scale)
+            for target, part in zip(found, parts):
+                grid.put(target, part)
+        for queries, keys in segments.to_prefix:
+            parts = _backward(queries, keys, grads[0], query, key, value, out, lse, False, ctx.scale)
+            for target, grid, part in zip(found, (queries, keys, keys), parts):
+                grid.add(target, part)
+        return *(x.to(query.dtype) for x in found), None, None
+
+
+def _accumulator(query: Tensor, segments: Segments) -> torch.dtype:
+    """What is summed over two calls is summed in float32."""
+    return torch.float32 if segments.followers else query.dtype
+
+
+def _forward(
+    queries: Grid, keys: Grid, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(B, L, H, d) and its log-sum-exp (B, L, H)."""
+    q, k, v = queries.take(query).transpose(1, 2), keys.take(key).transpose(1, 2), keys.take(value).transpose(1, 2)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = kernel(q, k, v, 0.0, causal, scale=scale)
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def _backward(
+    queries: Grid,
+    keys: Grid,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """Gradients (B, L, heads, d) of one call's queries, keys and values."""
+    grad, grad_lse = queries.take(grad), queries.take(lse)
+    if queries.padding is not None:
+        grad = grad.masked_fill(queries.padding[..., None, None], 0.0)
+        grad_lse = grad_lse.masked_fill(queries.padding[..., None], HIDDEN)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    parts = kernel(
+        *(
+            x.transpose(1, 2)
+            for x in (grad, queries.take(query), keys.take(key), keys.take(value), queries.take(out), grad_lse)
+        ),
+        0.0,
+        causal,
+        scale=scale,
+    )
+    return tuple(x.transpose(1, 2) for x in parts)

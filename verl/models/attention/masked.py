@@ -1,0 +1,84 @@
+"""Attention of a packed row sequence by sequence, with whatever a family adds to it: windows, soft-capping, dropout.
+
+The path of families and devices that no faster one serves, and what the faster ones are tested against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from verl.models.attention.segments import NO_PREFIX, Segments
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """How one layer's attention differs from plain softmax attention.
+
+    Args:
+        scaling: scores are multiplied by it.
+        window: a token sees itself and this many less one before it; None all.
+        softcap: scores are bounded to +-softcap by a tanh.
+        dropout: probability of a dropped attention weight.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: Flavour) -> Tensor:
+    """(T, H, d) queries, (T, h, d) keys, (T, h, d_v) values -> (T, H, d_v)."""
+    parts = []
+    for start, length, before in zip(segments.starts, segments.lengths, segments.prefix):
+        own = slice(start, start + length)
+        k, v = key[own], value[own]
+        if before != NO_PREFIX:
+            prefix = slice(segments.starts[before], segments.starts[before] + segments.lengths[before])
+            k, v = torch.cat((key[prefix], k)), torch.cat((value[prefix], v))
+        q, k, v = (x.transpose(0, 1)[None] for x in (query[own], k, v))
+        parts.append(causal_attention(q, k, v, how)[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, how: Flavour, visible: Tensor | None = None) -> Tensor:
+    """(B, H, L, d) queries are the last L of the (B, h, E, d) keys' positions and see keys up to their own.
+
+    Args:
+        visible: (B, 1, L, E) bool says instead what a query sees.
+    """
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    windowed = how.window is not None and num_keys > how.window
+    shared_heads = query.shape[1] != key.shape[1]
+    if visible is None and num_queries == num_keys and not windowed and how.softcap is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=None, dropout_p=how.dropout, is_causal=True, scale=how.scaling,
+            enable_gqa=shared_heads,
+        )  # fmt: skip
+    if visible is None:
+        visible = ~_hidden(num_queries, num_keys, how.window if windowed else None, query.device)
+    if how.softcap is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, dropout_p=how.dropout, scale=how.scaling, enable_gqa=shared_heads
+        )
+    if shared_heads:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scores = torch.tanh(query @ key.transpose(2, 3) * (how.scaling / how.softcap)) * how.softcap
+    lowest = torch.finfo(scores.dtype).min  # a query that sees nothing, in padding, must not become NaN
+    probabilities = scores.masked_fill(~visible, lowest).softmax(-1, dtype=torch.float32).to(query.dtype)
+    return F.dropout(probabilities, how.dropout) @ value
+
+
+def _hidden(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """(L, E) bool: keys behind the query, or out of its window."""
+    keys = torch.arange(num_keys, device=device)
+    queries = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    hidden = keys > queries
+    if window is not None:
+        hidden |= keys <= queries - window
+    return hidden
