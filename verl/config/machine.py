@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from verl import env, registry
-from verl.config.checks import Problems, bad_model_folder, caught, in_range, known_name, missing_files, missing_package
+from verl.config import torchrun
+from verl.config.checks import (
+    Problems,
+    bad_model_folder,
+    caught,
+    in_range,
+    known_name,
+    missing_files,
+    missing_package,
+    one_of,
+)
 from verl.config.node import ConfigNode
 from verl.config.root import PPOTrainerConfig, uses_critic
 from verl.config.sft import SFTTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 
+POOLED_ROLES = ["critic", "ref"]
+"""Roles that may have processes of their own."""
 _GPUS, _NODES = "trainer.n_gpus_per_node", "trainer.nnodes"
 _PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "mlflow": "mlflow", "swanlab": "swanlab"}
 _MODEL_HINT = "Set it to a folder with a Hugging Face model, or to a name on the hub."
@@ -28,22 +41,86 @@ def trackers(cfg: Any) -> Problems:
 
 
 def hardware(cfg: PPOTrainerConfig) -> Problems:
-    """More GPUs than exist, a device that is not there, more processes than one."""
-    return _devices(cfg.trainer) or _processes(cfg.trainer, cfg.trainer.runtime)
+    """More GPUs than exist, a device that is not there, processes that do not fit the runtime."""
+    pools = resource_pools(cfg)
+    return pools or _local_processes(cfg) or (_sizes(cfg.trainer) if _joins_cluster(cfg) else _devices(cfg.trainer))
+
+
+def resource_pools(cfg: PPOTrainerConfig) -> Problems:
+    """``trainer.resource_pools``: what each pool has to say, and that no role is named twice."""
+    key, seen = "trainer.resource_pools", dict[str, str]()
+    for name, pool in cfg.trainer.resource_pools.items():
+        found = _pool(f"{key}.{name}", pool)
+        for role in [] if found else pool["roles"]:
+            if role in seen:
+                found.append(ConfigError(f"the role {role!r} is in two pools", key=key, got=[seen[role], name]))
+            seen[role] = name
+        if found:
+            return found
+    return []
+
+
+def _pool(key: str, pool: Any) -> Problems:
+    shape = "{roles: [critic], processes: [2]}, the processes of each node"
+    if not isinstance(pool, Mapping) or set(pool) != {"roles", "processes"}:
+        return [ConfigError("not the description of a pool", key=key, got=pool, allowed=shape)]
+    counts, roles = pool["processes"], pool["roles"]
+    if not isinstance(counts, list) or not counts or not all(type(n) is int and n >= 1 for n in counts):
+        return [ConfigError("not a list of processes per node", key=f"{key}.processes", got=counts, allowed=shape)]
+    if not isinstance(roles, list) or not roles:
+        return [ConfigError("not a list of roles", key=f"{key}.roles", got=roles, allowed=shape)]
+    if {"rollout", "actor_rollout", "actor_rollout_ref"} & set(roles):
+        return [
+            NotBuiltError(
+                "a pool of its own for the policy's sampler is not built yet",
+                key=f"{key}.roles",
+                got=roles,
+                allowed=POOLED_ROLES,
+                fix="The policy lives in the global pool: name the other roles.",
+            )
+        ]
+    return [problem for role in roles for problem in one_of(f"{key}.roles", role, POOLED_ROLES)]
+
+
+def _local_processes(cfg: PPOTrainerConfig) -> Problems:
+    """``runtime=local`` is one process for every pool."""
+    trainer = cfg.trainer
+    counts = [[trainer.n_gpus_per_node or 1] * trainer.nnodes]
+    counts += [pool["processes"] for pool in trainer.resource_pools.values()]
+    if trainer.runtime != "local" or all(pool == [1] for pool in counts):
+        return []
+    return [
+        ConfigError(
+            "a run in this process cannot have several",
+            key="trainer.runtime",
+            got=f"local, with {trainer.nnodes} node(s) of {trainer.n_gpus_per_node or 1} process(es)",
+            fix=f"Set trainer.runtime=ray, or {_NODES}=1 {_GPUS}=1.",
+        )
+    ]
+
+
+def _joins_cluster(cfg: PPOTrainerConfig) -> bool:
+    """Whether the machines of the run are another's to count: several nodes, or a cluster that is named."""
+    named = cfg.ray_kwargs.ray_init.address or env.get("RAY_ADDRESS")
+    return cfg.trainer.runtime != "local" and (cfg.trainer.nnodes > 1 or named not in (None, "local"))
 
 
 def sft_hardware(cfg: SFTTrainerConfig) -> Problems:
-    """The same for a supervised run."""
-    return _devices(cfg.trainer) or _processes(cfg.trainer, None)
+    """The same for a supervised run, which torchrun starts."""
+    return _devices(cfg.trainer) or torchrun.processes(cfg)
+
+
+def _sizes(trainer: Any) -> Problems:
+    wanted, nodes = trainer.n_gpus_per_node, trainer.nnodes
+    found = in_range(_NODES, nodes, "1 or more", nodes >= 1)
+    return found + in_range(_GPUS, wanted, "1 or more, or null for one", wanted is None or wanted >= 1)
 
 
 def _devices(trainer: Any) -> Problems:
     from verl import device  # torch is loaded only once there is something to validate
 
-    wanted, nodes = trainer.n_gpus_per_node, trainer.nnodes
-    found = in_range(_NODES, nodes, "1 or more", nodes >= 1)
-    found += in_range(_GPUS, wanted, "1 or more, or null for what there is", wanted is None or wanted >= 1)
-    found += caught(device.resolve_device, trainer.device)
+    wanted = trainer.n_gpus_per_node
+    found = _sizes(trainer) + caught(device.resolve_device, trainer.device)
     if found:
         return found
     kind = device.resolve_device(trainer.device)
@@ -51,19 +128,19 @@ def _devices(trainer: Any) -> Problems:
     if trainer.device == "cpu" or wanted is None or wanted <= max(there, 1):
         _tell_devices(trainer, kind, there)
         return []
-    return [_too_many(wanted, nodes, there)]
+    return [_too_many(wanted, there)]
 
 
-def _too_many(wanted: int, nodes: int, there: int) -> ConfigError:
-    asked = f"{wanted} GPUs" if nodes == 1 else f"{nodes} nodes ({_NODES}) with {wanted} GPUs each"
+def _too_many(wanted: int, there: int) -> ConfigError:
     here = "no GPU" if there == 0 else f"{there} GPU{'s' if there > 1 else ''}"
     on = "on CPU" if there == 0 else "on one GPU"
     return ConfigError(
-        f"{asked} are asked for, and this machine has {here}",
+        f"{wanted} GPUs are asked for, and this machine has {here}",
         key=_GPUS,
         got=wanted,
         allowed=f"1 to {there}" if there > 1 else "1",
-        fix=f"Set {_GPUS}=1 {_NODES}=1 to run {on} in this process.",
+        fix=f"Set {_GPUS}=1 {_NODES}=1 to run {on} in this process, trainer.device=cpu for {wanted} processes on the "
+        "CPU, or RAY_ADDRESS=auto to use the GPUs of a Ray cluster.",
     )
 
 
@@ -71,26 +148,7 @@ def _tell_devices(trainer: Any, kind: str, there: int) -> None:
     if trainer.n_gpus_per_node and trainer.device is None and kind == "cpu" and trainer.nnodes == 1:
         notice(_GPUS, "this machine has no GPU, so the run uses the CPU")
     if trainer.n_gpus_per_node is None and there > 1:
-        notice(_GPUS, f"not set: the run uses 1 of {there} GPUs, since runs of several processes are not built yet")
-
-
-def _processes(trainer: Any, runtime: str | None) -> Problems:
-    processes = trainer.nnodes * (trainer.n_gpus_per_node or 1)
-    if runtime != "ray" and processes == 1:
-        return []
-    gpus = 1 if trainer.n_gpus_per_node is None else trainer.n_gpus_per_node
-    one = "" if processes == 1 else f"{_NODES}=1 {_GPUS}=1"
-    local = "" if runtime is None else "trainer.runtime=local"
-    return [
-        NotBuiltError(
-            "a run of several processes or on a Ray cluster is not built yet"
-            if runtime is not None
-            else "a supervised run of several processes is not built yet",
-            key="trainer.runtime" if processes == 1 else _NODES if trainer.nnodes > 1 else _GPUS,
-            got=runtime if processes == 1 else f"{trainer.nnodes} node(s) with {gpus} process(es) each",
-            fix=f"Set {' '.join(part for part in (one, local) if part)} to run in this process.",
-        )
-    ]
+        notice(_GPUS, f"not set: the run uses 1 of {there} GPUs; set it to {there} for all of them")
 
 
 def files(cfg: PPOTrainerConfig) -> Problems:

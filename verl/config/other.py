@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.node import ConfigNode, section, setting
+from verl.config.node import ABSENT, ConfigNode, section, setting
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,22 @@ class TransferQueueConfig(ConfigNode):
 class RayRayInitRuntimeEnvConfig(ConfigNode):
     """The environment of Ray's workers."""
 
-    py_executable: str | None = setting(None, "Python interpreter of the workers", planned="the Ray runtime")
+    py_executable: str | None = setting(None, "Python interpreter of the workers; null: the controller's")
 
 
 @dataclass(frozen=True)
 class RayRayInitConfig(ConfigNode):
     """Arguments of ray.init."""
 
-    num_cpus: int | None = setting(None, "CPU cores that Ray may use; null: all", planned="the Ray runtime")
+    address: str | None = setting(
+        None,
+        "cluster to join, host:port; null: RAY_ADDRESS, else what `ray start` left on this machine, else one of its own",
+        upstream=ABSENT,
+    )
+    num_cpus: int | None = setting(None, "CPU cores of a cluster that the run starts itself; null: all")
+    object_store_memory: int | None = setting(
+        None, "bytes of shared memory for batches in such a cluster; null: Ray chooses", upstream=ABSENT
+    )
     runtime_env: RayRayInitRuntimeEnvConfig = section(RayRayInitRuntimeEnvConfig)
 
 
@@ -136,7 +144,7 @@ class RayConfig(ConfigNode):
     """The Ray runtime."""
 
     ray_init: RayRayInitConfig = section(RayRayInitConfig)
-    timeline_json_file: str | None = setting(None, "file for Ray's timeline", planned="the Ray runtime", path=True)
+    timeline_json_file: str | None = setting(None, "file for Ray's timeline, written at the end", path=True)
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,12 @@ class TrainerConfig(ConfigNode):
     )
     nnodes: int = setting(1, "number of machines")
     n_gpus_per_node: int | None = setting(None, "processes per machine, one per GPU; null: 1", upstream=8)
+    resource_pools: dict = setting(
+        {},
+        "processes that roles have for themselves: {name: {roles: [critic], processes: [2]}}, one number per node; "
+        "all other roles share trainer.nnodes x trainer.n_gpus_per_node",
+        upstream=ABSENT,
+    )
     save_freq: int = setting(-1, "steps between checkpoints; -1: never")
     esi_redundant_time: int = setting(
         0, "seconds before the end of an elastic instance at which to save", planned="elastic instances"
@@ -140,9 +146,7 @@ class TrainerConfig(ConfigNode):
     max_actor_ckpt_to_keep: int | None = setting(None, "checkpoints of the actor that are kept; null: all")
     max_critic_ckpt_to_keep: int | None = setting(None, "checkpoints of the critic that are kept; null: all")
     ray_wait_register_center_timeout: int = setting(
-        300,
-        "seconds to wait for workers to register",
-        no_effect="the local runtime registers no workers; Ray will use it",
+        300, "seconds that worker processes on a Ray cluster may take to come up"
     )
     device: str | None = setting(None, "cuda, npu or cpu; null: the accelerator if there is one", upstream="cuda")
     use_v1: bool = setting(

@@ -8,10 +8,10 @@ but does nothing is a notice.
 from __future__ import annotations
 
 from verl import registry
-from verl.config import machine, notices, ranges
+from verl.config import correcting, machine, notices, ranges
 from verl.config.checks import Problems, collect, known_name, missing_folder, one_of
 from verl.config.node import unrecorded
-from verl.config.root import PPOTrainerConfig, uses_critic
+from verl.config.root import PPOTrainerConfig, uses_critic, uses_reference
 from verl.config.sft import SFTTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
 
@@ -28,7 +28,7 @@ _ONE_DEVICE = "Leave it out (auto) to train on one device."
 def validate(cfg: PPOTrainerConfig) -> None:
     """All problems of an RL configuration in one `ConfigError`; settings without effect get a notice each."""
     rules = (_names, _kl, machine.trackers, machine.hardware, machine.files, ranges.numbers, _groups, _values, _batches,
-             _ranks, _micro_batches, _sampling, _mirrors, _budgets, _correction, _plugins, _resume, _validation)  # fmt: skip
+             _ranks, _micro_batches, _sampling, _mirrors, _budgets, correcting.rollout, correcting.groups, _plugins, _resume, _validation)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
         notices.tell(cfg)
@@ -139,18 +139,32 @@ def _divides(key: str, mini: int, batch: int) -> Problems:
 
 
 def _ranks(cfg: PPOTrainerConfig) -> Problems:
-    nodes, gpus = cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node or 1
-    samples = cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n
-    if nodes < 1 or gpus < 1 or samples % (nodes * gpus) == 0:
-        return []
-    return [
-        ConfigError(
-            f"data.train_batch_size x {_R}.n = {samples} samples cannot be shared evenly by {nodes * gpus} processes",
-            key="data.train_batch_size",
-            got=cfg.data.train_batch_size,
-            fix="Change it, or trainer.nnodes and trainer.n_gpus_per_node.",
-        )
-    ]
+    """Every optimizer step, and every pass over the batch, gives each process as many samples."""
+    trainer = cfg.trainer
+    shared = trainer.nnodes * (trainer.n_gpus_per_node or 1)
+    if shared < 1 or machine.resource_pools(cfg):
+        return []  # said already
+    pool = {role: sum(pool["processes"]) for pool in trainer.resource_pools.values() for role in pool["roles"]}
+    wanted = [(_A, cfg.actor_rollout_ref.actor.ppo_mini_batch_size, shared)]
+    if uses_critic(cfg):
+        wanted.append(("critic", cfg.critic.ppo_mini_batch_size, pool.get("critic", shared)))
+    if uses_reference(cfg) and "ref" in pool:
+        wanted.append(("data", cfg.data.train_batch_size, pool["ref"]))
+    found: Problems = []
+    for section, prompts, processes in wanted:
+        samples = prompts * cfg.actor_rollout_ref.rollout.n
+        key = f"{section}.train_batch_size" if section == "data" else f"{section}.ppo_mini_batch_size"
+        if prompts >= 1 and samples % processes:
+            found.append(
+                ConfigError(
+                    f"{prompts} prompts x {_R}.n = {samples} samples cannot be shared evenly by {processes} processes",
+                    key=key,
+                    got=prompts,
+                    fix="Change it, or the number of processes (trainer.nnodes, trainer.n_gpus_per_node, "
+                    "trainer.resource_pools).",
+                )
+            )
+    return found
 
 
 def _micro_batches(cfg: PPOTrainerConfig) -> Problems:
@@ -226,38 +240,6 @@ def _sft_budget(cfg: SFTTrainerConfig) -> Problems:
     if not data.use_dynamic_bsz:
         return []
     return _fits("data.max_token_len_per_gpu", data.max_token_len_per_gpu, data.max_length, "data.max_length")
-
-
-def _correction(cfg: PPOTrainerConfig) -> Problems:
-    algorithm, newer = cfg.algorithm, cfg.algorithm.rollout_correction
-    key = _correction_key(cfg)
-    if key is None:
-        return []
-    found: Problems = []
-    if not cfg.actor_rollout_ref.rollout.calculate_log_probs:
-        message = f"{key} compares the trainer's log-probs with the sampler's, which are not kept"
-        fix = f"Set {_R}.calculate_log_probs=true."
-        found.append(ConfigError(message, key=f"{_R}.calculate_log_probs", got=False, fix=fix))
-    if algorithm.rollout_is_threshold is not None and key != "algorithm.rollout_is_threshold":
-        message = f"algorithm.rollout_is_threshold and {key} are two forms of one correction"
-        found.append(ConfigError(message, key=key, fix="Keep one of them."))
-    if newer.rollout_rs is not None and newer.rollout_rs_threshold is None:
-        name = "algorithm.rollout_correction.rollout_rs_threshold"
-        found.append(ConfigError("rejection needs a threshold", key=name, fix="Set e.g. '0.5_2.0' for a k1 option."))
-    return found
-
-
-def _correction_key(cfg: PPOTrainerConfig) -> str | None:
-    """The setting that switches a correction of the sampler's distribution on; the newer form first."""
-    newer, section = cfg.algorithm.rollout_correction, "algorithm.rollout_correction"
-    switches = {
-        f"{section}.bypass_mode": newer.bypass_mode,
-        f"{section}.rollout_is": newer.rollout_is is not None,
-        f"{section}.rollout_rs": newer.rollout_rs is not None,
-        "algorithm.rollout_is_threshold": cfg.algorithm.rollout_is_threshold is not None,
-        "algorithm.rollout_is": cfg.algorithm.rollout_is,
-    }
-    return next((key for key, is_on in switches.items() if is_on), None)
 
 
 def _plugins(cfg: PPOTrainerConfig) -> Problems:

@@ -14,9 +14,9 @@ from verl.observability import samples as sample_output
 from verl.observability.tracking import Tracking
 from verl.rewards import check_reward_data
 from verl.rewards.managers import load_reward_manager
-from verl.single_controller.base import ResourcePoolManager, Role
+from verl.single_controller.base import Role
+from verl.trainer.placement import strategy
 from verl.trainer.ppo.validation import Sampled
-from verl.workers import ActorRolloutRefWorker, CriticWorker
 from verl.workers.part import Site
 
 
@@ -49,46 +49,22 @@ def need_reward_model(config: PPOTrainerConfig) -> bool:
     return bool(config.reward.reward_model.enable)
 
 
-def role_worker_mapping(config: PPOTrainerConfig) -> dict[Role, type]:
-    """Which worker class plays which role."""
-    policy = Role.ActorRolloutRef if need_reference_policy(config) else Role.ActorRollout
-    mapping: dict[Role, type] = {policy: ActorRolloutRefWorker}
-    if need_critic(config):
-        mapping[Role.Critic] = CriticWorker
-    return mapping
-
-
-def resource_pools(config: PPOTrainerConfig) -> ResourcePoolManager:
-    """All roles in one pool (colocated)."""
-    processes = [processes_per_node(config)] * config.trainer.nnodes
-    return ResourcePoolManager(
-        resource_pool_spec={"global_pool": processes},
-        mapping=dict.fromkeys(role_worker_mapping(config), "global_pool"),
-    )
-
-
-def processes_per_node(config: PPOTrainerConfig) -> int:
-    """``trainer.n_gpus_per_node``, or what the machine has where it is left out."""
-    if config.trainer.n_gpus_per_node is not None:
-        return config.trainer.n_gpus_per_node
-    return 1
-
-
-def strategy(named: str) -> str:
-    """``auto`` is the plain engine on one process."""
-    return "plain" if named == "auto" else named
-
-
-def worker_arguments(config: PPOTrainerConfig, role: Role, total_steps: int, device_name: str | None) -> dict[str, Any]:
-    """Constructor arguments of the worker that plays ``role``."""
-    on = device_name or device.resolve_device(config.trainer.device)
-    length = config.data.max_response_length
+def worker_arguments(
+    config: PPOTrainerConfig, role: Role, total_steps: int, device_name: str, processes: int
+) -> dict[str, Any]:
+    """Constructor arguments of the worker that plays ``role`` in a pool of ``processes``."""
+    length, seed = config.data.max_response_length, config.trainer.seed
     if role == Role.Critic:
-        site = Site(on, strategy(config.critic.strategy), config.trainer.seed, total_steps, length)
+        site = Site(device_name, strategy(config.critic.strategy, processes), seed, total_steps, length)
         return {"config": config.critic, "site": site}
     policy = config.actor_rollout_ref
     site = Site(
-        on, strategy(policy.actor.strategy), config.trainer.seed, total_steps, length, strategy(policy.ref.strategy)
+        device_name,
+        strategy(policy.actor.strategy, processes),
+        seed,
+        total_steps,
+        length,
+        strategy(policy.ref.strategy, processes),
     )
     return {"config": config.actor_rollout_ref, "role": str(role), "site": site}
 

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from verl.config import PPOTrainerConfig, load_config, save_config
 from verl.errors import VerlError
 
+if TYPE_CHECKING:
+    from verl.trainer.placement import Place
+
 
 class TaskRunner:
-    """Builds a trainer from a configuration and runs it; subclass it to swap the trainer or a worker class."""
+    """Builds a trainer from a configuration and runs it; subclass it to swap the trainer or a worker class.
+
+    ``place`` says where workers live; `run_ppo` sets it before `run`. None is this process.
+    """
+
+    place: Place | None = None
 
     def run(self, config: PPOTrainerConfig) -> None:
-        """The whole run, in this process."""
+        """The whole run, with this process as its controller."""
         from verl.data import hf_processor, hf_tokenizer
 
         model = config.actor_rollout_ref.model
@@ -30,25 +38,30 @@ class TaskRunner:
 
     def make_trainer(self, config: PPOTrainerConfig, tokenizer: object, processor: object):
         """The trainer with its worker classes and resource pools."""
-        from verl.trainer import build
+        from verl.trainer import placement
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
+        place = self.place or placement.Place()
         return RayPPOTrainer(
             config=config,
             tokenizer=tokenizer,
             processor=processor,
-            role_worker_mapping=build.role_worker_mapping(config),
-            resource_pool_manager=build.resource_pools(config),
+            role_worker_mapping=placement.role_worker_mapping(config),
+            resource_pool_manager=placement.resource_pools(config, self.place),
+            ray_worker_group_cls=place.group_class,
+            device_name=place.device if self.place else None,
         )
 
 
 def run_ppo(config: PPOTrainerConfig, task_runner_class: type[TaskRunner] | None = None) -> None:
     """Run a checked configuration; the resolved one is written beside the run's results."""
-    from verl.trainer import build, runtime
+    from verl.trainer import runtime
 
-    runtime.start(config.trainer.seed, config.trainer.runtime, config.trainer.nnodes * build.processes_per_node(config))
-    save_config(config, Path(config.trainer.default_local_dir) / "config.yaml")
-    (task_runner_class or TaskRunner)().run(config)
+    with runtime.enter(config) as place:
+        save_config(config, Path(config.trainer.default_local_dir) / "config.yaml")
+        runner = (task_runner_class or TaskRunner)()
+        runner.place = place
+        runner.run(config)
 
 
 def main(argv: list[str] | None = None) -> int:

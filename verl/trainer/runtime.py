@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from verl import device, env
-from verl.errors import NotBuiltError
+from verl.config import PPOTrainerConfig, to_dict
+from verl.metrics import notice
+from verl.trainer.placement import Place, pool_sizes
+
+if TYPE_CHECKING:
+    from verl.single_controller.ray.runtime import Started
 
 
-def start(seed: int, runtime: str = "local", num_processes: int = 1) -> str:
-    """Prepare this process; returns the runtime that was chosen.
+def start(seed: int) -> None:
+    """Logging, threads and random numbers of this process.
 
     Args:
         seed: master seed; python, numpy and torch start from it.
-        runtime: ``auto``, ``local`` or ``ray``.
-        num_processes: workers the run asks for.
     """
     level = (env.get("VERL_LOGGING_LEVEL") or "WARNING").upper()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -28,11 +35,68 @@ def start(seed: int, runtime: str = "local", num_processes: int = 1) -> str:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    if runtime == "ray" or num_processes > 1:
-        raise NotBuiltError(
-            "runs of several processes need the Ray runtime, which is not built yet",
-            key="trainer.runtime",
-            got=runtime if runtime == "ray" else f"{num_processes} processes",
-            fix="Use trainer.nnodes=1 and trainer.n_gpus_per_node=1.",
-        )
-    return "local"
+
+
+@contextmanager
+def enter(config: PPOTrainerConfig) -> Iterator[Place]:
+    """The place of a run, left again at the end: workers and a cluster that this run started are gone then.
+
+    Raises:
+        ConfigError: the machine, or the cluster, is smaller than the run; an address that does not answer.
+        MissingDependencyError: the run needs Ray, which is not installed.
+    """
+    start(config.trainer.seed)
+    if runtime_of(config) == "local":
+        yield Place("local", device.resolve_device(config.trainer.device))
+        return
+    from verl.single_controller import ray as cluster  # loads Ray
+
+    try:
+        yield _on_ray(config)
+    finally:
+        cluster.stop(config.ray_kwargs.timeline_json_file)
+
+
+def runtime_of(config: PPOTrainerConfig) -> str:
+    """``trainer.runtime``, where ``auto`` is this process for runs of one process, and Ray for all others."""
+    named, pools = config.trainer.runtime, pool_sizes(config)
+    if named != "auto":
+        return named
+    return "local" if list(pools.values()) == [[1]] else "ray"
+
+
+def _on_ray(config: PPOTrainerConfig) -> Place:
+    from verl.single_controller import ray as cluster
+    from verl.single_controller.ray.address import find_address
+    from verl.single_controller.ray.cluster import devices_per_node
+
+    pools, settings = pool_sizes(config), to_dict(config.ray_kwargs.ray_init)
+    kind = config.trainer.device
+    if find_address(settings) is None:
+        kind = device.resolve_device(kind)
+    largest = max(pools.values(), key=lambda counts: (len(counts), max(counts)))
+    others = sum(sum(counts) for counts in pools.values()) - sum(largest)
+    started = cluster.start(largest, kind, settings, further_processes=others)
+    _tell(started)
+    on_device = started.device != "cpu"
+    return Place(
+        kind="ray",
+        device=started.device,
+        group_class=partial(
+            cluster.RayWorkerGroup,
+            device_name=started.device,
+            use_gpu=on_device,
+            ray_wait_register_center_timeout=config.trainer.ray_wait_register_center_timeout,
+        ),
+        pool_class=partial(cluster.RayResourcePool, use_gpu=on_device),
+        devices_per_node=devices_per_node(started.device),
+    )
+
+
+def _tell(started: Started) -> None:
+    nodes = started.nodes
+    where = "a Ray cluster of its own" if started.own else f"the Ray cluster at {started.address}"
+    notice("trainer.runtime", f"the run uses {where} with {len(nodes)} node(s): {', '.join(map(str, nodes))}")
+
+
+__all__ = ["Place", "enter", "runtime_of", "start"]

@@ -100,6 +100,10 @@ class WorkerGroup(ABC):
     def worker_names(self) -> list[str]:
         return self._worker_names
 
+    def placement(self) -> str:
+        """Where the workers are, one line each."""
+        return "\n".join(f"{name}: this process" for name in self._worker_names)
+
     def dispatch_ranks(self, mesh_name: str) -> list[int]:
         """Each worker's data-parallel rank on a mesh; the workers are asked once."""
         self._learn_mesh(mesh_name)

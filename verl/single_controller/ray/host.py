@@ -37,9 +37,13 @@ class HostBase:
         name: of the worker, for people; Ray puts it before every line that the process prints.
         environment: variables that the process takes over.
         folders: where the controller finds modules.
+        directory: the controller's working directory, taken over where the node has it, so that relative paths mean
+            the same.
     """
 
-    def __init__(self, name: str, environment: dict[str, str], folders: list[str]):
+    def __init__(self, name: str, environment: dict[str, str], folders: list[str], directory: str):
+        if os.path.isdir(directory):
+            os.chdir(directory)
         for variable, value in environment.items():
             env.set_value(variable, value)
         sys.path += [folder for folder in folders if folder not in sys.path]
@@ -118,8 +122,10 @@ class AsyncWorkerHost(HostBase):
     after the other in a thread of their own, plain methods for handles in as many as ``num_threads``.
     """
 
-    def __init__(self, name: str, environment: dict[str, str], folders: list[str], num_threads: int = 1):
-        super().__init__(name, environment, folders)
+    def __init__(
+        self, name: str, environment: dict[str, str], folders: list[str], directory: str, num_threads: int = 1
+    ):
+        super().__init__(name, environment, folders, directory)
         self._order = ThreadPoolExecutor(1, thread_name_prefix="verl-calls")
         self._threads = self._order if num_threads == 1 else ThreadPoolExecutor(num_threads, "verl-requests")
         self._turns: dict[str, Turns] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -117,7 +118,7 @@ def _actor(recipe: Recipe, rank: int, slot: Slot | None) -> Any:
     actor_class: Any = ray.remote(_named(kind, recipe.class_with_init.cls)).options(**options)
     extra = {"num_threads": recipe.num_threads} if recipe.concurrent else {}
     try:
-        return actor_class.remote(name, _environment(recipe), [*sys.path], **extra)
+        return actor_class.remote(name, _environment(recipe), [*sys.path], os.getcwd(), **extra)
     except ValueError as error:  # what Ray raises for a name in use and for resources that the slot does not have
         taken = "Give the group another name_prefix, or stop the detached one." if recipe.detached else ""
         raise WorkerError(str(error), fix=taken) from error

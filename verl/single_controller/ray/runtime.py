@@ -6,6 +6,7 @@ import inspect
 import logging
 import signal
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,28 +31,34 @@ class Started:
         address: of its control service.
         own: this process started it and `stop` ends it.
         nodes: its nodes, sorted by address.
+        device: what each process takes one of: ``cpu``, ``cuda`` or ``npu``.
     """
 
     address: str
     own: bool
     nodes: tuple[cluster.Node, ...]
+    device: str = "cpu"
 
 
 def start(
     processes_on_nodes: Sequence[int] = (1,),
-    device_name: str = "cpu",
+    device_name: str | None = "cpu",
     ray_init: Mapping[str, Any] | None = None,
     connect_seconds: float = CONNECT_SECONDS,
     join_seconds: float = JOIN_SECONDS,
+    further_processes: int = 0,
 ) -> Started:
     """Join the cluster that `find_address` names, or start one on this machine; a running connection is kept.
 
     Args:
         processes_on_nodes: processes that the run needs on each of its nodes; ``[8, 8]`` is two nodes of eight.
-        device_name: what each process needs one of: ``cpu``, ``cuda`` or ``npu``.
+        device_name: what each process needs one of: ``cpu``, ``cuda`` or ``npu``; None takes the accelerator that the
+            cluster has, and the CPU where it has none.
         ray_init: ``ray_kwargs.ray_init``; entries that are None are left to Ray.
         connect_seconds: how long an address may take to answer.
         join_seconds: how long nodes may take to join.
+        further_processes: processes of other pools, on whichever nodes have room; a cluster of this process's own is
+            made large enough for them.
 
     Raises:
         ConfigError: the address does not answer or refuses the token, or the cluster is smaller than asked.
@@ -63,11 +70,13 @@ def start(
         settings.pop("address", None)
         if address is None:
             own = True
-            _start_own(processes_on_nodes, device_name, settings)
+            here = [processes_on_nodes[0] + further_processes, *processes_on_nodes[1:]]
+            _start_own(here, device_name or device.resolve_device(None), settings)
         else:
             _join(address, settings, connect_seconds)
-    cluster.require(processes_on_nodes, cluster.RESOURCES[device_name], join_seconds)
-    return Started(ray.get_runtime_context().gcs_address, own, tuple(cluster.nodes()))
+    kind = device_name or _accelerator(processes_on_nodes, join_seconds)
+    cluster.require(processes_on_nodes, cluster.RESOURCES[kind], join_seconds)
+    return Started(ray.get_runtime_context().gcs_address, own, tuple(cluster.nodes()), kind)
 
 
 def stop(timeline_json_file: str | None = None) -> None:
@@ -85,6 +94,15 @@ def stop(timeline_json_file: str | None = None) -> None:
         ray.shutdown(wait_for_processes=True)
     else:
         ray.shutdown()
+
+
+def _accelerator(processes_on_nodes: Sequence[int], join_seconds: float) -> str:
+    """The kind of device that the cluster has, once its nodes have joined."""
+    deadline = time.monotonic() + join_seconds
+    while len(cluster.nodes()) < len(processes_on_nodes) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    found = [kind for kind, resource in cluster.RESOURCES.items() if kind != "cpu" and cluster.has_devices(resource)]
+    return found[0] if found else "cpu"
 
 
 def _start_own(processes_on_nodes: Sequence[int], device_name: str, settings: dict[str, Any]) -> None:

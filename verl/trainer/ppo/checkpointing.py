@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl.checkpoint import CheckpointReader, CheckpointWriter, find_checkpoint
 from verl.config import PPOTrainerConfig
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, VerlError
 from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.single_controller.base import Roles
@@ -19,8 +21,26 @@ from verl.trainer.ppo.stages import PromptSource
 SURPLUS = "surplus"
 
 
+@dataclass(frozen=True)
+class Boundary:
+    """The controller between two steps, which is where a run can be continued.
+
+    Args:
+        step: the last complete one.
+        state: what goes into ``trainer.json``.
+        surplus: samples that wait for the next batch.
+    """
+
+    step: int
+    state: Mapping[str, Any]
+    surplus: DataProto | None
+
+
 class RunCheckpoints:
     """Saves and resumes one RL run; holds the lock of its folder while it may write.
+
+    A checkpoint is put in place after its step was logged: a run that continues from it has lost no metrics, and the
+    trackers replace those of the steps that it repeats.
 
     Args:
         roles: every trainable role is saved under its name.
@@ -31,33 +51,68 @@ class RunCheckpoints:
     def __init__(self, config: PPOTrainerConfig, roles: Roles, source: PromptSource, ctx: StepContext):
         self.config, self.roles, self.source, self.ctx = config, roles, source, ctx
         trainer = config.trainer
+        self.folder = Path(trainer.default_local_dir).absolute()  # a worker may run in another directory
         self.writer: CheckpointWriter | None = None
+        self._boundary: Boundary | None = None
+        self._saved: tuple[int, Path] | None = None
         if trainer.save_freq > 0:
             keep = {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep}
-            self.writer = CheckpointWriter(trainer.default_local_dir, keep=keep)
+            self.writer = CheckpointWriter(self.folder, keep=keep)
 
     def save(self) -> Path:
-        """Write ``global_step_<step>``; earlier checkpoints stay intact if it fails."""
+        """Write ``global_step_<step>``, which `end_step` puts in place; earlier checkpoints stay if it fails."""
+        return self._save(self._here())
+
+    def end_step(self) -> None:
+        """After a step was logged: its checkpoint, if there is one, may be found; a dropped step goes back to here."""
+        if self.writer is not None:
+            self.writer.release()
+        self.remember()
+
+    def remember(self) -> None:
+        """The state of the controller now is what `save_boundary` will save."""
+        if self.writer is not None:
+            self._boundary = self._here()
+
+    def save_boundary(self) -> str:
+        """Save the state after the last complete step, the one in progress being dropped; returns what to tell."""
         if self.writer is None:
-            raise CheckpointError("saving is off", key="trainer.save_freq", fix="Set trainer.save_freq.")
-        parts: dict[str, Callable[[Path], Any]] = {
-            name: self._role_writer(name) for name, handle in self.roles.items() if handle.kind == "trainable"
-        }
-        surplus = self.ctx.pool.peek()
-        if surplus is not None:
-            parts[SURPLUS] = lambda folder: _save_batch(folder, surplus)
+            return f"stopped at step {self.ctx.step}; nothing is saved, because trainer.save_freq is not set"
+        boundary = self._boundary
+        if boundary is None or boundary.step == 0:
+            return "stopped before the first step was complete; there is nothing to save"
+        if self._saved is None or self._saved[0] != boundary.step:
+            self._save(boundary)
+        self.writer.wait()
+        assert self._saved is not None, "it was just saved"
+        return f"stopped after step {boundary.step}, which is saved in {self._saved[1]}"
+
+    def _here(self) -> Boundary:
         state = {
             "step": self.ctx.step,
             "data": self.source.state_dict(),
             "kl": self.ctx.kl_controller.state_dict(),
             "rng": rng.rng_state(),
         }
-        return self.writer.save(self.ctx.step, parts, trainer_state=state)
+        return Boundary(self.ctx.step, state, self.ctx.pool.peek())
+
+    def _save(self, boundary: Boundary) -> Path:
+        if self.writer is None:
+            raise CheckpointError("saving is off", key="trainer.save_freq", fix="Set trainer.save_freq.")
+        parts: dict[str, Callable[[Path], Any]] = {
+            name: self._role_writer(name) for name, handle in self.roles.items() if handle.kind == "trainable"
+        }
+        surplus = boundary.surplus
+        if surplus is not None:
+            parts[SURPLUS] = lambda folder: _save_batch(folder, surplus)
+        folder = self.writer.save(boundary.step, parts, trainer_state=boundary.state, hold=True)
+        self._saved = (boundary.step, folder)
+        return folder
 
     def load(self) -> None:
         """Continue from the checkpoint that ``trainer.resume_mode`` names, if there is one."""
         trainer = self.config.trainer
-        folder = find_checkpoint(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
+        folder = find_checkpoint(self.folder, trainer.resume_mode, trainer.resume_from_path)
         if folder is None:
             return
         reader = CheckpointReader(folder)
@@ -71,12 +126,20 @@ class RunCheckpoints:
         self.ctx.step = int(state["step"])
         if SURPLUS in reader.parts:
             self.ctx.pool.add(DataProto.load_from_disk(str(folder / SURPLUS / "batch")))
+        self._saved = (self.ctx.step, folder)
         notice("trainer.resume_mode", f"continues from {folder}")
 
     def close(self) -> None:
-        """Release the folder."""
-        if self.writer is not None:
+        """Finish what is being written and release the folder; an error that ends the run goes before one of these."""
+        if self.writer is None:
+            return
+        failing = sys.exc_info()[1] is not None
+        try:
             self.writer.close()
+        except VerlError as error:
+            if not failing:
+                raise
+            notice("trainer.save_freq", f"the checkpoint in work was lost, too: {error}")
 
     def _role_writer(self, name: str) -> Callable[[Path], Mapping[str, Any]]:
         group, contents = self.roles[name].group, tuple(self._contents(name)["save_contents"])

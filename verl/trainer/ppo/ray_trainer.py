@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl import device
 from verl.config import PPOTrainerConfig, to_dict
 from verl.data import collate_fn as default_collate
 from verl.data import stateful_loader
@@ -30,6 +31,7 @@ from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
 from verl.trainer.ppo.roles import RoleHandle, add_role, distinct_groups
 from verl.trainer.ppo.validation import Sampled, Validator
+from verl.trainer.signals import StepDropped, StopSignals
 
 __all__ = ["RayPPOTrainer", "ResourcePoolManager", "apply_kl_penalty", "compute_advantage", "compute_response_mask"]
 
@@ -116,12 +118,18 @@ class RayPPOTrainer:
         by_pool: dict[Any, dict[str, ClassWithInitArgs]] = {}
         for role, worker_class in self.role_worker_mapping.items():
             pool = self.resource_pool_manager.get_resource_pool(role)
-            arguments = build.worker_arguments(self.config, role, self.total_training_steps, self.device_name)
+            on = self.device_name or device.resolve_device(self.config.trainer.device)
+            arguments = build.worker_arguments(self.config, role, self.total_training_steps, on, pool.world_size)
             by_pool.setdefault(pool, {})[str(role)] = ClassWithInitArgs(worker_class, **arguments)
         groups: dict[str, Any] = {}
+        placement: list[str] = []
         for pool, classes in by_pool.items():
             together = create_colocated_worker_cls(classes)
-            groups |= self.worker_group_cls(pool, together, seed=self.config.trainer.seed).spawn(list(classes))
+            group = self.worker_group_cls(pool, together, seed=self.config.trainer.seed)
+            placement.append(group.placement())
+            groups |= group.spawn(list(classes))
+        if self.config.trainer.nnodes > 1:
+            notice("trainer.nnodes", "\n".join(["the workers are placed", *placement]))
         self._name_roles(groups)
         for group in distinct_groups(self.roles):
             group.init_model()
@@ -150,25 +158,35 @@ class RayPPOTrainer:
         """Train to the end: resume if asked, validate, step, log; callbacks run in their order."""
         trainer = self.config.trainer
         self.ctx = StepContext(self.config, self.reward_fn, self.total_training_steps)
+        self.ctx.stop = StopSignals(drop_at_once=self.worker_group_cls is LocalWorkerGroup)
         self.validator = None
         if self.val_loader is not None:
             self.validator = Validator(self.config, self.val_loader, self.val_reward_fn, self.tokenizer)
         self.checkpoints = RunCheckpoints(self.config, self.roles, self.source, self.ctx)
         self.tracking = Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, to_dict(self.config))
         try:
-            self.load_checkpoint()
-            self.tracking.start(self.total_training_steps, self.ctx.step)
-            self.schedule.publish(self.roles, self.ctx)
-            self._notify("on_fit_begin")
-            if not trainer.val_only:
-                self._run_steps()
-            self._notify("on_fit_end")
+            with self.ctx.stop:
+                self._run()
             self.tracking.finish()
         except BaseException:
             self.tracking.finish(exit_code=1)
             raise
         finally:
             self.checkpoints.close()
+
+    def _run(self) -> None:
+        self.load_checkpoint()
+        self.checkpoints.remember()
+        assert self.tracking is not None, "fit opens the trackers"
+        self.tracking.start(self.total_training_steps, self.ctx.step)
+        self.schedule.publish(self.roles, self.ctx)
+        try:
+            self._notify("on_fit_begin")
+            if not self.config.trainer.val_only:
+                self._run_steps()
+            self._notify("on_fit_end")
+        except StepDropped:
+            raise self.ctx.stop.stopped(self.checkpoints.save_boundary()) from None
 
     def _run_steps(self) -> None:
         first = self.ctx.step + 1
@@ -184,6 +202,9 @@ class RayPPOTrainer:
                 batch = self.schedule.step(self.source, self.roles, ctx)
                 self._notify("on_step_end", batch)
             self.log(self._step_metrics(batch), step)
+            self.checkpoints.end_step()
+            if ctx.stop.requested and step < self.total_training_steps:
+                raise StepDropped
 
     def _notify(self, hook: str, *arguments: Any) -> None:
         for callback in self.callbacks:

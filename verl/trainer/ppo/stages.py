@@ -6,6 +6,7 @@ A stage takes a batch and adds declared fields to it; it never decides what come
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,12 +78,26 @@ def generate(prompts: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
 
 def sample(prompts: DataProto, rollout: RoleHandle, metrics: MetricSet) -> DataProto:
     """One call of the sampler for all rows of ``prompts``; the rows keep their order."""
+    number_samples(prompts)
     padded, pad = pad_dataproto_to_divisor(prompts, rollout.group.world_size)
     made = unpad_dataproto(rollout.group.generate_sequences(padded), pad)
     for name, parts in made.meta_info.pop("metrics", {}).items():
         for metric in parts if isinstance(parts, list) else [parts]:  # a list where ranks were put together
             metrics.merge({name: metric})
     return prompts.union(made)
+
+
+def number_samples(prompts: DataProto) -> None:
+    """Write ``sample_index``: the samples of a prompt draw different numbers, whichever workers they go to."""
+    uids = prompts.non_tensor_batch.get("uid")
+    if uids is None or "sample_index" in prompts.non_tensor_batch:
+        return
+    seen: Counter[str] = Counter()
+    index = np.empty(len(uids), dtype=object)
+    for row, uid in enumerate(uids):
+        index[row] = seen[uid]
+        seen[uid] += 1
+    prompts.non_tensor_batch["sample_index"] = index
 
 
 def score(samples: DataProto, roles: Roles, ctx: StepContext) -> DataProto:

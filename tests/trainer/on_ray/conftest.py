@@ -1,0 +1,117 @@
+"""Two Ray nodes on this machine and one tiny task: every run of this folder joins the nodes and trains on the task."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.single_controller.ray.conftest import own_ray_folder as own_ray_folder
+from tests.support import tiny_model_dir, write_prompts
+from verl.trainer import main_ppo
+
+SCORER = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return len(set(solution_str)) / 10
+"""
+SETTINGS = (
+    "algorithm.adv_estimator=gae",
+    "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_ctrl.type=adaptive",
+    "data.train_files=train.parquet",
+    "data.train_batch_size=4",
+    "data.max_prompt_length=64",
+    "data.max_response_length=6",
+    "actor_rollout_ref.model.path=model",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.ppo_epochs=2",
+    "actor_rollout_ref.actor.shuffle=true",
+    "actor_rollout_ref.actor.optim.lr=1e-2",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps=3",
+    "reward.custom_reward_function.path=scorer.py",
+    "trainer.device=cpu",
+    "trainer.logger=[file]",
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left: its metrics and its samples by step, and its folder."""
+
+    steps: list[dict[str, Any]]
+    samples: list[list[dict[str, Any]]]
+    folder: Path
+
+    def weights(self, step: int) -> dict[tuple[str, str], Any]:
+        """Every tensor of a checkpoint but the random states, by file and name."""
+        root = self.folder / f"global_step_{step}"
+        files = sorted(root.rglob("*.safetensors"))
+        found = {(str(f.relative_to(root)), name): t for f in files for name, t in load_file(f).items()}
+        return {key: tensor for key, tensor in found.items() if not key[1].startswith("rng/")}
+
+
+@pytest.fixture(scope="session")
+def two_nodes() -> Iterator[str]:
+    """The address of a cluster of two nodes with three CPUs each."""
+    from ray.cluster_utils import Cluster
+
+    from verl.single_controller.ray import security
+
+    security.demand_token()
+    node = {"num_cpus": 3, "object_store_memory": 120 << 20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    try:
+        cluster.add_node(**node)
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, prompts and a scorer."""
+    folder = tmp_path_factory.mktemp("ray_runs")
+    tiny_model_dir(folder / "model")
+    write_prompts(folder / "train.parquet", 12)
+    (folder / "scorer.py").write_text(SCORER)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def train(task: Path, two_nodes: str) -> Callable[..., Run]:
+    """``train(name, steps, *changes)``: PPO with a critic, a reference policy, two epochs and two mini-batches."""
+
+    def run(name: str, steps: int, *changes: str) -> Run:
+        mine = [
+            f"trainer.total_training_steps={steps}",
+            f"trainer.default_local_dir={name}",
+            f"trainer.experiment_name={name}",
+            f"trainer.rollout_data_dir={name}/samples",
+            f"ray_kwargs.ray_init.address={two_nodes}",
+        ]
+        before, os.environ["VERL_FILE_LOGGER_ROOT"] = Path.cwd(), str(task / "logs")
+        os.chdir(task)
+        try:
+            assert main_ppo.main([*SETTINGS, *mine, *changes]) == 0
+        finally:
+            os.chdir(before)
+            del os.environ["VERL_FILE_LOGGER_ROOT"]
+        (log,) = (task / "logs").rglob(f"{name}.jsonl")
+        steps_logged = [record["data"] for record in map(json.loads, log.read_text().splitlines())]
+        dumped = sorted((task / name / "samples").glob("*.jsonl"), key=lambda file: int(file.stem))
+        samples = [[json.loads(line) for line in file.read_text().splitlines()] for file in dumped]
+        return Run(steps_logged, samples, task / name)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def alone(train: Callable[..., Run]) -> Run:
+    """The run that all others are compared with: four steps in this process."""
+    return train("alone", 4, "trainer.runtime=local", "trainer.save_freq=4")

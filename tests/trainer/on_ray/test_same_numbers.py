@@ -1,0 +1,74 @@
+"""A run gives the same numbers in this process, on Ray, on several ranks and nodes, and however roles are placed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.trainer.on_ray.conftest import Run
+from verl.metrics import notices, reset_notices
+
+pytestmark = pytest.mark.dist
+CLOCKS = ("timing", "perf/", "global_seqlen/")
+STEP = ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm")
+
+
+def numbers(step: dict) -> dict[str, float]:
+    """The metrics that say what was computed, not how fast."""
+    return {name: value for name, value in step.items() if not name.startswith(CLOCKS)}
+
+
+def agree(run: Run, reference: Run, tolerance: float = 1e-5, steps: slice = slice(None)) -> None:
+    for mine, other in zip(run.steps[steps], reference.steps[steps], strict=True):
+        for name in STEP:
+            assert mine[name] == pytest.approx(other[name], rel=tolerance, abs=tolerance), name
+
+
+def test_ray_with_one_worker_gives_the_bits_of_this_process(train: Callable[..., Run], alone: Run):
+    ray = train("one", 4, "trainer.runtime=ray", "trainer.save_freq=4")
+    assert [numbers(step) for step in ray.steps] == [numbers(step) for step in alone.steps]
+    assert ray.samples == alone.samples and len(ray.samples) == 4
+    ours, theirs = ray.weights(4), alone.weights(4)
+    assert ours.keys() == theirs.keys() and len(ours) > 50
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_two_workers_give_the_samples_the_losses_and_the_gradients_of_one(train: Callable[..., Run], alone: Run):
+    two = train("two", 2, "trainer.n_gpus_per_node=2")
+    assert [[s["output"] for s in step] for step in two.samples] == [
+        [s["output"] for s in step] for step in alone.samples[:2]
+    ]
+    agree(two, alone, steps=slice(0, 2))
+
+
+def test_four_workers_on_two_nodes_do_so_too_and_say_where_they_are(train: Callable[..., Run], alone: Run):
+    reset_notices()
+    four = train("four", 2, "trainer.n_gpus_per_node=2", "trainer.nnodes=2")
+    agree(four, alone, steps=slice(0, 2))
+    said = notices()["trainer.nnodes"]
+    nodes = [line.split("node ")[1].split()[0] for line in said.splitlines() if ": node " in line]
+    assert len(nodes) == 4 and len(set(nodes)) == 2 and nodes == sorted(nodes, key=nodes.index)
+
+
+def test_roles_in_pools_of_their_own_give_the_bits_of_a_shared_pool(train: Callable[..., Run], alone: Run):
+    pools = "trainer.resource_pools={critics:{roles:[critic],processes:[1]},references:{roles:[ref],processes:[1]}}"
+    split = train("split", 4, "trainer.save_freq=4", pools)
+    assert [numbers(step) for step in split.steps] == [numbers(step) for step in alone.steps]
+    ours, theirs = split.weights(4), alone.weights(4)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_a_run_saved_on_two_ranks_goes_on_with_one_and_with_four(train: Callable[..., Run], alone: Run):
+    """Same order of the data, and the next loss to 1e-5."""
+    train("saved", 2, "trainer.n_gpus_per_node=2", "trainer.save_freq=2")
+    source = "trainer.resume_from_path=saved/global_step_2"
+    for name, ranks in (("then_one", []), ("then_four", ["trainer.n_gpus_per_node=2", "trainer.nnodes=2"])):
+        resumed = train(name, 3, "trainer.resume_mode=resume_path", source, *ranks)
+        assert [step["training/global_step"] for step in resumed.steps] == [3]
+        assert [s["input"] for s in resumed.samples[0]] == [s["input"] for s in alone.samples[2]]
+        (mine,), other = resumed.steps, alone.steps[2]
+        for metric in ("actor/loss", "critic/loss"):
+            assert mine[metric] == pytest.approx(other[metric], rel=1e-5, abs=1e-5), (name, metric)
