@@ -57,6 +57,18 @@ WORKS = [
     ("reward_model.reward_manager", "dapo", "reward.reward_manager.name", "dapo"),
     ("reward_model.reward_loop_source", "importlib", "reward.reward_manager.source", "importlib"),
     ("reward_model.reward_loop_module_path", "/m.py", "reward.reward_manager.module.path", "/m.py"),
+    (
+        "algorithm.rollout_correction.rollout_token_veto_threshold",
+        "1e-3",
+        "algorithm.rollout_is_veto_threshold",
+        1e-3,
+    ),
+    (
+        "algorithm.rollout_correction.use_policy_gradient",
+        "true",
+        "algorithm.rollout_correction.loss_type",
+        "reinforce",
+    ),
     ("reward_model.reward_loop_class_name", "Mine", "reward.reward_manager.name", "Mine"),
     (
         "reward_model.overlong_buffer.len",
@@ -107,18 +119,6 @@ NOT_BUILT = [
         "false",
         f"{R}.multi_turn.tokenization_sanity_check_mode",
         "multi-turn rollouts and tools",
-    ),
-    (
-        "algorithm.rollout_correction.rollout_token_veto_threshold",
-        "1e-3",
-        "algorithm.rollout_is_veto_threshold",
-        "rollout importance sampling",
-    ),
-    (
-        "algorithm.rollout_correction.use_policy_gradient",
-        "true",
-        "algorithm.rollout_correction.loss_type",
-        "rollout correction",
     ),
     ("reward_model.enable", "true", f"{RM}.enable", "served reward models"),
     ("reward_model.enable_resource_pool", "true", f"{RM}.enable_resource_pool", "served reward models"),

@@ -262,7 +262,6 @@ algorithm: {rollout_is_threshold: 2.0, rollout_is: true, rollout_is_level: seque
 METRICS_ONLY = """
 algorithm: {rollout_is_threshold: 2.0, rollout_is: false, rollout_is_level: token, rollout_is_mode: truncate}
 """
-IS = "not built yet: rollout importance sampling"
 HF_1 = [f"{R}.name=hf", *ONE.split()]
 
 FILES = {
@@ -321,14 +320,31 @@ FILES = {
     "importance sampling, truncated by token": (
         TOKEN_TRUNCATION,
         [],
-        refused(f"algorithm.rollout_is_threshold: {IS}", f"algorithm.rollout_is: {IS}"),
+        Works(
+            {"algorithm.rollout_is_threshold": 2.0, "algorithm.rollout_is": True, f"{R}.calculate_log_probs": True},
+            (NO_VAL, NO_MICRO),
+        ),
     ),
     "importance sampling, masked by sequence": (
         SEQUENCE_MASKING,
         [],
-        refused(*(f"algorithm.rollout_is{name}: {IS}" for name in ("_threshold", "", "_level", "_mode"))),
+        Works({"algorithm.rollout_is_level": "sequence", "algorithm.rollout_is_mode": "mask"}, (NO_VAL, NO_MICRO)),
     ),
-    "importance sampling, metrics only": (METRICS_ONLY, [], refused(f"algorithm.rollout_is_threshold: {IS}")),
+    "importance sampling, metrics only": (
+        METRICS_ONLY,
+        [],
+        Works({"algorithm.rollout_is_threshold": 2.0, "algorithm.rollout_is": False}, (NO_VAL, NO_MICRO)),
+    ),
+    "importance sampling without the sampler's log-probs": (
+        TOKEN_TRUNCATION,
+        [f"{R}.calculate_log_probs=false"],
+        wrong(f"Set {R}.calculate_log_probs=true"),
+    ),
+    "importance sampling between senseless bounds": (
+        METRICS_ONLY,
+        ["algorithm.rollout_is_threshold_lower=3.0"],
+        wrong("algorithm.rollout_is_threshold_lower: the lower bound must be positive and below the upper one, 2"),
+    ),
     "the cap that importance sampling replaced": (
         "actor_rollout_ref: {actor: {tis_imp_ratio_cap: 2.0}}",
         [],
@@ -404,11 +420,24 @@ SINGLE = {
     f"{M}.enable_gradient_checkpointing=true": Works({"critic.model.enable_gradient_checkpointing": None}),
     f"{M}.override_config.attn_implementation=sdpa": Works({f"{M}.override_config": {"attn_implementation": "sdpa"}}),
     "trainer.balance_batch=True trainer.save_freq=100 trainer.test_freq=5": Works({"trainer.save_freq": 100}),
-    "algorithm.filter_groups.enable=true algorithm.filter_groups.metric=acc data.gen_batch_size=2048": Works(),
+    "algorithm.filter_groups.enable=true algorithm.filter_groups.metric=acc data.gen_batch_size=2048": Works(
+        {}, ("algorithm.filter_groups.enable",)
+    ),
+    f"algorithm.filter_groups.enable=true {R}.n=2": Works({"algorithm.filter_groups.enable": True}),
     "reward.reward_manager.name=dapo +reward.reward_kwargs.overlong_buffer_cfg.len=128 "
     "+reward.reward_kwargs.max_resp_len=512": Works(
         {"reward.reward_kwargs": {"overlong_buffer_cfg": {"len": 128}, "max_resp_len": 512}}
     ),
+    "algorithm.rollout_is_threshold=2.0": Works({"algorithm.rollout_is": False}),
+    "algorithm.rollout_correction.rollout_is=token": Works({"algorithm.rollout_correction.rollout_is": "token"}),
+    "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=0.5_5.0": Works(
+        {"algorithm.rollout_correction.rollout_is_threshold": "0.5_5.0"}
+    ),
+    "algorithm.rollout_correction.bypass_mode=true algorithm.rollout_correction.loss_type=reinforce": Works(
+        {"algorithm.rollout_correction.bypass_mode": True}, (f"{R}.log_prob_micro_batch_size_per_gpu",)
+    ),
+    "algorithm.rollout_correction.rollout_rs=seq_mean_k1 "
+    "algorithm.rollout_correction.rollout_rs_threshold=0.999_1.001": Works(),
     "reward.custom_reward_function.path=my_reward.py": Works({"reward.custom_reward_function.path": "my_reward.py"}),
     "trainer.device=cpu": Works(),
     f"{A}.fsdp_config.offload_policy=true": Works({f"{A}.fsdp_config.offload_policy": True}),
@@ -444,8 +473,6 @@ SINGLE = {
     f"{M}.lora.rank=16": refused(f"{LATER}LoRA"),
     "algorithm.use_pf_ppo=True": refused(f"{LATER}PF-PPO"),
     "algorithm.pf_ppo.reweight_method=max_min": refused(f"{LATER}PF-PPO"),
-    "algorithm.rollout_correction.rollout_is=token": refused(f"{LATER}rollout correction"),
-    "algorithm.rollout_correction.bypass_mode=true": refused(f"{LATER}rollout correction"),
     "reward.reward_model.enable=true": refused(f"{LATER}served reward models"),
     "reward_model.enable=true": refused(f"{LATER}served reward models"),
     "sandbox_fusion.url=http://a": refused(f"{LATER}code rewards"),
@@ -459,6 +486,14 @@ SINGLE = {
     f"{R}.log_prob_micro_batch_size=4 {R}.log_prob_micro_batch_size_per_gpu=8": wrong("contradict each other"),
     f"{A}.lr=1e-6 {A}.optim.lr=2e-6": wrong("two values for one setting"),
     f"{A}.tis_imp_ratio_cap=2.0": wrong("no longer exists"),
+    f"algorithm.rollout_is_threshold=2.0 {R}.calculate_log_probs=false": wrong("which are not kept"),
+    f"algorithm.rollout_correction.bypass_mode=true {R}.calculate_log_probs=false": wrong("which are not kept"),
+    "algorithm.rollout_is_threshold=0": wrong("algorithm.rollout_is_threshold: a bound of a ratio must be positive"),
+    "algorithm.rollout_is_threshold=0.5": wrong("would not lie below the upper one"),
+    "algorithm.rollout_is_level=tokens": wrong("no such choice"),
+    "algorithm.rollout_correction.rollout_rs=seq_mean_k1": wrong("rejection needs a threshold"),
+    "algorithm.rollout_correction.bypass_mode=true "
+    "algorithm.rollout_correction.rollout_is_batch_normalize=true": wrong("the mean of a batch is not known"),
     f"{A}.dpo_beta=0.1": wrong("unknown setting"),  # of the recipe spin, which brings a section of its own
     f"{A}.sppo_eta=1.0": wrong("unknown setting"),  # of the recipe sppo
     "trainer.device=npu": wrong("this machine has no such device"),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from verl.config.correction import RolloutCorrectionConfig
 from verl.config.node import ConfigNode, section, setting
+from verl.config.thresholds import LEVELS, MODES
 
 
 @dataclass(frozen=True)
@@ -83,26 +84,20 @@ class AlgoConfig(ConfigNode):
     rollout_is_threshold: float | None = setting(
         None,
         "upper bound of importance weights between sampler and trainer; null: no weights and no metrics of them",
-        planned="rollout importance sampling",
     )
-    rollout_is: bool = setting(
-        False, "let the weights enter the loss; false: metrics only", planned="rollout importance sampling"
-    )
-    rollout_is_threshold_lower: float | None = setting(
-        None, "lower bound; null: 1 / rollout_is_threshold", planned="rollout importance sampling"
-    )
+    rollout_is: bool = setting(False, "let the weights enter the loss; false: metrics only")
+    rollout_is_threshold_lower: float | None = setting(None, "lower bound; null: 1 / rollout_is_threshold")
     rollout_is_level: str = setting(
         "token",
         "ratio of a token, of a sequence (product), or geometric (mean over a sequence)",
-        planned="rollout importance sampling",
+        choices=LEVELS,
     )
     rollout_is_mode: str = setting(
         "truncate",
         "truncate caps weights, mask sets those outside the bounds to zero",
-        planned="rollout importance sampling",
+        choices=MODES,
     )
     rollout_is_veto_threshold: float | None = setting(
         0.0001,
         "a sequence with a token whose ratio is below this gets weight 0; null: none does",
-        planned="rollout importance sampling",
     )

@@ -9,7 +9,6 @@ from verl.config.node import ConfigNode, setting
 
 C = TypeVar("C", bound="RolloutCorrectionConfig")
 GEO, K3, SEQ = "0.999_1.001", 0.01, "0.5_2.0"
-_PLANNED = "rollout correction"
 
 
 @dataclass(frozen=True)
@@ -25,29 +24,26 @@ class RolloutCorrectionConfig(ConfigNode):
     """
 
     rollout_is: str | None = setting(
-        None, "importance weights: null for none, token or sequence", choices=("token", "sequence"), planned=_PLANNED
+        None, "importance weights: null for none, token or sequence", choices=("token", "sequence")
     )
     rollout_is_threshold: float | str = setting(
         2.0,
         "a number caps the weights (TIS); a text 'low_high' sets weights outside to zero (IcePop)",
-        planned=_PLANNED,
     )
     rollout_rs: str | None = setting(
         None,
         "rejection by one or several of token_k1..k3, seq_sum_k1..k3, seq_mean_k1..k3, seq_max_k2..k3, with commas",
-        planned=_PLANNED,
     )
     rollout_rs_threshold: float | str | list | None = setting(
-        None, "one threshold, or one per option of rollout_rs; a k1 option takes a text 'low_high'", planned=_PLANNED
+        None, "one threshold, or one per option of rollout_rs; a k1 option takes a text 'low_high'"
     )
-    bypass_mode: bool = setting(False, "take the sampler's log-probs as the old ones", planned=_PLANNED)
+    bypass_mode: bool = setting(False, "take the sampler's log-probs as the old ones")
     loss_type: str = setting(
         "ppo_clip",
         "loss of the bypass mode: ppo_clip or reinforce",
         choices=("ppo_clip", "reinforce"),
-        planned=_PLANNED,
     )
-    rollout_is_batch_normalize: bool = setting(False, "scale importance weights to mean 1 in a batch", planned=_PLANNED)
+    rollout_is_batch_normalize: bool = setting(False, "scale importance weights to mean 1 in a batch")
 
     @classmethod
     def disabled(cls: type[C]) -> C:

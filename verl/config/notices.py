@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl.config.node import ConfigNode, was_typed
-from verl.config.root import PPOTrainerConfig, uses_critic, uses_reference
+from verl.config.root import PPOTrainerConfig, corrects_rollout, skips_old_log_prob, uses_critic, uses_reference
 from verl.config.sft import SFTTrainerConfig
 from verl.metrics import notice
 
@@ -21,6 +21,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
         _automatic_micro_batches,
         _skipped_pass,
         _estimator,
+        _correction,
         _critic,
         _validation,
         _reward,
@@ -94,20 +95,15 @@ def _automatic_micro_batches(cfg: PPOTrainerConfig) -> None:
         )
 
 
-def skips_old_log_prob(cfg: PPOTrainerConfig) -> bool:
-    """Whether the pass over old log-probs is left out because one mini-batch and one epoch make it unused."""
-    actor = cfg.actor_rollout_ref.actor
-    one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= cfg.data.train_batch_size
-    return cfg.trainer.skip_old_log_prob and one_update and not cfg.algorithm.use_kl_in_reward
-
-
 def _skipped_pass(cfg: PPOTrainerConfig) -> None:
     rollout = cfg.actor_rollout_ref.rollout
     names = [n for n in ("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu") if rollout[n] is not None]
     if names and skips_old_log_prob(cfg):
         notice(
             f"{_R}.{names[0]}",
-            "has no effect: one mini-batch and one epoch leave old log-probs unused, so that pass is skipped "
+            "has no effect: the bypass mode takes the sampler's log-probs"
+            if cfg.algorithm.rollout_correction.bypass_mode
+            else "has no effect: one mini-batch and one epoch leave old log-probs unused, so that pass is skipped "
             "(trainer.skip_old_log_prob)",
         )
 
@@ -120,8 +116,34 @@ def _estimator(cfg: PPOTrainerConfig) -> None:
     if not algorithm.filter_groups.enable:
         for name in _changed(algorithm.filter_groups):
             notice(f"algorithm.filter_groups.{name}", "has no effect without algorithm.filter_groups.enable=true")
-    if algorithm.rollout_is and algorithm.rollout_is_threshold is None:
-        notice("algorithm.rollout_is", "has no effect without algorithm.rollout_is_threshold, e.g. 2.0")
+    elif cfg.actor_rollout_ref.rollout.n < 2:
+        notice("algorithm.filter_groups.enable", f"drops nothing with {_R}.n=1: a single sample is always kept")
+
+
+def _correction(cfg: PPOTrainerConfig) -> None:
+    algorithm, newer, key = cfg.algorithm, cfg.algorithm.rollout_correction, "algorithm.rollout_correction"
+    if algorithm.rollout_is_threshold is None:
+        older = [name for name in _changed(algorithm) if name.startswith("rollout_is")]
+        if older:
+            notice(f"algorithm.{older[0]}", "has no effect without algorithm.rollout_is_threshold, e.g. 2.0")
+    if newer.bypass_mode and newer.loss_type == "ppo_clip" and newer.rollout_is is not None:
+        notice(
+            f"{key}.rollout_is", f"weights are measured but not applied: the clip of {key}.loss_type=ppo_clip corrects"
+        )
+    if not newer.bypass_mode and newer.loss_type != "ppo_clip":
+        notice(f"{key}.loss_type", f"has no effect without {key}.bypass_mode=true")
+    if newer.rollout_is is None and newer.rollout_is_batch_normalize:
+        notice(f"{key}.rollout_is_batch_normalize", f"has no effect without {key}.rollout_is")
+    if newer.rollout_rs is None and newer.rollout_rs_threshold is not None:
+        notice(f"{key}.rollout_rs_threshold", f"has no effect without {key}.rollout_rs")
+    rollout = cfg.actor_rollout_ref.rollout
+    filtered = "top_p" if rollout.top_p < 1 else "top_k" if rollout.top_k > 0 else None
+    if filtered and (corrects_rollout(cfg) or newer.bypass_mode):
+        notice(
+            f"{_R}.{filtered}",
+            "the sampler's log-probs are those of the filtered distribution, the trainer's are not: the rollout "
+            "correction sees ratios of at most 1 even with equal weights",
+        )
 
 
 def _critic(cfg: PPOTrainerConfig) -> None:

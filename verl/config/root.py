@@ -53,6 +53,32 @@ def uses_critic(cfg: PPOTrainerConfig) -> bool:
     return cfg.critic.enable if cfg.critic.enable is not None else cfg.algorithm.adv_estimator == "gae"
 
 
+ON_OLD_LOG_PROBS = ("optimal_token_baseline", "tir_optimal_token_baseline")
+"""Estimators that read the trainer's log-probs."""
+
+
+def corrects_rollout(cfg: PPOTrainerConfig) -> bool:
+    """Whether the sampler's log-probs are compared with recomputed ones, for weights, rejection or metrics."""
+    algorithm, newer = cfg.algorithm, cfg.algorithm.rollout_correction
+    if newer.bypass_mode:
+        return False
+    return algorithm.rollout_is_threshold is not None or newer.rollout_is is not None or newer.rollout_rs is not None
+
+
+def skips_old_log_prob(cfg: PPOTrainerConfig) -> bool:
+    """Whether the pass over old log-probs is left out.
+
+    That is so in the bypass mode, and where one mini-batch and one epoch keep the policy where it was: its own detached
+    log-probs serve, if nothing else reads them before the update.
+    """
+    if cfg.algorithm.rollout_correction.bypass_mode:
+        return True
+    actor = cfg.actor_rollout_ref.actor
+    one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= cfg.data.train_batch_size
+    read = cfg.algorithm.use_kl_in_reward or cfg.algorithm.adv_estimator in ON_OLD_LOG_PROBS or corrects_rollout(cfg)
+    return cfg.trainer.skip_old_log_prob and one_update and not read
+
+
 def uses_reference(cfg: PPOTrainerConfig) -> bool:
     """A KL term in the loss or in the reward needs the reference policy."""
     return cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward

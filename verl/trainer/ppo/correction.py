@@ -13,7 +13,6 @@ from verl.algorithms.rollout_correction import Corrected, Correction, correction
 from verl.config import AlgoConfig
 from verl.config.thresholds import importance_sampling
 from verl.errors import ConfigError, DataError
-from verl.metrics import notice
 from verl.protocol import DataProto
 
 KEPT_MASK = "rollout_rs_mask"
@@ -114,13 +113,3 @@ def apply_bypass_mode(batch: DataProto, rollout_corr_config: Any = None, policy_
         policy_loss_config.update(loss_mode="bypass_mode", rollout_correction=rollout_corr_config)
     elif policy_loss_config is not None and policy_loss_config.get("loss_mode") not in ("vanilla", "bypass_mode"):
         raise ConfigError("the bypass mode brings its own loss", key="actor.policy_loss.loss_mode")
-
-
-def warn_of_filtered_sampling(top_p: float, top_k: int) -> None:
-    """With top-p or top-k the sampler reports renormalised probabilities, so the ratio is systematically at most 1."""
-    if top_p < 1 or top_k > 0:
-        notice(
-            "actor_rollout_ref.rollout.top_p" if top_p < 1 else "actor_rollout_ref.rollout.top_k",
-            "the sampler's log-probs are those of the filtered distribution, the trainer's are not: the rollout "
-            "correction sees a mismatch (ratios of at most 1) even with equal weights",
-        )
