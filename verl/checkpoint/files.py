@@ -32,6 +32,17 @@ class FileRecord:
         return cls(size, f"{crc:08x}")
 
 
+def records_of(folder: Path, known: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
+    """Records of every file below ``folder``; those that are not in ``known`` are synced and read for their sums."""
+    found: dict[str, FileRecord] = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = path.relative_to(folder).as_posix()
+        if name not in known:
+            sync_file(path)
+        found[name] = known.get(name) or FileRecord.of(path)
+    return found
+
+
 def write_synced(path: Path, text: str) -> None:
     """Write a text file and wait until the disk has it."""
     with open(path, "w", encoding="utf-8") as file:

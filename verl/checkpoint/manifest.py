@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from verl._version import __version__
-from verl.checkpoint.files import FileRecord, replace_text, sync_file
+from verl.checkpoint.files import FileRecord, records_of, replace_text
 from verl.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -42,13 +42,7 @@ class Manifest:
         cls, folder: Path, step: int, sequence: int, parts: Iterable[str], known: Mapping[str, FileRecord]
     ) -> Manifest:
         """List and sync every file below ``folder``; those in ``known`` were synced and summed when written."""
-        files: dict[str, FileRecord] = {}
-        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-            name = path.relative_to(folder).as_posix()
-            if name not in known:
-                sync_file(path)
-            files[name] = known.get(name) or FileRecord.of(path)
-        return cls(step, sequence, tuple(parts), files)
+        return cls(step, sequence, tuple(parts), records_of(folder, known))
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:

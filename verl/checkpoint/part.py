@@ -9,13 +9,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from verl.checkpoint.files import FileRecord, to_json, write_synced
+from verl.checkpoint.files import FileRecord, records_of, to_json, write_synced
 from verl.checkpoint.state import SECTIONS, EngineState, prefixed
 from verl.checkpoint.tensors import read_tensors, write_tensors
 from verl.errors import CheckpointError, ConfigError, suggest
 
-HFWriter = Callable[[Path, "Iterable[tuple[str, Tensor]] | None"], None]
-"""Writes a Hugging Face folder with these weights (None: everything but the weights)."""
+HFWriter = Callable[[Path, "Iterable[tuple[str, Tensor]] | None"], "Mapping[str, FileRecord] | None"]
+"""Writes a Hugging Face folder with these weights (None: everything but the weights).
+
+May return the records of files that it has synced, by name.
+"""
 
 CONTENTS = (*SECTIONS, "hf_model")
 DEFAULT_CONTENTS = SECTIONS
@@ -39,7 +42,7 @@ def write_part(
         point: told where the work stands.
 
     Returns:
-        Records of the files that are already on the disk, by name relative to ``folder``.
+        Records of all files in ``folder``, by name relative to it; the disk has them.
     """
     check_contents(contents)
     folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +50,8 @@ def write_part(
     wanted = [s for s in SECTIONS if s in contents or (s == "model" and with_weights)]
     records: dict[str, FileRecord] = {}
     if hf is not None:
-        hf(folder / "huggingface", state.section("model").items() if with_weights else None)
+        known = hf(folder / "huggingface", state.section("model").items() if with_weights else None)
+        records |= {f"huggingface/{name}": record for name, record in (known or {}).items()}
         point("huggingface")
     for section in wanted:
         tensors = state.section(section)
@@ -57,7 +61,7 @@ def write_part(
             point(name)
     scalars = {section: state.scalars[section] for section in wanted if section in state.scalars}
     write_synced(folder / SCALARS, to_json(scalars, f"{folder.name}/{SCALARS}"))
-    return records
+    return records_of(folder, records)
 
 
 def read_part(folder: Path, contents: Sequence[str] = DEFAULT_CONTENTS) -> EngineState:

@@ -32,6 +32,7 @@ def prune(root: Path, keep: Mapping[str, int | None], point: Callable[[str], Non
     once and tried again after the next save.
     """
     seen: dict[str, int] = {}
+    doomed: list[tuple[Checkpoint, set[str]]] = []
     for checkpoint in list_checkpoints(root):
         pruned = set(checkpoint.manifest.pruned)
         if not pruned and checkpoint.manifest.problem(checkpoint.folder, checksums=False):
@@ -44,11 +45,13 @@ def prune(root: Path, keep: Mapping[str, int | None], point: Callable[[str], Non
             if limit is not None and seen[part] > limit:
                 pruned.add(part)
         if pruned:
-            try:
-                holding = (set(checkpoint.manifest.parts) & set(keep)) - pruned
-                _delete(root, checkpoint, pruned if holding else set(checkpoint.manifest.parts), point)
-            except OSError as error:
-                notice(f"checkpoint {checkpoint.folder}", f"it could not be deleted: {error}")
+            holding = (set(checkpoint.manifest.parts) & set(keep)) - pruned
+            doomed.append((checkpoint, pruned if holding else set(checkpoint.manifest.parts)))
+    for checkpoint, parts in reversed(doomed):  # the oldest first: a kill in between leaves the newer ones
+        try:
+            _delete(root, checkpoint, parts, point)
+        except OSError as error:
+            notice(f"checkpoint {checkpoint.folder}", f"it could not be deleted: {error}")
 
 
 def clean(root: Path) -> None:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from verl import env
+from verl.checkpoint.background import BackgroundPart, PartInWork
 from verl.checkpoint.files import (
     FileRecord,
     remove_tree,
@@ -38,8 +38,23 @@ from verl.errors import CheckpointError
 from verl.metrics import notice
 
 WRITING = ".writing-"
-PartWriter = Callable[[Path], "Mapping[str, FileRecord] | None"]
-"""Writes a role's files into a folder (in a worker, say, by `write_part`); may return what `write_part` returns."""
+PartWriter = Callable[[Path], "Mapping[str, FileRecord] | PartInWork | None"]
+"""Writes a role's files into a folder (in a worker, say, by `write_part`); may return what `write_part` returns.
+
+One that goes on writing after it returns gives back what can be asked for the records later.
+"""
+
+
+@dataclass
+class _Save:
+    """A save that is not in place yet."""
+
+    step: int
+    beside: Path
+    parts: tuple[str, ...]
+    records: dict[str, FileRecord] = field(default_factory=dict)
+    waiting: dict[str, PartInWork] = field(default_factory=dict)
+    released: bool = False
 
 
 class CheckpointWriter:
@@ -48,8 +63,8 @@ class CheckpointWriter:
     Args:
         root: the run folder (``trainer.default_local_dir``).
         keep: role -> how many complete checkpoints stay (``trainer.max_actor_ckpt_to_keep``); None keeps all.
-        background: `save` copies the engine states and returns; a thread writes them. Roles given as a `PartWriter` are
-            still written before `save` returns. An error shows at the next `save`, `wait` or `close`.
+        background: `save` copies the engine states and returns; threads write them. The checkpoint is put in place by
+            a later `advance`, `wait`, `save` or `close`, which also raises the error of a write that failed.
         point: told the name of every point of a save that has been reached, for tests that kill there.
 
     Example:
@@ -71,9 +86,10 @@ class CheckpointWriter:
         self.root = Path(env.expand(str(root)))
         self.keep, self.background, self.point = dict(keep or {}), background, point
         check_keep(self.keep)
-        self._thread: threading.Thread | None = None
+        self._save: _Save | None = None
+        self._finishing: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._buffers: dict[str, Tensor] = {}
+        self._background_parts: dict[str, BackgroundPart] = {}
         try:
             self.lock = RunLock(self.root)
             _recover(self.root)
@@ -89,6 +105,7 @@ class CheckpointWriter:
         hf: Mapping[str, HFWriter] | None = None,
         trainer_state: Mapping[str, Any] | None = None,
         contents: Mapping[str, Sequence[str]] | None = None,
+        hold: bool = False,
     ) -> Path:
         """Save a step.
 
@@ -97,56 +114,72 @@ class CheckpointWriter:
             hf: role -> writer of its Hugging Face folder.
             trainer_state: the controller's state, as JSON.
             contents: role -> of model, optimizer, extra, hf_model; all but the last by default.
+            hold: it becomes the checkpoint at `release` only, so that what belongs to its step can be done before.
 
         Returns:
-            The step folder (with ``background``: where it will be).
+            The step folder (with ``background`` or ``hold``: where it will be).
 
         Raises:
             CheckpointError: the disk is full or read-only, or a state cannot be saved; earlier checkpoints are intact.
         """
         self.wait()
-        for names in (contents or {}).values():
+        contents, hf = contents or {}, hf or {}
+        for names in contents.values():
             check_contents(names)
         beside = self.root / f"{WRITING}global_step_{step}"
-        records: dict[str, FileRecord] = {}
-        states: dict[str, EngineState] = {}
+        self._save = _Save(step, beside, tuple(parts))
         try:
             remove_tree(beside)
             beside.mkdir(parents=True)
             self.point("begin")
             write_synced(beside / TRAINER, to_json(trainer_state or {}, TRAINER))
             for part, source in parts.items():
-                if isinstance(source, EngineState):
-                    states[part] = self._snapshot(part, source) if self.background else source
-                else:
-                    records |= _under(part, source(beside / part))
+                wanted = contents.get(part, DEFAULT_CONTENTS)
+                self._take(part, self._write(part, source, beside / part, wanted, hf.get(part)))
         except BaseException as error:
-            self._give_up(step, beside, error)
+            self._give_up(error)
             raise
-
-        def finish() -> None:
-            self._finish(step, beside, states, records, tuple(parts), hf or {}, contents or {})
-
-        if self.background:
-            self._thread = threading.Thread(target=self._guarded, args=(finish,), name=f"checkpoint-{step}")
-            self._thread.start()
-        else:
-            finish()
+        if not hold:
+            self.release()
         return step_folder(self.root, step)
 
+    def release(self) -> None:
+        """Let the newest save become the checkpoint, at once or, in the background, when it is written."""
+        if self._save is not None:
+            self._save.released = True
+            self.advance()
+
+    def advance(self) -> None:
+        """Without waiting: put a save in the background into place if it is written and released.
+
+        Raises:
+            CheckpointError: it failed; earlier checkpoints are intact.
+        """
+        save = self._save
+        if self._finishing is not None and not self._finishing.is_alive():
+            self._join()
+        elif save is not None and self._finishing is None:
+            for part, work in list(save.waiting.items()):
+                with self._guarded():
+                    self._take(part, work.poll() or work)
+            if save.released and not save.waiting:
+                self._finish_or_start_it(save)
+
     def wait(self) -> None:
-        """Wait for a save in the background; its error is raised here."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        """Finish what is being written, released or not; the error of a save in the background is raised here."""
+        save = self._save
+        if save is not None and self._finishing is None:
+            for part, work in list(save.waiting.items()):
+                with self._guarded():
+                    self._take(part, work.wait())
+            self._finish_or_start_it(save)
+        self._join()
 
     def close(self) -> None:
-        """Finish what is being written and release the folder."""
+        """Finish what is being written, also the deletions of a run that was killed, and release the folder."""
         try:
             self.wait()
+            prune(self.root, self.keep)
         finally:
             self.lock.release()
 
@@ -158,32 +191,72 @@ class CheckpointWriter:
     ) -> None:
         self.close()
 
-    def _finish(
-        self,
-        step: int,
-        beside: Path,
-        states: Mapping[str, EngineState],
-        records: dict[str, FileRecord],
-        parts: tuple[str, ...],
-        hf: Mapping[str, HFWriter],
-        contents: Mapping[str, Sequence[str]],
-    ) -> None:
+    def _write(
+        self, part: str, source: EngineState | PartWriter, folder: Path, contents: Sequence[str], hf: HFWriter | None
+    ) -> Mapping[str, FileRecord] | PartInWork | None:
+        if not isinstance(source, EngineState):
+            return source(folder)
+        told = partial(self._part_point, part)
+        if not self.background:
+            return write_part(folder, source, contents, hf, told)
+        work = self._background_parts.setdefault(part, BackgroundPart())
+        work.start(folder, source, contents, hf, told)
+        return work
+
+    def _take(self, part: str, given: Mapping[str, FileRecord] | PartInWork | None) -> None:
+        """Note the records of a role, or that they are still to come."""
+        assert self._save is not None, "no save is in work"
+        if given is None or isinstance(given, Mapping):
+            self._save.waiting.pop(part, None)
+            self._save.records |= {f"{part}/{name}": record for name, record in (given or {}).items()}
+        else:
+            self._save.waiting[part] = given
+
+    def _finish_or_start_it(self, save: _Save) -> None:
+        if self.background:
+            self._finishing = threading.Thread(
+                target=self._finish_quietly, args=(save,), name=f"checkpoint-{save.step}"
+            )
+            self._finishing.start()
+        else:
+            with self._guarded():
+                self._finish(save)
+            self._save = None
+
+    def _join(self) -> None:
+        if self._finishing is None:
+            return
+        self._finishing.join()
+        self._finishing = None
+        error, self._error = self._error, None
+        if error is not None:
+            self._give_up(error)
+            raise error
+        self._save = None
+
+    def _finish_quietly(self, save: _Save) -> None:
         try:
-            for part, state in states.items():
-                wanted = contents.get(part, DEFAULT_CONTENTS)
-                told = partial(self._part_point, part)
-                records |= _under(part, write_part(beside / part, state, wanted, hf.get(part), told))
-            sequence = 1 + max((c.manifest.sequence for c in list_checkpoints(self.root)), default=0)
-            manifest = Manifest.of(beside, step, sequence, parts, records)
-            self.point("files")
-            sync_tree_folders(beside)
-            manifest.write(beside)
-            self.point("manifest")
-            self._publish(step, beside)
+            self._finish(save)
+        except BaseException as error:  # carried to the caller's thread, where `_join` raises it
+            self._error = error
+
+    def _finish(self, save: _Save) -> None:
+        sequence = 1 + max((c.manifest.sequence for c in list_checkpoints(self.root)), default=0)
+        manifest = Manifest.of(save.beside, save.step, sequence, save.parts, save.records)
+        self.point("files")
+        sync_tree_folders(save.beside)
+        manifest.write(save.beside)
+        self.point("manifest")
+        self._publish(save.step, save.beside)
+        self._after(save.step)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
-            self._give_up(step, beside, error)
+            self._give_up(error)
             raise
-        self._after(step)
 
     def _part_point(self, part: str, name: str) -> None:
         self.point(f"{part}/{name}")
@@ -211,33 +284,22 @@ class CheckpointWriter:
             notice(f"checkpoint {step}", f"it was saved, but the work after it failed: {error}")
         self.point("end")
 
-    def _snapshot(self, part: str, state: EngineState) -> EngineState:
-        """Copies of the tensors in memory that is reused from save to save (fresh memory is slow)."""
-        copies: dict[str, Tensor] = {}
-        for name, tensor in state.tensors.items():
-            key = f"{part}:{name}"
-            buffer = self._buffers.get(key)
-            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = self._buffers[key] = torch.empty_like(tensor, device="cpu")
-            copies[name] = buffer.copy_(tensor.detach())
-        return EngineState(copies, dict(state.scalars))
-
-    def _guarded(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:  # carried to the caller's thread, where `wait` raises it
-            self._error = error
-
-    def _give_up(self, step: int, beside: Path, error: BaseException) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """Remove what was written, and tell an error of the disk in our own words."""
+        save, self._save = self._save, None
+        if save is None:
+            return
+        for work in save.waiting.values():
+            with suppress(Exception):  # boundary: the first error is the one that is told
+                work.wait()
         try:
-            remove_tree(beside)
+            remove_tree(save.beside)
         except OSError as second:
-            notice(f"checkpoint {step}", f"{beside} could not be removed: {second}")
+            notice(f"checkpoint {save.step}", f"{save.beside} could not be removed: {second}")
         if isinstance(error, OSError):
             intact = list_checkpoints(self.root)
             raise CheckpointError(
-                f"step {step} could not be saved: {error}",
+                f"step {save.step} could not be saved: {error}",
                 key="trainer.default_local_dir",
                 got=str(self.root),
                 fix=f"The newest intact checkpoint is {intact[0].folder}."
@@ -257,7 +319,3 @@ def _recover(root: Path) -> None:
             remove_tree(aside)
         else:
             os.rename(aside, target)
-
-
-def _under(part: str, records: Mapping[str, FileRecord] | None) -> dict[str, FileRecord]:
-    return {f"{part}/{name}": record for name, record in (records or {}).items()}

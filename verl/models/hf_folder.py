@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,13 @@ from verl.models import folder as model_folder
 from verl.models.config import quiet_transformers
 
 MAX_SHARD_BYTES = 5 << 30
+ShardWriter = Callable[[Path, dict[str, torch.Tensor]], object]
+"""Writes tensors into one safetensors file."""
 _CODE = "*.py"  # modelling code of a remote-code model
+
+
+def _save_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def save(
@@ -34,6 +40,7 @@ def save(
     architecture: str | None = None,
     source: str | Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    write_shard: ShardWriter = _save_file,
 ) -> Path:
     """Write config, weights (safetensors), tokenizer and generation config.
 
@@ -43,6 +50,7 @@ def save(
         architecture: class name for ``config.json``, so that ``AutoModelFor...`` finds it.
         source: folder the model came from; its modelling code is copied where there is any.
         max_shard_bytes: a file grows no larger, except for a single tensor.
+        write_shard: called for one file after the other, in the order of their final names.
 
     Returns:
         The folder.
@@ -52,7 +60,7 @@ def save(
     """
     target = Path(target)
     target.mkdir(parents=True, exist_ok=True)
-    dtype = _write_weights(target, weights, max_shard_bytes) if weights is not None else None
+    dtype = _write_weights(target, weights, max_shard_bytes, write_shard) if weights is not None else None
     written = copy.deepcopy(config)
     if architecture is not None:
         written.architectures = [architecture]
@@ -86,7 +94,7 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
 
 
 def _write_weights(
-    target: Path, weights: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int
+    target: Path, weights: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int, write_shard: ShardWriter
 ) -> torch.dtype | None:
     """Write shards as they fill up; the names carry the number of shards, so they are given at the end."""
     shard: dict[str, torch.Tensor] = {}
@@ -95,32 +103,33 @@ def _write_weights(
     dtype: torch.dtype | None = None
     for name, tensor in weights:
         if shard and size + tensor.nbytes > max_shard_bytes:
-            names.append(_write_shard(target, len(names), shard))
+            write_shard(_shard_path(target, len(names)), shard)
+            names.append(list(shard))
             shard, size = {}, 0
         shard[name] = tensor.detach().to("cpu").contiguous()
         size += tensor.nbytes
         total += tensor.nbytes
         dtype = dtype or (tensor.dtype if tensor.is_floating_point() else None)
-    names.append(_write_shard(target, len(names), shard))
+    write_shard(_shard_path(target, len(names)), shard)
+    names.append(list(shard))
     _name_shards(target, names, total)
     return dtype
 
 
-def _write_shard(target: Path, number: int, shard: dict[str, torch.Tensor]) -> list[str]:
-    save_file(shard, target / f"shard-{number}.safetensors", metadata={"format": "pt"})
-    return list(shard)
+def _shard_path(target: Path, number: int) -> Path:
+    return target / f"shard-{number}.safetensors"
 
 
 def _name_shards(target: Path, names: list[list[str]], total: int) -> None:
     for stale in [*target.glob("model*.safetensors"), *target.glob("model*.safetensors.index.json")]:
         stale.unlink()  # of an earlier save with another number of shards: loaders would prefer it
     if len(names) == 1:
-        (target / "shard-0.safetensors").rename(target / "model.safetensors")
+        _shard_path(target, 0).rename(target / "model.safetensors")
         return
     weight_map: dict[str, str] = {}
     for number, members in enumerate(names):
         file = f"model-{number + 1:05d}-of-{len(names):05d}.safetensors"
-        (target / f"shard-{number}.safetensors").rename(target / file)
+        _shard_path(target, number).rename(target / file)
         weight_map.update(dict.fromkeys(members, file))
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from verl.observability.samples import dump_generations
 from verl.observability.tracker import Sample
 from verl.protocol import DataProto
+from verl.trainer.signals import StepDropped
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -75,14 +77,15 @@ class Validate(Callback):
             trainer.config.trainer.val_before_train or trainer.config.trainer.val_only
         ):
             return
-        metrics = trainer.validate()
+        with trainer.ctx.stop.droppable():
+            metrics = trainer.validate()
         trainer.log(metrics, trainer.ctx.step)
 
     def on_step_end(self, trainer: RayPPOTrainer, batch: DataProto) -> None:
         every, ctx = trainer.config.trainer.test_freq, trainer.ctx
         if trainer.validator is None or every <= 0 or (ctx.step % every and ctx.step != ctx.total_steps):
             return
-        with ctx.timed("testing"):
+        with suppress(StepDropped), ctx.stop.droppable(), ctx.timed("testing"):
             for name, value in trainer.validate().items():
                 ctx.metrics.add(name, value, "last")
 

@@ -13,6 +13,7 @@ from verl.errors import DataError
 from verl.metrics import MetricSet, Timers
 from verl.protocol import DataProto
 from verl.registry import ADVANTAGE_ESTIMATORS
+from verl.trainer.signals import StopSignals
 
 
 class SamplePool:
@@ -60,6 +61,7 @@ class StepContext:
         config: the whole configuration.
         reward: scores samples; returns ``reward_tensor``, ``reward_extra_info`` and ``unscorable``.
         total_steps: length of the run.
+        stop: whether a signal asks the run to end.
     """
 
     config: PPOTrainerConfig
@@ -70,6 +72,7 @@ class StepContext:
     metrics: MetricSet = field(default_factory=MetricSet)
     timers: Timers = field(default_factory=Timers)
     sample_info: dict[str, list[Any]] = field(default_factory=dict)
+    stop: StopSignals = field(default_factory=StopSignals)
 
     def __post_init__(self) -> None:
         config = self.config

@@ -14,7 +14,9 @@ class SyncSchedule:
 
     def step(self, source: PromptSource, roles: Roles, ctx: StepContext) -> DataProto:
         """One training batch, collected and learned from."""
-        return learn(collect(source, roles, ctx), roles, ctx)
+        with ctx.stop.droppable():
+            batch = collect(source, roles, ctx)
+        return learn(batch, roles, ctx)
 
     def publish(self, roles: Roles, ctx: StepContext) -> None:
         """The sampler generates with the updated policy from here on."""

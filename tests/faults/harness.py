@@ -1,0 +1,175 @@
+"""Runs of the tiny model that are hit and started again, each in a process of its own.
+
+A server process has imported the library; every run is a fork of it, which saves the seconds of the imports. What a
+run is, is the command line of `verl.trainer.main_ppo`, so that the same cases hold in any runtime.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from tests.support import tiny_model_dir, write_prompts
+
+ROOT = Path(__file__).resolve().parents[2]
+SCORER = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return len(set(solution_str)) / 10
+"""
+TIMINGS = ("timing", "perf/", "memory")
+STEPS = 6
+
+
+def grpo(steps: int = STEPS) -> list[str]:
+    """A run with every kind of state: dropout of rows by shuffling, two epochs, a schedule, KL in the reward."""
+    return [
+        "algorithm.adv_estimator=grpo",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.type=adaptive",
+        "data.train_files=train.parquet",
+        "data.train_batch_size=2",
+        "data.max_prompt_length=64",
+        "data.max_response_length=5",
+        "actor_rollout_ref.model.path=model",
+        "actor_rollout_ref.model.external_lib=tests.faults.points",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.actor.shuffle=true",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=3",
+        "reward.custom_reward_function.path=scorer.py",
+        "trainer.save_freq=1",
+        "trainer.max_actor_ckpt_to_keep=2",
+        "trainer.default_local_dir=run",
+        "trainer.rollout_data_dir=samples",
+        "trainer.logger=[file]",
+        "trainer.device=cpu",
+        f"trainer.total_training_steps={steps}",
+    ]
+
+
+def prepare(folder: Path) -> Path:
+    """Model, prompts and scoring file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tiny_model_dir(folder / "model", hidden=16, layers=1, heads=2, kv_heads=1)
+    write_prompts(folder / "train.parquet", 6)
+    (folder / "scorer.py").write_text(SCORER)
+    return folder
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended: its exit status (negative: killed by that signal), and what it printed."""
+
+    status: int
+    output: str
+
+
+class Server:
+    """The process that has imported everything and forks a run per request."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.server"],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+
+    def start(self, folder: Path, arguments: list[str], fault: str = "", program: str = "main_ppo") -> Run:
+        """Fork a run that works in ``folder``."""
+        (folder / "paused").unlink(missing_ok=True)
+        request = {"folder": str(folder), "arguments": arguments, "fault": fault, "program": program}
+        return Run(self, folder, int(self.ask(request)))
+
+    def ask(self, request: dict) -> str:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline().strip()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A forked run."""
+
+    server: Server
+    folder: Path
+    pid: int
+
+    def wait(self, timeout: float = 120) -> Ended:
+        """How it ended; a run that does not end is an error."""
+        answer = self.server.ask({"wait": self.pid, "timeout": timeout})
+        output = (self.folder / "output.txt").read_text(errors="replace")
+        if not answer:
+            raise AssertionError(f"the run did not end within {timeout} s\n{output[-3000:]}")
+        return Ended(int(answer), output)
+
+    def until_paused(self, timeout: float = 60) -> int:
+        """Wait until a process of the run has reached its point; returns that process's number."""
+        end = time.monotonic() + timeout
+        while not (self.folder / "paused").exists():
+            if time.monotonic() > end:
+                raise AssertionError("the point was not reached\n" + (self.folder / "output.txt").read_text()[-3000:])
+            time.sleep(0.02)
+        return int((self.folder / "paused").read_text())
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+
+def finish(server: Server, folder: Path, arguments: list[str], timeout: float = 120) -> Ended:
+    """Start (again) without a fault and see it through."""
+    ended = server.start(folder, arguments).wait(timeout)
+    assert ended.status == 0, ended.output[-3000:]
+    return ended
+
+
+def weights(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
+    """All tensors of a checkpoint by file and name."""
+    files = sorted(folder.rglob("*.safetensors"))
+    return {(str(f.relative_to(folder)), name): t for f in files for name, t in load_file(f).items()}
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    """The metrics file without what depends on the clock."""
+    (file,) = [p for p in (folder / "logs").rglob("*.jsonl") if ".previous" not in p.name]
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return [
+        {"step": line["step"], **{k: v for k, v in line["data"].items() if not k.startswith(TIMINGS)}}
+        for line in lines
+    ]
+
+
+def samples(folder: Path) -> dict[str, str]:
+    """What was sampled, by step."""
+    return {p.name: p.read_text() for p in sorted((folder / "samples").glob("*.jsonl"))}
+
+
+def assert_same_end(whole: Path, hit: Path, steps: int = STEPS) -> None:
+    """Weights, optimizer, controller, metrics of every step and samples of every step are equal to the last bit."""
+    one, other = weights(whole / f"run/global_step_{steps}"), weights(hit / f"run/global_step_{steps}")
+    assert one.keys() == other.keys() and len(one) > 20
+    assert [key for key in one if not torch.equal(one[key], other[key])] == []
+    state = [(folder / f"run/global_step_{steps}/trainer.json").read_text() for folder in (whole, hit)]
+    assert state[0] == state[1]
+    assert metrics(whole) == metrics(hit)
+    assert samples(whole) == samples(hit)
+

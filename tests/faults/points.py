@@ -1,0 +1,110 @@
+"""Named moments of a run at which the process that reaches them is hit.
+
+A worker imports this module through ``external_lib``, the controller before its program starts, so the library knows
+nothing of it. ``VERL_TEST_FAULT=<point>:<n>:<SIGNAL>`` hits at the n-th time that a process reaches the point;
+``PAUSE`` instead of a signal writes the process's number into the file ``paused`` and waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+VARIABLE = "VERL_TEST_FAULT"
+STEP_POINTS = ("generation", "scoring", "backward", "optimizer_begin", "optimizer_end")
+SAVE_POINTS = ("shard", "begin", "files", "manifest", "published", "tracker", "retention:renamed")
+PAUSE_SECONDS = 60.0
+
+
+class Fault:
+    """What is to happen, where, and how often that place has been passed."""
+
+    def __init__(self, text: str):
+        self.point, count, self.action = text.rsplit(":", 2)
+        self.count, self._lock = int(count), threading.Lock()
+
+    def reach(self, point: str) -> None:
+        if point != self.point:
+            return
+        with self._lock:
+            self.count -= 1
+            hit = self.count == 0
+        if hit:
+            self._happen()
+
+    def _happen(self) -> None:
+        if self.action != "PAUSE":
+            os.kill(os.getpid(), signal.Signals[f"SIG{self.action}"])
+            return
+        Path("paused.new").write_text(str(os.getpid()))
+        Path("paused.new").rename("paused")
+        end = time.monotonic() + PAUSE_SECONDS
+        while time.monotonic() < end:
+            time.sleep(0.02)
+
+
+def install(fault: Fault) -> None:
+    """Wrap the methods behind the points in this process."""
+    from verl.checkpoint import part, writer
+    from verl.engines.torch_engine import TorchEngine
+    from verl.rewards.managers.base import RewardManager
+    from verl.rollout.hf.sampler import HFSampler
+
+    _before(HFSampler, "_step", lambda: fault.reach("generation"))
+    _before(RewardManager, "__call__", lambda: fault.reach("scoring"))
+    _inside_backward(fault)
+    register_optimizer_step_pre_hook(lambda *_: fault.reach("optimizer_begin"))
+    register_optimizer_step_post_hook(lambda *_: fault.reach("optimizer_end"))
+    for module in (part, __import__(TorchEngine.__module__, fromlist=["write_tensors"])):
+        original = module.write_tensors
+
+        def write(path: Path, tensors: Any, progress: Any = None, original: Any = original) -> Any:
+            return original(path, tensors, lambda size: fault.reach("shard"))
+
+        module.write_tensors = write
+    begin = writer.CheckpointWriter.__init__
+
+    def with_points(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **{**kwargs, "point": fault.reach})
+
+    writer.CheckpointWriter.__init__ = with_points
+
+
+def _before(cls: type, name: str, action: Any) -> None:
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        action()
+        return original(self, *args, **kwargs)
+
+    setattr(cls, name, wrapped)
+
+
+def _inside_backward(fault: Fault) -> None:
+    """Reach ``backward`` while gradients flow: after the last operation's, before the first one's."""
+    original = torch.Tensor.backward
+
+    def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        node = self.grad_fn
+        while node is not None and node.next_functions and node.next_functions[0][0] is not None:
+            node = node.next_functions[0][0]
+            if type(node).__name__ != "AccumulateGrad":
+                node.register_prehook(lambda *_: fault.reach("backward"))
+                break
+        original(self, *args, **kwargs)
+
+    torch.Tensor.backward = backward
+
+
+_fault = Fault(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
+if _fault is not None:
+    install(_fault)

@@ -1,0 +1,84 @@
+"""Forks runs of the library's programs on request: one JSON line in, one line out."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any
+
+PRELOADED = (
+    "torch",
+    "datasets",
+    "hydra",
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+    "transformers.models.qwen2.modeling_qwen2",
+    "verl.config.validate",
+    "verl.rewards.managers",
+    "verl.trainer.main_ppo",
+    "verl.trainer.ppo.ray_trainer",
+    "verl.trainer.sft_trainer",
+    "verl.trainer.supervised",
+    "verl.workers",
+)
+
+
+def main() -> None:
+    for name in PRELOADED:
+        importlib.import_module(name)
+    sys.modules["torch"].set_num_threads(1)  # no pool of threads that a fork would lose
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = _wait(request["wait"], request["timeout"]) if "wait" in request else _fork(request)
+        answers.write(f"{answer}\n")
+        answers.flush()
+
+
+def _fork(request: dict[str, Any]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        _run(request)
+    return pid
+
+
+def _run(request: dict[str, Any]) -> None:
+    status = 1
+    try:
+        os.setsid()  # a group of its own, as a shell gives each command
+        os.chdir(request["folder"])
+        with open("output.txt", "w") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.environ["VERL_FILE_LOGGER_ROOT"] = os.path.join(request["folder"], "logs")
+        os.environ["VERL_TEST_FAULT"] = request["fault"]
+        importlib.import_module("tests.faults.points")
+        program = importlib.import_module(f"verl.trainer.{request['program']}")
+        status = program.main(request["arguments"])
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    except BaseException:  # boundary: what Python itself would print
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _wait(pid: int, timeout: float) -> str:
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return str(os.waitstatus_to_exitcode(status))
+        time.sleep(0.02)
+    return ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Writing a role's files while training goes on: copy first, write the copy from a thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from verl.checkpoint.files import FileRecord
+from verl.checkpoint.part import DEFAULT_CONTENTS, HFWriter, write_part
+from verl.checkpoint.state import EngineState
+
+
+class PartInWork(Protocol):
+    """A role's files that are still being written, here or in a worker."""
+
+    def poll(self) -> Mapping[str, FileRecord] | None:
+        """The records once everything is on the disk, None before; raises the error of a write that failed."""
+
+    def wait(self) -> Mapping[str, FileRecord]:
+        """The same, after waiting for it."""
+
+
+class BackgroundPart:
+    """Saves one role in the background, one save at a time; the copy's memory is kept from save to save.
+
+    Example:
+        >>> part = BackgroundPart()
+        >>> part.start(folder, engine.state(), hf=engine.hf_writer(tokenizer))  # returns after the copy
+        >>> train(); records = part.wait()
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._records: Mapping[str, FileRecord] = {}
+        self._error: BaseException | None = None
+
+    def start(
+        self,
+        folder: Path,
+        state: EngineState,
+        contents: Sequence[str] = DEFAULT_CONTENTS,
+        hf: HFWriter | None = None,
+        point: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """Copy ``state`` and return; what it was copied from may change from here on."""
+        self._join()
+        self._records, self._error = {}, None
+        copy = self._snapshot(state, contents)
+
+        def work() -> None:
+            try:
+                self._records = write_part(folder, copy, contents, hf, point)
+            except BaseException as error:  # carried to `poll` and `wait`, which raise it
+                self._error = error
+
+        self._thread = threading.Thread(target=work, name=f"checkpoint-{folder.name}", daemon=True)
+        self._thread.start()
+
+    def poll(self) -> Mapping[str, FileRecord] | None:
+        if self._thread is not None and self._thread.is_alive():
+            return None
+        return self.wait()
+
+    def wait(self) -> Mapping[str, FileRecord]:
+        self._join()
+        if self._error is not None:
+            raise self._error
+        return self._records
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _snapshot(self, state: EngineState, contents: Sequence[str]) -> EngineState:
+        """Copies in memory that is reused: fresh memory is several times slower than the copy itself."""
+        wanted = {*contents, *(("model",) if "hf_model" in contents else ())}
+        chosen = state.only(wanted)
+        copies: dict[str, Tensor] = {}
+        for name, tensor in chosen.tensors.items():
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                self._buffers[name] = buffer
+            copies[name] = buffer.copy_(tensor.detach())
+        return EngineState(copies, dict(chosen.scalars))

@@ -1,0 +1,107 @@
+"""SIGTERM and SIGINT during a run: the first one ends it in order, the second one at once.
+
+A scheduler that takes a machine back sends SIGTERM and waits for a while; a person presses Ctrl-C. Either way the run
+saves what it has and leaves with status 128 + signal (143, 130), so that a script can tell it from a run that is
+complete (0) and start it again. Handlers are in place only while a loop runs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StepDropped(KeyboardInterrupt):
+    """Raised inside `StopSignals.droppable`: what was being done is not worth finishing."""
+
+
+class RunStopped(SystemExit):
+    """A run has ended in order because of a signal; ends the program with status 128 + signal.
+
+    Args:
+        number: the signal.
+        sentence: what was saved, for the person.
+    """
+
+    def __init__(self, number: signal.Signals, sentence: str):
+        super().__init__(128 + number)
+        self.signal, self.sentence = number, sentence
+
+
+class StopSignals:
+    """Watches for SIGTERM and SIGINT while its block runs, in the main thread only.
+
+    Args:
+        drop_at_once: leave a `droppable` block at the moment of the signal; else at its end (workers in other
+            processes would go on with their calls).
+
+    Example:
+        >>> with StopSignals() as stop:
+        ...     while not stop.requested: train_a_step()
+    """
+
+    def __init__(self, drop_at_once: bool = True):
+        self.drop_at_once = drop_at_once
+        self.signal: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        self._droppable = False
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has come."""
+        return self.signal is not None
+
+    @contextmanager
+    def droppable(self) -> Iterator[None]:
+        """Work that a signal ends with `StepDropped`, because nothing that is saved depends on it."""
+        if self.requested:
+            raise StepDropped
+        self._droppable = True
+        try:
+            yield
+        finally:
+            self._droppable = False
+        if self.requested:
+            raise StepDropped
+
+    def stopped(self, sentence: str) -> RunStopped:
+        """The exception that ends the run, after the person has been told."""
+        assert self.signal is not None, "nobody asked the run to stop"
+        _tell(f"{self.signal.name}: {sentence}")
+        return RunStopped(self.signal, sentence)
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        received = signal.Signals(number)
+        if self.requested:
+            _tell(f"{received.name}, the second signal: leaving at once; the newest finished checkpoint is untouched")
+            os._exit(128 + number)  # nothing may hold it up, not even a clean-up; the kernel drops the folder's lock
+        self.signal = received
+        _tell(f"{received.name}: the run saves and stops; a second signal ends it at once")
+        if self._droppable and self.drop_at_once:
+            self._droppable = False
+            raise StepDropped
+
+
+def _tell(sentence: str) -> None:
+    """One line on standard error; a handler must not take the locks of Python's own streams."""
+    os.write(2, f"{sentence}\n".encode())
