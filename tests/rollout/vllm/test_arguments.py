@@ -1,0 +1,146 @@
+"""From the configuration to vLLM's arguments, and the range of versions; vLLM itself is not needed here."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import threading
+
+import pytest
+import torch
+
+from tests.support import tiny_model_dir
+from verl.config import ActorRolloutRefConfig
+from verl.errors import ConfigError, MissingDependencyError, RolloutError
+from verl.metrics import notices, reset_notices
+from verl.rollout.model_facts import ModelFacts
+from verl.rollout.vllm import arguments, hand_over, versions
+from verl.rollout.vllm.extension import buckets
+from verl.weight_sync import chunk_weights
+
+
+@dataclasses.dataclass
+class FakeEngineArgs:
+    """Stands for vLLM's dataclass of arguments in an older version."""
+
+    model: str = ""
+    max_num_seqs: int = 1
+    swap_space: int = 0
+
+
+def section(**rollout):
+    config = ActorRolloutRefConfig()
+    return dataclasses.replace(config.rollout, **rollout), dataclasses.replace(config.model, path="there")
+
+
+def made(device="cpu", facts=None, **rollout):
+    node, model = section(**rollout)
+    return arguments.from_config(node, model, device, facts or ModelFacts(head_dim=64, max_model_len=128))
+
+
+def test_the_sections_become_engine_arguments():
+    found = made(max_num_seqs=7, gpu_memory_utilization=0.3, enable_prefix_caching=False, max_model_len=64)
+    expected = {"model": "there", "max_num_seqs": 7, "gpu_memory_utilization": 0.3, "enable_prefix_caching": False,
+                "max_model_len": 64, "dtype": "float32", "enforce_eager": True, "logprobs_mode": "processed_logprobs",
+                "skip_tokenizer_init": True, "tensor_parallel_size": 1, "seed": 42}  # fmt: skip
+    assert {name: found[name] for name in expected} == expected
+    assert made("cuda")["dtype"] == "bfloat16" and made("cuda")["enforce_eager"] is False
+
+
+def test_weights_start_from_the_folder_where_a_reload_can_be_compared_with_them():
+    assert made("cpu")["load_format"] == "auto"
+    assert made("cuda")["load_format"] == "dummy"
+    assert made("cuda", ModelFacts(is_moe=True))["load_format"] == "auto"
+
+
+def test_engine_kwargs_are_passed_on_but_not_the_samplers_own():
+    assert arguments.merged({"seed": 1}, {"swap_space": 2, "seed": 3}) == {"swap_space": 2, "seed": 3}
+    with pytest.raises(ConfigError, match="logprobs_mode: this argument of vLLM is set by the sampler"):
+        arguments.merged({}, {"logprobs_mode": "raw_logprobs"})
+
+
+def test_what_a_version_lacks_is_left_out_if_it_is_ours_and_an_error_if_it_is_the_users():
+    reset_notices()
+    found = arguments.known({"model": "m", "logprobs_mode": "x"}, FakeEngineArgs, {"logprobs_mode": None})
+    assert found == {"model": "m"} and any("logprobs_mode" in text for text in notices().values())
+    with pytest.raises(ConfigError, match=r"swap_spac: vLLM has no such argument.*swap_space"):
+        arguments.known({"swap_spac": 2}, FakeEngineArgs, {})
+
+
+@pytest.mark.parametrize("version", ["0.7.3", "0.8.4", "0.6.0.post1"])
+def test_a_version_before_the_range_is_refused_by_name(version):
+    with pytest.raises(ConfigError, match=f"vLLM {version} is not supported"):
+        versions.check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.8.5", "0.9.0.1", "0.10.1.1.post2", "0.11.2", "0.12.0", "0.32.0", "0.8.5+cu121"])
+def test_a_version_of_the_range_is_taken(version):
+    reset_notices()
+    versions.check_version(version)
+    assert not notices()
+
+
+def test_a_newer_version_is_taken_with_a_notice():
+    reset_notices()
+    versions.check_version("0.33.1")
+    assert "newer than 0.32" in next(iter(notices().values()))
+
+
+def test_a_missing_vllm_is_named_with_the_ways_out(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(MissingDependencyError, match=r"vLLM is not installed.*rollout.name=hf"):
+        versions.installed_version()
+
+
+def test_heads_that_the_cpu_kernels_do_not_take_are_refused_there_only():
+    with pytest.raises(RolloutError, match="heads of this width"):
+        arguments.check_model(ModelFacts(head_dim=16), on_cpu=True)
+    arguments.check_model(ModelFacts(head_dim=16), on_cpu=False)
+    arguments.check_model(ModelFacts(head_dim=64), on_cpu=True)
+
+
+def test_the_facts_of_a_model_are_read_from_its_folder(tmp_path):
+    facts = ModelFacts.of(tiny_model_dir(tmp_path, max_positions=96))
+    assert facts == ModelFacts(vocab_size=259, max_model_len=96, stop_token_ids=(2,), head_dim=8, is_moe=False)
+    assert ModelFacts.of(tmp_path / "nowhere") == ModelFacts()
+
+
+@pytest.mark.parametrize("number_of_readers", [1, 2])
+def test_weights_pass_through_files_bit_by_bit_with_few_of_them_at_a_time(number_of_readers):
+    weights = [(f"w{i}", torch.randn(8, 4)) for i in range(9)] + [("tied", torch.ones(3))]
+    weights.append(("other", weights[-1][1]))
+    folder, seen, most = hand_over.open_folder(), {}, 0
+
+    def read(rank):
+        nonlocal most
+        for name, tensor in buckets(folder, rank, 10.0):
+            most = max(most, len(list(folder.glob("*.safetensors"))))
+            seen.setdefault(rank, []).append((name, tensor.clone()))
+
+    readers = [threading.Thread(target=read, args=(rank,)) for rank in range(number_of_readers)]
+    for reader in readers:
+        reader.start()
+    hand_over.publish(folder, chunk_weights(weights, 128, 1), number_of_readers, 10.0, lambda: False)
+    for reader in readers:
+        reader.join(10)
+    hand_over.close_folder(folder)
+    assert most <= hand_over.AHEAD + 1 and not folder.exists()
+    for found in seen.values():
+        assert sorted(name for name, _ in found) == sorted(name for name, _ in weights)
+        assert all(torch.equal(tensor, dict(weights)[name]) for name, tensor in found)
+
+
+def test_a_reader_that_died_and_a_sender_that_died_are_not_waited_for_for_ever():
+    weights = [(f"w{i}", torch.ones(8)) for i in range(5)]
+    folder = hand_over.open_folder()
+    with pytest.raises(RolloutError, match="did not take the weights"):
+        hand_over.publish(folder, chunk_weights(weights, 32, 1), 1, 0.05, lambda: False)
+    hand_over.publish(folder, chunk_weights(weights, 32, 1), 1, 5.0, lambda: True)
+    hand_over.close_folder(folder)
+    empty = hand_over.open_folder()
+    with pytest.raises(RolloutError, match="the next weights did not come"):
+        list(buckets(empty, 0, 0.05))
+    hand_over.close_folder(empty)

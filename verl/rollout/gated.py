@@ -1,0 +1,221 @@
+"""What samplers over a foreign engine share: checks, versions, and the gate between requests and new weights.
+
+Consumes: requests from `generate`, weights from `update_weights`. Waits for: a request waits while the gate is shut, an
+update until the last request inside has ended. Unblocked by: the end of the update, the end of the last request.
+An engine of its own kind only says how one request is sampled and how weights get in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from verl.errors import NotBuiltError, RolloutError
+from verl.rollout.base import FINISH_REASONS, Completion, Request, Sampler, check_request
+from verl.rollout.uniforms import stream_key
+from verl.weight_sync import WeightChunk
+
+UNLIMITED = 1 << 30
+"""Stands for a vocabulary or a context of unknown size."""
+
+
+class Gate:
+    """Open, it lets requests in; an update shuts it and waits until the last one is out."""
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._is_shut = False
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    @asynccontextmanager
+    async def inside(self) -> AsyncIterator[None]:
+        """The place of one request."""
+        while self._is_shut:
+            await self._change()
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            self._tell()
+
+    @asynccontextmanager
+    async def shut(self) -> AsyncIterator[None]:
+        """Nobody is inside."""
+        if self._is_shut:
+            raise RolloutError("another update of the weights, or sleep, is under way")
+        self._is_shut = True
+        try:
+            while self._inside:
+                await self._change()
+            yield
+        finally:
+            self._is_shut = False
+            self._tell()
+
+    async def _change(self) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.add(future)
+        try:
+            await future
+        finally:
+            self._waiting.discard(future)
+
+    def _tell(self) -> None:
+        for future in self._waiting:
+            if not future.done() and not future.get_loop().is_closed():
+                future.set_result(None)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What an engine made of a request, before it is checked.
+
+    Args:
+        log_probs: one per token; None if the engine reports none.
+    """
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...] | None
+    finish_reason: str
+    routed_experts: Any = None
+    num_preempted: int = 0
+
+
+class GatedSampler(Sampler):
+    """A sampler that hands requests to an engine.
+
+    Args:
+        vocab_size, max_model_len: of the model; token ids and lengths beyond them are refused here.
+        seed: added to every request's own seed.
+        name: of the engine, for messages.
+    """
+
+    def __init__(self, *, vocab_size: int, max_model_len: int, seed: int = 0, name: str = ""):
+        self.vocab_size, self.max_model_len, self.seed, self.name = vocab_size, max_model_len, seed, name
+        self._gate = Gate()
+        self._version = 0
+        self._broken: str | None = None
+        self._is_asleep = False
+        self._in_flight: set[str] = set()
+        self._counts: dict[str, float] = {"requests": 0, "response_tokens": 0, "weight_updates": 0, "steps": 0}
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(self, request: Request) -> Completion:
+        self._check_usable()
+        if request.images is not None or request.videos is not None:
+            raise NotBuiltError(f"the sampler {self.name} takes text only", key=f"request {request.id}")
+        check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
+        if request.id in self._in_flight:
+            raise RolloutError("a request with this id is in flight", key="id", got=request.id)
+        self._in_flight.add(request.id)
+        try:
+            async with self._gate.inside():
+                self._check_usable()
+                version = self._version
+                sampled = self._checked(request, await self._sample(request))
+        finally:
+            self._in_flight.discard(request.id)
+        self._counts["requests"] += 1
+        self._counts["response_tokens"] += len(sampled.token_ids)
+        return Completion(
+            request.id,
+            sampled.token_ids,
+            sampled.log_probs or (),
+            sampled.finish_reason,  # type: ignore[arg-type]  # checked above
+            (version,) * len(sampled.token_ids),
+            sampled.routed_experts,
+            sampled.num_preempted,
+        )
+
+    async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
+        async with self._gate.shut():
+            self._broken = f"the update of its weights to version {version} did not finish; send them again"
+            await self._load(chunks, version)
+            self._broken, self._version = None, version
+            self._counts["weight_updates"] += 1
+
+    async def sleep(self, level: int = 1) -> None:
+        if level not in (1, 2):
+            raise RolloutError(
+                "no such sleep level", key="level", got=level, allowed="1 (cache), 2 (cache and weights)"
+            )
+        async with self._gate.shut():
+            await self._fall_asleep(level)
+            self._is_asleep = True
+            if level == 2:
+                self._broken = "its weights were freed by sleep(2); send new ones with update_weights"
+
+    async def wake(self) -> None:
+        if self._is_asleep:
+            await self._wake_up()
+            self._is_asleep = False
+
+    def stats(self) -> dict[str, float]:
+        return {"forward_tokens": self._counts["response_tokens"], **self._counts}
+
+    @abstractmethod
+    async def _sample(self, request: Request) -> Sampled:
+        """Sample one request that was checked; its cancellation must free what it holds."""
+
+    @abstractmethod
+    async def _load(self, chunks: Iterable[WeightChunk], version: int) -> None:
+        """Take all weights while nothing is sampled; raise if not all of them arrived."""
+
+    @abstractmethod
+    async def _fall_asleep(self, level: int) -> None:
+        """Free the cache, at level 2 the weights too."""
+
+    @abstractmethod
+    async def _wake_up(self) -> None:
+        """Undo it."""
+
+    def _check_usable(self) -> None:
+        reason = "it sleeps; call wake() first" if self._is_asleep else self._broken
+        if reason is not None:
+            raise RolloutError(f"the sampler cannot sample: {reason}")
+
+    def _checked(self, request: Request, sampled: Sampled) -> Sampled:
+        wrong = what_is_wrong(request, sampled, self.vocab_size)
+        if wrong:
+            raise RolloutError(f"{self.name} answered request {request.id!r} with nonsense: {wrong}")
+        return sampled
+
+
+def what_is_wrong(request: Request, sampled: Sampled, vocab_size: int) -> str:
+    """Why an engine's answer cannot be the answer to this request; empty if it can."""
+    ids, logs = sampled.token_ids, sampled.log_probs
+    budget = request.sampling.max_tokens - len(request.generated_prefix)
+    if sampled.finish_reason not in FINISH_REASONS:
+        return f"finish reason {sampled.finish_reason!r}"
+    if not ids and sampled.finish_reason != "abort":
+        return "no tokens"
+    if len(ids) > budget:
+        return f"{len(ids)} tokens where at most {budget} were asked for"
+    if any(not 0 <= token < vocab_size for token in ids):
+        return f"a token id outside 0 to {vocab_size - 1}"
+    if logs is None:
+        return ""
+    if len(logs) != len(ids):
+        return f"{len(logs)} log-probs for {len(ids)} tokens"
+    bad = [x for x in logs if not math.isfinite(x) or x > 1e-3]
+    return f"a log-prob of {bad[0]}" if bad else ""
+
+
+def request_seed(request: Request, seed: int) -> int:
+    """A seed below 2**31 from the request's key and how much of its response is there already.
+
+    The same request gets the same numbers wherever it is sent. A continued response draws from a stream of its own:
+    engines that seed a generator per request cannot go on in the middle of one.
+    """
+    uid = request.uid or request.id
+    high, low = stream_key(seed + request.sampling.seed, f"{uid}+{len(request.generated_prefix)}", request.sample_index)
+    return (high ^ low) & 0x7FFFFFFF

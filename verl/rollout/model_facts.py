@@ -1,0 +1,55 @@
+"""What a model folder's own JSON files say about the model, read without loading anything."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.rollout.gated import UNLIMITED
+
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Of a Hugging Face folder.
+
+    Args:
+        vocab_size, max_model_len: `UNLIMITED` where the folder does not say.
+        stop_token_ids: end tokens of the generation configuration, else of the configuration.
+        head_dim: width of an attention head; 0 where the folder does not say.
+        is_moe: a mixture of experts.
+    """
+
+    vocab_size: int = UNLIMITED
+    max_model_len: int = UNLIMITED
+    stop_token_ids: tuple[int, ...] = ()
+    head_dim: int = 0
+    is_moe: bool = False
+
+    @classmethod
+    def of(cls, folder: str | Path) -> ModelFacts:
+        """Read ``config.json`` and ``generation_config.json``; a folder without them (a hub name) tells nothing."""
+        config = _json(Path(folder) / "config.json")
+        text = {**config, **config.get("text_config", {})}
+        generation = _json(Path(folder) / "generation_config.json")
+        ends = generation.get("eos_token_id")
+        ends = text.get("eos_token_id") if ends is None else ends
+        heads, hidden = int(text.get("num_attention_heads") or 0), int(text.get("hidden_size") or 0)
+        return cls(
+            vocab_size=int(text.get("vocab_size") or UNLIMITED),
+            max_model_len=next((int(text[name]) for name in _CONTEXT if text.get(name)), UNLIMITED),
+            stop_token_ids=() if ends is None else tuple(int(x) for x in (ends if isinstance(ends, list) else [ends])),
+            head_dim=int(text.get("head_dim") or (hidden // heads if heads else 0)),
+            is_moe=any(int(text.get(name) or 0) > 1 for name in _EXPERTS),
+        )
+
+
+def _json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    found = json.loads(file.read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) else {}

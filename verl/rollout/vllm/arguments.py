@@ -1,0 +1,129 @@
+"""From the sections ``rollout`` and ``model`` of the configuration to vLLM's engine arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from verl.errors import ConfigError, RolloutError, suggest
+from verl.metrics import notice
+from verl.rollout.model_facts import ModelFacts
+from verl.rollout.vllm.extension import PATH
+from verl.rollout.vllm.versions import CPU_HEAD_DIMS
+
+_R = "actor_rollout_ref.rollout"
+OURS = ("model", "worker_extension_cls", "skip_tokenizer_init", "logprobs_mode")
+"""Arguments on which the sampler depends; ``engine_kwargs`` may not change them."""
+
+
+def from_config(rollout: Any, model: Any, device: str, facts: ModelFacts) -> dict[str, Any]:
+    """Arguments of vLLM's ``EngineArgs``, ``engine_kwargs.vllm`` included."""
+    auto = "float32" if device == "cpu" else "bfloat16"
+    given = {
+        "model": str(model.path),
+        "tokenizer": model.tokenizer_path or None,
+        "trust_remote_code": bool(model.trust_remote_code),
+        "hf_overrides": dict(model.override_config or {}) or None,
+        "dtype": auto if rollout.dtype == "auto" else rollout.dtype,
+        "seed": int(rollout.seed),
+        "load_format": _load_format(rollout.load_format, device, facts),
+        "max_model_len": rollout.max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": _batched_tokens(rollout, facts),
+        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "enforce_eager": True if device == "cpu" else rollout.enforce_eager,
+        "cudagraph_capture_sizes": rollout.cudagraph_capture_sizes,
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "pipeline_parallel_size": rollout.pipeline_model_parallel_size,
+        "enable_expert_parallel": rollout.expert_parallel_size > 1,
+        "quantization": rollout.quantization,
+        "scheduling_policy": rollout.scheduling_policy,
+        "disable_log_stats": rollout.disable_log_stats,
+        "enable_sleep_mode": bool(rollout.enable_sleep_mode) and device != "cpu",
+        "logprobs_mode": rollout.logprobs_mode,
+        "skip_tokenizer_init": True,
+        "worker_extension_cls": PATH,
+    }
+    return {k: v for k, v in merged(given, rollout.engine_kwargs.vllm or {}).items() if v is not None}
+
+
+def merged(given: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Our arguments under the user's ``engine_kwargs.vllm``.
+
+    Raises:
+        ConfigError: one of them is the sampler's own.
+    """
+    for name in extra:
+        if name in OURS:
+            raise ConfigError(
+                "this argument of vLLM is set by the sampler itself",
+                key=f"{_R}.engine_kwargs.vllm.{name}",
+                got=extra[name],
+                fix="Leave it out.",
+            )
+    return {**given, **extra}
+
+
+def known(arguments: Mapping[str, Any], engine_args: type, ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Those arguments that this version of vLLM has.
+
+    Args:
+        ours: arguments that come from `from_config`; one that this version lacks is left out with a notice.
+
+    Raises:
+        ConfigError: an argument of the user's that this version does not have.
+    """
+    names = {field.name for field in dataclasses.fields(engine_args)}
+    found = {}
+    for name, value in arguments.items():
+        if name in names:
+            found[name] = value
+        elif name in ours:
+            notice(f"{_R}.name", f"this version of vLLM has no argument {name!r}; it is left out")
+        else:
+            raise ConfigError(
+                "vLLM has no such argument",
+                key=f"{_R}.engine_kwargs.vllm.{name}",
+                got=value,
+                fix=suggest(name, names) or "Is it an argument of another version?",
+            )
+    return found
+
+
+def check_model(facts: ModelFacts, on_cpu: bool) -> None:
+    """Refuse what the engine's kernels cannot do, before it is started.
+
+    Raises:
+        RolloutError: the CPU build has no kernel for the model's attention heads.
+    """
+    if on_cpu and facts.head_dim and facts.head_dim not in CPU_HEAD_DIMS:
+        raise RolloutError(
+            "vLLM on CPU has no kernel for attention heads of this width",
+            key="head_dim",
+            got=facts.head_dim,
+            allowed=CPU_HEAD_DIMS,
+            fix="Set rollout.name=hf, which takes any.",
+        )
+
+
+def _load_format(asked: str, device: str, facts: ModelFacts) -> str:
+    """``dummy`` starts from random numbers, which leaves nothing to compare a reload with; see `VLLMSampler`."""
+    if asked == "hf":
+        return "safetensors"
+    return "auto" if asked == "dummy" and (device == "cpu" or facts.is_moe) else asked
+
+
+def _batched_tokens(rollout: Any, facts: ModelFacts) -> int:
+    """Without chunked prefill vLLM wants a step that holds the longest sequence."""
+    asked = int(rollout.max_num_batched_tokens)
+    longest = rollout.max_model_len or facts.max_model_len
+    if rollout.enable_chunked_prefill or longest <= asked or longest > 1 << 20:
+        return asked
+    notice(
+        f"{_R}.max_num_batched_tokens",
+        f"raised from {asked} to the context of {longest} tokens, since enable_chunked_prefill=false",
+    )
+    return int(longest)

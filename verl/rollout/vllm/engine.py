@@ -1,0 +1,199 @@
+"""vLLM's engine, stepped by hand in a thread of its own, so that the event loop stays free while it computes.
+
+Everything that touches the engine runs in that one thread, one thing at a time; only weights are handed over from the
+caller's thread, while nothing is sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl import env
+from verl.errors import RolloutError
+from verl.rollout.base import Request
+from verl.rollout.gated import request_seed
+from verl.rollout.vllm import hand_over, versions
+from verl.rollout.vllm.arguments import known
+from verl.weight_sync import WeightChunk
+
+RELOAD_SECONDS = 600.0
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+@dataclass
+class Piece:
+    """What one step added to one request."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    finish_reason: str | None
+    num_cached_tokens: int = 0
+
+
+@dataclass
+class Step:
+    """What one step brought."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    refused: list[tuple[str, Exception]] = field(default_factory=list)
+
+
+class VLLMEngine:
+    """One engine of vLLM.
+
+    Args:
+        arguments: of vLLM's ``EngineArgs``.
+        ours: those among them that an older version may lack.
+        seed: added to every request's own.
+    """
+
+    def __init__(self, arguments: dict[str, Any], ours: Sequence[str] = (), seed: int = 0):
+        self.seed = seed
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
+        self._engine = self._thread.submit(self._start, arguments, ours).result()
+
+    def _start(self, arguments: dict[str, Any], ours: Sequence[str]) -> Any:
+        for name, value in ENVIRONMENT.items():
+            env.set_default(name, value)
+        version = versions.installed_version()
+        versions.check_version(version)
+        self.on_cpu = versions.is_on_cpu()
+        for name, value in CPU_ENVIRONMENT.items() if self.on_cpu else ():
+            env.set_default(name, value)
+        logging.getLogger("vllm").setLevel(env.get("VLLM_LOGGING_LEVEL") or "ERROR")
+        engine_args, engine_class, self._params = versions.vllm_modules()
+        chosen = known(arguments, engine_args, dict.fromkeys(ours))
+        self.reports_processed = chosen.get("logprobs_mode") == "processed_logprobs"
+        self.num_workers = int(chosen.get("tensor_parallel_size", 1)) * int(chosen.get("pipeline_parallel_size", 1))
+        self._engine_class = engine_class
+        try:
+            return engine_class.from_engine_args(engine_args(**chosen))
+        except (ValueError, NotImplementedError, RuntimeError, OSError) as error:
+            raise RolloutError(f"vLLM {version} did not start: {told(error)}", fix="See the cause.") from error
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self._engine.model_config.max_model_len)
+
+    async def step(self, new: Sequence[tuple[str, Request, tuple[int, ...]]], dropped: Sequence[str]) -> Step:
+        """Add and drop requests, then compute one step.
+
+        Args:
+            new: (name, request, stop tokens) of each.
+            dropped: names of requests that nobody waits for.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._step, list(new), list(dropped))
+
+    def _step(self, new: list[tuple[str, Request, tuple[int, ...]]], dropped: list[str]) -> Step:
+        found = Step()
+        for name, request, stops in new:
+            try:
+                prompt = {"prompt_token_ids": [*request.token_ids, *request.generated_prefix]}
+                params = self.sampling_params(request, stops)
+                self._engine.add_request(name, prompt, params, **self._priority(request))
+            except (ValueError, TypeError) as error:
+                found.refused.append((name, error))
+        if dropped:
+            self._engine.abort_request(dropped)
+        if self._engine.has_unfinished_requests():
+            found.pieces = [piece_of(output) for output in self._engine.step()]
+        return found
+
+    def sampling_params(self, request: Request, stops: tuple[int, ...]) -> Any:
+        """vLLM's parameters for what is left of a request's budget."""
+        sampling = request.sampling
+        return self._params.SamplingParams(
+            temperature=0.0 if sampling.is_greedy else sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k if sampling.top_k > 0 else -1,
+            max_tokens=sampling.max_tokens - len(request.generated_prefix),
+            seed=request_seed(request, self.seed),
+            stop_token_ids=[] if sampling.ignore_eos else list(stops),
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=self._params.RequestOutputKind.DELTA,
+        )
+
+    async def prompt_log_probs(self, token_ids: Sequence[int]) -> list[float]:
+        """Of every token after the first, from one pass over the prompt; nothing else may be running."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._prompt_log_probs, list(token_ids))
+
+    def _prompt_log_probs(self, token_ids: list[int]) -> list[float]:
+        params = self._params.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        self._engine.add_request("verl-probe", {"prompt_token_ids": token_ids}, params)
+        last: Any = None
+        while self._engine.has_unfinished_requests():
+            last = (self._engine.step() or [last])[-1]
+        return [entry[token].logprob for entry, token in zip(last.prompt_logprobs[1:], token_ids[1:])]
+
+    def take_weights(self, chunks: Iterable[WeightChunk]) -> None:
+        """New weights, in the caller's thread; the cache of prompts is forgotten.
+
+        Raises:
+            RolloutError: vLLM refuses them.
+        """
+        try:
+            if self.num_workers == 1:
+                self._rpc("verl_take", (named for chunk in chunks for named in chunk.tensors))
+            else:
+                self._take_files(chunks)
+        except (ValueError, KeyError, AssertionError, NotImplementedError) as error:
+            raise RolloutError(f"vLLM does not take the weights: {told(error)}") from error
+        self._engine.reset_prefix_cache()
+
+    def take_again(self) -> None:
+        """The weights of the model's folder once more."""
+        self._rpc("verl_take_again")
+        self._engine.reset_prefix_cache()
+
+    def _take_files(self, chunks: Iterable[WeightChunk]) -> None:
+        folder = hand_over.open_folder()
+        try:
+            reading = self._thread.submit(self._rpc, "verl_take_files", str(folder), RELOAD_SECONDS)
+            hand_over.publish(folder, chunks, self.num_workers, RELOAD_SECONDS, reading.done)
+            reading.result(RELOAD_SECONDS)
+        finally:
+            hand_over.close_folder(folder)
+
+    def _rpc(self, method: str, *arguments: Any) -> Any:
+        return self._engine.collective_rpc(method, args=arguments)
+
+    def sleep(self, level: int) -> None:
+        if not self.on_cpu:
+            self._thread.submit(self._engine.sleep, level).result()
+
+    def wake(self) -> None:
+        if not self.on_cpu:
+            self._thread.submit(self._engine.wake_up).result()
+
+    def close(self) -> None:
+        """Free what the engine holds."""
+        core = getattr(self._engine, "engine_core", None)
+        if core is not None:
+            core.shutdown()
+        self._thread.shutdown(wait=False)
+
+    def _priority(self, request: Request) -> dict[str, Any]:
+        return {"priority": request.priority} if request.priority else {}
+
+
+def piece_of(output: Any) -> Piece:
+    """The new tokens in one of vLLM's outputs."""
+    (choice,) = output.outputs
+    tokens = tuple(int(token) for token in choice.token_ids)
+    logs = tuple(float(entry[token].logprob) for token, entry in zip(tokens, choice.logprobs or ()))
+    return Piece(output.request_id, tokens, logs, choice.finish_reason, int(output.num_cached_tokens or 0))
+
+
+def told(error: BaseException) -> str:
+    """An exception's text on one line, shortened."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) < 400 else f"{text[:400]} ..."

@@ -1,0 +1,61 @@
+"""What vLLM mixes into its workers (``worker_extension_cls``): new weights arrive without anything being unpickled.
+
+In one process the tensors are handed over as they are. Workers in processes of their own read them from safetensors
+files in shared memory, one bucket at a time, while the sender writes the next one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from verl.errors import RolloutError
+from verl.rollout.vllm.versions import reload_weights
+
+PATH = "verl.rollout.vllm.extension.WeightReceiver"
+END = "end"
+POLL_SECONDS = 0.002
+
+
+class WeightReceiver:
+    """Methods by which a worker is updated, called by name."""
+
+    rank: int
+
+    def verl_take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take tensors of this process."""
+        reload_weights(self, iter(weights))
+
+    def verl_take_files(self, folder: str, seconds: float) -> None:
+        """Take the buckets that appear in a folder; see `publish`."""
+        reload_weights(self, buckets(Path(folder), self.rank, seconds))
+
+    def verl_take_again(self) -> None:
+        """Load the weights of the model's own folder once more."""
+        reload_weights(self)
+
+
+def buckets(folder: Path, rank: int, seconds: float) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of bucket 0, 1, ... until the end mark; each bucket is acknowledged once it was used."""
+    number = 0
+    while (file := _next(folder, number, seconds)) is not None:
+        yield from load_file(str(file)).items()
+        (folder / f"{number}.read-{rank}").touch()
+        number += 1
+
+
+def _next(folder: Path, number: int, seconds: float) -> Path | None:
+    """The file of a bucket, or None at the end of the stream."""
+    file, last = folder / f"{number}.safetensors", folder / f"{number}.{END}"
+    deadline = time.monotonic() + seconds
+    while not file.exists():
+        if last.exists():
+            return None
+        if time.monotonic() > deadline:
+            raise RolloutError(f"the next weights did not come within {seconds} s", key=f"bucket {number}")
+        time.sleep(POLL_SECONDS)
+    return file

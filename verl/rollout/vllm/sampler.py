@@ -1,0 +1,239 @@
+"""The `vllm` sampler: one vLLM engine behind the contract of every sampler.
+
+Consumes: requests. Waits for: the engine's thread, one step at a time. Unblocked by: the first request. The task that
+steps exists only while there is work, so the sampler may be used from one event loop after another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.errors import RolloutError
+from verl.metrics import notice
+from verl.rollout.base import Request
+from verl.rollout.gated import GatedSampler, Sampled
+from verl.rollout.model_facts import ModelFacts
+from verl.rollout.stream_check import StreamCheck, shapes_on_disk
+from verl.rollout.vllm import arguments, versions
+from verl.rollout.vllm.engine import VLLMEngine, told
+from verl.weight_sync import WeightChunk
+
+RELOAD_TOLERANCE = 1e-3
+"""Largest change of a prompt's log-probs when the weights that are there already are loaded again."""
+_R = "actor_rollout_ref.rollout"
+
+
+@dataclass
+class _Running:
+    """A request in the engine and what it has so far."""
+
+    request: Request
+    future: asyncio.Future[Sampled]
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+
+class VLLMSampler(GatedSampler):
+    """Samples with vLLM in this process.
+
+    The engine's own workers are processes of their own where it shards the model (``tensor_parallel_size``). Before
+    the first new weights arrive, the weights that are there are loaded once more and a prompt's log-probs compared:
+    where that changes them, this build cannot be updated at run time and is refused.
+
+    Args:
+        engine_arguments: of vLLM's ``EngineArgs``.
+        facts: of the model's folder; None reads them.
+        seed: added to every request's own seed.
+        stop_token_ids: end every response; None takes the model's.
+
+    Example:
+        >>> sampler = VLLMSampler({"model": "path/to/model", "dtype": "float32", "enforce_eager": True})
+        >>> await sampler.generate(Request("a", (5, 6), SamplingParams(max_tokens=4)))
+    """
+
+    def __init__(
+        self,
+        engine_arguments: dict[str, Any],
+        *,
+        facts: ModelFacts | None = None,
+        seed: int = 0,
+        stop_token_ids: Iterable[int] | None = None,
+        ours: Iterable[str] = (),
+    ):
+        versions.check_version(versions.installed_version())
+        model = str(engine_arguments["model"])
+        facts = facts or ModelFacts.of(model)
+        arguments.check_model(facts, versions.is_on_cpu())
+        base = {
+            "skip_tokenizer_init": True,
+            "worker_extension_cls": arguments.PATH,
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+        }
+        self.engine = VLLMEngine({**base, **engine_arguments}, [*base, *ours], seed)
+        super().__init__(
+            vocab_size=facts.vocab_size,
+            max_model_len=min(facts.max_model_len, self.engine.max_model_len),
+            seed=seed,
+            name="vllm",
+        )
+        self.stop_token_ids = frozenset(facts.stop_token_ids if stop_token_ids is None else stop_token_ids)
+        self._can_verify = engine_arguments.get("load_format", "auto") != "dummy"
+        self._is_verified = False
+        self._shapes = shapes_on_disk(model)
+        self._new: list[tuple[str, Request, tuple[int, ...]]] = []
+        self._dropped: list[str] = []
+        self._running: dict[str, _Running] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._number = 0
+        self._counts.update(prompt_tokens=0, cached_tokens=0)
+
+    @classmethod
+    def from_config(cls, rollout: Any, model: Any, device: str = "cpu") -> VLLMSampler:
+        """From the sections ``actor_rollout_ref.rollout`` and ``actor_rollout_ref.model``."""
+        versions.check_version(versions.installed_version())
+        facts = ModelFacts.of(str(model.path))
+        ours = arguments.from_config(rollout, model, device, facts)
+        sampler = cls(ours, facts=facts, ours=set(ours) - set(rollout.engine_kwargs.vllm or {}))
+        wanted = rollout.prompt_length + rollout.response_length
+        if wanted > sampler.max_model_len:
+            notice(
+                f"{_R}.response_length",
+                f"the context of the sampler is {sampler.max_model_len} tokens, yet prompt_length and response_length "
+                f"allow {wanted} in sum: a longer prompt will be an error",
+            )
+        return sampler
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> int:
+        wanted = None if request_ids is None else set(request_ids)
+        count = 0
+        for name, running in self._running.items():
+            if not running.future.done() and (wanted is None or running.request.id in wanted):
+                self._dropped.append(name)
+                running.future.set_result(_sampled(running, "abort"))
+                count += 1
+        return count
+
+    def close(self) -> None:
+        """Free what the engine holds."""
+        self.engine.close()
+
+    async def _sample(self, request: Request) -> Sampled:
+        self._check_log_probs(request)
+        self._number += 1
+        name = f"{request.id}#{self._number}"
+        running = _Running(request, asyncio.get_running_loop().create_future())
+        self._running[name] = running
+        self._new.append((name, request, tuple(self.stop_token_ids.union(request.sampling.stop_token_ids))))
+        self._ensure_running()
+        try:
+            return await running.future
+        finally:
+            self._running.pop(name, None)
+            if running.future.cancelled():
+                self._dropped.append(name)
+
+    async def _load(self, chunks: Iterable[WeightChunk], version: int) -> None:
+        await self._settle()
+        await self._verify()
+        check = StreamCheck(version, self._shapes)
+        self.engine.take_weights(check.watched(chunks))
+        self._shapes = check.finished()
+
+    async def _fall_asleep(self, level: int) -> None:
+        await self._settle()
+        if self.engine.on_cpu:
+            notice(f"{_R}.free_cache_engine", "vLLM on CPU cannot give its memory back, so sleep frees nothing")
+        self.engine.sleep(level)
+
+    async def _wake_up(self) -> None:
+        self.engine.wake()
+
+    def _check_log_probs(self, request: Request) -> None:
+        plain = request.sampling.temperature == 1 and request.sampling.top_p == 1 and request.sampling.top_k < 1
+        if not self.engine.reports_processed and not plain and not request.sampling.is_greedy:
+            raise RolloutError(
+                "this version of vLLM reports log-probs at temperature 1 only, not those of the distribution it draws "
+                "from",
+                key=f"{_R}.temperature",
+                got=request.sampling.temperature,
+                fix="Set temperature=1, top_p=1 and top_k=-1, or update vLLM.",
+            )
+
+    async def _verify(self) -> None:
+        if self._is_verified or not self._can_verify:
+            return
+        probe = [(7 * i + 3) % min(self.vocab_size, 30000) for i in range(min(16, self.max_model_len - 1))]
+        before = await self.engine.prompt_log_probs(probe)
+        self.engine.take_again()
+        after = await self.engine.prompt_log_probs(probe)
+        shift = max(abs(a - b) for a, b in zip(before, after))
+        if not shift <= RELOAD_TOLERANCE:
+            raise RolloutError(
+                "this build of vLLM cannot take new weights for this model: loading the weights that it has already "
+                f"moved log-probs by {shift:.1e}",
+                allowed=f"at most {RELOAD_TOLERANCE:.0e}",
+                fix="Set rollout.name=hf for this model.",
+            )
+        self._is_verified = True
+
+    def _ensure_running(self) -> None:
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _settle(self) -> None:
+        """Wait until the engine holds nothing."""
+        while self._new or self._dropped or (self._task is not None and not self._task.done()):
+            self._ensure_running()
+            assert self._task is not None
+            await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        while self._running or self._new or self._dropped:
+            await asyncio.sleep(0)  # everyone who is about to ask joins the same step
+            new, dropped = self._new, self._dropped
+            self._new, self._dropped = [], []
+            try:
+                step = await self.engine.step(new, dropped)
+            except Exception as error:  # boundary: whatever the engine raises reaches everyone who waits for it
+                self._fail_all(error)
+                return
+            self._counts["steps"] += 1
+            for name, refusal in step.refused:
+                self._refuse(name, refusal)
+            for piece in step.pieces:
+                self._add(piece)
+
+    def _add(self, piece: Any) -> None:
+        running = self._running.get(piece.request_id)
+        if running is None or running.future.done():
+            return
+        if not running.token_ids:
+            self._counts["prompt_tokens"] += len(running.request.token_ids)
+            self._counts["cached_tokens"] += piece.num_cached_tokens
+        running.token_ids += piece.token_ids
+        running.log_probs += piece.log_probs
+        if piece.finish_reason is not None:
+            running.future.set_result(_sampled(running, piece.finish_reason))
+
+    def _refuse(self, name: str, error: Exception) -> None:
+        running = self._running.get(name)
+        if running is not None and not running.future.done():
+            refusal = RolloutError(f"vLLM refuses request {running.request.id!r}: {told(error)}")
+            refusal.__cause__ = error
+            running.future.set_exception(refusal)
+
+    def _fail_all(self, error: Exception) -> None:
+        self._broken = f"vLLM failed: {told(error)}"
+        for running in self._running.values():
+            if not running.future.done():
+                failure = RolloutError(f"vLLM failed while it sampled: {type(error).__name__}: {told(error)}")
+                failure.__cause__ = error
+                running.future.set_exception(failure)
+
+
+def _sampled(running: _Running, reason: str) -> Sampled:
+    return Sampled(tuple(running.token_ids), tuple(running.log_probs), reason)
