@@ -175,22 +175,22 @@ ADVANTAGE_ESTIMATORS = Registry(
 )
 POLICY_LOSSES = Registry(
     "policy loss",
-    {"vanilla": "verl.algorithms.policy_losses.vanilla:vanilla"},
-    planned=(
-        "gspo",
-        "sapo",
-        "gpg",
-        "clip_cov",
-        "kl_cov",
-        "geo_mean",
-        "cispo",
-        "dppo_tv",
-        "dppo_kl",
-        "dro",
-        "reinforce",
-        "bypass_mode",
-        "rollout_correction",
-    ),
+    {
+        "vanilla": "verl.algorithms.policy_losses.vanilla:vanilla",
+        "gspo": "verl.algorithms.policy_losses.gspo:gspo",
+        "sapo": "verl.algorithms.policy_losses.sapo:sapo",
+        "gpg": "verl.algorithms.policy_losses.gpg:gpg",
+        "clip_cov": "verl.algorithms.policy_losses.covariance:clip_cov",
+        "kl_cov": "verl.algorithms.policy_losses.covariance:kl_cov",
+        "geo_mean": "verl.algorithms.policy_losses.geo_mean:geo_mean",
+        "cispo": "verl.algorithms.policy_losses.cispo:cispo",
+        "dppo_tv": "verl.algorithms.policy_losses.dppo:dppo_tv",
+        "dppo_kl": "verl.algorithms.policy_losses.dppo:dppo_kl",
+        "dro": "verl.algorithms.policy_losses.dro:dro",
+        "reinforce": "verl.algorithms.policy_losses.reinforce:reinforce",
+        "bypass_mode": "verl.algorithms.policy_losses.bypass:bypass_mode",
+        "rollout_correction": "verl.algorithms.policy_losses.bypass:bypass_mode",
+    },
     key="actor_rollout_ref.actor.policy_loss.loss_mode",
 )
 REWARD_MANAGERS = Registry(
@@ -209,7 +209,7 @@ ENGINES = Registry(
     {
         "plain": "verl.engines.plain:PlainEngine",
         "fsdp2": "verl.engines.fsdp2:FSDP2Engine",
-        "fsdp": "verl.engines.fsdp2:FSDPEngine",
+        "fsdp": "verl.engines.fsdp:FSDPEngine",
     },
     planned=("megatron", "fsdp_turbo", "veomni", "torchtitan", "automodel"),
     key="actor_rollout_ref.actor.strategy",

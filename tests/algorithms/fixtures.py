@@ -50,7 +50,24 @@ def actor_config(**changes: Any) -> SimpleNamespace:
         "use_kl_loss": False,
         "kl_loss_coef": 0.001,
         "kl_loss_type": "low_var_kl",
-        "policy_loss": SimpleNamespace(loss_mode="vanilla"),
+        "tau_pos": 1.0,
+        "tau_neg": 1.05,
+        "policy_loss": policy_loss_config(),
+    }
+    return SimpleNamespace(**{**settings, **changes})
+
+
+def policy_loss_config(**changes: Any) -> SimpleNamespace:
+    """The section ``policy_loss`` of an actor with its defaults."""
+    settings = {
+        "loss_mode": "vanilla",
+        "clip_cov_ratio": 2e-4,
+        "clip_cov_lb": 1.0,
+        "clip_cov_ub": 5.0,
+        "kl_cov_ratio": 2e-4,
+        "ppo_kl_coef": 0.1,
+        "dro_beta": None,
+        "rollout_correction": None,
     }
     return SimpleNamespace(**{**settings, **changes})
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from tests.algorithms.fixtures import actor_config, loss_batch, poison, ragged_mask
+from tests.algorithms.fixtures import actor_config, loss_batch, poison, policy_loss_config, ragged_mask
 from verl.algorithms.aggregation import LOSS_AGG_MODES, loss_norm
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss, SFTLoss
 from verl.errors import ConfigError, DataError, NotBuiltError
@@ -116,7 +116,7 @@ def test_wrong_settings_are_refused_before_any_batch():
     with pytest.raises(NotBuiltError, match=r"actor\.kl_loss_type"):
         PPOPolicyLoss(actor_config(use_kl_loss=True, kl_loss_type="full"))
     with pytest.raises(ConfigError, match=r"policy_loss\.loss_mode"):
-        PPOPolicyLoss(actor_config(policy_loss=SimpleNamespace(loss_mode="vanila")))
+        PPOPolicyLoss(actor_config(policy_loss=policy_loss_config(loss_mode="vanila")))
     with pytest.raises(ConfigError, match=r"critic\.loss_agg_mode"):
         PPOValueLoss(critic_config(loss_agg_mode="mean"))
 

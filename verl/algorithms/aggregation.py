@@ -101,16 +101,21 @@ def agg_loss(
         total = (masked_sum(loss_mat, loss_mask, axis=-1) / lengths).sum()
     else:
         total = masked_sum(loss_mat, loss_mask)
+    return total * share_scale(loss_agg_mode, norm, loss_mat.shape[-1], compat_sum_norm)
+
+
+def share_scale(loss_agg_mode: str, norm: LossNorm, width: int, compat_sum_norm: bool = False) -> float:
+    """What `agg_loss` multiplies a micro-batch's numerator by: ranks over the denominator of the mini-batch."""
     sequences = 1.0 if compat_sum_norm else norm.num_sequences
     denominator = {
         "token-mean": norm.num_tokens,
         "token-sum": 1.0,
         "seq-mean-token-sum": norm.num_sequences,
         "seq-mean-token-mean": norm.num_sequences,
-        "seq-mean-token-sum-norm": sequences * (norm.loss_scale_factor or loss_mat.shape[-1]),
+        "seq-mean-token-sum-norm": sequences * (norm.loss_scale_factor or width),
     }[loss_agg_mode]
     # A mini-batch without a valid token has a zero numerator: it keeps its graph, so that every rank runs backward.
-    return total * (norm.dp_size / (denominator or 1.0))
+    return norm.dp_size / (denominator or 1.0)
 
 
 def loss_metric(loss: float, loss_mask: Tensor, loss_agg_mode: str, norm: LossNorm) -> Metric:

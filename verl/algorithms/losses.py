@@ -16,12 +16,14 @@ from torch import Tensor
 from verl.algorithms.aggregation import LossNorm, agg_loss, check_agg_mode, loss_metric, token_means
 from verl.algorithms.kl import check_kl_kind, kl_penalty
 from verl.algorithms.masked import zero_outside
-from verl.algorithms.policy_losses import call_policy_loss
-from verl.algorithms.policy_losses.vanilla import Clip
+from verl.algorithms.policy_losses import aggregation_of, call_policy_loss
+from verl.algorithms.policy_losses.clip import Clip
 from verl.algorithms.value_loss import value_loss
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.metrics import Metric, as_float
 from verl.registry import POLICY_LOSSES
+
+OF_BYPASS_MODE = ("vanilla", "bypass_mode", "rollout_correction")
 
 
 class LossFn(Protocol):
@@ -58,7 +60,7 @@ class PPOPolicyLoss:
             check_kl_kind(config.kl_loss_type, key="actor_rollout_ref.actor.kl_loss_type")
         Clip.of(config)
         self.config, self.use_rollout_log_probs = config, use_rollout_log_probs
-        self.policy_loss = POLICY_LOSSES.get(config.policy_loss.loss_mode)
+        self.policy_loss = POLICY_LOSSES.get(_loss_mode(config.policy_loss))
         self.scale = config.loss_scale_factor or response_length
         self.with_entropy = config.entropy_coeff != 0 or config.calculate_entropy
         self.outputs = ("log_probs", "entropy") if self.with_entropy else ("log_probs",)
@@ -78,7 +80,8 @@ class PPOPolicyLoss:
             norm=norm,
             rollout_is_weights=optional_field(batch, "rollout_is_weights"),
         )
-        metrics["pg_loss"] = loss_metric(as_float(loss.detach()), mask, mode, norm)
+        pg_mode = aggregation_of(self.policy_loss, mode)
+        metrics["pg_loss"] = loss_metric(as_float(loss.detach()), mask, pg_mode, norm)
         if self.with_entropy:
             entropy_loss = agg_loss(outputs["entropy"], mask, mode, norm)
             metrics["entropy_loss"] = loss_metric(as_float(entropy_loss.detach()), mask, mode, norm)
@@ -98,6 +101,22 @@ class PPOPolicyLoss:
             return field(batch, "rollout_log_probs")
         old = optional_field(batch, "old_log_probs")
         return log_prob.detach() if old is None else old
+
+
+def _loss_mode(settings: Any) -> str:
+    """The configured loss; the bypass mode brings its own in place of the default one."""
+    correction = settings.rollout_correction
+    if correction is None or not correction.bypass_mode:
+        return settings.loss_mode
+    if settings.loss_mode not in OF_BYPASS_MODE:
+        raise ConfigError(
+            "the bypass mode brings its own loss (algorithm.rollout_correction.loss_type)",
+            key="actor_rollout_ref.actor.policy_loss.loss_mode",
+            got=settings.loss_mode,
+            allowed=OF_BYPASS_MODE,
+            fix="Leave it out, or set algorithm.rollout_correction.bypass_mode=false.",
+        )
+    return "bypass_mode"
 
 
 class PPOValueLoss:

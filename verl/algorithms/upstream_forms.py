@@ -6,6 +6,7 @@ and `Metric`. Nothing in the library calls these forms.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from verl.algorithms import aggregation, kl, value_loss
 from verl.algorithms.aggregation import LossNorm, loss_norm
 from verl.algorithms.logprob import entropy_from_logits
 from verl.algorithms.policy_losses.vanilla import vanilla
+from verl.registry import POLICY_LOSSES
 
 
 def agg_loss(
@@ -48,20 +50,58 @@ def compute_value_loss(
     return value_loss.value_loss(vpreds, returns, values, response_mask, cliprange_value, loss_agg_mode, norm)
 
 
-def compute_policy_loss_vanilla(
-    old_log_prob: Tensor,
+PolicyLossForm = Callable[..., tuple[Tensor, dict[str, float]]]
+
+
+def _policy_loss(name: str, default_mode: str = "token-mean") -> PolicyLossForm:
+    """The built-in loss of that name, with metrics as floats under ``actor/...``."""
+
+    def form(
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = default_mode,
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        loss, metrics = POLICY_LOSSES.get(name)(
+            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
+        )
+        return loss, {f"actor/{key}": metric.value for key, metric in metrics.items()}
+
+    form.__name__ = form.__qualname__ = f"compute_policy_loss_{name}"
+    form.__doc__ = f"The policy loss {name!r}: the loss, and metrics as floats under ``actor/...``."
+    return form
+
+
+compute_policy_loss_vanilla = _policy_loss("vanilla")
+compute_policy_loss_dppo_tv = _policy_loss("dppo_tv")
+compute_policy_loss_dppo_kl = _policy_loss("dppo_kl")
+compute_policy_loss_gspo = _policy_loss("gspo", "seq-mean-token-mean")
+compute_policy_loss_sapo = _policy_loss("sapo", "seq-mean-token-mean")
+compute_policy_loss_gpg = _policy_loss("gpg")
+compute_policy_loss_clip_cov = _policy_loss("clip_cov")
+compute_policy_loss_kl_cov = _policy_loss("kl_cov")
+compute_policy_loss_geo_mean = _policy_loss("geo_mean")
+compute_policy_loss_cispo = _policy_loss("cispo")
+compute_policy_loss_dro = _policy_loss("dro")
+compute_policy_loss_bypass_mode = _policy_loss("bypass_mode")
+
+
+def compute_policy_loss_reinforce(
+    rollout_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
+    loss_agg_mode: str = "seq-mean-token-sum",
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """`policy_losses.vanilla`: the loss, and metrics as floats under ``actor/...``."""
-    loss, metrics = vanilla(
-        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
+    """The policy loss ``reinforce``, whose old log-probs (for ``ppo_kl`` only) are the sampler's."""
+    return _policy_loss("reinforce")(
+        rollout_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
     )
-    return loss, {f"actor/{name}": metric.value for name, metric in metrics.items()}
 
 
 def compute_policy_loss(

@@ -16,29 +16,51 @@ from verl.config.veomni import VeOmniEngineConfig
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
+_CORRECTION = "algorithm.rollout_correction"
+
+
+@dataclass(frozen=True)
+class PolicyCorrectionConfig(ConfigNode):
+    """What the loss of the bypass mode has to know of algorithm.rollout_correction, whose mirror this is."""
+
+    rollout_is: str | None = setting(
+        None, "importance weights inside the loss", choices=("token", "sequence"), follows=f"{_CORRECTION}.rollout_is"
+    )
+    rollout_is_threshold: float | str = setting(2.0, "their bound", follows=f"{_CORRECTION}.rollout_is_threshold")
+    rollout_rs: str | None = setting(None, "rejection inside the loss", follows=f"{_CORRECTION}.rollout_rs")
+    rollout_rs_threshold: float | str | list | None = setting(
+        None, "its thresholds", follows=f"{_CORRECTION}.rollout_rs_threshold"
+    )
+    bypass_mode: bool = setting(
+        False,
+        "the old log-probs are the sampler's, and the loss is that of bypass_mode",
+        follows=f"{_CORRECTION}.bypass_mode",
+    )
+    loss_type: str = setting(
+        "ppo_clip",
+        "that loss: ppo_clip or reinforce",
+        choices=("ppo_clip", "reinforce"),
+        follows=f"{_CORRECTION}.loss_type",
+    )
+    rollout_is_batch_normalize: bool = setting(
+        False, "scale the weights of a micro-batch to mean 1", follows=f"{_CORRECTION}.rollout_is_batch_normalize"
+    )
+
+
 @dataclass(frozen=True)
 class PolicyLossConfig(ConfigNode):
     """Which policy loss the actor minimises, and the constants of those that have some."""
 
     loss_mode: str = setting("vanilla", "policy loss: a registered name, or a dotted path my_pkg.my_mod:my_loss")
-    clip_cov_ratio: float = setting(
-        0.0002, "share of tokens that clip_cov takes out of the loss", planned="the policy loss clip_cov"
-    )
-    clip_cov_lb: float = setting(
-        1.0, "clip_cov: smallest covariance of a token that may be taken out", planned="the policy loss clip_cov"
-    )
-    clip_cov_ub: float = setting(
-        5.0, "clip_cov: largest covariance of a token that may be taken out", planned="the policy loss clip_cov"
-    )
+    clip_cov_ratio: float = setting(0.0002, "share of tokens that clip_cov takes out of the loss")
+    clip_cov_lb: float = setting(1.0, "clip_cov: smallest covariance of a token that may be taken out")
+    clip_cov_ub: float = setting(5.0, "clip_cov: largest covariance of a token that may be taken out")
     kl_cov_ratio: float = setting(
-        0.0002,
-        "share of tokens, those of the highest covariance, that kl_cov charges with a KL term",
-        planned="the policy loss kl_cov",
+        0.0002, "share of tokens, those of the highest covariance, that kl_cov charges with a KL term"
     )
-    ppo_kl_coef: float = setting(0.1, "weight of that KL term", planned="the policy loss kl_cov")
-    dro_beta: float | None = setting(
-        None, "dro: weight of the squared log-ratio; has to be set, above 0", planned="the policy loss dro"
-    )
+    ppo_kl_coef: float = setting(0.1, "weight of that KL term")
+    dro_beta: float | None = setting(None, "dro: weight of the squared log-ratio; has to be set, above 0")
+    rollout_correction: PolicyCorrectionConfig = section(PolicyCorrectionConfig)
 
 
 @dataclass(frozen=True)
@@ -120,12 +142,8 @@ class ActorConfig(ConfigNode):
     clip_ratio_high: float | None = setting(
         None, "clip above alone (clip-higher, as in DAPO); null: clip_ratio", upstream=0.2
     )
-    tau_pos: float = setting(
-        1.0, "SAPO: temperature of the gate where the advantage is positive", planned="the policy loss sapo"
-    )
-    tau_neg: float = setting(
-        1.05, "SAPO: temperature of the gate where the advantage is not positive", planned="the policy loss sapo"
-    )
+    tau_pos: float = setting(1.0, "SAPO: temperature of the gate where the advantage is positive")
+    tau_neg: float = setting(1.05, "SAPO: temperature of the gate where the advantage is not positive")
     freeze_vision_tower: bool = setting(False, "do not train the vision encoder", planned="vision-language models")
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     clip_ratio_c: float = setting(
@@ -142,8 +160,7 @@ class ActorConfig(ConfigNode):
     calculate_entropy: bool = setting(False, "report the entropy during updates even without a bonus")
     calculate_sum_pi_squared: bool = setting(
         False,
-        "compute the sum of squared probabilities, which the optimal-token-baseline estimators need",
-        planned="the optimal token baseline estimators",
+        "compute the sum of squared probabilities with the old log-probs, which the optimal-token-baseline estimators need",
     )
     use_kl_loss: bool = setting(False, "add a KL term to the loss; loads the reference policy")
     use_prefix_grouper: bool = setting(

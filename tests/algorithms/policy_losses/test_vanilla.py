@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.algorithms.fixtures import actor_config, loss_batch, poison, ragged_mask
-from verl.algorithms.policy_losses.vanilla import Clip, vanilla
+from verl.algorithms.policy_losses.clip import Clip
+from verl.algorithms.policy_losses.vanilla import vanilla
 from verl.errors import ConfigError
 
 MODES = {

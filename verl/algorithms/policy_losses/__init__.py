@@ -15,6 +15,7 @@ from torch import Tensor
 from verl.algorithms.aggregation import LossNorm, normalised_by
 from verl.algorithms.calls import accepted, name_of, names_parameter
 from verl.algorithms.masked import zero_outside
+from verl.algorithms.policy_losses.kernel import PolicyLoss
 from verl.errors import ConfigError
 from verl.metrics import Metric, as_float, notice
 
@@ -45,6 +46,10 @@ def call_policy_loss(
     Returns:
         The loss, and its metrics without the prefix ``actor/``.
     """
+    if isinstance(policy_loss, PolicyLoss):
+        return policy_loss(
+            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, norm
+        )
     # Padding is cleared first, because a user's ``(x * mask).sum()`` would let a NaN through.
     tensors = {"old_log_prob": old_log_prob, "log_prob": log_prob, "advantages": advantages}
     weights = None if rollout_is_weights is None else zero_outside(rollout_is_weights, response_mask)
@@ -66,6 +71,12 @@ def call_policy_loss(
         )
         loss = loss * (norm.dp_size * num_tokens / (norm.num_tokens or 1.0))
     return loss, {name.removeprefix("actor/"): _as_metric(value, num_tokens) for name, value in metrics.items()}
+
+
+def aggregation_of(policy_loss: PolicyLossFn, configured: str) -> str:
+    """The mode by which a loss is aggregated: the configured one, unless another belongs to the loss."""
+    forced = policy_loss.forced_agg_mode if isinstance(policy_loss, PolicyLoss) else None
+    return forced or configured
 
 
 def _unpack(policy_loss: PolicyLossFn, result: Any) -> tuple[Tensor, Mapping[str, Any]]:

@@ -1,0 +1,46 @@
+"""Working through big tensors a few rows at a time, so that what is computed in between stays in the processor's cache.
+
+On a CPU a chain of element-wise operations over a whole batch is bound by memory: every operation reads and writes all
+of it. In blocks, each input comes from memory once. Other devices have the bandwidth and pay for every launch, so
+there the whole batch is one block. No result depends on the blocks beyond rounding. Shapes: B rows, T columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.masked import zero_outside
+
+BLOCK_ELEMENTS = 1 << 16  # a quarter of a megabyte in float32: a dozen such tensors fit a core's share of the cache
+
+
+def row_blocks(like: Tensor) -> Iterator[slice]:
+    """Slices over the rows of a (B, T) tensor; one slice unless it is on the CPU."""
+    rows, width = like.shape[0], like.shape[1]
+    size = max(1, BLOCK_ELEMENTS // max(1, width)) if like.device.type == "cpu" else max(1, rows)
+    for start in range(0, rows, size):
+        yield slice(start, min(start + size, rows))
+
+
+def float_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """1 where the mask is not 0, else 0, as numbers that can be multiplied."""
+    if mask.dtype == dtype:
+        return mask
+    return torch.ne(mask, 0, out=torch.empty(mask.shape, dtype=dtype, device=mask.device))
+
+
+def cleaned(values: Tensor, mask: Tensor) -> Tensor:
+    """``values`` where the mask is 1, else 0, whatever stands there; as `zero_outside`, and faster on a CPU.
+
+    Args:
+        mask: from `float_mask`, of the dtype of ``values``.
+    """
+    if values.device.type != "cpu":
+        return zero_outside(values, mask)
+    product = values * mask
+    if product.sum().isfinite():
+        return product
+    return zero_outside(values, mask)  # NaN times 0 is NaN: some padding, or a valid value, is not finite

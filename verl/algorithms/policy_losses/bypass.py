@@ -1,0 +1,80 @@
+"""The loss where the sampler's log-probs stand in for the old ones, so that two policies are left instead of three."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from verl.algorithms.aggregation import LossNorm
+from verl.algorithms.policy_losses.reinforce import reinforce
+from verl.algorithms.policy_losses.vanilla import vanilla
+from verl.algorithms.rollout_correction import Correction, correction_of
+from verl.errors import ConfigError
+from verl.metrics import Metric
+
+LOSS_TYPES = {"ppo_clip": vanilla, "reinforce": reinforce}
+NO_CORRECTION = {
+    "rollout_is": None,
+    "rollout_is_threshold": 2.0,
+    "rollout_is_batch_normalize": False,
+    "rollout_rs": None,
+    "rollout_rs_threshold": None,
+    "bypass_mode": True,
+    "loss_type": "ppo_clip",
+}
+
+
+def bypass_mode(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str | None = None,
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+    norm: LossNorm | None = None,
+) -> tuple[Tensor, dict[str, Metric]]:
+    """Correct for the sampler inside the loss, from the present policy over the sampler's.
+
+    ``loss_type`` of ``policy_loss.rollout_correction`` (which follows ``algorithm.rollout_correction``)::
+
+        ppo_clip   `vanilla` on the ratio pi / mu: the clip is the correction, and no weights come on top of it
+        reinforce  `reinforce` with w = min(pi / mu, threshold), constant, computed anew for every micro-batch
+
+    Rejected tokens and sequences cost nothing; the denominators stay those of the whole mini-batch, because rejection
+    depends on the present policy and they are counted before it runs.
+
+    Args:
+        old_log_prob: (b, T) the sampler's log-probs.
+        rollout_is_weights: not used: weights against this same policy would count twice.
+
+    Returns:
+        The loss and its metrics, those of the correction under ``rollout_corr/``.
+    """
+    settings = correction_settings(config)
+    if settings.loss_type not in LOSS_TYPES:
+        raise ConfigError(
+            "unknown loss of the bypass mode",
+            key="algorithm.rollout_correction.loss_type",
+            got=settings.loss_type,
+            allowed=sorted(LOSS_TYPES),
+        )
+    found = correction_of(log_prob.detach(), old_log_prob, response_mask, Correction.of(settings))
+    loss_fn = LOSS_TYPES[settings.loss_type]
+    weights = found.weights if loss_fn is reinforce else None
+    loss, metrics = loss_fn(old_log_prob, log_prob, advantages, found.mask, loss_agg_mode, config, weights, norm)
+    num_tokens = metrics["ppo_kl"].weight
+    return loss, metrics | {
+        f"rollout_corr/{name}": Metric(value, "mean", num_tokens) for name, value in found.metrics.items()
+    }
+
+
+def correction_settings(config: Any) -> Any:
+    """The correction's settings in an actor's configuration; a plain mapping is filled up with defaults."""
+    settings = None if config is None else config.policy_loss.rollout_correction
+    if settings is None or isinstance(settings, Mapping):
+        return SimpleNamespace(**{**NO_CORRECTION, **(settings or {})})
+    return settings
