@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import os
 import statistics
 import time
@@ -136,7 +137,7 @@ def main() -> None:
     model = model_of(getattr(torch, args.dtype), args.hidden, args.layers, args.vocab)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, {args.dtype}, 1 thread, {ROWS} rows")
     print(f"{'job':14}{'hf tok/s':>10}{'per CPU-s':>11}{'generate':>10}{'per CPU-s':>11}{'ratio':>7}{'GEMM limit':>12}")
-    sampler = HFSampler(model)
+    sampler = HFSampler(copy.deepcopy(model), owns_model=True)
     for job in jobs(args.vocab):
         if args.jobs and job.name not in args.jobs:
             continue

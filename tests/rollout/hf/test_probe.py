@@ -43,7 +43,7 @@ def test_keys_and_values_may_have_different_dimensions():
         "moe_intermediate_size": 16, "first_k_dense_replace": 1,
     }  # fmt: skip
     model = tiny_model("deepseek_v3", scale=1.5, **latent)
-    shape = cache_shape(model, 256)
+    shape, _ = cache_shape(model, 256)
     assert (shape.num_layers, shape.num_heads, shape.key_dim, shape.value_dim) == (2, 4, 16, 12)
     assert largest_difference(model, WANTED, sample(HFSampler(model), WANTED)) < 2e-5
 

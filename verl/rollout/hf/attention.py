@@ -148,7 +148,7 @@ class DecodePlan:
         if how.softcap is not None:
             scores = torch.tanh(scores / how.softcap) * how.softcap
         scores += self.mask(how.window)
-        return scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
+        return scores.softmax(-1)  # in float32 inside, whatever the dtype
 
 
 def _key_positions(block: Block, prefix: np.ndarray) -> np.ndarray:

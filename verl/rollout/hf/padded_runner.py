@@ -89,6 +89,12 @@ class PaddedRunner:
     def clear(self) -> None:
         self._waves, self._started = [], None
 
+    def refresh(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
     def _prefill(self, prompts: list[Prompt]) -> torch.Tensor:
         longest = max(p.length for p in prompts)
         pads = [longest - p.length for p in prompts]

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from verl.rollout.hf.attention import ATTENTION_NAME, DecodePlan, PrefillPlan, StepPlan, attending
 from verl.rollout.hf.kv_pool import Block, BufferPool, Cell, Group, KVShape, capacity_class, move_groups, regroup
+from verl.rollout.hf.native import NativeModel
 from verl.rollout.hf.rows import Chunk, Prompt, Row
 from verl.rollout.hf.runner import BorrowedModel
 
@@ -51,13 +52,20 @@ class PoolRunner:
     Args:
         model: used during a step only, and left as it was.
         shape: what the model caches per token.
+        native: computes the same as ``model``, faster; None where there is no such thing.
     """
 
     can_chunk = True
     keeps_prompts = True
 
-    def __init__(self, model: PreTrainedModel, shape: KVShape, policy: PoolPolicy | None = None):
-        self.model, self.shape, self.policy = model, shape, policy or PoolPolicy()
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        shape: KVShape,
+        policy: PoolPolicy | None = None,
+        native: NativeModel | None = None,
+    ):
+        self.model, self.shape, self.policy, self.native = model, shape, policy or PoolPolicy(), native
         self.can_chunk = not self.policy.exact
         self.prefill_tokens = self.decode_tokens = 0
         self.blocks: list[Block] = []
@@ -81,7 +89,7 @@ class PoolRunner:
         if self._is_stale or any(plan.longest >= block.capacity for block, plan in self._plans.items()):
             self._settle()
         parts = []
-        with self._borrowed.ready():
+        with torch.inference_mode() if self.native is not None else self._borrowed.ready():
             for number, together in enumerate(self._passes(chunks)):
                 parts.append(self._forward(together, with_rows=number == 0))
             for plan in self._plans.values():
@@ -118,6 +126,14 @@ class PoolRunner:
         self._rows, self.blocks, self._plans, self._is_stale = [], [], {}, False
         self._pool = BufferPool(self.shape.dtype, self.shape.device)
 
+    def refresh(self) -> None:
+        if self.native is not None:
+            self.native.refresh()
+
+    def release(self) -> None:
+        if self.native is not None:
+            self.native.release()
+
     def _passes(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
         """Chunks of one step, cut into forward passes; running rows go with the first one."""
         passes: list[list[Chunk]] = [[]]
@@ -144,18 +160,28 @@ class PoolRunner:
         positions += [torch.arange(c.start, c.end, device=device) for c in chunks]
         positions.append(torch.zeros(padding, dtype=torch.int64, device=device))
         prefill = self._prefill_plan(chunks)
-        with attending(StepPlan(plans, prefill, padding)) as cache:
-            logits = self.model(
-                input_ids=torch.tensor([ids], device=device),
-                position_ids=torch.cat(positions)[None],
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=self._wanted(len(rows), chunks),
-            ).logits[0]
+        plan, wanted = StepPlan(plans, prefill, padding), self._wanted(len(rows), chunks)
+        logits = self._logits(torch.tensor(ids, device=device), torch.cat(positions), plan, wanted)
         self._keep(chunks, prefill)
         self.prefill_tokens += num_prompt
         self.decode_tokens += len(rows) + padding
         return logits[: len(rows) + sum(c.completes for c in chunks)]
+
+    def _logits(
+        self, ids: torch.Tensor, positions: torch.Tensor, plan: StepPlan, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
+        """(T,) packed tokens -> (T or len(wanted), V)."""
+        if self.native is not None:
+            return self.native(ids, positions, plan, wanted)
+        with attending(plan) as cache:
+            found = self.model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=0 if wanted is None else wanted,
+            )
+        return found.logits[0]
 
     def _prefill_plan(self, chunks: list[Chunk]) -> PrefillPlan | None:
         if not chunks:
@@ -167,10 +193,10 @@ class PoolRunner:
         )
         return PrefillPlan(chunks, (keys, values), s.device, same_length_only=self.policy.exact)
 
-    def _wanted(self, num_rows: int, chunks: Sequence[Chunk]) -> int | torch.Tensor:
-        """Positions of the packed row whose logits are needed; 0 stands for all of them."""
+    def _wanted(self, num_rows: int, chunks: Sequence[Chunk]) -> torch.Tensor | None:
+        """Positions of the packed row whose logits are needed; None stands for all of them."""
         if not chunks and not self.policy.exact:
-            return 0
+            return None
         wanted, end = list(range(num_rows)), num_rows
         for chunk in chunks:
             end += chunk.length

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from verl.errors import RolloutError
+from verl.metrics import log
 from verl.rollout.hf.attention import (
     ATTENTION_NAME,
     Flavour,
@@ -20,6 +21,7 @@ from verl.rollout.hf.attention import (
     attending,
 )
 from verl.rollout.hf.kv_pool import KVShape
+from verl.rollout.hf.native import NativeModel
 from verl.rollout.hf.padded_runner import PaddedRunner
 from verl.rollout.hf.pool_runner import PoolPolicy, PoolRunner
 from verl.rollout.hf.rows import Chunk, Prompt, Row
@@ -34,9 +36,9 @@ LOW_PRECISION_TOLERANCE = 0.1
 
 
 class RecordingPlan(StepPlan):
-    """Notes what each layer stores, besides attending: heads, key and value dimension, window."""
+    """Notes what each layer stores, besides attending: heads, key and value dimension, flavour."""
 
-    seen: dict[int, tuple[int, int, int, int | None]]
+    seen: dict[int, tuple[int, int, int, Flavour]]
 
     def __init__(self, prefill: PrefillPlan):
         super().__init__([], prefill)
@@ -45,7 +47,7 @@ class RecordingPlan(StepPlan):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Flavour
     ) -> torch.Tensor:
-        self.seen[layer] = (key.shape[1], key.shape[2], value.shape[2], how.window)
+        self.seen[layer] = (key.shape[1], key.shape[2], value.shape[2], how)
         return super().attend(layer, query, key, value, how)
 
 
@@ -68,8 +70,12 @@ def padded_runner(model: PreTrainedModel, max_model_len: int) -> PaddedRunner:
     return PaddedRunner(model)
 
 
-def pool_runner(model: PreTrainedModel, max_model_len: int, policy: PoolPolicy) -> PoolRunner:
+def pool_runner(model: PreTrainedModel, max_model_len: int, policy: PoolPolicy, owned: bool = False) -> PoolRunner:
     """A runner that was tried on ``model``.
+
+    Args:
+        owned: the sampler alone changes the weights and nobody has hooks on the modules: `NativeModel` may replace
+            them.
 
     Raises:
         UnsupportedModelError: why the pool cannot serve this model.
@@ -81,17 +87,29 @@ def pool_runner(model: PreTrainedModel, max_model_len: int, policy: PoolPolicy) 
     if strange:
         raise UnsupportedModelError(f"it has layers of type {', '.join(sorted(strange))}")
     try:
-        shape = cache_shape(model, max_model_len)
+        shape, flavours = cache_shape(model, max_model_len)
         compare(model, PoolRunner(model, shape, policy), max_model_len)
     except FOREIGN_CODE as error:
         if isinstance(error, UnsupportedModelError):
             raise
         raise UnsupportedModelError(f"a trial on a few tokens failed ({type(error).__name__}: {error})") from error
-    return PoolRunner(model, shape, policy)
+    native = _native(model, flavours, max_model_len) if owned and not policy.exact else None
+    if native is not None:
+        compare(model, PoolRunner(model, shape, policy, native), max_model_len)
+    return PoolRunner(model, shape, policy, native)
 
 
-def cache_shape(model: PreTrainedModel, max_model_len: int) -> KVShape:
-    """What every layer caches per token, from one forward pass."""
+def _native(model: PreTrainedModel, flavours: list[Flavour], max_model_len: int) -> NativeModel | None:
+    """None for a family that is not written out: its own modules serve it, with the same results."""
+    try:
+        return NativeModel(model, flavours, max_model_len)
+    except UnsupportedModelError as error:
+        log.info("rollout.name=hf: %s runs through transformers' modules: %s", type(model).__name__, error.message)
+        return None
+
+
+def cache_shape(model: PreTrainedModel, max_model_len: int) -> tuple[KVShape, list[Flavour]]:
+    """What every layer caches per token, and how it attends, from one forward pass."""
     device = model.device
     ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
     prompt = Prompt((0, 0))
@@ -104,9 +122,10 @@ def cache_shape(model: PreTrainedModel, max_model_len: int) -> KVShape:
     kinds = {seen[:3] for seen in plan.seen.values()}
     if len(kinds) != 1:
         raise UnsupportedModelError("its layers cache keys and values of different shapes")
-    _check_windows(model, {layer: seen[3] for layer, seen in plan.seen.items()}, max_model_len)
+    _check_windows(model, {layer: seen[3].window for layer, seen in plan.seen.items()}, max_model_len)
     heads, key_dim, value_dim = kinds.pop()
-    return KVShape(len(plan.seen), heads, key_dim, value_dim, model.dtype, device)
+    shape = KVShape(len(plan.seen), heads, key_dim, value_dim, model.dtype, device)
+    return shape, [plan.seen[layer][3] for layer in range(len(plan.seen))]
 
 
 def _check_windows(model: PreTrainedModel, windows: dict[int, int | None], max_model_len: int) -> None:

@@ -53,6 +53,14 @@ class Runner(Protocol):
         """Drop all rows and all memory that depends on them."""
         ...
 
+    def refresh(self) -> None:
+        """The model has new weights."""
+        ...
+
+    def release(self) -> None:
+        """The model's weights are about to be freed: drop everything that was made of them."""
+        ...
+
     @property
     def num_cache_bytes(self) -> int: ...
 

@@ -52,6 +52,8 @@ class HFSampler(Sampler):
         stop_token_ids: end every response; None takes the end tokens of the model's generation config.
         share_prompts: compute equal prompts once.
         share_weights: see `ModelWeights`.
+        owns_model: nobody else changes the model's weights, so that they may be rearranged; None: where it was loaded
+            here.
 
     Example:
         >>> sampler = HFSampler("path/to/model")
@@ -72,6 +74,7 @@ class HFSampler(Sampler):
         stop_token_ids: Sequence[int] | None = None,
         share_prompts: bool = True,
         share_weights: bool = False,
+        owns_model: bool | None = None,
     ):
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise RolloutError(
@@ -80,13 +83,14 @@ class HFSampler(Sampler):
                 got=max_num_seqs,
                 allowed=f"1 to max_num_batched_tokens={max_num_batched_tokens}",
             )
+        owned = isinstance(model, str) if owns_model is None else owns_model
         if isinstance(model, str):
             model = cast(PreTrainedModel, load_causal_lm(model, torch_dtype(dtype)).to(device).eval())
         self.model, self.seed = model, seed
         self.vocab_size = vocab_size(model)
         self.max_model_len = _context_length(model, max_model_len)
         self.stop_token_ids = frozenset(_default_stops(model) if stop_token_ids is None else stop_token_ids)
-        self._runner = _make_runner(model, self.max_model_len, full_determinism)
+        self._runner = _make_runner(model, self.max_model_len, full_determinism, owned and not share_weights)
         self._scheduler = Scheduler(
             max_num_seqs,
             max_num_batched_tokens,
@@ -126,6 +130,7 @@ class HFSampler(Sampler):
             max_model_len=rollout.max_model_len,
             full_determinism=rollout.full_determinism,
             share_prompts=rollout.enable_prefix_caching,
+            owns_model=True,
         )
         wanted = rollout.prompt_length + rollout.response_length
         if wanted > sampler.max_model_len:
@@ -166,6 +171,7 @@ class HFSampler(Sampler):
             self._broken = f"the update of its weights to version {version} did not finish; send them again"
             self._scheduler.forget_prompts()
             self._weights.receive(chunks, version)
+            self._runner.refresh()
             self._broken, self._version = None, version
             self._counts["weight_updates"] += 1
 
@@ -187,6 +193,7 @@ class HFSampler(Sampler):
             self._scheduler.forget_prompts()
             self._is_asleep = True
             if level == 2:
+                self._runner.release()
                 self._weights.release()
                 self._broken = "its weights were freed by sleep(2); send new ones with update_weights"
 
@@ -365,9 +372,9 @@ class _Hold:
             s._ensure_running()
 
 
-def _make_runner(model: PreTrainedModel, max_model_len: int, full_determinism: bool) -> Runner:
+def _make_runner(model: PreTrainedModel, max_model_len: int, full_determinism: bool, owned: bool) -> Runner:
     try:
-        return pool_runner(model, max_model_len, PoolPolicy(exact=full_determinism))
+        return pool_runner(model, max_model_len, PoolPolicy(exact=full_determinism), owned)
     except UnsupportedModelError as error:
         if full_determinism:
             raise

@@ -1,0 +1,109 @@
+"""The written-out decoder against the modules of transformers: same numbers, new weights arrive, who qualifies."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+
+import pytest
+import torch
+
+from tests.rollout.builders import largest_difference, prompt, requests, sample, tiny_model
+from verl.models import export_weights
+from verl.rollout.hf.native import NativeModel
+from verl.rollout.hf.projections import FusedProjections, PackedProjections
+from verl.rollout.hf.sampler import HFSampler
+from verl.weight_sync import chunk_weights
+
+WANTED = requests([prompt(n, n) for n in (1, 9, 26, 40)], samples=3, max_tokens=[4, 30, 13], temperature=0.7)
+FAMILIES = ("qwen2", "qwen2-tied", "qwen3", "llama", "mistral")
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def native(sampler: HFSampler) -> NativeModel | None:
+    return sampler._runner.native
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_equal_those_of_the_familys_own_modules(family):
+    reference = tiny_model(family, scale=2.0)
+    sampler = HFSampler(copy.deepcopy(reference), owns_model=True)
+    assert native(sampler) is not None
+    assert largest_difference(reference, WANTED, sample(sampler, WANTED)) < 2e-5
+
+
+def test_fused_weights_are_views_through_which_new_ones_arrive(monkeypatch):
+    monkeypatch.setattr("verl.rollout.hf.native.can_pack", lambda dtype: False)
+    model, new = tiny_model(scale=2.0), tiny_model(seed=1, scale=2.0)
+    size = sum(p.numel() for p in model.parameters())
+    sampler = HFSampler(model, owns_model=True)
+    projections = native(sampler).layers[0].projections
+    assert isinstance(projections, FusedProjections)
+    attention = model.model.layers[0].self_attn
+    assert attention.k_proj.weight.untyped_storage().data_ptr() == attention.q_proj.weight.untyped_storage().data_ptr()
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    assert sum(storages.values()) == 4 * size, "nothing is held twice"
+    asyncio.run(sampler.update_weights(chunk_weights(export_weights(new), 1000, 1), 1))
+    assert largest_difference(new, WANTED, sample(sampler, WANTED)) < 2e-5
+
+
+def test_packed_weights_follow_an_update_and_are_freed_by_sleep():
+    old, new = tiny_model(scale=2.0), tiny_model(seed=1, scale=2.0)
+    sampler = HFSampler(old, owns_model=True)
+    assert isinstance(native(sampler).layers[0].projections, PackedProjections)
+    before = sample(sampler, WANTED)
+    asyncio.run(sampler.update_weights(chunk_weights(export_weights(new), 1000, 1), 1))
+    after = sample(sampler, WANTED)
+    assert largest_difference(new, WANTED, after) < 2e-5 < 0.1 < largest_difference(new, WANTED, before)
+    asyncio.run(sampler.sleep(2))
+    with pytest.raises(AttributeError):
+        native(sampler).layers[0].projections.out(torch.zeros(1, 32))
+    asyncio.run(sampler.wake())
+    asyncio.run(sampler.update_weights(chunk_weights(export_weights(new), 1000, 2), 2))
+    assert [c.token_ids for c in sample(sampler, WANTED)] == [c.token_ids for c in after]
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [("gemma2", {}), ("qwen2", {"hidden_act": "gelu"}), ("qwen2", {"rope_parameters": DYNAMIC})],
+)
+def test_what_is_not_written_out_runs_through_its_own_modules(family, config):
+    model = tiny_model(family, scale=1.5, **config)
+    sampler = HFSampler(model, owns_model=True)
+    assert native(sampler) is None
+    assert largest_difference(model, WANTED, sample(sampler, WANTED)) < 2e-5
+
+
+def test_a_model_that_somebody_else_owns_is_left_to_its_modules():
+    assert native(HFSampler(tiny_model())) is None
+    assert native(HFSampler(tiny_model(), owns_model=True, full_determinism=True)) is None
+
+
+def test_a_layer_with_an_adapter_in_it_runs_through_its_own_modules():
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = tiny_model(scale=2.0)
+    plain = tiny_model(scale=2.0)
+    adapted = inject_adapter_in_model(
+        LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False), model
+    )
+    adapted.eval()
+    sampler = HFSampler(adapted, owns_model=True)
+    found = sample(sampler, WANTED)
+    assert native(sampler) is None
+    assert largest_difference(adapted, WANTED, found) < 2e-5 < largest_difference(plain, WANTED, found)
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 2.0}, LLAMA3])
+def test_scaled_rotary_embeddings_come_from_the_model(rope):
+    model = tiny_model("llama", scale=2.0, rope_parameters={"rope_theta": 10000.0, **rope})
+    sampler = HFSampler(copy.deepcopy(model), owns_model=True)
+    assert native(sampler) is not None
+    assert largest_difference(model, WANTED, sample(sampler, WANTED)) < 2e-5

@@ -1,0 +1,168 @@
+"""A decoder's forward pass written out, for the families that are all the same: norm, attention, norm, gated MLP.
+
+The modules of transformers spend a third of a decoding step on small operations around the matrix products. Here the
+same mathematics takes fewer and larger ones. The modules keep their weights; which family qualifies is a table, and the
+result is compared with the modules' own before it is trusted (`probe`).
+
+Shapes: T packed tokens, H query heads, h key/value heads, d head dimension, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from verl.rollout.hf.attention import Flavour, StepPlan, UnsupportedModelError
+from verl.rollout.hf.projections import (
+    FusedProjections,
+    LayerModules,
+    PackedLinear,
+    PackedProjections,
+    Projections,
+    can_pack,
+)
+
+FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}
+"""Rotary embeddings whose angles depend on the position alone, so that a table can hold them."""
+MAX_TABLE = 1 << 20
+
+
+class NativeLayer:
+    """One decoder layer.
+
+    Args:
+        module: the layer of transformers.
+        flavour: of its attention.
+        projections: how its matrix products are computed.
+    """
+
+    def __init__(self, number: int, module: Any, flavour: Flavour, projections: Projections):
+        self.number, self.flavour, self.projections = number, flavour, projections
+        attention = module.self_attn
+        self.head_dim = int(attention.head_dim)
+        self.first_norm, self.second_norm = module.input_layernorm, module.post_attention_layernorm
+        parts = dict(attention.named_children())
+        self.q_norm, self.k_norm = parts.get("q_norm"), parts.get("k_norm")
+
+    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.projections.qkv(norm(x, self.first_norm)))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = norm(q, self.q_norm), norm(k, self.k_norm)
+        seen = plan.attend(self.number, rotate(q, cos, sin), rotate(k, cos, sin), v, self.flavour)
+        x = x + self.projections.out(seen.flatten(1))
+        return x + self.projections.mlp(norm(x, self.second_norm))
+
+
+class NativeModel:
+    """Logits of packed tokens, by a step plan for the attention.
+
+    Args:
+        model: a causal language model of one of `FAMILIES`, whose weights nobody else changes: they are packed or
+            fused. Call `refresh` when new ones have arrived.
+        flavours: per layer, as the family's own modules call attention.
+        max_positions: length of the rotary table.
+
+    Raises:
+        UnsupportedModelError: not such a model.
+    """
+
+    def __init__(self, model: PreTrainedModel, flavours: Sequence[Flavour], max_positions: int):
+        _check(model, max_positions)
+        inner: Any = model.model
+        self.model, self.max_positions = model, max_positions
+        self._packs = model.device.type == "cpu" and can_pack(model.dtype)
+        make = PackedProjections if self._packs else FusedProjections
+        self.layers = [
+            NativeLayer(number, module, flavours[number], make(_modules(module)))
+            for number, module in enumerate(inner.layers)
+        ]
+        self._norm, self._embedding = inner.norm, inner.embed_tokens
+        self._head: Any = model.get_output_embeddings()
+        self._packed_head: PackedLinear | None = None
+        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.refresh()
+
+    def __call__(
+        self, ids: torch.Tensor, positions: torch.Tensor, plan: StepPlan, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
+        """(T,) token ids and positions -> logits (T or len(wanted), V)."""
+        x = self._embedding.weight[ids]
+        cos, sin = self.rotation(positions)
+        for layer in self.layers:
+            x = layer(x, cos, sin, plan)
+        return self.logits(x if wanted is None else x[wanted])
+
+    def rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(T, 1, d) cosines, and sines with the sign that `rotate` needs."""
+        if self._table is None:
+            self._table = self._make_table()
+        return self._table[0][positions], self._table[1][positions]
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        x = norm(x, self._norm)
+        if self._packed_head is not None:
+            return self._packed_head(x)
+        return F.linear(x, self._head.weight, self._head.bias)
+
+    def refresh(self) -> None:
+        """The parameters hold new values."""
+        for layer in self.layers:
+            layer.projections.refresh()
+        if self._packs:
+            self._packed_head = PackedLinear(self._head.weight, self._head.bias)
+
+    def release(self) -> None:
+        """Free the copies of the weights."""
+        for layer in self.layers:
+            layer.projections.release()
+        self._packed_head = None
+
+    def _make_table(self) -> tuple[torch.Tensor, torch.Tensor]:
+        inner: Any = self.model.model
+        positions = torch.arange(self.max_positions, device=self.model.device)[None]
+        with torch.no_grad():
+            cos, sin = inner.rotary_emb(self._embedding.weight[:1], positions)
+        half = sin.shape[-1] // 2
+        signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        return cos[0][:, None].contiguous(), signed[0][:, None].contiguous()
+
+
+def norm(x: torch.Tensor, module: Any) -> torch.Tensor:
+    """Root-mean-square norm over the last dimension."""
+    return F.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of (T, heads, d): halves swap places; ``sin`` carries the minus of the first half."""
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def _modules(layer: Any) -> LayerModules:
+    a, m = layer.self_attn, layer.mlp
+    found = LayerModules(a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj)
+    for module in vars(found).values():
+        if type(module) is not nn.Linear:
+            raise UnsupportedModelError(f"one of its layers is a {type(module).__name__}, not a plain linear layer")
+    return found
+
+
+def _check(model: PreTrainedModel, max_positions: int) -> None:
+    config = vars(model.config)
+    rope = dict(config.get("rope_parameters") or {})
+    reasons = {
+        "its family is not one of " + ", ".join(sorted(FAMILIES)): type(model).__name__ in FAMILIES,
+        "its activation is not silu": config.get("hidden_act") == "silu",
+        "its rotary embedding is not a function of the position": rope.get("rope_type", "default") in FIXED_ROTATIONS,
+        "it rotates a part of each head only": rope.get("partial_rotary_factor", 1.0) == 1.0,
+        "its context has no limit": max_positions <= MAX_TABLE,
+        "its head is not a plain linear layer": type(model.get_output_embeddings()) is nn.Linear,
+    }
+    for reason, holds in reasons.items():
+        if not holds:
+            raise UnsupportedModelError(reason)

@@ -1,0 +1,158 @@
+"""The matrix products of a decoder, in the form that is fastest where they run.
+
+A decoder's forward pass on few tokens is bound by reading its weights, so what can be read together should lie
+together: query, key and value in one product. Two forms hold the same numbers:
+
+- `FusedProjections` makes the parameters views of larger tensors; for accelerators. New weights arrive through them.
+- `PackedProjections` keeps a second copy in the blocked layout of oneDNN, which spares it the reordering in every
+  product; for CPU. `refresh` must be called after new weights arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+ROWS_HINT = 128
+"""Rows that packed weights are laid out for; any number of rows may be multiplied."""
+
+
+@dataclass(frozen=True)
+class LayerModules:
+    """The linear layers of one decoder layer."""
+
+    q: nn.Linear
+    k: nn.Linear
+    v: nn.Linear
+    out: nn.Linear
+    gate: nn.Linear
+    up: nn.Linear
+    down: nn.Linear
+
+    @property
+    def sizes(self) -> list[int]:
+        """Columns of query, key and value."""
+        return [self.q.out_features, self.k.out_features, self.v.out_features]
+
+
+class Projections(Protocol):
+    """The products of one layer; (T, hidden) in, (T, ...) out."""
+
+    def qkv(self, x: torch.Tensor) -> Sequence[torch.Tensor]: ...
+
+    def out(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        """``down(silu(gate(x)) * up(x))``."""
+        ...
+
+    def refresh(self) -> None:
+        """The parameters hold new values."""
+        ...
+
+    def release(self) -> None:
+        """Free what `refresh` makes."""
+        ...
+
+
+class FusedProjections:
+    """See the module; the parameters of ``layer`` become views."""
+
+    def __init__(self, layer: LayerModules):
+        self._layer = layer
+        self._qkv = _join([layer.q, layer.k, layer.v])
+        self._gate_up = _join([layer.gate, layer.up])
+
+    def qkv(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        return F.linear(x, *self._qkv).split(self._layer.sizes, dim=-1)
+
+    def out(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._layer.out.weight, self._layer.out.bias)
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = F.linear(x, *self._gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self._layer.down.weight, self._layer.down.bias)
+
+    def refresh(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+
+class PackedProjections:
+    """See the module."""
+
+    def __init__(self, layer: LayerModules):
+        self._layer = layer
+        self.release()
+
+    def refresh(self) -> None:
+        layer = self._layer
+        self._qkv = PackedLinear(*_joined([layer.q, layer.k, layer.v]))
+        self._out, self._gate, self._up, self._down = (
+            PackedLinear(m.weight, m.bias) for m in (layer.out, layer.gate, layer.up, layer.down)
+        )
+
+    def release(self) -> None:
+        self._qkv = self._out = self._gate = self._up = self._down = PackedLinear.nothing()
+
+    def qkv(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        return self._qkv(x).split(self._layer.sizes, dim=-1)
+
+    def out(self, x: torch.Tensor) -> torch.Tensor:
+        return self._out(x)
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        return self._down(F.silu(self._gate(x), inplace=True).mul_(self._up(x)))
+
+
+class PackedLinear:
+    """``x @ weight.T + bias`` with a packed copy of ``weight``; the copy does not follow later changes."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
+        with torch.no_grad():
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
+        self._bias = None if bias is None else bias.detach()
+
+    @classmethod
+    def nothing(cls) -> PackedLinear:
+        return cls.__new__(cls)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this build of torch has oneDNN's packed products for ``dtype`` on this CPU."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+@torch.no_grad()
+def _joined(modules: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weights and biases one below the other."""
+    biases = [m.bias for m in modules]
+    whole = None if any(b is None for b in biases) else torch.cat([b.detach() for b in biases])
+    return torch.cat([m.weight.detach() for m in modules]), whole
+
+
+def _join(modules: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `_joined`, and from now on the modules' parameters are views of it."""
+    weight, bias = _joined(modules)
+    first = 0
+    for module in modules:
+        rows = slice(first, first + module.out_features)
+        module.weight.data = weight[rows]
+        if bias is not None:
+            module.bias.data = bias[rows]
+        first = rows.stop
+    return weight, bias
