@@ -169,8 +169,9 @@ ADVANTAGE_ESTIMATORS = Registry(
         "rloo_vectorized": "verl.algorithms.advantages.rloo:rloo",
         "opo": "verl.algorithms.advantages.opo:opo",
         "gpg": "verl.algorithms.advantages.gpg:gpg",
+        "remax": "verl.algorithms.advantages.remax:remax",
     },
-    planned=("grpo_passk", "remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"),
+    planned=("grpo_passk", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"),
     key="algorithm.adv_estimator",
 )
 POLICY_LOSSES = Registry(

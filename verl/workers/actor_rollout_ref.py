@@ -26,6 +26,8 @@ ROLES = {
     "actor_rollout": {"actor", "rollout"},
     "actor_rollout_ref": {"actor", "rollout", "ref"},
 }
+LOG_PROB_OUTPUTS = {"old_log_probs": "log_probs", "entropys": "entropy", "sum_pi_squared": "sum_pi_squared"}
+"""Columns of a batch that `compute_log_prob` makes, and what the engine calls them."""
 
 
 class ActorRolloutRefWorker(Worker):
@@ -72,14 +74,11 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """``old_log_probs`` (B, T), and ``entropys`` if ``meta_info["outputs"]`` asks for the entropy."""
+        """``old_log_probs`` (B, T), and of ``entropys`` and ``sum_pi_squared`` what ``meta_info["outputs"]`` names."""
         wanted = data.meta_info.get("outputs") or ["old_log_probs"]
-        outputs = ("log_probs", "entropy") if "entropys" in wanted else ("log_probs",)
-        found = self.actor.infer(data, outputs)
-        tensors = {"old_log_probs": found["log_probs"]}
-        if "entropy" in found:
-            tensors["entropys"] = found["entropy"]
-        return DataProto.from_dict(tensors=tensors)
+        columns = {name: LOG_PROB_OUTPUTS[name] for name in LOG_PROB_OUTPUTS if name in {"old_log_probs", *wanted}}
+        found = self.actor.infer(data, tuple(columns.values()))
+        return DataProto.from_dict(tensors={name: found[output] for name, output in columns.items()})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:

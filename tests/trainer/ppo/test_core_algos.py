@@ -47,8 +47,8 @@ def test_functions_are_found_by_name_by_member_and_registered_by_decorator():
 def test_unknown_names_are_refused_with_the_nearest_and_planned_ones_by_name():
     with pytest.raises(ConfigError, match="Did you mean 'grpo'"):
         core_algos.get_adv_estimator_fn("grpoo")
-    with pytest.raises(NotBuiltError, match="'remax' is not built yet"):
-        core_algos.get_adv_estimator_fn("remax")
+    with pytest.raises(NotBuiltError, match="'gdpo' is not built yet"):
+        core_algos.get_adv_estimator_fn("gdpo")
     with pytest.raises(NotBuiltError, match="'gspo' is not built yet"):
         core_algos.get_policy_loss_fn("gspo")
 

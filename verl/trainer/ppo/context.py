@@ -7,8 +7,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.algorithms.calls import names_parameter
 from verl.algorithms.kl import get_kl_controller
 from verl.config import PPOTrainerConfig
+from verl.config.root import skips_old_log_prob
 from verl.errors import DataError
 from verl.metrics import MetricSet, Timers
 from verl.protocol import DataProto
@@ -107,10 +109,23 @@ class StepContext:
 
     @property
     def needs_old_log_prob(self) -> bool:
-        """False where the policy cannot have moved since sampling, so that its own detached log-probs serve.
+        """False where nothing reads them and the policy cannot have moved since sampling, and in the bypass mode."""
+        if self.bypasses_old_log_prob:
+            return False
+        return not skips_old_log_prob(self.config) or names_parameter(self.estimator, "old_log_probs")
 
-        That is the case with one mini-batch and one epoch, if nothing else reads the log-probs before the update.
-        """
-        config, actor = self.config, self.config.actor_rollout_ref.actor
-        one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
-        return not (config.trainer.skip_old_log_prob and one_update and not config.algorithm.use_kl_in_reward)
+    @property
+    def bypasses_old_log_prob(self) -> bool:
+        """The sampler's log-probs stand in for the recomputed ones."""
+        return self.config.algorithm.rollout_correction.bypass_mode
+
+    @property
+    def needs_sum_pi_squared(self) -> bool:
+        """The estimator reads the sum of squared probabilities, or the configuration asks for it."""
+        wanted = self.config.actor_rollout_ref.actor.calculate_sum_pi_squared
+        return wanted or names_parameter(self.estimator, "sum_pi_squared")
+
+    @property
+    def needs_reward_baselines(self) -> bool:
+        """The estimator compares with the reward of a greedy response (ReMax)."""
+        return names_parameter(self.estimator, "reward_baselines")

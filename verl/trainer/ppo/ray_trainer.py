@@ -24,7 +24,7 @@ from verl.registry import ADVANTAGE_ESTIMATORS, SCHEDULES
 from verl.single_controller.base import ClassWithInitArgs, ResourcePoolManager, Role, Roles
 from verl.single_controller.local import LocalWorkerGroup, create_colocated_worker_cls
 from verl.trainer import build
-from verl.trainer.ppo import stages
+from verl.trainer.ppo import correction, stages
 from verl.trainer.ppo.callbacks import Callback, default_callbacks
 from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.context import StepContext
@@ -269,6 +269,12 @@ class RayPPOTrainer:
             "scores": batch.tensors["token_level_scores"].sum(-1).tolist(),
             "reward_extra_infos": extra,
         }
+
+    def compute_rollout_importance_weights_and_add_to_batch(
+        self, batch: DataProto
+    ) -> tuple[DataProto, dict[str, float]]:
+        """Add ``rollout_is_weights`` (``algorithm.rollout_is_*``) to a batch; returns it and ``mismatch/`` metrics."""
+        return correction.compute_rollout_importance_weights_and_add_to_batch(batch, self.config.algorithm)
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint of this step."""

@@ -21,6 +21,7 @@ from verl.algorithms.micro_batches import mini_batches
 from verl.metrics import MetricSet
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.base import Roles
+from verl.trainer.ppo import correction, group_filter
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.roles import RoleHandle
 
@@ -101,37 +102,76 @@ def number_samples(prompts: DataProto) -> None:
 
 
 def score(samples: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
-    """Adds token_level_scores (B, T); a sample that could not be scored is masked and leaves its group's baseline."""
+    """Adds token_level_scores (B, T); a sample that could not be scored is masked and leaves its group's baseline.
+
+    So is one that the sampler gave up (``finish_reason`` abort): it is no answer, right or wrong.
+    """
     scored = ctx.reward(samples)
     samples.tensors["token_level_scores"] = scored["reward_tensor"]
-    unscorable = np.array(scored.get("unscorable", [False] * len(samples)), dtype=bool)
-    samples.non_tensor_batch["unscorable"] = unscorable
     for name, values in scored.get("reward_extra_info", {}).items():
         samples.non_tensor_batch[name] = np.array(values, dtype=object)
     ctx.sample_info = dict(scored.get("reward_extra_info", {}))
     ctx.metrics.merge(scored.get("metrics", {}))
-    if unscorable.any():
-        samples.tensors["response_mask"][torch.from_numpy(unscorable)] = 0
+    left_out = np.array(scored.get("unscorable", [False] * len(samples)), dtype=bool)
+    aborted = samples.non_tensor_batch.get("finish_reason", np.full(len(samples), "")) == "abort"
+    if aborted.any():
+        ctx.metrics.add("training/aborted_samples", int(aborted.sum()), "sum")
+    leave_out(samples, left_out | aborted)
     return samples
 
 
+def leave_out(samples: DataProto, rows: np.ndarray) -> None:
+    """Mask rows (B,) bool for the loss, and note in ``unscorable`` that they are in no baseline either."""
+    samples.non_tensor_batch["unscorable"] = group_filter.out_of_statistics(samples) | rows
+    if rows.any():  # a new tensor, because what comes from workers may be memory that is shared and read-only
+        mask = samples.tensors["response_mask"]
+        samples.tensors["response_mask"] = torch.where(torch.from_numpy(rows)[:, None], torch.zeros_like(mask), mask)
+
+
+def add_reward_baselines(samples: DataProto, prompts: DataProto, roles: Roles, ctx: StepContext) -> None:
+    """Adds reward_baselines (B,): the reward of one greedy response to each prompt (ReMax, arXiv 2310.10505).
+
+    The samples of a prompt whose greedy response could not be scored are left out.
+    """
+    columns = {name: column for name, column in prompts.non_tensor_batch.items() if name != "sample_index"}
+    asked = DataProto(prompts.batch, columns, {**prompts.meta_info, "global_steps": ctx.step, "do_sample": False})
+    greedy = sample(asked, roles["rollout"], MetricSet())
+    scored = ctx.reward(greedy)
+    rewards = scored["reward_tensor"].sum(-1)
+    failed = np.array(scored.get("unscorable", [False] * len(greedy)), dtype=bool)
+    if not failed.all():
+        counted = rewards[torch.from_numpy(~failed)]
+        ctx.metrics.add("critic/reward_baselines/mean", counted.mean().item(), weight=len(counted))
+    samples.tensors["reward_baselines"] = rewards.repeat_interleave(ctx.samples_per_prompt)
+    leave_out(samples, np.repeat(failed, ctx.samples_per_prompt))
+
+
 def keep(samples: DataProto, ctx: StepContext) -> DataProto:
-    """Dynamic sampling (DAPO, arXiv 2503.14476): drop the groups whose samples all have the same metric."""
-    rule = ctx.config.algorithm.filter_groups
-    values = samples.tensors["token_level_scores"].sum(-1).numpy()
-    if rule.metric not in (None, "reward", "seq_reward", "seq_final_reward") and rule.enable:
-        values = np.array(samples.non_tensor_batch[rule.metric], dtype=float)
-    groups = np.unique(samples.non_tensor_batch["uid"], return_inverse=True)[1]
-    low, high = np.full(groups.max() + 1, np.inf), np.full(groups.max() + 1, -np.inf)
-    np.minimum.at(low, groups, values)
-    np.maximum.at(high, groups, values)
-    flat = low == high
+    """Dynamic sampling: drop the groups whose samples all come out the same; a single sample is always kept."""
+    algorithm = ctx.config.algorithm
+    rule = algorithm.filter_groups
+    metrics = [rule.metric if rule.enable else None]
+    if rule.metric is None and algorithm.adv_estimator == "gdpo" and algorithm.gdpo_reward_keys:
+        metrics = list(algorithm.gdpo_reward_keys)  # one varying reward is enough
+    groups = group_filter.group_numbers(samples)
+    columns = [group_filter.outcomes(samples, metric) for metric in metrics]
+    flat = group_filter.same_outcome(groups, columns, group_filter.out_of_statistics(samples))
     ctx.metrics.add("training/zero_variance_groups", float(flat.mean()), weight=len(flat))
     if not rule.enable:
         return samples
-    kept = np.flatnonzero(~flat[groups])
+    dropped = flat[groups]
     ctx.metrics.add("training/filter_groups/dropped_groups", int(flat.sum()), "sum")
-    return samples.select_idxs(kept)
+    ctx.metrics.add("training/filter_groups/evicted_samples", int(dropped.sum()), "sum")
+    return samples.select_idxs(np.flatnonzero(~dropped))
+
+
+def take_batch(ctx: StepContext) -> DataProto:
+    """One training batch out of the pool; what is left over waits for the next step, and is counted."""
+    batch = ctx.pool.take()
+    ctx.metrics.add("training/num_gen_batches", ctx.gen_batches, "last")
+    if ctx.config.algorithm.filter_groups.enable:
+        ctx.metrics.add("training/filter_groups/carried_samples", len(ctx.pool), "last")
+    return batch
 
 
 def measure_balance(batch: DataProto, ctx: StepContext) -> None:
@@ -143,9 +183,18 @@ def measure_balance(batch: DataProto, ctx: StepContext) -> None:
 
 
 def add_old_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
-    """Adds old_log_probs, and reports the entropy and the distance to the sampler's own log-probs."""
-    found = roles["actor"].infer(batch, ("old_log_probs", "entropys"))
+    """Adds old_log_probs, and reports the entropy and the distance to the sampler's own log-probs.
+
+    Also sum_pi_squared (B, T), the sum of squared probabilities, where the estimator reads it.
+    """
+    if ctx.config.algorithm.rollout_correction.bypass_mode:
+        correction.use_rollout_log_probs(batch)
+        return
+    more = ("sum_pi_squared",) if ctx.needs_sum_pi_squared else ()
+    found = roles["actor"].infer(batch, ("old_log_probs", "entropys", *more))
     mask = batch.tensors["response_mask"]
+    for name in more:
+        batch.tensors[name] = found.tensors[name]
     if "entropys" in found.tensors.keys():
         ctx.metrics.add("actor/entropy", masked_mean(found.tensors["entropys"], mask).item(), "last")
     batch.tensors["old_log_probs"] = found.tensors["old_log_probs"]
@@ -172,6 +221,12 @@ def rollout_difference(batch: DataProto) -> dict[str, float]:
     return found
 
 
+def correct_rollout(batch: DataProto, ctx: StepContext) -> None:
+    """Adds rollout_is_weights and the mask after rejection, where ``algorithm.rollout_*`` asks for them."""
+    for name, value in correction.correct(batch, ctx.config.algorithm).items():
+        ctx.metrics.add(name, value, "last")
+
+
 def add_advantages(batch: DataProto, ctx: StepContext) -> None:
     """Adds token_level_rewards, advantages and returns; unscorable samples get zeros and are in no baseline."""
     algorithm = ctx.config.algorithm
@@ -181,6 +236,7 @@ def add_advantages(batch: DataProto, ctx: StepContext) -> None:
     else:
         batch.tensors["token_level_rewards"] = batch.tensors["token_level_scores"]
     compute_advantage(batch, ctx.estimator, algorithm)
+    ctx.metrics.add("training/zero_advantage_groups", group_filter.share_without_advantage(batch), "last")
 
 
 def charge_kl(batch: DataProto, controller: Any, kind: str = "kl") -> dict[str, float]:
@@ -236,6 +292,8 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext) -> None:
     rows = role.mini_batch_size * ctx.samples_per_prompt
     present = [key for key in TRAIN_KEYS if key in batch.tensors.keys()]
     data = batch.select(batch_keys=present, non_tensor_batch_keys=[])
+    if correction.KEPT_MASK in batch.tensors.keys():
+        data.tensors["response_mask"] = batch.tensors[correction.KEPT_MASK]
     data.meta_info = {"global_steps": ctx.step}
     plan = list(mini_batches(len(batch), rows, role.epochs, role.shuffle, role.seed + ctx.step))
     lengths = batch.tensors["attention_mask"].sum(-1).tolist()

@@ -21,14 +21,17 @@ def collect(source: stages.PromptSource, roles: Roles, ctx: StepContext) -> Data
             samples = stages.generate(prompts, roles, ctx)  # responses, response_mask, rollout_log_probs, ...
         with ctx.timed("reward"):
             samples = stages.score(samples, roles, ctx)  # token_level_scores; unscorable samples are masked
+        if ctx.needs_reward_baselines:
+            with ctx.timed("gen_max"):
+                stages.add_reward_baselines(samples, prompts, roles, ctx)  # reward_baselines
         ctx.pool.add(stages.keep(samples, ctx))
-    return ctx.pool.take()
+    return stages.take_batch(ctx)
 
 
 def learn(batch: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
     """Estimate advantages on the batch, then update the critic and the actor."""
     stages.measure_balance(batch, ctx)
-    if ctx.needs_old_log_prob:
+    if ctx.needs_old_log_prob or ctx.bypasses_old_log_prob:
         with ctx.timed("old_log_prob"):
             stages.add_old_log_prob(batch, roles, ctx)  # old_log_probs
     if "ref" in roles:
@@ -38,6 +41,8 @@ def learn(batch: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
         with ctx.timed("values"):
             batch.union(roles["critic"].infer(batch, ("values",)))
 
+    with ctx.timed("rollout_correction"):
+        stages.correct_rollout(batch, ctx)  # rollout_is_weights, rollout_rs_mask
     with ctx.timed("adv"):
         stages.add_advantages(batch, ctx)  # token_level_rewards, advantages, returns
 

@@ -1,0 +1,93 @@
+"""Which groups of samples can teach anything: dynamic sampling (DAPO, arXiv 2503.14476) and its metrics.
+
+A group is all samples of one prompt. Where they all come out the same, a group estimator gives every one of them an
+advantage of zero. Shapes: B rows, G groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from verl.errors import DataError, suggest
+from verl.protocol import DataProto
+
+SAME = 1e-8
+"""Float rewards closer than this are equal."""
+SCORE_SUMS = (None, "reward", "seq_reward", "seq_final_reward")
+"""Values of ``filter_groups.metric`` that name the reward of the sequence."""
+KEY = "algorithm.filter_groups.metric"
+
+
+def group_numbers(samples: DataProto) -> np.ndarray:
+    """(B,) int: the number of each row's group, 0 .. G - 1."""
+    return np.unique(samples.non_tensor_batch["uid"].astype(str), return_inverse=True)[1]
+
+
+def out_of_statistics(samples: DataProto) -> np.ndarray:
+    """(B,) bool: rows that could not be scored, or were cut off before they ended."""
+    found = samples.non_tensor_batch.get("unscorable")
+    return np.zeros(len(samples), dtype=bool) if found is None else found.astype(bool)
+
+
+def outcomes(samples: DataProto, metric: str | None) -> np.ndarray:
+    """(B,) float64: what has to differ inside a group; NaN where a sample has no such value.
+
+    Args:
+        metric: None, ``reward``, ``seq_reward`` or ``seq_final_reward`` for the sum of the token scores; else a key
+            that the scorer returned (``acc``, ``score``, ...).
+
+    Raises:
+        DataError: the scorer returned no such key, or something else than numbers under it.
+    """
+    if metric in SCORE_SUMS or (metric == "score" and "score" not in samples.non_tensor_batch):
+        return samples.tensors["token_level_scores"].double().sum(-1).numpy()
+    column = samples.non_tensor_batch.get(str(metric))
+    known = sorted(name for name in samples.non_tensor_batch if _is_numeric(samples.non_tensor_batch[name]))
+    if column is None:
+        raise DataError(
+            "the reward function returned no such key",
+            key=KEY,
+            got=metric,
+            allowed=["null for the reward", *known],
+            fix=suggest(str(metric), known) or "Return it from compute_score, in a dict beside 'score'.",
+        )
+    if not _is_numeric(column):
+        example = next(value for value in column if not _is_number(value))
+        raise DataError(f"groups are told apart by numbers, and {metric!r} is {example!r}", key=KEY, allowed=known)
+    return np.array([np.nan if value is None else float(value) for value in column])
+
+
+def same_outcome(groups: np.ndarray, columns: list[np.ndarray], left_out: np.ndarray) -> np.ndarray:
+    """(G,) bool: groups of several samples in which no column varies by more than rounding.
+
+    Args:
+        groups: (B,) from `group_numbers`.
+        columns: each (B,); a group is told apart by any of them.
+        left_out: (B,) rows that do not count.
+    """
+    num_groups = int(groups.max()) + 1 if len(groups) else 0
+    varies = np.zeros(num_groups, dtype=bool)
+    for values in columns:
+        counted = ~left_out & ~np.isnan(values)
+        low, high = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
+        np.minimum.at(low, groups[counted], values[counted])
+        np.maximum.at(high, groups[counted], values[counted])
+        varies |= high - low > SAME
+    return ~varies & (np.bincount(groups, minlength=num_groups) > 1)
+
+
+def share_without_advantage(samples: DataProto) -> float:
+    """The share of groups of which no token has an advantage: what was sampled there teaches nothing."""
+    groups = group_numbers(samples)
+    taught = samples.tensors["advantages"].ne(0).any(dim=-1).numpy()
+    return 1.0 - float((np.bincount(groups, weights=taught) > 0).mean())
+
+
+def _is_numeric(column: np.ndarray) -> bool:
+    return all(_is_number(value) for value in column) and any(value is not None for value in column)
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | np.number | np.bool_)
