@@ -217,8 +217,11 @@ ENGINES = Registry(
 )
 SAMPLERS = Registry(
     "rollout engine",
-    {"hf": "verl.rollout.hf.sampler:HFSampler"},
-    planned=("vllm", "sglang", "server", "trtllm"),
+    {
+        "hf": "verl.rollout.hf.sampler:HFSampler",
+        "vllm": "verl.rollout.vllm.sampler:VLLMSampler",
+    },
+    planned=("sglang", "server", "trtllm"),
     key="actor_rollout_ref.rollout.name",
 )
 AGENT_LOOPS = Registry(

@@ -243,7 +243,6 @@ def test_the_advice_against_slow_weight_sync():
             [
                 "actor.megatron.tensor_model_parallel_size",
                 "actor.megatron.pipeline_model_parallel_size",
-                "rollout.tensor_model_parallel_size",
             ],
         ),
         (VISION, ["rollout.enable_vision"]),
@@ -328,7 +327,6 @@ def test_a_grpo_script_as_the_releases_shipped_it(told):
     assert cfg.actor_rollout_ref.actor.entropy_coeff == 0.0 and cfg.data.truncation == "error"
     assert set(told()) == {
         "actor_rollout_ref.model.use_remove_padding",
-        "actor_rollout_ref.rollout.gpu_memory_utilization",
         "trainer.use_v1",
     }
 

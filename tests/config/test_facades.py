@@ -133,8 +133,8 @@ def test_validate_config_takes_the_typed_tree_and_a_mapping(tmp_path, monkeypatc
     cfg = replace(PPOTrainerConfig(), **changes)
     validate_config(cfg, use_reference_policy=False, use_critic=True)
     validate_config(OmegaConf.create(to_dict(cfg) | {"ray_kwargs": {}}), False, True)
-    with pytest.raises(NotBuiltError, match="vllm"):
-        validate_config(replace(cfg, **{"actor_rollout_ref.rollout.name": "vllm"}), False, True)
+    with pytest.raises(NotBuiltError, match="trtllm"):
+        validate_config(replace(cfg, **{"actor_rollout_ref.rollout.name": "trtllm"}), False, True)
 
 
 PRESETS = {

@@ -592,7 +592,7 @@ def test_all_problems_are_told_at_once_each_on_its_own_line(ppo, files):
 
 
 def test_only_features_that_are_not_built_make_an_error_of_that_kind(ppo):
-    load = [f"{R}.name=vllm", f"{A}.kl_loss_type=full"]
+    load = [f"{R}.name=trtllm", f"{A}.kl_loss_type=full"]
     message(ppo, *load, kind=NotBuiltError)
     with pytest.raises(ConfigError) as caught:
         ppo(*load, "algorithm.gamma=2")

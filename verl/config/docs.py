@@ -110,9 +110,10 @@ def _meaning(meta: Mapping[str, Any]) -> str:
 
 
 def _status(meta: Mapping[str, Any]) -> str:
+    but = f"; works with rollout.name={' or '.join(meta['engines'])}" if meta["engines"] else ""
     if meta["planned"] is not None:
-        return f"refused: {meta['planned']}"
-    return "works" if meta["no_effect"] is None else f"no effect: {meta['no_effect']}"
+        return f"refused: {meta['planned']}{but}"
+    return "works" if meta["no_effect"] is None else f"no effect: {meta['no_effect']}{but}"
 
 
 def _deviation(upstream: Any) -> str:

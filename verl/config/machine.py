@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,20 @@ def trackers(cfg: Any) -> Problems:
         package = _PACKAGES.get(name)
         found += unknown or (missing_package(key, name, package) if package else [])
     return found
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported; it is not."""
+    return importlib.util.find_spec(package) is not None
+
+
+def rollout_engine(cfg: PPOTrainerConfig) -> Problems:
+    """A rollout engine whose package is not installed."""
+    name, key = cfg.actor_rollout_ref.rollout.name, "actor_rollout_ref.rollout.name"
+    if name != "vllm" or is_installed("vllm"):
+        return []
+    fix = f"Run in an environment that has it (docs/engines.md), or set {key}=hf, or reach a server: {key}=server."
+    return [ConfigError("vLLM is not installed in this environment", key=key, got=name, fix=fix)]
 
 
 def hardware(cfg: PPOTrainerConfig) -> Problems:

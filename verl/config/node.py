@@ -34,6 +34,7 @@ def setting(
     choices: tuple[Any, ...] | None = None,
     planned: str | None = None,
     no_effect: str | None = None,
+    engines: tuple[str, ...] = (),
     follows: str | None = None,
     path: bool = False,
 ) -> Any:
@@ -46,6 +47,7 @@ def setting(
         choices: the closed set of values, if there is one.
         planned: the feature that does not exist yet; any value but the default is refused by that name.
         no_effect: why the setting changes nothing in this version; setting it gives one notice with this text.
+        engines: rollout engines that follow the setting all the same: with them neither of the two holds.
         follows: dotted key whose value is taken while this one is not set.
         path: a file or folder: ``~`` and variables are expanded.
     """
@@ -55,6 +57,7 @@ def setting(
         "choices": choices,
         "planned": planned,
         "no_effect": no_effect,
+        "engines": engines,
         "follows": follows,
         "path": path,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from verl.config.schema import Leaf
@@ -28,6 +29,15 @@ INSTEAD: dict[str, str] = {
     "the fused LM head": "Leave it out; the head runs on response tokens only.",
 }
 """What works today, by the feature that is missing."""
+
+
+ROLLOUT_ENGINE = "actor_rollout_ref.rollout.name"
+"""The setting on which it depends whether some others are followed."""
+
+
+def for_engine(leaf: Leaf, engine: Any) -> Leaf:
+    """The leaf as it is with this rollout engine: one that the engine follows is neither refused nor without effect."""
+    return replace(leaf, planned=None, no_effect=None) if engine in leaf.engines else leaf
 
 
 def check_choices(leaf: Leaf, value: Any) -> ConfigError | None:

@@ -12,8 +12,8 @@ from verl.config.profiler import ProfilerConfig
 class EngineKwargsConfig(ConfigNode):
     """Arguments that go to the sampling engine as they are."""
 
-    vllm: dict = setting({}, "arguments of vLLM, as they are", planned="the vLLM engine")
-    sglang: dict = setting({}, "arguments of SGLang, as they are", planned="the SGLang engine")
+    vllm: dict = setting({}, "arguments of vLLM, as they are", planned="the vLLM engine", engines=("vllm",))
+    sglang: dict = setting({}, "arguments of SGLang, as they are", planned="the SGLang engine", engines=("sglang",))
     trtllm: dict = setting({}, "arguments of TensorRT-LLM, as they are", planned="the TensorRT-LLM engine")
 
 
@@ -227,17 +227,20 @@ class RolloutConfig(ConfigNode):
         0.5,
         "share of GPU memory for the engine",
         no_effect="the hf engine's cache grows with what it samples",
+        engines=("vllm", "sglang"),
     )
     ignore_eos: bool = setting(False, "go on after the end token until the length is reached")
     enforce_eager: bool = setting(
         False,
         "run without CUDA graphs",
         no_effect="the hf engine captures no CUDA graphs",
+        engines=("vllm", "sglang"),
     )
     cudagraph_capture_sizes: list | None = setting(
         None,
         "batch sizes that get a CUDA graph",
         no_effect="the hf engine captures no CUDA graphs",
+        engines=("vllm",),
     )
     free_cache_engine: bool | None = setting(
         None,
@@ -245,11 +248,15 @@ class RolloutConfig(ConfigNode):
         upstream=True,
     )
     tensor_model_parallel_size: int = setting(
-        1, "tensor-parallel size", upstream=2, planned="sampling on several ranks"
+        1, "tensor-parallel size", upstream=2, planned="sampling on several ranks", engines=("vllm", "sglang")
     )
     data_parallel_size: int = setting(1, "data-parallel size of the engine", planned="sampling on several ranks")
-    expert_parallel_size: int = setting(1, "expert-parallel size", planned="sampling on several ranks")
-    pipeline_model_parallel_size: int = setting(1, "pipeline-parallel size", planned="sampling on several ranks")
+    expert_parallel_size: int = setting(
+        1, "expert-parallel size", planned="sampling on several ranks", engines=("vllm",)
+    )
+    pipeline_model_parallel_size: int = setting(
+        1, "pipeline-parallel size", planned="sampling on several ranks", engines=("vllm",)
+    )
     max_num_batched_tokens: int = setting(8192, "most tokens that the engine computes in one step")
     max_model_len: int | None = setting(None, "longest prompt with response in tokens; null: what the model allows")
     max_num_seqs: int = setting(256, "most responses that are sampled at once")
@@ -257,6 +264,7 @@ class RolloutConfig(ConfigNode):
         True,
         "compute long prompts in pieces",
         no_effect="the hf engine fills its steps up to max_num_batched_tokens by itself",
+        engines=("vllm",),
     )
     enable_prefix_caching: bool = setting(True, "compute a prompt that several samples share once")
     logprobs_mode: str = setting(
@@ -265,12 +273,13 @@ class RolloutConfig(ConfigNode):
         planned="raw log-probs of the sampler",
     )
     scheduling_policy: str = setting(
-        "fcfs", "order of waiting requests: fcfs or priority", planned="priority scheduling"
+        "fcfs", "order of waiting requests: fcfs or priority", planned="priority scheduling", engines=("vllm",)
     )
     load_format: str = setting(
         "dummy",
         "where the engine's first weights come from: dummy (the trainer), hf, safetensors, auto",
         no_effect="the hf engine gets the policy's weights before it samples",
+        engines=("vllm",),
     )
     layered_summon: bool = setting(
         False,
@@ -293,6 +302,7 @@ class RolloutConfig(ConfigNode):
         True,
         "mute the engine's own statistics",
         no_effect="the hf engine prints no statistics",
+        engines=("vllm",),
     )
     do_sample: bool = setting(True, "sample; false: greedy")
     n: int = setting(1, "responses per prompt; group estimators need 2 or more")
@@ -326,7 +336,7 @@ class RolloutConfig(ConfigNode):
         0, "steps between metrics of expert load; 0: none", planned="router replay"
     )
     prometheus: PrometheusConfig = section(PrometheusConfig)
-    quantization: str | None = setting(None, "fp8 or torchao", planned="quantized rollout")
+    quantization: str | None = setting(None, "fp8 or torchao", planned="quantized rollout", engines=("vllm", "sglang"))
     quantization_config_file: str | None = setting(
         None, "file with more settings of the quantization", planned="quantized rollout", path=True
     )
@@ -354,6 +364,7 @@ class RolloutConfig(ConfigNode):
         True,
         "let the engine give its memory back",
         no_effect="free_cache_engine decides whether memory is given back",
+        engines=("vllm",),
     )
     moe_tensor_parallel_size: int = setting(
         1, "TensorRT-LLM: tensor-parallel size of experts", planned="sampling on several ranks"

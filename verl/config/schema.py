@@ -21,6 +21,7 @@ class Leaf:
     choices: tuple[Any, ...] | None
     planned: str | None
     no_effect: str | None
+    engines: tuple[str, ...]
     follows: str | None
     path: bool
 
@@ -96,6 +97,7 @@ def _make(root: type[ConfigNode]) -> Schema:
             meta["choices"],
             meta["planned"],
             meta["no_effect"],
+            meta["engines"],
             follows if follows in types else None,
             meta["path"],
         )

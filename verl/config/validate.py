@@ -27,7 +27,7 @@ _ONE_DEVICE = "Leave it out (auto) to train on one device."
 
 def validate(cfg: PPOTrainerConfig) -> None:
     """All problems of an RL configuration in one `ConfigError`; settings without effect get a notice each."""
-    rules = (_names, _kl, machine.trackers, machine.hardware, machine.files, ranges.numbers, _groups, _values, _batches,
+    rules = (_names, _kl, machine.trackers, machine.rollout_engine, machine.hardware, machine.files, ranges.numbers, _groups, _values, _batches,
              _ranks, _micro_batches, _sampling, _mirrors, _budgets, correcting.rollout, correcting.groups, _plugins, _resume, _validation)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
