@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from verl import env
+
 Reduction = Literal["mean", "sum", "max", "min", "last"]
 log = logging.getLogger("verl")
 
@@ -94,6 +96,13 @@ class Timers:
 
 
 _shown: dict[str, str] = {}
+
+
+def start_logging() -> None:
+    """Print what the library says: notices, and more with ``VERL_LOGGING_LEVEL=INFO``; every process calls it once."""
+    level = (env.get("VERL_LOGGING_LEVEL") or "WARNING").upper()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("verl").setLevel(level)
 
 
 def notice(key: str, message: str) -> None:

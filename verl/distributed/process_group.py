@@ -7,6 +7,7 @@ mesh even then.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from verl.errors import EngineError
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 TIMEOUT = 600.0
+log = logging.getLogger(__name__)
 """Seconds, as ``actor_rollout_ref.nccl_timeout`` has it."""
 
 
@@ -90,6 +92,7 @@ def start(place: Placed | None = None, device: str = "cpu", timeout: float | Non
             got=f"{found.master_addr}:{found.master_port}",
             fix="Does every process run, can it reach that address, and is the port free there?",
         ) from error
+    log.info("rank %d of %d ranks joined the group over %s", found.rank, found.world_size, BACKENDS[device])
     return Ranks.of_world()
 
 

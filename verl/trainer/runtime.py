@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ import torch
 
 from verl import device, env
 from verl.config import PPOTrainerConfig, to_dict
-from verl.metrics import notice
+from verl.metrics import notice, start_logging
 from verl.trainer.placement import Place, pool_sizes
 
 if TYPE_CHECKING:
@@ -27,9 +26,7 @@ def start(seed: int) -> None:
     Args:
         seed: master seed; python, numpy and torch start from it.
     """
-    level = (env.get("VERL_LOGGING_LEVEL") or "WARNING").upper()
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("verl").setLevel(level)
+    start_logging()
     env.set_default("TOKENIZERS_PARALLELISM", "true")
     device.set_threads()
     random.seed(seed)

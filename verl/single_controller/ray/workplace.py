@@ -14,6 +14,7 @@ from typing import Any
 
 from verl import device, env
 from verl.errors import WorkerError, suggest
+from verl.metrics import start_logging
 from verl.single_controller.base.colocated import ColocatedWorker
 from verl.single_controller.base.rng import RngState, worker_seed
 from verl.single_controller.base.worker import WorkerInfo, build
@@ -35,6 +36,7 @@ class Workplace:
         self.info = WorkerInfo(**info)
         self.loop: asyncio.AbstractEventLoop | None = None
         self._set_environment()
+        start_logging()
         device.set_threads(threads or max(1, device.usable_cores() // self.info.local_world_size))
         transfer.install()
         self._seat = _Seat()
