@@ -6,6 +6,7 @@ What is wrong with a file is said here, once, with the file, the row and the col
 from __future__ import annotations
 
 import json
+import uuid
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,17 @@ def read_files(
         tables.append(table)
     starts = np.cumsum([0] + [len(t) for t in tables])[:-1]
     return _concatenate(tables, paths), Origin(tuple(str(p) for p in paths), tuple(int(s) for s in starts))
+
+
+def as_dataset(table: pa.Table) -> Any:
+    """The table as a ``datasets.Dataset``, without a copy.
+
+    Its fingerprint is random: the one that ``datasets`` would compute hashes every byte of the table through dill,
+    which takes long and fails on some versions of Python; tables in memory are not cached by it.
+    """
+    from datasets import Dataset
+
+    return Dataset(table, fingerprint=uuid.uuid4().hex[:16])
 
 
 def check_files(files: str | Path | Iterable[str | Path] | None, key: str) -> list[str | Path]:

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from torch.utils.data import Dataset
 
 from verl.data.chat_template import ChatTemplate
-from verl.data.files import choose_rows, read_files, require_column
+from verl.data.files import as_dataset, choose_rows, read_files, require_column
 from verl.data.messages import Message, as_messages, prune
 from verl.data.overlong import check_truncation, measure, truncate
 from verl.data.settings import read, read_mapping, read_number
@@ -106,8 +106,6 @@ class RLHFDataset(Dataset):
         return self._origin.locate(int(row))
 
     def _load(self) -> None:
-        from datasets import Dataset as Table
-
         table, self._origin = read_files(
             self.data_files,
             required=[self.prompt_key],
@@ -123,7 +121,7 @@ class RLHFDataset(Dataset):
         self._check_prompts(table.column(self.prompt_key))
         shuffle, seed = bool(read(self.config, "shuffle", False)), read(self.config, "seed")
         self._rows = choose_rows(len(table), self.max_samples, shuffle=shuffle, seed=seed)
-        self.dataframe = Table(table if len(self._rows) == len(table) else table.take(self._rows))
+        self.dataframe = as_dataset(table if len(self._rows) == len(table) else table.take(self._rows))
 
     def _refuse_media(self, table: pa.Table, column: str) -> None:
         if column not in table.column_names or pa.types.is_null(table.column(column).type):

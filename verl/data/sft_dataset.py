@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from verl.data.chat_template import ChatTemplate
 from verl.data.collate import sft_collate
-from verl.data.files import choose_rows, read_files, require_column
+from verl.data.files import as_dataset, choose_rows, read_files, require_column
 from verl.data.messages import Message, as_messages, as_tools
 from verl.data.overlong import check_truncation, measure, truncate
 from verl.data.settings import read, read_mapping, read_number
@@ -130,8 +130,6 @@ class MultiTurnSFTDataset(Dataset):
         return self._origin.describe(int(self._rows[item])) if len(self._rows) == len(self) else f"item {item}"
 
     def _load(self, files: Any, max_samples: int) -> None:
-        from datasets import Dataset as Table
-
         table, self._origin = read_files(
             files, cache_dir=read(self.config, "cache_dir"), use_shm=bool(read(self.config, "use_shm", False))
         )
@@ -139,7 +137,7 @@ class MultiTurnSFTDataset(Dataset):
         self._fields = [list(read(self.config, f"{side}_dict_keys", ())) for side in ("prompt", "response")]
         shuffle, seed = bool(read(self.config, "shuffle", False)), read(self.config, "seed")
         self._rows = choose_rows(len(table), max_samples, shuffle=shuffle, seed=seed)
-        whole = Table(table)
+        whole = as_dataset(table)
         self.dataframe = whole if len(self._rows) == len(whole) else whole.select(self._rows)
 
     def _choose_pair(self, columns: list[str]) -> tuple[str, str] | None:
