@@ -169,9 +169,13 @@ ADVANTAGE_ESTIMATORS = Registry(
         "rloo_vectorized": "verl.algorithms.advantages.rloo:rloo",
         "opo": "verl.algorithms.advantages.opo:opo",
         "gpg": "verl.algorithms.advantages.gpg:gpg",
+        "grpo_passk": "verl.algorithms.advantages.grpo_passk:grpo_passk",
+        "gdpo": "verl.algorithms.advantages.gdpo:gdpo",
+        "optimal_token_baseline": "verl.algorithms.advantages.optimal_token_baseline:optimal_token_baseline",
+        "tir_optimal_token_baseline": "verl.algorithms.advantages.optimal_token_baseline:tir_optimal_token_baseline",
         "remax": "verl.algorithms.advantages.remax:remax",
+        "vapo": "verl.algorithms.advantages.vapo:vapo",
     },
-    planned=("grpo_passk", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"),
     key="algorithm.adv_estimator",
 )
 POLICY_LOSSES = Registry(

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 
 def accepted(function: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The part of ``inputs`` that the function's signature takes by keyword; all of it with ``**kwargs``."""
@@ -25,3 +27,11 @@ def name_of(function: Callable[..., Any]) -> str:
     """How messages call a user's function: its name and where it stands."""
     named = inspect.unwrap(function)
     return f"{named.__module__}.{named.__qualname__}" if inspect.isroutine(named) else repr(function)
+
+
+def check_shapes(tensors: Mapping[str, Tensor]) -> None:
+    """Raise `ValueError` unless all tensors have one shape (rows, response tokens)."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
+        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"the tensors must have one shape (rows, response tokens); got {found}")

@@ -6,13 +6,16 @@ Everything is float64 inside (B numbers only), so that the order of the rows doe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from verl.algorithms.blocks import float_mask, row_blocks
 from verl.errors import ConfigError
 from verl.metrics import notice
 
@@ -36,11 +39,11 @@ class Groups:
     @classmethod
     def of(cls, index: Sequence[Hashable] | Tensor, counted: Tensor) -> Groups:
         """Groups from the prompt id of each row (any hashable; an integer tensor works too)."""
-        keys = index.tolist() if isinstance(index, Tensor) else index
+        keys = index.tolist() if isinstance(index, Tensor | np.ndarray) else index
         if len(keys) != len(counted):
             raise ValueError(f"{len(keys)} group ids for {len(counted)} rows")
-        numbers: dict[Hashable, int] = {}
-        ids = [numbers.setdefault(key, len(numbers)) for key in keys]
+        numbers = dict(zip(dict.fromkeys(keys), itertools.count()))
+        ids = list(map(numbers.__getitem__, keys))
         return cls(torch.tensor(ids, dtype=torch.int64, device=counted.device), counted, len(numbers))
 
     def sum(self, values: Tensor) -> Tensor:
@@ -63,6 +66,15 @@ class Groups:
         relative = values.double() - reference[self.ids]
         return relative - self.sum(relative) / self.size().clamp(min=1)
 
+    def max(self, values: Tensor, among: Tensor) -> Tensor:
+        """(B,) -> (B,): the largest value of each row's group among the counted rows where ``among`` (B,) is true.
+
+        -inf where there is none.
+        """
+        largest = torch.full((self.num_groups,), -torch.inf, dtype=torch.float64, device=values.device)
+        kept = torch.where(among & self.counted, values.double(), -torch.inf)
+        return largest.scatter_reduce_(0, self.ids, kept, "amax")[self.ids]
+
     def std(self, centred: Tensor) -> Tensor:
         """(B,): the sample standard deviation (n - 1) of each row's group, from values that `centre` returned."""
         return (self.sum(centred**2) / (self.size() - 1).clamp(min=1)).sqrt()
@@ -74,6 +86,9 @@ def outcome_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor
     Rewards outside the mask count if they are finite, because older reward managers write the score on the last
     attended token, which may be an observation. A row whose rewards inside the mask are not finite has a NaN score.
     """
+    scores = token_level_rewards.sum(dim=-1, dtype=torch.float64)
+    if scores.isfinite().all():  # then every reward is finite, and all of them count
+        return scores
     rewards = token_level_rewards.double()
     return torch.where(response_mask.bool() | rewards.isfinite(), rewards, 0.0).sum(dim=-1)
 
@@ -101,6 +116,17 @@ def settle_singletons(advantage: Tensor, raw: Tensor, groups: Groups, singleton:
 
 
 def spread(advantage: Tensor, response_mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B,) -> (B, T): one advantage per row on each of its valid tokens, 0 elsewhere, in at least float32."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return torch.where(response_mask.bool(), advantage[:, None].to(wide), 0.0)
+    """(B,) -> (B, T): one finite advantage per row on each of its valid tokens, 0 elsewhere, in at least float32."""
+    wide = torch.promote_types(dtype, torch.float32)
+    advantages = torch.empty(response_mask.shape, dtype=wide, device=response_mask.device)
+    column = advantage[:, None].to(wide)
+    for rows in row_blocks(advantages):
+        torch.mul(float_mask(response_mask[rows], wide), column[rows], out=advantages[rows])
+    return advantages
+
+
+def lengths_of(response_mask: Tensor) -> Tensor:
+    """(B,) float64: the valid tokens of each row."""
+    if response_mask.dtype == torch.bool:
+        return response_mask.sum(dim=-1).double()
+    return response_mask.sum(dim=-1, dtype=torch.float64)

@@ -1,22 +1,105 @@
-"""The same mathematics under the signatures of upstream's `core_algos`, which users' losses and estimators call.
+"""The same mathematics under the names and signatures of upstream's `core_algos`, which users' code calls.
 
 There the denominators travel as loose numbers and metrics are floats under their full names; here they are `LossNorm`
 and `Metric`. Nothing in the library calls these forms.
 """
+# ruff: noqa: F401
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
 from verl.algorithms import aggregation, kl, value_loss
+from verl.algorithms.advantages import AdvantageFn, reinforce_plus_plus, reinforce_plus_plus_baseline
+from verl.algorithms.advantages.gae import gae as compute_gae_advantage_return
+from verl.algorithms.advantages.gdpo import gdpo as compute_gdpo_outcome_advantage
+from verl.algorithms.advantages.gpg import gpg as compute_gpg_outcome_advantage
+from verl.algorithms.advantages.grpo import grpo as compute_grpo_outcome_advantage
+from verl.algorithms.advantages.grpo_passk import grpo_passk as compute_grpo_passk_outcome_advantage
+from verl.algorithms.advantages.opo import opo as compute_opo_outcome_advantage
+from verl.algorithms.advantages.optimal_token_baseline import (
+    optimal_token_baseline,
+)
+from verl.algorithms.advantages.optimal_token_baseline import (
+    tir_optimal_token_baseline as compute_multi_turn_optimal_token_baseline_advantage,
+)
+from verl.algorithms.advantages.remax import remax as compute_remax_outcome_advantage
+from verl.algorithms.advantages.rloo import rloo as compute_rloo_outcome_advantage
 from verl.algorithms.aggregation import LossNorm, loss_norm
+from verl.algorithms.kl import AdaptiveKLController, FixedKLController, get_kl_controller
 from verl.algorithms.logprob import entropy_from_logits
+from verl.algorithms.policy_losses import PolicyLossFn
 from verl.algorithms.policy_losses.vanilla import vanilla
-from verl.registry import POLICY_LOSSES
+from verl.algorithms.reweighting import resampled_rows
+from verl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+
+compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
+compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
+compute_reinforce_plus_plus_outcome_advantage = reinforce_plus_plus.reinforce_plus_plus
+compute_reinforce_plus_plus_baseline_outcome_advantage = reinforce_plus_plus_baseline.reinforce_plus_plus_baseline
+
+
+class _Name(str, Enum):
+    __str__ = str.__str__  # a member stands wherever a configuration value does
+
+
+_NAMES = {name.upper(): name for name in ADVANTAGE_ESTIMATORS.builtin_targets()}
+AdvantageEstimator = _Name("AdvantageEstimator", _NAMES)  # type: ignore[call-overload]
+
+
+def register_adv_est(name_or_enum: str) -> Callable[[AdvantageFn], AdvantageFn]:
+    """Decorator: make an estimator known under a name for ``algorithm.adv_estimator``."""
+    return ADVANTAGE_ESTIMATORS.register(name_or_enum)
+
+
+def get_adv_estimator_fn(name_or_enum: str) -> AdvantageFn:
+    """The estimator of that name or dotted path."""
+    return ADVANTAGE_ESTIMATORS.get(name_or_enum)
+
+
+def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
+    """Decorator: make a policy loss known under a name for ``actor.policy_loss.loss_mode``."""
+    return POLICY_LOSSES.register(name)
+
+
+def get_policy_loss_fn(name: str) -> PolicyLossFn:
+    """The policy loss of that name or dotted path."""
+    return POLICY_LOSSES.get(name)
+
+
+def compute_optimal_token_baseline_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Sequence[Hashable],
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None = None,
+    handle_zero_tail: bool = True,
+    epsilon: float = 1e-8,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """`optimal_token_baseline`, which handles the tail of the longest response by default here."""
+    return optimal_token_baseline(
+        token_level_rewards,
+        response_mask,
+        index,
+        old_log_probs,
+        sum_pi_squared,
+        rollout_is_weights,
+        handle_zero_tail,
+        epsilon,
+        **kwargs,
+    )
+
+
+def compute_pf_ppo_reweight_data(data: Any, reweight_method: str = "pow", weight_pow: float = 2.0) -> Any:
+    """A `DataProto` of as many rows, drawn by their ``token_level_scores`` (see `reweighting`)."""
+    return data.select_idxs(resampled_rows(data.batch["token_level_scores"].sum(-1), reweight_method, weight_pow))
 
 
 def agg_loss(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.config.correction import RolloutCorrectionConfig
-from verl.config.node import ConfigNode, section, setting
+from verl.config.node import ABSENT, ConfigNode, section, setting
 from verl.config.thresholds import LEVELS, MODES
 
 
@@ -45,9 +45,11 @@ class PFPPOConfig(ConfigNode):
     """Resampling of a batch by its rewards (PF-PPO)."""
 
     reweight_method: str = setting(
-        "pow", "how that resampling weighs rewards: pow, max_min or max_random", planned="PF-PPO"
+        "pow",
+        "how that resampling weighs rewards: pow, max_min or max_random",
+        choices=("pow", "max_min", "max_random"),
     )
-    weight_pow: float = setting(2.0, "exponent of pow", planned="PF-PPO")
+    weight_pow: float = setting(2.0, "exponent of pow")
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,18 @@ class AlgoConfig(ConfigNode):
     )
     kl_penalty: str = setting("kl", "estimator of that KL: kl (k1), abs, mse (k2), low_var_kl (k3), full")
     kl_ctrl: KLControlConfig = section(KLControlConfig)
-    use_pf_ppo: bool = setting(False, "resample the batch by reward (with gae)", planned="PF-PPO")
+    use_pf_ppo: bool = setting(False, "resample the batch by reward before the update (PF-PPO)")
     pf_ppo: PFPPOConfig = section(PFPPOConfig)
     gdpo_reward_keys: list | None = setting(
-        None, "gdpo: the rewards to normalise apart, by the keys that the scorer returns", planned="the estimator gdpo"
+        None, "gdpo: the rewards to normalise apart, by the keys that the scorer returns"
     )
-    gdpo_reward_weights: list | None = setting(None, "gdpo: their weights", planned="the estimator gdpo")
+    gdpo_reward_weights: list | None = setting(None, "gdpo: their weights; null: 1 each")
+    vapo_length_alpha: float | None = setting(
+        0.05,
+        "vapo: lambda of the policy is 1 - 1 / (this times the response's tokens), at least 0; null: algorithm.lam",
+        upstream=ABSENT,
+    )
+    vapo_lam_critic: float = setting(1.0, "vapo: lambda of the critic's targets", upstream=ABSENT)
     singleton: str = setting(
         "zero",
         "group estimators: advantage of a sample that is alone in its group: zero, or raw for its reward",

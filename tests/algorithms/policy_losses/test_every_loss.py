@@ -159,6 +159,12 @@ def test_a_nan_inside_the_mask_is_not_hidden(name):
     assert evaluate(name, batch)[0].isnan()
 
 
+def test_a_wrong_shape_is_an_error_that_says_both_shapes():
+    batch = {**batch_of(5, 4, 3), "advantages": torch.zeros(4, 1)}
+    with pytest.raises(ValueError, match=r"one shape.*log_prob \(4, 3\), advantages \(4, 1\)"):
+        evaluate("gspo", batch)
+
+
 def test_every_loss_gives_its_own_digest_on_one_batch():
     """Equal by definition: reinforce is gpg (their default aggregations differ), and without weights and rejection the
     bypass mode is vanilla on the sampler's log-probs.

@@ -153,7 +153,7 @@ def test_dppo_by_total_variation():
 
 
 def test_dppo_by_binary_kl():
-    """D = q log(q/p) + (1-q) log((1-q)/(1-p)): .0682 at (0,1), where p > q and A > 0; .0086 at (1,0), where both turn."""
+    """D = q log(q/p) + (1-q) log((1-q)/(1-p)): .0682 at (0,1) with p > q and A > 0; .0086 at (1,0), both turned."""
     found = run(dppo_kl, changes={"clip_ratio_low": 0.008, "clip_ratio_high": 0.06})
     assert found[1].tolist() == [pytest.approx([-0.2, 0, -0.1]), pytest.approx([0, 0.6, 0])]
     wider = run(dppo_kl, changes={"clip_ratio_low": 0.009, "clip_ratio_high": 0.08})

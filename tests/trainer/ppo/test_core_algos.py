@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.algorithms.fixtures import actor_config, loss_batch, outcome_batch
-from verl.errors import ConfigError, NotBuiltError
-from verl.registry import ADVANTAGE_ESTIMATORS
+from tests.algorithms.fixtures import actor_config, loss_batch, outcome_batch, policy_loss_config
+from verl.errors import ConfigError
+from verl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from verl.trainer.ppo import core_algos
 from verl.utils import torch_functional
 
@@ -44,13 +44,33 @@ def test_functions_are_found_by_name_by_member_and_registered_by_decorator():
         core_algos.register_adv_est("grpo")(mine)
 
 
-def test_unknown_names_are_refused_with_the_nearest_and_planned_ones_by_name():
+def test_unknown_names_are_refused_with_the_nearest():
     with pytest.raises(ConfigError, match="Did you mean 'grpo'"):
         core_algos.get_adv_estimator_fn("grpoo")
-    with pytest.raises(NotBuiltError, match="'gdpo' is not built yet"):
-        core_algos.get_adv_estimator_fn("gdpo")
-    with pytest.raises(NotBuiltError, match="'gspo' is not built yet"):
-        core_algos.get_policy_loss_fn("gspo")
+    with pytest.raises(ConfigError, match="Did you mean 'gspo'"):
+        core_algos.get_policy_loss_fn("gsop")
+
+
+def test_every_policy_loss_has_its_public_form_with_metrics_as_floats():
+    batch = loss_batch()
+    config = actor_config(policy_loss=policy_loss_config(dro_beta=0.5))
+    for name in set(POLICY_LOSSES.builtin_targets()) - {"rollout_correction", "reinforce"}:
+        form = getattr(core_algos, f"compute_policy_loss_{name}")
+        loss, metrics = form(**batch, config=config)
+        ours, _ = POLICY_LOSSES.get(name)(**batch, config=config)
+        assert loss.item() == ours.item() and form.__name__ == f"compute_policy_loss_{name}"
+        assert {"actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower"} <= set(metrics)
+        assert all(isinstance(value, float) for value in metrics.values())
+    batch["rollout_log_prob"] = batch.pop("old_log_prob")
+    assert core_algos.compute_policy_loss_reinforce(**batch)[0].item() == pytest.approx(0.270223, abs=1e-6)
+
+
+def test_the_public_optimal_token_baseline_handles_the_tail_by_default():
+    ones = torch.ones(2, 2)
+    mask = torch.tensor([[1, 1], [1, 0]])
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    found, _ = core_algos.compute_optimal_token_baseline_advantage(rewards, mask, ["a", "a"], -ones, 0.5 * ones)
+    assert found[0].tolist() == pytest.approx([0.5, 1.0])
 
 
 def test_aggregation_takes_the_denominators_as_numbers():

@@ -15,13 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.calls import accepted, name_of
+from verl.algorithms.calls import accepted, check_shapes, name_of
 from verl.algorithms.masked import zero_outside
 from verl.errors import ConfigError
 from verl.metrics import notice
 
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 
+PER_TOKEN = (
+    "response_mask", "token_level_rewards", "values", "old_log_probs", "ref_log_prob", "sum_pi_squared",
+    "rollout_is_weights",
+)  # fmt: skip
 WHERE_FROM = {
     "values": "A critic computes them: set critic.enable=true.",
     "index": "It is the uid of each row; the batch has none.",
@@ -51,7 +55,9 @@ def call_estimator(
     given = {"token_level_rewards": token_level_rewards, "response_mask": response_mask}
     given.update({name: value for name, value in inputs.items() if value is not None})
     _check_required(estimator, given)
-    result = estimator(**accepted(estimator, given))
+    wanted = accepted(estimator, given)
+    check_shapes({name: x for name, x in wanted.items() if name in PER_TOKEN})
+    result = estimator(**wanted)
     return _checked(estimator, result, response_mask)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.masked import masked_whiten, zero_outside
-from verl.algorithms.recurrence import discounted_sum, next_valid
+from verl.algorithms.blocks import cleaned, float_mask, row_blocks
+from verl.algorithms.recurrence import following, suffix_sum
+from verl.algorithms.whitening import Moments
 
 
 @torch.no_grad()
@@ -32,7 +33,42 @@ def gae(
     Returns:
         advantages and returns, (B, T), at least float32, 0 where the mask is 0.
     """
-    rewards, values = zero_outside(token_level_rewards, response_mask), zero_outside(values, response_mask)
-    deltas = rewards + gamma * next_valid(values, response_mask) - values
-    raw = discounted_sum(deltas, response_mask, gamma * lam)
-    return masked_whiten(raw, response_mask), zero_outside(raw + values, response_mask)
+    return decoupled_gae(token_level_rewards, values, response_mask, gamma, lam, lam)
+
+
+def decoupled_gae(
+    token_level_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    gamma: float,
+    lam_policy: float | Tensor,
+    lam_critic: float | Tensor,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`gae` with one lambda for the advantages and another for the returns; each a number, or (B,) one per row.
+
+    Args:
+        out: two (B, T) tensors of at least float32 that receive the results.
+    """
+    wide = torch.promote_types(torch.promote_types(token_level_rewards.dtype, values.dtype), torch.float32)
+    if out is None:
+        out = torch.empty_like(values, dtype=wide), torch.empty_like(values, dtype=wide)
+    advantages, returns = out
+    moments = Moments()
+    for rows in row_blocks(values):
+        valid = float_mask(response_mask[rows], wide)
+        critic = cleaned(values[rows].to(wide), valid)
+        deltas = cleaned(token_level_rewards[rows].to(wide), valid).sub_(critic)
+        deltas.add_(following(critic, valid), alpha=gamma).mul_(valid)
+        raw = suffix_sum(deltas, valid, _row_discount(gamma, lam_policy, rows)).mul_(valid)
+        target = raw
+        if lam_critic is not lam_policy:
+            target = suffix_sum(deltas, valid, _row_discount(gamma, lam_critic, rows)).mul_(valid)
+        torch.add(target, critic, out=returns[rows])
+        moments.add(raw, valid)
+        advantages[rows] = raw
+    return moments.whiten(advantages, response_mask), returns
+
+
+def _row_discount(gamma: float, lam: float | Tensor, rows: slice) -> float | Tensor:
+    return gamma * lam if isinstance(lam, float | int) else gamma * lam[rows, None]

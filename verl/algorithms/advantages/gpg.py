@@ -52,4 +52,4 @@ def gpg(
     scale = alpha * (total / useful if useful else 1.0) / f_norm
     advantage = settle_singletons(scale * centred, scale * scores, groups, singleton)
     advantages = spread(advantage, response_mask, token_level_rewards.dtype)
-    return advantages, advantages.clone()
+    return advantages, advantages

@@ -47,4 +47,4 @@ def grpo(
     raw = scores / (1.0 + epsilon) if norm_adv_by_std_in_grpo else scores
     advantage = settle_singletons(centred / scale, raw, groups, singleton)
     advantages = spread(advantage, response_mask, token_level_rewards.dtype)
-    return advantages, advantages.clone()
+    return advantages, advantages

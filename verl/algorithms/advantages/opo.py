@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.groups import Groups, Singleton, outcome_scores, settle_singletons, spread
+from verl.algorithms.groups import Groups, Singleton, lengths_of, outcome_scores, settle_singletons, spread
 
 
 @torch.no_grad()
@@ -40,9 +40,9 @@ def opo(
     """
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, scores.isfinite())
-    lengths = response_mask.bool().sum(dim=-1).double()
+    lengths = lengths_of(response_mask)
     centred = groups.centre(scores)  # the weights sum to one, so only rewards relative to each other matter
     baseline = groups.sum(lengths * centred) / groups.sum(lengths).clamp(min=1)
     advantage = settle_singletons(centred - baseline, scores, groups, singleton)
     advantages = spread(advantage, response_mask, token_level_rewards.dtype)
-    return advantages, advantages.clone()
+    return advantages, advantages

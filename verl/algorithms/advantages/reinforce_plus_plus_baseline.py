@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.groups import Groups, Singleton, outcome_scores, settle_singletons, spread
-from verl.algorithms.masked import masked_whiten
+from verl.algorithms.groups import Groups, Singleton, lengths_of, outcome_scores, settle_singletons, spread
+from verl.algorithms.whitening import whitened_rows
 
 
 @torch.no_grad()
@@ -43,6 +43,6 @@ def reinforce_plus_plus_baseline(
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, scores.isfinite())
     advantage = settle_singletons(groups.centre(scores), scores, groups, singleton)
-    scored_mask = response_mask.bool() & groups.counted[:, None]
-    advantages = masked_whiten(spread(advantage, response_mask, token_level_rewards.dtype), scored_mask)
-    return advantages, advantages.clone()
+    advantage = whitened_rows(advantage, lengths_of(response_mask) * groups.counted) * groups.counted
+    advantages = spread(advantage, response_mask, token_level_rewards.dtype)
+    return advantages, advantages

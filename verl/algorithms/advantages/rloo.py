@@ -41,4 +41,4 @@ def rloo(
     left_out = groups.centre(scores) * size / (size - 1).clamp(min=1)
     advantage = settle_singletons(left_out, scores, groups, singleton)
     advantages = spread(advantage, response_mask, token_level_rewards.dtype)
-    return advantages, advantages.clone()
+    return advantages, advantages

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from verl.algorithms.aggregation import LossNorm, check_agg_mode, loss_norm, running_norm, share_scale
 from verl.algorithms.blocks import cleaned, float_mask, row_blocks
+from verl.algorithms.calls import check_shapes
 from verl.metrics import Metric
 
 LOG_RATIO_BOUND = 20.0
@@ -84,6 +85,9 @@ class Inputs:
     advantages: Tensor
     response_mask: Tensor
     rollout_is_weights: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_shapes({name: tensor for name, tensor in vars(self).items() if tensor is not None})
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,0 +1,53 @@
+"""The advantages of VAPO (arXiv 2504.05118): two lambdas, one of them by the length of the response."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.advantages.gae import decoupled_gae
+from verl.algorithms.groups import lengths_of
+
+LENGTH_ALPHA, LAM_CRITIC = 0.05, 1.0
+
+
+@torch.no_grad()
+def vapo(
+    token_level_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    config: Any = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """`gae` twice over the same values: long credit for the critic's targets, adapted credit for the policy.
+
+    With l the valid tokens of a row::
+
+        lambda of the policy = clip(1 - 1 / (alpha l), 0, 1)     so that sum_t lambda^t stays proportional to l
+        lambda of the critic = 1                                 its targets are the rewards to go
+
+    Args:
+        token_level_rewards, values, response_mask: (B, T).
+        lam: lambda of the policy where ``algorithm.vapo_length_alpha`` is null (decoupled GAE alone).
+        config: the section ``algorithm``, for ``vapo_length_alpha`` (0.05) and ``vapo_lam_critic`` (1).
+
+    Returns:
+        advantages (whitened) and returns, (B, T), at least float32, 0 where the mask is 0.
+    """
+    alpha, lam_critic = LENGTH_ALPHA, LAM_CRITIC
+    if config is not None:
+        alpha, lam_critic = config.vapo_length_alpha, config.vapo_lam_critic
+    lam_policy: float | Tensor = float(lam)
+    if alpha is not None:
+        lam_policy = length_adaptive_lam(lengths_of(response_mask), alpha)
+        lam_policy = lam_policy.to(torch.promote_types(values.dtype, torch.float32))
+    return decoupled_gae(token_level_rewards, values, response_mask, gamma, lam_policy, float(lam_critic))
+
+
+def length_adaptive_lam(lengths: Tensor, alpha: float) -> Tensor:
+    """(B,) -> (B,): ``clip(1 - 1 / (alpha l), 0, 1)``; responses of up to 1 / alpha tokens get 0."""
+    return (1.0 - 1.0 / (alpha * lengths.clamp(min=1.0))).clamp(0.0, 1.0)
