@@ -194,6 +194,7 @@ SFT_WORKS = [
     ("model.fsdp_config.offload_params", "true", "engine.param_offload", True),
     ("optim.lr_scheduler", "cosine", "optim.lr_scheduler_type", "cosine"),
     ("model.fsdp_config.cpu_offload", "true", "engine.offload_policy", True),
+    ("model.fsdp_config.wrap_policy.min_num_params", "5", "engine.wrap_policy.min_num_params", 5),
     ("optim.warmup_style", "cosine", "optim.lr_scheduler_type", "cosine"),
     ("optim.warmup_steps_ratio", "0.1", "optim.lr_warmup_steps_ratio", 0.1),
     ("use_remove_padding", "true", "model.use_remove_padding", True),

@@ -462,7 +462,7 @@ SINGLE = {
     f"{R}.mode=async": Works({}, (f"{R}.mode",)),
     "trainer.use_v1=false": Works({}, ("trainer.use_v1",)),
     # settings of features that are not built yet
-    f"{A}.fsdp_config.use_orig_params=true": refused(f"{LATER}the FSDP1 engine"),
+    f"{A}.fsdp_config.use_orig_params=true": Works({f"{A}.fsdp_config.use_orig_params": True}),
     f"{A}.fsdp_config.ulysses_sequence_parallel_size=2": refused(f"{LATER}Ulysses sequence parallelism"),
     f"{A}.megatron.expert_model_parallel_size=8": refused(f"{LATER}Megatron-Core training"),
     f"{R}.expert_parallel_size=8": refused(f"{LATER}sampling on several ranks"),

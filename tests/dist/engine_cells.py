@@ -1,4 +1,4 @@
-"""What every rank of a group does with an FSDP2 engine, beside the plain engine on rank 0 that it is compared with."""
+"""What every rank of a group does with a sharded engine, beside the plain engine on rank 0 that it is compared with."""
 
 from __future__ import annotations
 
@@ -11,22 +11,42 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.engines.builders import gradients, make_engine, model_dir, ragged_batch, relative_error
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
 from verl.config import ActorConfig, CriticConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig
 from verl.distributed import Ranks
 from verl.distributed.shards import gather
-from verl.engines.fsdp2 import FSDP2Engine
+from verl.engines.fsdp import FSDPEngine
 from verl.engines.plain import PlainEngine
-from verl.engines.sharding import report
+from verl.engines.sharded_engine import ShardedEngine
 from verl.errors import ModelError, VerlError, WorkerError
 from verl.models.hf_folder import read_weights
 from verl.protocol import DataProto
+from verl.registry import ENGINES
 
 # Adam divides by the gradient's own size, which makes noise of gradients that are zero by symmetry: eps keeps it small.
 OPTIM = {"lr": 1e-2, "lr_scheduler_type": "cosine", "override_optimizer_config": {"eps": 1e-4}}
 ROWS = 7
+
+
+@dataclass(frozen=True)
+class With:
+    """A cell run with one strategy; within it, `sharded` makes engines of that strategy."""
+
+    strategy: str
+    cell: Any
+
+    current = "fsdp2"
+
+    @property
+    def __name__(self) -> str:
+        return f"{self.strategy}: {self.cell.__name__}"
+
+    def __call__(self, ranks: Ranks, folder: Path) -> Any:
+        With.current = self.strategy
+        return self.cell(ranks, folder)
 
 
 @dataclass(frozen=True)
@@ -49,8 +69,8 @@ class Case:
     idle: tuple[int, ...] = ()
 
 
-def sharded(path: Path, kind: str = "causal_lm", trains: bool = True, **sections: Any) -> FSDP2Engine:
-    return FSDP2Engine(
+def sharded(path: Path, kind: str = "causal_lm", trains: bool = True, **sections: Any) -> ShardedEngine:
+    return ENGINES.get(With.current)(
         HFModelConfig(path=str(path), **sections.get("model", {})),
         FSDPEngineConfig(**sections.get("engine", {})),
         OptimizerConfig(**{**OPTIM, **sections.get("optim", {})}) if trains else None,
@@ -93,12 +113,12 @@ def flat(weights: Any) -> Tensor:
     return torch.cat([tensor.detach().flatten().float() for _, tensor in sorted(dict(weights).items())])
 
 
-def gathered_gradient(engine: FSDP2Engine, batch: DataProto, loss_fn: Any, **limits: Any) -> tuple[float, Tensor]:
+def gathered_gradient(engine: ShardedEngine, batch: DataProto, loss_fn: Any, **limits: Any) -> tuple[float, Tensor]:
     """As `builders.gradients`, whole on every rank."""
     caught: list[Tensor] = []
 
     def step(closure: Any = None) -> None:
-        caught.append(torch.cat([gather(p.grad).flatten() for p in engine.model.parameters() if p.grad is not None]))
+        caught.append(whole_gradient(engine))
 
     original, engine.optimizer.step = engine.optimizer.step, step
     clip, engine.grad_clip = engine.grad_clip, None
@@ -107,6 +127,20 @@ def gathered_gradient(engine: FSDP2Engine, batch: DataProto, loss_fn: Any, **lim
     finally:
         engine.optimizer.step, engine.grad_clip = original, clip
     return metrics.values()["loss"], caught[0]
+
+
+@torch.no_grad()
+def whole_gradient(engine: ShardedEngine) -> Tensor:
+    """Flat, in the order of the model's parameters, on every rank."""
+    if not isinstance(engine, FSDPEngine):
+        return torch.cat([gather(p.grad).flatten() for p in engine.model.parameters() if p.grad is not None])
+    kept = {p: p.detach().clone() for p in engine.model.parameters()}
+    for p in kept:
+        p.zero_() if p.grad is None else p.copy_(p.grad)
+    found = {name: tensor for unit in engine._units(first_only=False) for name, tensor in unit.items()}
+    for p, value in kept.items():
+        p.copy_(value)
+    return torch.cat([found[name].flatten() for name, _ in engine.blueprint.named_parameters()])
 
 
 def compare(ranks: Ranks, folder: Path, case: Case) -> dict[str, Any]:
@@ -185,16 +219,20 @@ def half_precision(ranks: Ranks, folder: Path) -> dict:
 
 
 class Collectives(TorchDispatchMode):
-    """Counts torch's collectives within the block, those inside of a backward pass included."""
+    """Counts torch's collectives on weights and gradients within the block, those inside of a backward pass included.
+
+    FSDP gathers lists of tensors on a CPU, and FSDP2 one tensor: both are a ``gather``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" and any(t.dtype == torch.float32 for t in tree_leaves(args) if torch.is_tensor(t)):
             name = func.overloadpacket.__name__
-            self.counts[name] = self.counts.get(name, 0) + 1
+            kind = next((k for k in ("gather", "reduce_scatter", "reduce") if k in name), name)
+            self.counts[kind] = self.counts.get(kind, 0) + 1
         return func(*args, **(kwargs or {}))
 
 
@@ -206,7 +244,7 @@ def collectives(call: Any) -> dict[str, int]:
 
 
 def local_bytes(tensors: Any) -> int:
-    return sum(t.to_local().nbytes for t in tensors if isinstance(t, DTensor))
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
 
 
 def shards_are_real(ranks: Ranks, folder: Path) -> dict:
@@ -216,9 +254,9 @@ def shards_are_real(ranks: Ranks, folder: Path) -> dict:
     mine = share(ranks, ragged_batch(rows=4))
     engine.train_batch(mine, loss_of("causal_lm"))
     parameters = list(engine.model.parameters())
-    moments = [entry for entries in engine.optimizer.state.values() for entry in entries.values()]
+    moments = [t for entries in engine.optimizer.state.values() for key, t in entries.items() if key != "step"]
     infer = collectives(lambda: engine.infer(mine))
-    left_gathered = sum(not isinstance(p, DTensor) for p in engine.model.parameters())
+    left_gathered = local_bytes(engine.model.parameters()) != local_bytes(parameters)
     train = collectives(lambda: engine.train_batch(mine, loss_of("causal_lm")))
     kept = sharded(path, engine={"reshard_after_forward": False})
     train_kept = collectives(lambda: kept.train_batch(mine, loss_of("causal_lm")))
@@ -228,9 +266,9 @@ def shards_are_real(ranks: Ranks, folder: Path) -> dict:
     return {
         "weights": local_bytes(parameters),
         "whole": 4 * engine.num_parameters,
-        "report": report(engine.model),
+        "report": engine._held(),
         "moments": local_bytes(moments),
-        "layers": len(engine.layer_names),
+        "layers": len(engine.unit_names),
         "infer": infer,
         "train": train,
         "train_kept": train_kept,

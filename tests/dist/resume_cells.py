@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.dist.engine_cells import flat, loss_of, plain, sharded, share, shared_model
+from tests.dist.engine_cells import With, flat, loss_of, plain, sharded, share, shared_model
 from tests.engines.builders import ragged_batch, relative_error
 from verl.checkpoint import CheckpointReader, CheckpointWriter, EngineState, find_checkpoint
 from verl.distributed import Ranks
@@ -56,7 +56,7 @@ def same_ranks_same_bits(ranks: Ranks, folder: Path) -> dict:
     engine = sharded(path, optim=OPTIM)
     for step in range(STEPS):
         train(engine, ranks, step)
-    root = folder / f"dropout-{ranks.size}"
+    root = folder / f"dropout-{With.current}-{ranks.size}"
     save(engine, ranks, root)
     metrics, rng = train(engine, ranks, STEPS), torch.get_rng_state()
     expected = engine.state()
@@ -83,10 +83,14 @@ def saved_here(ranks: Ranks, folder: Path) -> dict:
     engine = sharded(path, optim=OPTIM)
     for step in range(STEPS):
         train(engine, ranks, step)
-    root = folder / f"from-{ranks.size}"
+    root = folder / saved_by(ranks)
     save(engine, ranks, root)
     ranks.on_first(lambda: None)
     return after(engine, ranks, root)
+
+
+def saved_by(ranks: Ranks) -> str:
+    return f"from-{With.current if ranks.size > 1 else 'plain'}-{ranks.size}"
 
 
 def after(engine: Engine, ranks: Ranks, root: Path) -> dict:
@@ -105,10 +109,10 @@ def after(engine: Engine, ranks: Ranks, root: Path) -> dict:
 
 
 def loaded_here(ranks: Ranks, folder: Path) -> dict:
-    """The checkpoints of other world sizes that lie in the folder."""
+    """The checkpoints of other world sizes and engines that lie in the folder."""
     found: dict[str, Any] = {}
     for root in sorted(folder.glob("from-*")):
-        if root.name != f"from-{ranks.size}":
+        if root.name != saved_by(ranks):
             engine = sharded(folder / "qwen3-True" / "qwen3", optim=OPTIM)
             load(engine, ranks, root)
             found[root.name] = after(engine, ranks, root)
@@ -119,18 +123,18 @@ def written_by_a_worker(ranks: Ranks, folder: Path) -> dict:
     """What the registered methods of a training worker do; a folder that is not there is an error on every rank."""
     part = ModelPart(sharded(folder / "qwen3-True" / "qwen3", optim=OPTIM), loss_fn=loss_of("causal_lm"))
     train(part.engine, ranks, 0)
-    target = folder / f"worker-{ranks.size}"
+    target = folder / f"worker-{With.current}-{ranks.size}"
     records = save_part(part, str(target), ("model", "optimizer", "extra"))
     expected = train(part.engine, ranks, 1)["loss"]
     load_part(part, str(target), ("model", "optimizer", "extra"))
     found = train(part.engine, ranks, 1)["loss"]
-    part.engine.save_hf(folder / f"hf-{ranks.size}")
+    part.engine.save_hf(folder / f"hf-{With.current}-{ranks.size}")
     try:
         load_part(part, str(folder / "nowhere"), ("model",))
     except VerlError as error:
         told = str(error)
     ranks.barrier()
-    saved = read_weights(folder / f"hf-{ranks.size}")
+    saved = read_weights(folder / f"hf-{With.current}-{ranks.size}")
     current = dict(part.engine.export_weights())
     return {
         "records": sorted(records),
@@ -144,11 +148,11 @@ def loaded_into_a_frozen_engine(ranks: Ranks, folder: Path) -> dict:
     """Only weights are taken; a state of another model is refused on every rank."""
     engine = sharded(folder / "qwen3-True" / "qwen3", trains=False)
     before = flat(engine.export_weights())
-    load(engine, ranks, folder / f"from-{ranks.size}")
+    load(engine, ranks, folder / saved_by(ranks))
     moved = relative_error(flat(engine.export_weights()), before)
     other = sharded(shared_model(ranks, folder, "llama"), trains=False)
     try:
-        load(other, ranks, folder / f"from-{ranks.size}")
+        load(other, ranks, folder / saved_by(ranks))
     except CheckpointError as error:
         return {"moved": moved, "told": str(error)}
     return {"moved": moved, "told": ""}
@@ -160,12 +164,15 @@ def plain_saved(folder: Path) -> dict:
     engine = plain(shared_model(ranks, folder, "qwen3", **TIED), optim=OPTIM)
     for step in range(STEPS):
         train(engine, ranks, step)
-    save(engine, ranks, folder / "from-1")
-    return after(engine, ranks, folder / "from-1")
+    save(engine, ranks, folder / saved_by(ranks))
+    return after(engine, ranks, folder / saved_by(ranks))
 
 
-def plain_loaded(folder: Path, size: int) -> dict:
-    ranks = Ranks()
-    engine = plain(folder / "qwen3-True" / "qwen3", optim=OPTIM)
-    load(engine, ranks, folder / f"from-{size}")
-    return after(engine, ranks, folder / f"from-{size}")
+def plain_loaded(folder: Path) -> dict:
+    """The checkpoints of all engines and world sizes in the plain engine."""
+    ranks, found = Ranks(), {}
+    for root in sorted(folder.glob("from-*")):
+        engine = plain(folder / "qwen3-True" / "qwen3", optim=OPTIM)
+        load(engine, ranks, root)
+        found[root.name] = after(engine, ranks, root)
+    return found

@@ -1,4 +1,4 @@
-"""FSDP2 on two and four processes against the plain engine: outputs, loss, gradients, weights, checkpoints."""
+"""FSDP and FSDP2 on two and four processes against the plain engine: outputs, loss, gradients, weights, checkpoints."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import pytest
 
 from tests.dist import engine_cells as cells
 from tests.dist import resume_cells as resume
+from tests.dist import switch_cells
+from tests.dist.engine_cells import With
 from tests.dist.group import run_cells
 
 pytestmark = pytest.mark.dist
 
 EXACT = 1e-5
+STRATEGIES = ("fsdp", "fsdp2")
 RESUME = (resume.same_ranks_same_bits, resume.saved_here, resume.loaded_here, resume.loaded_into_a_frozen_engine)
 CELLS = {
     2: (
@@ -29,6 +32,7 @@ CELLS = {
         cells.weights_in_and_out,
         *RESUME,
         resume.written_by_a_worker,
+        switch_cells.switches,
     ),
     4: (
         cells.tied_and_uneven,
@@ -43,20 +47,23 @@ CELLS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """World size -> cell -> what each rank returned; checkpoints of each size wait in one folder for the next."""
+    """World size -> cell -> what each rank returned; checkpoints wait in one folder for the other engines and sizes."""
     folder = tmp_path_factory.mktemp("runs")
-    found = {1: {"saved_here": [resume.plain_saved(folder)]}}
-    found |= {size: run_cells(size, CELLS[size], folder) for size in CELLS}
-    found[1]["loaded_here"] = [{f"from-{size}": resume.plain_loaded(folder, size) for size in CELLS}]
+    found = {1: {"plain: saved_here": [resume.plain_saved(folder)]}}
+    for size, own in CELLS.items():
+        # Cell by cell, so that each strategy finds the other's checkpoint.
+        found[size] = run_cells(size, [With(strategy, cell) for cell in own for strategy in STRATEGIES], folder)
+    found[1]["plain: loaded_here"] = [resume.plain_loaded(folder)]
     return found
 
 
 def world(*names: str):
-    return pytest.mark.parametrize("size, name", [(size, name) for name in names for size in CELLS if _has(size, name)])
-
-
-def _has(size: int, name: str) -> bool:
-    return any(cell.__name__ == name for cell in CELLS[size])
+    """Each of these cells with each strategy, at every size that has it."""
+    cases = [(size, f"{strategy}: {name}") for name in names for size in CELLS for strategy in STRATEGIES]
+    known = {
+        (size, f"{strategy}: {cell.__name__}") for size in CELLS for strategy in STRATEGIES for cell in CELLS[size]
+    }
+    return pytest.mark.parametrize("size, name", [case for case in cases if case in known])
 
 
 @world("tied_and_uneven", "a_rank_without_rows", "value_model", "mixture", "kept_gathered_and_reduced_once")
@@ -94,7 +101,7 @@ def test_a_rank_may_have_no_rows(runs, size, name):
 def test_each_rank_holds_its_share_of_weights_and_moments(runs, size, name):
     found = runs[size][name]
     whole = found[0]["whole"]
-    assert sum(answer["weights"] for answer in found) == whole
+    assert whole <= sum(answer["weights"] for answer in found) <= 1.001 * whole  # FSDP pads its flat weights
     assert all(answer["weights"] == pytest.approx(whole / size, rel=0.01) for answer in found)
     assert found[0]["report"] == f"{found[0]['weights']} of {whole} bytes of weights; " + (
         "a forward pass gathers them in 3 steps"
@@ -105,14 +112,42 @@ def test_each_rank_holds_its_share_of_weights_and_moments(runs, size, name):
 @world("shards_are_real")
 def test_each_layer_is_gathered_once_per_pass_and_reduced_once_per_step(runs, size, name):
     for answer in runs[size][name]:
-        layers, gathers, reduces = answer["layers"], "_allgather_base_", "_reduce_scatter_base_"
-        assert layers == 2 and answer["left_gathered"] == 0
+        layers, gathers, reduces = answer["layers"], "gather", "reduce_scatter"
+        assert layers == 2 and not answer["left_gathered"]
         assert answer["infer"][gathers] == layers + 1 and reduces not in answer["infer"]
         assert answer["train"][gathers] == 2 * layers + 1  # what lies outside the layers stays gathered
         assert answer["train_kept"][gathers] == layers + 1
         assert answer["train"][reduces] == answer["train_kept"][reduces] == layers + 1
         assert answer["batches"][reduces] == answer["micro_batches"] * (layers + 1)
         assert answer["batches_once"][reduces] == layers + 1
+
+
+SWITCHES = {
+    "reshard_after_forward: gathers per step": [3, 5],
+    "use_no_sync_for_gradient_accumulation: reductions per step": [6, 3],
+    "fsdp_size=1: bytes of weights per rank": ["half", "whole"],
+    "wrap_policy.min_num_params: gathers per forward pass": [3, 1, 5],
+    "forward_prefetch: gathers issued before the first layer": [2, 3],
+    "use_orig_params: parameters of the optimizer": {"fsdp": [3, 27], "fsdp2": [27, 27]},
+    "model_dtype: bytes of weights per rank": ["half", "quarter"],
+    "dtype: of what a layer computes": ["torch.float32", "torch.bfloat16"],
+    "enable_gradient_checkpointing: passes of a layer per step": [1, 2],
+}
+"""What is seen with a setting off and on; two layers and the root are three units, the whole model is one."""
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_every_switch_is_real(runs, strategy, switch):
+    whole = runs[2][f"{strategy}: shards_are_real"][0]["whole"]
+    for answer in runs[2][f"{strategy}: switches"]:
+        expected = SWITCHES[switch]
+        if isinstance(expected, dict):
+            expected = expected[strategy]
+        parts = {"whole": whole, "half": whole / 2, "quarter": whole / 4}
+        found = answer[switch]
+        for seen, value in zip(found, expected, strict=True):
+            assert seen == (pytest.approx(parts[value], rel=0.01) if value in parts else value)
 
 
 @world("nan_on_one_rank")
@@ -153,18 +188,29 @@ def test_a_resumed_engine_is_bitwise_the_one_that_went_on(runs, size, name):
     assert len(runs[size][name][0]["rng_names"]) == size
 
 
-@pytest.mark.parametrize("saved, loaded", [(1, 2), (1, 4), (2, 1), (2, 4), (4, 1)])
-def test_a_checkpoint_goes_on_with_equal_numbers_on_another_number_of_ranks(runs, saved, loaded):
-    expected = runs[saved]["saved_here"][0]
-    for answer in runs[loaded]["loaded_here"]:
+SAVED = ["plain-1", "fsdp-2", "fsdp2-2", "fsdp-4", "fsdp2-4"]
+
+
+@pytest.mark.parametrize("saved", SAVED)
+@pytest.mark.parametrize("loaded", SAVED)
+def test_a_checkpoint_goes_on_with_equal_numbers_in_another_engine_and_number_of_ranks(runs, saved, loaded):
+    if saved == loaded or (saved.endswith("4") and loaded.endswith("2")):
+        return  # shown bitwise above; and two ranks run before four
+    expected = at(runs, saved, "saved_here")[0]
+    for answer in at(runs, loaded, "loaded_here"):
         found = answer[f"from-{saved}"]
         assert found["loss"] == pytest.approx(expected["loss"], rel=EXACT) and found["lr"] == expected["lr"]
         assert found["weights"] <= EXACT
 
 
-def test_training_has_the_same_loss_on_one_two_and_four_ranks(runs):
-    losses = [runs[size]["saved_here"][0]["loss"] for size in (1, 2, 4)]
-    assert losses == pytest.approx([losses[0]] * 3, rel=EXACT)
+def at(runs, engine: str, cell: str):
+    strategy, size = engine.split("-")
+    return runs[int(size)][f"{strategy}: {cell}"]
+
+
+def test_training_has_the_same_loss_in_every_engine_on_any_number_of_ranks(runs):
+    losses = [at(runs, engine, "saved_here")[0]["loss"] for engine in SAVED]
+    assert losses == pytest.approx([losses[0]] * len(SAVED), rel=EXACT)
 
 
 @world("written_by_a_worker")

@@ -13,8 +13,7 @@ class WrapPolicyConfig(ConfigNode):
 
     min_num_params: int = setting(
         0,
-        "smallest number of parameters of a layer that is sharded for itself; 0: every transformer block",
-        planned="the FSDP1 engine",
+        "smallest number of parameters of a module that is sharded for itself; 0: every transformer block",
     )
 
 
@@ -88,19 +87,17 @@ class FSDPEngineConfig(ConfigNode):
     optimizer_offload: bool = setting(False, "keep the optimizer's state in host memory while another role works")
     offload_policy: bool = setting(
         False,
-        "FSDP2: keep weights, gradients and optimizer in host memory during training too",
+        "keep weights, gradients and optimizer in host memory during training too",
     )
     reshard_after_forward: bool = setting(
         True,
         "free gathered weights after the forward pass (ZeRO-3); false keeps them for the backward pass (ZeRO-2)",
     )
     fsdp_size: int = setting(-1, "processes that share one copy of the weights; -1: all (fewer: HSDP)")
-    forward_prefetch: bool = setting(
-        False, "FSDP: gather the next layer while this one runs", planned="the FSDP1 engine"
-    )
+    forward_prefetch: bool = setting(False, "gather the next layer while this one runs")
     model_dtype: str = setting("fp32", "dtype in which weights are kept and updated")
     use_orig_params: bool = setting(
-        False, "FSDP: keep the original parameters beside the flat ones", planned="the FSDP1 engine"
+        False, "FSDP: show the optimizer the original parameters instead of one flat one per layer"
     )
     seed: int = setting(42, "seed of new weights (a value head)", no_effect="a run has one seed: trainer.seed")
     full_determinism: bool = setting(False, "deterministic kernels only, for debugging; slower")

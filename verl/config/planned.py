@@ -12,7 +12,6 @@ from verl.metrics import notice
 INSTEAD: dict[str, str] = {
     "LoRA": "Leave it out to train all weights.",
     "Megatron-Core training": "Leave it out, with actor_rollout_ref.actor.strategy=auto, to train on one device.",
-    "the FSDP1 engine": "Leave it out; strategy=fsdp2 shards by transformer layers, and strategy=fsdp runs on it.",
     "the server rollout engines": "Leave it out to sample with actor_rollout_ref.rollout.name=hf.",
     "sampling on several ranks": "Set it to 1 to sample on the trainer's device.",
     "profiling": "Leave it out; the seconds of every stage are logged as timing_s/*.",

@@ -12,6 +12,7 @@ from verl import device as devices
 from verl.algorithms.logprob import entropy_from_logits, logprobs_from_logits, sum_pi_squared_from_logits
 from verl.engines.rows import MicroBatch
 from verl.engines.settings import PassSettings
+from verl.engines.sharding import unwrapped
 from verl.errors import ConfigError, EngineError
 from verl.metrics import notice
 from verl.models import attention
@@ -33,7 +34,7 @@ class TokenForward:
 
     def __init__(self, model: Any, kind: str, device: str, dtype: torch.dtype, passes: PassSettings | None = None):
         self.model, self.kind, self.device, self.dtype = model, kind, device, dtype
-        self.head = output_head(model, kind)
+        self.head = output_head(unwrapped(model), kind)
         self.passes = self._possible(passes or PassSettings())
 
     def _possible(self, passes: PassSettings) -> PassSettings:
@@ -45,8 +46,8 @@ class TokenForward:
         if not works:
             notice(
                 "actor_rollout_ref.model.use_remove_padding",
-                f"{type(self.model).__name__} cannot be packed (something but attention looks from token to token, or "
-                "its attention is its own): rows are padded, and prompts are not shared",
+                f"{type(unwrapped(self.model)).__name__} cannot be packed (something but attention looks from "
+                "token to token, or its attention is its own): rows are padded, and prompts are not shared",
             )
         return PassSettings(works, works and passes.share_prompts)
 

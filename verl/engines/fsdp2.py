@@ -1,77 +1,59 @@
-"""FSDP2: weights, gradients and optimizer state cut over all ranks, one transformer layer gathered at a time."""
+"""FSDP2: weights, gradients and optimizer state are sharded tensors (`DTensor`), one unit gathered at a time."""
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from verl import distributed
-from verl.distributed import Ranks, data_parallel_mesh
-from verl.distributed.shards import gather, gather_to_first, mirror, scatter
+from verl.distributed.shards import gather, gather_to_first, scatter
 from verl.engines import sharding
-from verl.engines.optimizer import move_optimizer_state
+from verl.engines.settings import tell_without_effect
+from verl.engines.sharded_engine import ShardedEngine
 from verl.engines.sharded_optimizer import build_sharded_optimizer
-from verl.engines.torch_engine import TorchEngine
-from verl.metrics import log, notice
-from verl.models.weights import named_tensors, names_in_memory, names_on_disk
+from verl.models.weights import named_tensors
 
 
-class FSDP2Engine(TorchEngine):
-    """A model over all processes of the run (`verl.distributed.start`), each with its own rows of every batch.
-
-    Every method is collective: all ranks call it, in the same order; `infer` and `train_batch` may be handed batches of
-    different size, also empty ones. States are those of the plain engine: whole tensors under Hugging Face names, on
-    rank 0 only, so that a checkpoint loads at any number of ranks and in either engine.
-
-    Args:
-        model, optim, kind, grad_clip, total_training_steps, seed: as for `PlainEngine`.
-        engine: the ``fsdp_config`` section. Beside what `PlainEngine` takes: reshard_after_forward, offload_policy
-            (weights, gradients and optimizer live on the host), fsdp_size (hybrid sharding),
-            use_no_sync_for_gradient_accumulation (gradients are reduced once per optimizer step and whole until then).
-            dtype: compute dtype of all weights, gathered in it; gradients are reduced in float32.
-        device: ``cpu`` or a kind of accelerator; each process uses its own.
-
-    Raises:
-        EngineError: the processes do not meet, or ranks are called differently.
-        ModelError, ConfigError: as for `PlainEngine`, on every rank.
-    """
-
-    def _join(self) -> Ranks:
-        return distributed.start(device=self.device)
+class FSDP2Engine(ShardedEngine):
+    """See `ShardedEngine`."""
 
     def _build(self, model: Any, engine: Any, seed: int) -> nn.Module:
-        self.layout = sharding.Layout(
-            mesh=data_parallel_mesh(self.ranks, self.device, engine.fsdp_size),
-            device=self.device,
-            dtype=self.dtype,
-            reshard_after_forward=engine.reshard_after_forward,
-            offload=engine.offload_policy,
-        )
+        tell_without_effect(engine, {"use_orig_params": False}, "weights always keep their form here")
+        return super()._build(model, engine, seed)
+
+    def _cut(self, model: Any) -> nn.Module:
+        layout = self.layout
         # What a model returns is never changed in place here, which is all that this warning is about.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        self.sync_once = engine.use_no_sync_for_gradient_accumulation
+        policy: OffloadPolicy = OffloadPolicy()
+        if layout.offload:
+            policy = CPUOffloadPolicy(pin_memory=layout.device != "cpu")
+        common: dict[str, Any] = {
+            "mesh": layout.mesh,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=layout.dtype, reduce_dtype=torch.float32),
+            "offload_policy": policy,
+        }
+        units = [unit for _, unit in sharding.unit_modules(model, layout.min_num_params)]
+        for unit in units:
+            fully_shard(unit, reshard_after_forward=layout.reshard_after_forward, **common)
+        # The root's weights are used last and needed first by the backward pass: they stay until then (None).
+        fully_shard(model, reshard_after_forward=None if layout.reshard_after_forward else False, **common)
+        if layout.prefetch:
+            for this, following in itertools.pairwise(units):
+                this.set_modules_to_forward_prefetch([following])  # type: ignore[operator]  # an FSDPModule by now
+        return model.to_empty(device=layout.home)
 
-        self._skeleton = partial(self._load, model, engine, seed, "meta")
-
-        def load() -> tuple[tuple[Any, Any], None]:
-            whole = self._load(model, engine, seed) if self.is_first else None
-            return (self._skeleton(), whole), None
-
-        (cut, whole), _ = self.ranks.together(load)
-        self.layer_names = [name for name, _ in sharding.layers(cut)]
-        sharding.shard(cut, self.layout)
-        sharding.fill(cut, whole, self.layout, self.ranks)
-        log.info("fsdp2: %s holds %s", self.ranks, sharding.report(cut))
-        return cut
-
-    def _autocast_dtype(self) -> torch.dtype:
-        return torch.float32  # the weights are gathered in the compute dtype: nothing is left for autocast
+    def _held(self) -> str:
+        pieces = [p for p in self.model.parameters() if isinstance(p, DTensor)]
+        own, whole = sum(p.to_local().nbytes for p in pieces), sum(p.numel() * p.element_size() for p in pieces)
+        gathered = sum(isinstance(module, FSDPModule) for module in self.model.modules())
+        return f"{own} of {whole} bytes of weights; a forward pass gathers them in {gathered} steps"
 
     def _build_optimizer(self, parameters: list[nn.Parameter], optim: Any) -> torch.optim.Optimizer:
         return build_sharded_optimizer(parameters, optim, self.layout)
@@ -84,48 +66,27 @@ class FSDP2Engine(TorchEngine):
             self.model.set_is_last_backward(last)
 
     def _after_passes(self) -> None:
-        sharding.reshard(self.model)
-
-    def _total_norm(self, grads: list[Tensor]) -> Tensor:
-        """Every rank sums its pieces; with hybrid sharding each piece was counted once per copy."""
-        pieces = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-        own = torch.nn.utils.get_total_norm(pieces)
-        copies = self.ranks.size // self.layout.mesh.size(self.layout.mesh.ndim - 1)
-        return (self.ranks.sum(own.double().square()) / copies).sqrt().to(own)
+        """Free what a forward pass left gathered."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     # ---- weights and state -------------------------------------------------------------------------------------
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """As `Engine.export_weights`, gathered one layer at a time on the device of every rank."""
-        self.onload(optimizer=False)  # one layer at a time moves faster between devices than between hosts
-        for unit in sharding.units(self.model, self.layer_names):
-            whole = {name: gather(tensor) for name, tensor in unit.items()}
-            yield from names_on_disk(self.model, whole).items()
-        self.offload(params=self.idle["params"], optimizer=False)
+    def _units(self, first_only: bool) -> Iterator[dict[str, Tensor]]:
+        def unit(item: tuple[str, Tensor]) -> str:
+            return sharding.unit_of(item[0], self.unit_names)
 
-    def load_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
-        """As `Engine.load_weights`; rank 0's weights count, the others may pass the same ones or none."""
-        items = weights.items() if isinstance(weights, Mapping) else weights
-        kept = {name: tensor.cpu() if self.is_first else tensor.to("meta") for name, tensor in items}
-        self._fill(mirror(kept, self.ranks))
+        for _, group in itertools.groupby(named_tensors(self.model).items(), key=unit):
+            if first_only:
+                saved = {name: self._saved(tensor) for name, tensor in group}
+                yield {name: tensor for name, tensor in saved.items() if tensor is not None}
+            else:
+                yield {name: gather(tensor) for name, tensor in group}
 
-    def _fill(self, given: dict[str, Tensor]) -> None:
-        targets = named_tensors(self.model)
-
-        def find() -> tuple[dict[str, Tensor], None]:
-            convertible = self.model if set(targets) <= set(given) else self._skeleton()
-            return names_in_memory(convertible, given), None
-
-        named, _ = self.ranks.together(find)
-        for name, tensor in named.items():
-            self._put(tensor, targets[name])
-
-    def _saved_weights(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for unit in sharding.units(self.model, self.layer_names):
-            whole = {name: self._saved(tensor) for name, tensor in unit.items()}
-            found |= names_on_disk(self.model, {name: t for name, t in whole.items() if t is not None})
-        return found
+    def _write(self, values: Mapping[str, Tensor]) -> None:
+        for name, target in named_tensors(self.model).items():
+            self._put(values[name], target)
 
     def _saved(self, tensor: Tensor) -> Tensor | None:
         if isinstance(tensor, DTensor):
@@ -148,26 +109,5 @@ class FSDP2Engine(TorchEngine):
         with torch.no_grad():
             target.copy_(self.ranks.broadcast(whole.to(target) if self.is_first else torch.empty_like(target)))
 
-    # ---- host and device ---------------------------------------------------------------------------------------
-
-    def offload(self, params: bool = True, optimizer: bool = True) -> None:
-        self._move({self.device: "cpu"}, "cpu", params, optimizer)
-
-    def onload(self, params: bool = True, optimizer: bool = True) -> None:
-        self._move({"cpu": self.device}, self.device, params, optimizer)
-
-    def _move(self, moves: dict[str, str], to: str, params: bool, optimizer: bool) -> None:
-        if self.device == "cpu" or self.layout.offload:
-            return
-        if params and next(self.model.parameters()).device.type != to:
-            self.model.to(to)
-        if optimizer and self.optimizer is not None:
-            move_optimizer_state(self.optimizer, moves)
-
-
-class FSDPEngine(FSDP2Engine):
-    """``strategy=fsdp``: runs on FSDP2, which computes the same."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        notice("strategy=fsdp", "runs on the fsdp2 engine; an engine over FSDP's first version is not built yet")
-        super().__init__(*args, **kwargs)
+    def _move_weights(self, to: str) -> None:
+        self.model.to(to)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from verl.errors import CheckpointError, ConfigError, suggest
 from verl.registry import load_object
+
+T = TypeVar("T")
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], optim: Any, device: str, fused: bool = True) -> Optimizer:
@@ -81,24 +83,29 @@ def load_optimizer_state(
     Raises:
         CheckpointError: it is the state of another optimizer, or of other parameters.
     """
-    if scalars["class"] != _class_name(optimizer):
-        raise CheckpointError(
-            "the checkpoint holds the state of another optimizer", got=scalars["class"], allowed=_class_name(optimizer)
-        )
+    check_class(optimizer, scalars)
     by_name = {name: parameter for parameter, name in names.items()}
     state: dict[nn.Parameter, dict[str, Any]] = {}
     for full_name, tensor in tensors.items():
         name, _, key = full_name.rpartition("/")
-        parameter = _known(by_name, name)
+        parameter = known(by_name, name)
         _check_shape(tensor, parameter)
-        state.setdefault(parameter, {})[key] = place(tensor, parameter, _device(key, parameter, optimizer))
+        state.setdefault(parameter, {})[key] = place(tensor, parameter, state_device(key, parameter, optimizer))
     for name, entries in scalars["values"].items():
-        state.setdefault(_known(by_name, name), {}).update(entries)
+        state.setdefault(known(by_name, name), {}).update(entries)
     optimizer.state.clear()
     for parameter, entries in state.items():
         optimizer.state[parameter] = entries
     for group, own in zip(optimizer.param_groups, scalars["groups"], strict=True):
         group.update(own)
+
+
+def check_class(optimizer: Optimizer, scalars: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` where saved scalars are those of another optimizer."""
+    if scalars["class"] != _class_name(optimizer):
+        raise CheckpointError(
+            "the checkpoint holds the state of another optimizer", got=scalars["class"], allowed=_class_name(optimizer)
+        )
 
 
 def move_optimizer_state(optimizer: Optimizer, moves: Mapping[str, str]) -> None:
@@ -155,7 +162,8 @@ def _class_name(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-def _known(by_name: Mapping[str, nn.Parameter], name: str) -> nn.Parameter:
+def known(by_name: Mapping[str, T], name: str) -> T:
+    """What belongs to a saved name; `CheckpointError` where nothing does."""
     if name not in by_name:
         raise CheckpointError(
             "the checkpoint's optimizer state belongs to another model", got=name, fix=suggest(name, by_name)
@@ -168,7 +176,7 @@ def _check_shape(tensor: Tensor, parameter: nn.Parameter) -> None:
         raise CheckpointError("the checkpoint's optimizer state has another shape", got=tuple(tensor.shape))
 
 
-def _device(key: str, parameter: nn.Parameter, optimizer: Optimizer) -> torch.device:
+def state_device(key: str, parameter: nn.Parameter, optimizer: Optimizer) -> torch.device:
     """Where this optimizer keeps an entry: step counters on the host unless it runs fused or captured on a device."""
     on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     return torch.device("cpu") if key == "step" and not on_device else parameter.device

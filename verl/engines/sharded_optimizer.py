@@ -1,7 +1,8 @@
 """Optimizers over sharded parameters: which of them can, found out on a small one before a run starts.
 
-torch computes on a sharded tensor operation by operation, and not every operation of every optimizer, nor every fused
-kernel, has a rule for that.
+torch computes on a sharded tensor (FSDP2) operation by operation, and not every operation of every optimizer, nor every
+fused kernel, has a rule for that. Over pieces of flat weights (FSDP) every operation works, but an optimizer that looks
+at a weight as a whole would silently compute something else.
 """
 
 from __future__ import annotations
@@ -32,12 +33,51 @@ def build_sharded_optimizer(parameters: Iterable[nn.Parameter], optim: Any, layo
         why = _failure(optim, layout, dims, fused)
         if not why:
             return build_optimizer(own, optim, layout.home, fused)
-    raise ConfigError(
+    raise _refusal(optim, why)
+
+
+def build_flat_optimizer(parameters: Iterable[nn.Parameter], optim: Any, device: str) -> Optimizer:
+    """As `build_optimizer`, over pieces of flat weights.
+
+    Raises:
+        ConfigError: this optimizer does not treat every number for itself, or its state could not be saved.
+    """
+    try:
+        why = _looks_around(optim)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        why = str(error).strip().splitlines()[0]
+    if why:
+        raise _refusal(optim, why)
+    return build_optimizer(parameters, optim, device)
+
+
+def _refusal(optim: Any, why: str) -> ConfigError:
+    return ConfigError(
         f"this optimizer does not work on sharded weights: {why}",
         key="optim.optimizer",
         got=optim.optimizer,
         fix="Adam, AdamW, SGD and most others do; strategy=plain trains with any on one device.",
     )
+
+
+def _looks_around(optim: Any) -> str:
+    """Why a matrix and the two halves of its numbers are trained differently; empty if they are not."""
+    values, gradient = torch.linspace(-1, 1, 24).view(6, 4), torch.linspace(0.5, -0.25, 24).view(6, 4)
+    matrix = nn.Parameter(values.clone())
+    halves = [nn.Parameter(half.clone()) for half in values.flatten().chunk(2)]
+    matrix.grad = gradient
+    for half, grad in zip(halves, gradient.flatten().chunk(2)):
+        half.grad = grad.clone()
+    optimizers = [build_optimizer(ps, optim, "cpu", fused=False) for ps in ([matrix], halves)]
+    for optimizer in optimizers:
+        for _ in range(3):
+            optimizer.step()
+    if not torch.allclose(matrix.flatten(), torch.cat([half.detach() for half in halves]), rtol=1e-5, atol=1e-7):
+        return "it looks at a weight as a whole, of which each process has a piece"
+    for entry in (e for half in halves for e in optimizers[1].state[half].values() if isinstance(e, torch.Tensor)):
+        if entry.numel() > 1 and (entry.shape != halves[0].shape or entry.dtype != halves[0].dtype):
+            return "its state is not laid out as the weights are"
+    return ""
 
 
 def _failure(optim: Any, layout: Layout, dims: list[int], fused: bool) -> str:

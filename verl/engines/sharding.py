@@ -1,26 +1,22 @@
-"""Cutting a model over ranks layer by layer, and filling the pieces from a whole one.
+"""What both sharded engines decide alike: which modules are units of their own, and what every rank keeps whole.
 
-Each transformer layer is one unit: its weights are gathered in one collective in front of its forward pass and freed
-behind it. What lies outside the layers (embeddings, last norm, head) is the root's unit.
+A unit's weights are gathered in one collective in front of its forward pass and freed behind it. Usually each
+transformer layer is one; what lies outside (embeddings, last norm, head) belongs to the root.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from verl.distributed import Ranks
-from verl.distributed.shards import scatter
 from verl.metrics import notice
-from verl.models.weights import named_tensors
 
 
 @dataclass(frozen=True)
@@ -32,8 +28,11 @@ class Layout:
         device: where it computes.
         dtype: of the computation; weights of another dtype are cast while they are gathered, gradients are reduced in
             float32.
-        reshard_after_forward: free a layer's weights behind its forward pass and gather them again for the backward.
+        reshard_after_forward: free a unit's weights behind its forward pass and gather them again for the backward.
         offload: weights, gradients and optimizer live on the host.
+        prefetch: gather the next unit while one computes.
+        min_num_params: a unit is what has that many parameters; 0 takes transformer layers.
+        original_parameters: FSDP shows the original parameters to the optimizer, not one flat one per unit.
     """
 
     mesh: DeviceMesh
@@ -41,90 +40,99 @@ class Layout:
     dtype: torch.dtype
     reshard_after_forward: bool = True
     offload: bool = False
+    prefetch: bool = False
+    min_num_params: int = 0
+    original_parameters: bool = False
+
+    @classmethod
+    def of(cls, engine: Any, mesh: DeviceMesh, device: str, dtype: torch.dtype) -> Layout:
+        """From the ``fsdp_config`` section."""
+        return cls(
+            mesh=mesh,
+            device=device,
+            dtype=dtype,
+            reshard_after_forward=engine.reshard_after_forward,
+            offload=engine.offload_policy,
+            prefetch=engine.forward_prefetch,
+            min_num_params=engine.wrap_policy.min_num_params,
+            original_parameters=engine.use_orig_params,
+        )
 
     @property
     def home(self) -> str:
         """Where the pieces live between collectives."""
         return "cpu" if self.offload else self.device
 
-
-def shard(model: nn.Module, layout: Layout) -> None:
-    """Cut a model without values (``meta``) in place, and give its pieces memory; `fill` gives them values."""
-    policy: OffloadPolicy = OffloadPolicy()
-    if layout.offload:
-        policy = CPUOffloadPolicy(pin_memory=layout.device != "cpu")
-    common: dict[str, Any] = {
-        "mesh": layout.mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=layout.dtype, reduce_dtype=torch.float32),
-        "offload_policy": policy,
-    }
-    for _, layer in layers(model):
-        fully_shard(layer, reshard_after_forward=layout.reshard_after_forward, **common)
-    # The root's weights are used last and needed first by the backward pass: they stay until then (None).
-    fully_shard(model, reshard_after_forward=None if layout.reshard_after_forward else False, **common)
-    model.to_empty(device=layout.home)
+    @property
+    def num_copies(self) -> int:
+        """How often each piece exists: the shard groups of hybrid sharding."""
+        return self.mesh.size() // self.mesh.size(self.mesh.ndim - 1)
 
 
-def fill(model: nn.Module, source: nn.Module | None, layout: Layout, ranks: Ranks) -> None:
-    """Give a cut model the values of a whole one.
-
-    Args:
-        source: the same model with values, on rank 0; None elsewhere.
-    """
-    whole = named_tensors(source) if source is not None else {}
-    for name, target in named_tensors(model).items():
-        if isinstance(target, DTensor):
-            scatter(whole[name].detach() if ranks.is_first else _no_values(target), target)
-    if source is not None:
-        loose = {name: tensor for name, _, tensor in _loose_tensors(source)}
-    for name, holder, tensor in list(_loose_tensors(model)):
-        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=layout.device)
-        if ranks.is_first:
-            value.copy_(loose[name])
-        setattr(holder, name.rpartition(".")[2], ranks.broadcast(value))
-
-
-def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The transformer layers by name, as the family itself says what must not be split."""
-    kinds = set(model._no_split_modules or ())  # type: ignore[arg-type]  # a set of names on every transformers model
-    found = [(name, m) for name, m in model.named_modules() if type(m).__name__ in kinds]
+def unit_modules(model: nn.Module, min_num_params: int = 0) -> list[tuple[str, nn.Module]]:
+    """The units below the root by name, inner ones before the outer one that holds them."""
+    found = _large(model, min_num_params) if min_num_params > 0 else _layers(model)
     if not found:
-        notice(f"sharding of {type(model).__name__}", "the family names no layers, so the model is gathered as a whole")
+        why = "no module is that large" if min_num_params > 0 else "the family names no layers"
+        notice(f"sharding of {type(model).__name__}", f"{why}, so the model is gathered as a whole")
     return found
 
 
-def units(model: nn.Module, prefixes: list[str]) -> Iterator[dict[str, Tensor]]:
-    """Weights under their names in memory, one layer (or what lies between layers) at a time."""
-
-    def unit(item: tuple[str, Tensor]) -> str:
-        return next((p for p in prefixes if item[0].startswith(f"{p}.")), "")
-
-    for _, group in itertools.groupby(named_tensors(model).items(), key=unit):
-        yield dict(group)
+def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The transformer layers, as the family itself says what must not be split."""
+    kinds = set(model._no_split_modules or ())  # type: ignore[arg-type]  # a set of names on every transformers model
+    return [(name, m) for name, m in model.named_modules() if type(m).__name__ in kinds]
 
 
-def reshard(model: nn.Module) -> None:
-    """Free what a forward pass left gathered."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+def _large(model: nn.Module, min_num_params: int) -> list[tuple[str, nn.Module]]:
+    """Modules with that many parameters that no unit inside them has; lists of modules are never called, so never one.
+
+    Tied weights stay with the root, as they must be gathered together.
+    """
+    owners: dict[nn.Parameter, int] = {}
+    for _, p in model.named_parameters(remove_duplicate=False):
+        owners[p] = owners.get(p, 0) + 1
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(name: str, module: nn.Module) -> int:
+        free = sum(p.numel() for p in module.parameters(recurse=False) if owners[p] == 1)
+        free += sum(visit(f"{name}.{part}".lstrip("."), child) for part, child in module.named_children())
+        called = not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+        tied = any(owners[p] > 1 for p in module.parameters())
+        if name and called and not tied and free >= min_num_params:
+            found.append((name, module))
+            return 0
+        return free
+
+    visit("", model)
+    return found
 
 
-def report(model: nn.Module) -> str:
-    """How much of a cut model this rank holds, in words."""
-    pieces = [p for p in model.parameters() if isinstance(p, DTensor)]
-    own, whole = sum(p.to_local().nbytes for p in pieces), sum(p.numel() * p.element_size() for p in pieces)
-    gathered = sum(isinstance(module, FSDPModule) for module in model.modules())
-    return f"{own} of {whole} bytes of weights; a forward pass gathers them in {gathered} steps"
+def unwrapped(model: Any) -> Any:
+    """The model itself where FSDP has wrapped it."""
+    return model.module if isinstance(model, FullyShardedDataParallel) else model
 
 
-def _no_values(target: DTensor) -> Tensor:
-    return torch.empty(target.shape, dtype=target.dtype, device="meta")
+def unit_of(name: str, prefixes: list[str]) -> str:
+    """The innermost unit that a weight belongs to; empty for the root's."""
+    return max((p for p in prefixes if name.startswith(f"{p}.")), key=len, default="")
 
 
-def _loose_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
+def loose_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
     """Buffers and tensors that a module keeps as plain attributes (rotary frequencies): every rank has them whole."""
     for prefix, module in model.named_modules():
         for name, value in [*module._buffers.items(), *vars(module).items()]:
             if isinstance(value, Tensor):
                 yield f"{prefix}.{name}", module, value
+
+
+def fill_loose(
+    loose: Iterable[tuple[str, nn.Module, Tensor]], whole: nn.Module | None, device: str, ranks: Ranks
+) -> None:
+    """Give `loose_tensors` of a model without values those of rank 0's whole one."""
+    known = {} if whole is None else {name: tensor for name, _, tensor in loose_tensors(whole)}
+    for name, holder, tensor in loose:
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if ranks.is_first:
+            value.copy_(known[name])
+        setattr(holder, name.rpartition(".")[2], ranks.broadcast(value))

@@ -136,12 +136,14 @@ class TorchEngine(Engine):
 
     def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """As `optimizer_state`, whole tensors on rank 0 and none elsewhere."""
+        assert self.optimizer is not None, "a frozen engine has no optimizer state"
         named, scalars = optimizer_state(self.optimizer, self._parameter_names())
         saved = {name: self._saved(tensor) for name, tensor in named.items()}
         return {name: tensor for name, tensor in saved.items() if tensor is not None}, scalars
 
     def _load_optimizer_state(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """As `load_optimizer_state`; values on rank 0."""
+        assert self.optimizer is not None, "a frozen engine has no optimizer state"
         load_optimizer_state(self.optimizer, self._parameter_names(), tensors, scalars, self._placed)
 
     def _saved(self, tensor: Tensor) -> Tensor | None:

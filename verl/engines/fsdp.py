@@ -1,0 +1,200 @@
+"""FSDP in its first form (`FullyShardedDataParallel`): each unit's weights are one flat tensor, cut into equal pieces.
+
+Pieces carry no names, so whatever goes in or out under names goes through a unit that is gathered for the moment:
+weights, and the optimizer's tensors lent to the weights' places, since they are laid out alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from verl.engines import sharding
+from verl.engines.flat_state import FlatState
+from verl.engines.sharded_engine import ShardedEngine
+from verl.engines.sharded_optimizer import build_flat_optimizer
+from verl.metrics import notice
+from verl.models.weights import named_tensors
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a weight shows while its unit is gathered."""
+
+    name: str
+    holder: nn.Module
+    attribute: str
+
+    @property
+    def tensor(self) -> Tensor:
+        found = getattr(self.holder, self.attribute)
+        assert isinstance(found, Tensor), f"{self.name} is no tensor"
+        return found
+
+
+class FSDPEngine(ShardedEngine):
+    """See `ShardedEngine`.
+
+    With use_orig_params the optimizer sees the original parameters (pieces of them) instead of one flat one per unit;
+    what it computes is the same. With offload_policy gradients are reduced once per optimizer step, because FSDP does
+    not accumulate reduced gradients on the host.
+    """
+
+    def _cut(self, model: Any) -> nn.Module:
+        layout = self.layout
+        units = sharding.unit_modules(model, layout.min_num_params)
+        self.slots = _slots(model, self.unit_names)
+        self.silence = ExitStack()
+        offload = layout.offload and layout.device != "cpu"
+        if layout.offload and not offload:
+            notice("fsdp_config.offload_policy", "has no effect with strategy=fsdp on a CPU: weights live there anyway")
+        if offload and not self.sync_once:
+            notice("fsdp_config.offload_policy", "with strategy=fsdp gradients are reduced once per optimizer step")
+            self.sync_once = True
+        chosen = {unit for _, unit in units}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
+            whole = FullyShardedDataParallel(
+                model,
+                auto_wrap_policy=CustomPolicy(lambda module: module in chosen),
+                cpu_offload=CPUOffload(offload_params=True) if offload else None,
+                mixed_precision=MixedPrecision(param_dtype=layout.dtype, reduce_dtype=torch.float32),
+                backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+                forward_prefetch=layout.prefetch,
+                param_init_fn=_Empty(layout.device),
+                device_id=_device(layout.device),
+                use_orig_params=layout.original_parameters,
+                **_strategy(layout),
+            )
+        wrapped = {unit.module: unit for unit in FullyShardedDataParallel.fsdp_modules(whole)}
+        self.units = {"": whole, **{name: wrapped[module] for name, module in units}}
+        with self._gathered("", write=False):
+            return whole  # gathered once, so that FSDP knows which of them is the root
+
+    def _held(self) -> str:
+        own = sum(p.nbytes for p in self.model.parameters())
+        whole = sum(t.numel() * t.element_size() for t in named_tensors(self.blueprint).values())
+        return f"{own} of {whole} bytes of weights; a forward pass gathers them in {len(self.units)} steps"
+
+    def _build_optimizer(self, parameters: list[nn.Parameter], optim: Any) -> torch.optim.Optimizer:
+        return build_flat_optimizer(parameters, optim, self.layout.home)
+
+    # ---- passes ------------------------------------------------------------------------------------------------
+
+    def _before_micro_batch(self, last: bool) -> None:
+        self.silence.close()
+        if self.sync_once and not last:
+            self.silence.enter_context(self.model.no_sync())
+
+    def _after_passes(self) -> None:
+        """Free what a forward pass without a backward one left gathered."""
+        self.silence.close()
+        for handle in (unit._handle for unit in self.units.values()):
+            if handle is not None and handle.uses_sharded_strategy:
+                handle.reshard(True)
+
+    # ---- weights -----------------------------------------------------------------------------------------------
+
+    def _units(self, first_only: bool) -> Iterator[dict[str, Tensor]]:
+        for prefix, slots in self.slots:
+            with self._gathered(prefix, write=False):
+                if first_only:
+                    found = {slot.name: slot.tensor.detach().to("cpu", copy=True) for slot in slots if self.is_first}
+                else:
+                    found = {slot.name: slot.tensor.detach().clone() for slot in slots}
+            yield found
+
+    def _write(self, values: Mapping[str, Tensor]) -> None:
+        """As `ShardedEngine._write`, for some or all weights."""
+        for prefix, slots in self.slots:
+            with self._gathered(prefix, write=True), torch.no_grad():
+                for target, whole in [(slot.tensor, values[slot.name]) for slot in slots if slot.name in values]:
+                    given = whole.to(target) if self.is_first else torch.empty_like(target)
+                    target.copy_(self.ranks.broadcast(given.contiguous()))
+
+    def _gathered(self, prefix: str, write: bool) -> Any:
+        """A unit's whole weights, on every rank, for the moment; each keeps its piece of what is written."""
+        return FullyShardedDataParallel.summon_full_params(self.units[prefix], recurse=False, writeback=write)
+
+    def _move_weights(self, to: str) -> None:
+        device = torch.device("cpu") if to == "cpu" else _device(to)
+        for handle in (unit._handle for unit in self.units.values()):
+            if handle is not None:
+                handle.flat_param_to(device)
+                handle.flat_param._local_shard = handle.flat_param.data  # what FSDP itself keeps the piece under
+
+    # ---- optimizer ---------------------------------------------------------------------------------------------
+
+    def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return self._flat_state().save(lambda: self._units(first_only=True))
+
+    def _load_optimizer_state(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+        self._flat_state().load(tensors, scalars, self._write)
+
+    def _flat_state(self) -> FlatState:
+        assert self.optimizer is not None, "a frozen engine has no optimizer state"
+        shapes = {name: p.shape for name, p in self.blueprint.named_parameters() if p.requires_grad}
+        return FlatState(self.optimizer, shapes, self.ranks)
+
+
+class _Empty:
+    """Gives modules without values memory; weights that are tied stay so."""
+
+    def __init__(self, device: str):
+        self.device, self.made = _device(device), dict[Tensor, nn.Parameter]()
+
+    def __call__(self, module: nn.Module) -> None:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if parameter not in self.made:
+                    value = torch.empty_like(parameter, device=self.device)
+                    self.made[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                module._parameters[name] = self.made[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=self.device)
+
+
+def _slots(model: nn.Module, unit_names: list[str]) -> list[tuple[str, list[Slot]]]:
+    """Where the weights of each unit are, in the model's order; the root's come in several parts."""
+
+    def slot(name: str) -> Slot:
+        holder, _, attribute = name.rpartition(".")
+        return Slot(name, model.get_submodule(holder), attribute)
+
+    names = itertools.groupby(named_tensors(model), key=lambda name: sharding.unit_of(name, unit_names))
+    return [(prefix, [slot(name) for name in group]) for prefix, group in names]
+
+
+def _strategy(layout: sharding.Layout) -> dict[str, Any]:
+    """Of whom the pieces are, and whether they are freed between forward and backward pass."""
+    freed, mesh = layout.reshard_after_forward, layout.mesh
+    if mesh.size(mesh.ndim - 1) == 1:
+        return {"sharding_strategy": ShardingStrategy.NO_SHARD}
+    if mesh.ndim == 2:
+        kind = ShardingStrategy.HYBRID_SHARD if freed else ShardingStrategy._HYBRID_SHARD_ZERO2
+    else:
+        kind = ShardingStrategy.FULL_SHARD if freed else ShardingStrategy.SHARD_GRAD_OP
+    return {"sharding_strategy": kind, "device_mesh": mesh}
+
+
+def _device(kind: str) -> torch.device:
+    """This process's own device of a kind."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())

@@ -1,0 +1,153 @@
+"""What the engines over sharded weights have in common: everything but how a model is cut and its pieces are read."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from verl import distributed
+from verl.distributed import Ranks, data_parallel_mesh
+from verl.distributed.shards import mirror
+from verl.engines import sharding
+from verl.engines.optimizer import move_optimizer_state
+from verl.engines.torch_engine import TorchEngine
+from verl.metrics import log
+from verl.models import count_parameters
+from verl.models.weights import named_tensors, names_in_memory, names_on_disk
+
+
+class ShardedEngine(TorchEngine):
+    """A model over all processes of the run (`verl.distributed.start`), each with its own rows of every batch.
+
+    Every method is collective: all ranks call it, in the same order; `infer` and `train_batch` may be handed batches of
+    different size, also empty ones. States are those of the plain engine: whole tensors under Hugging Face names, on
+    rank 0 only, so that a checkpoint loads at any number of ranks and in any engine.
+
+    Args:
+        model, optim, kind, grad_clip, total_training_steps, seed: as for `PlainEngine`.
+        engine: the ``fsdp_config`` section. Beside what `PlainEngine` takes: reshard_after_forward, offload_policy
+            (weights, gradients and optimizer live on the host), fsdp_size (hybrid sharding), forward_prefetch,
+            wrap_policy.min_num_params, use_no_sync_for_gradient_accumulation (gradients are reduced once per optimizer
+            step and whole until then). dtype: compute dtype of all weights, gathered in it; gradients are reduced in
+            float32.
+        device: ``cpu`` or a kind of accelerator; each process uses its own.
+
+    Raises:
+        EngineError: the processes do not meet, or ranks are called differently.
+        ModelError, ConfigError: as for `PlainEngine`, on every rank.
+    """
+
+    # ---- what a backend provides -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _cut(self, model: Any) -> nn.Module:
+        """Cut a model without values (``meta``) and give its pieces memory."""
+
+    @abstractmethod
+    def _write(self, values: Mapping[str, Tensor]) -> None:
+        """Take over all weights, under their names in memory; values on rank 0, shapes (``meta``) elsewhere."""
+
+    @abstractmethod
+    def _units(self, first_only: bool) -> Iterator[dict[str, Tensor]]:
+        """Whole weights under their names in memory, one unit at a time.
+
+        Args:
+            first_only: on rank 0's host and nothing elsewhere; else on every rank's device.
+        """
+
+    @abstractmethod
+    def _move_weights(self, to: str) -> None:
+        """Move this rank's pieces to a kind of device."""
+
+    @abstractmethod
+    def _held(self) -> str:
+        """How much of the model this rank holds, in words."""
+
+    # ---- building ----------------------------------------------------------------------------------------------
+
+    def _join(self) -> Ranks:
+        return distributed.start(device=self.device)
+
+    def _build(self, model: Any, engine: Any, seed: int) -> nn.Module:
+        mesh = data_parallel_mesh(self.ranks, self.device, engine.fsdp_size)
+        self.layout = sharding.Layout.of(engine, mesh, self.device, self.dtype)
+        self.sync_once = engine.use_no_sync_for_gradient_accumulation
+        skeleton = partial(self._load, model, engine, seed, "meta")
+
+        def load() -> tuple[tuple[Any, Any, Any], None]:
+            whole = self._load(model, engine, seed) if self.is_first else None
+            return (skeleton(), skeleton(), whole), None
+
+        (cut, self.blueprint, whole), _ = self.ranks.together(load)
+        self.unit_names = [name for name, _ in sharding.unit_modules(cut, self.layout.min_num_params)]
+        loose = list(sharding.loose_tensors(cut))
+        self.model = self._cut(cut)
+        self._write(self._values_of(whole))
+        sharding.fill_loose(loose, whole, self.device, self.ranks)
+        log.info("%s: %s holds %s", type(self).__name__, self.ranks, self._held())
+        return self.model
+
+    def _values_of(self, whole: nn.Module | None) -> dict[str, Tensor]:
+        """All weights of rank 0's model; shapes elsewhere."""
+        source = self.blueprint if whole is None else whole
+        return {name: tensor.detach() for name, tensor in named_tensors(source).items()}
+
+    def _autocast_dtype(self) -> torch.dtype:
+        return torch.float32  # the weights are gathered in the compute dtype: nothing is left for autocast
+
+    @property
+    def num_parameters(self) -> int:
+        return count_parameters(self.blueprint)
+
+    def _total_norm(self, grads: list[Tensor]) -> Tensor:
+        """Every rank sums its pieces; with hybrid sharding each piece was counted once per copy."""
+        pieces = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+        own = torch.nn.utils.get_total_norm(pieces)
+        return (self.ranks.sum(own.double().square()) / self.layout.num_copies).sqrt().to(own)
+
+    # ---- weights -----------------------------------------------------------------------------------------------
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """As `Engine.export_weights`, gathered one unit at a time on the device of every rank."""
+        self.onload(optimizer=False)  # one unit at a time moves faster between devices than between hosts
+        for unit in self._units(first_only=False):
+            yield from names_on_disk(self.blueprint, unit).items()
+        self.offload(params=self.idle["params"], optimizer=False)
+
+    def load_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+        """As `Engine.load_weights`; rank 0's weights count, the others may pass the same ones or none."""
+        items = weights.items() if isinstance(weights, Mapping) else weights
+        kept = {name: tensor.cpu() if self.is_first else tensor.to("meta") for name, tensor in items}
+        self._fill(mirror(kept, self.ranks))
+
+    def _fill(self, given: dict[str, Tensor]) -> None:
+        named, _ = self.ranks.together(lambda: (names_in_memory(self.blueprint, given), None))
+        self._write(named)
+
+    def _saved_weights(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for unit in self._units(first_only=True):
+            found |= names_on_disk(self.blueprint, unit)
+        return found
+
+    # ---- host and device ---------------------------------------------------------------------------------------
+
+    def offload(self, params: bool = True, optimizer: bool = True) -> None:
+        self._move({self.device: "cpu"}, "cpu", params, optimizer)
+
+    def onload(self, params: bool = True, optimizer: bool = True) -> None:
+        self._move({"cpu": self.device}, self.device, params, optimizer)
+
+    def _move(self, moves: dict[str, str], to: str, params: bool, optimizer: bool) -> None:
+        if self.device == "cpu" or self.layout.offload:
+            return
+        if params and next(self.model.parameters()).device.type != to:
+            self._move_weights(to)
+        if optimizer and self.optimizer is not None:
+            move_optimizer_state(self.optimizer, moves)
