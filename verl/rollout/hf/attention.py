@@ -25,7 +25,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from verl.errors import RolloutError
-from verl.rollout.hf.kv_pool import Block
+from verl.rollout.hf.kv_pool import Block, KVShape
 from verl.rollout.hf.rows import Chunk, Row
 
 ATTENTION_NAME = "verl_pool"
@@ -205,9 +205,30 @@ class PrefillPlan:
             self.sets.append(found)
             first += found.count
 
+    @classmethod
+    def staging(cls, chunks: list[Chunk], shape: KVShape, same_length_only: bool = False) -> PrefillPlan:
+        """A plan that stores keys and values in memory of its own; `keep` hands them to the prompts."""
+        tokens = sum(c.length for c in chunks)
+        keys, values = (
+            torch.empty(shape.num_layers, shape.num_heads, tokens, dim, dtype=shape.dtype, device=shape.device)
+            for dim in (shape.key_dim, shape.value_dim)
+        )
+        return cls(chunks, (keys, values), shape.device, same_length_only)
+
     @property
     def num_tokens(self) -> int:
         return sum(c.length for c in self.chunks)
+
+    def keep(self) -> None:
+        """Note in each chunk's prompt what was computed of it."""
+        assert self.staged is not None
+        keys, values = self.staged
+        first = 0
+        for chunk in self.chunks:
+            tokens = slice(first, first + chunk.length)
+            chunk.prompt.pieces.append((keys[:, :, tokens], values[:, :, tokens]))
+            chunk.prompt.num_done = chunk.end
+            first = tokens.stop
 
     def _split(self) -> Iterator[list[Chunk]]:
         together: list[Chunk] = []

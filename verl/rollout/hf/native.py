@@ -10,7 +10,8 @@ Shapes: T packed tokens, H query heads, h key/value heads, d head dimension, V v
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -33,6 +34,12 @@ FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}
 MAX_TABLE = 1 << 20
 
 
+class Attend(Protocol):
+    """From normed inputs (T, hidden) of a layer to its attention's result (T, H * d)."""
+
+    def __call__(self, layer: NativeLayer, x: torch.Tensor) -> torch.Tensor: ...
+
+
 class NativeLayer:
     """One decoder layer.
 
@@ -50,13 +57,29 @@ class NativeLayer:
         parts = dict(attention.named_children())
         self.q_norm, self.k_norm = parts.get("q_norm"), parts.get("k_norm")
 
-    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: StepPlan) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.projections.qkv(norm(x, self.first_norm)))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = norm(q, self.q_norm), norm(k, self.k_norm)
-        seen = plan.attend(self.number, rotate(q, cos, sin), rotate(k, cos, sin), v, self.flavour)
-        x = x + self.projections.out(seen.flatten(1))
+    def __call__(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
+        x = x + self.projections.out(attend(self, norm(x, self.first_norm)))
         return x + self.projections.mlp(norm(x, self.second_norm))
+
+
+@dataclass(frozen=True)
+class PlannedAttention:
+    """Attention by a step plan.
+
+    Args:
+        cos, sin: see `NativeModel.rotation`.
+    """
+
+    plan: StepPlan
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __call__(self, layer: NativeLayer, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (-1, layer.head_dim)) for part in layer.projections.qkv(x))
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = norm(q, layer.q_norm), norm(k, layer.k_norm)
+        q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
+        return self.plan.attend(layer.number, q, k, v, layer.flavour).flatten(1)
 
 
 class NativeModel:
@@ -92,17 +115,26 @@ class NativeModel:
         self, ids: torch.Tensor, positions: torch.Tensor, plan: StepPlan, wanted: torch.Tensor | None
     ) -> torch.Tensor:
         """(T,) token ids and positions -> logits (T or len(wanted), V)."""
+        return self.forward(ids, PlannedAttention(plan, *self.rotation(positions)), wanted)
+
+    def forward(self, ids: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """As above, with any attention."""
         x = self._embedding.weight[ids]
-        cos, sin = self.rotation(positions)
         for layer in self.layers:
-            x = layer(x, cos, sin, plan)
+            x = layer(x, attend)
         return self.logits(x if wanted is None else x[wanted])
 
     def rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(T, 1, d) cosines, and sines with the sign that `rotate` needs."""
+        cos, sin = self.table
+        return cos[positions], sin[positions]
+
+    @property
+    def table(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and signed sines of all positions, (max_positions, 1, d) each."""
         if self._table is None:
             self._table = self._make_table()
-        return self._table[0][positions], self._table[1][positions]
+        return self._table
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         x = norm(x, self._norm)

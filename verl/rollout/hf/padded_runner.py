@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from verl.rollout.hf.rows import Chunk, Prompt, Row
-from verl.rollout.hf.runner import BorrowedModel
+from verl.rollout.hf.runner import UNLIMITED, BorrowedModel
 
 
 @dataclass(eq=False)
@@ -88,6 +88,13 @@ class PaddedRunner:
 
     def clear(self) -> None:
         self._waves, self._started = [], None
+
+    @property
+    def capacity(self) -> int:
+        return UNLIMITED
+
+    def reserve(self, row: Row) -> bool:
+        return True
 
     def refresh(self) -> None:
         pass

@@ -17,7 +17,7 @@ from verl.rollout.hf.attention import ATTENTION_NAME, DecodePlan, PrefillPlan, S
 from verl.rollout.hf.kv_pool import Block, BufferPool, Cell, Group, KVShape, capacity_class, move_groups, regroup
 from verl.rollout.hf.native import NativeModel
 from verl.rollout.hf.rows import Chunk, Prompt, Row
-from verl.rollout.hf.runner import BorrowedModel
+from verl.rollout.hf.runner import UNLIMITED, BorrowedModel
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Group widths that blocks come in; a prompt with more rows gets several groups."""
@@ -126,6 +126,13 @@ class PoolRunner:
         self._rows, self.blocks, self._plans, self._is_stale = [], [], {}, False
         self._pool = BufferPool(self.shape.dtype, self.shape.device)
 
+    @property
+    def capacity(self) -> int:
+        return UNLIMITED
+
+    def reserve(self, row: Row) -> bool:
+        return True  # blocks grow as they need
+
     def refresh(self) -> None:
         if self.native is not None:
             self.native.refresh()
@@ -159,10 +166,11 @@ class PoolRunner:
         positions = [plan.positions for plan in plans]
         positions += [torch.arange(c.start, c.end, device=device) for c in chunks]
         positions.append(torch.zeros(padding, dtype=torch.int64, device=device))
-        prefill = self._prefill_plan(chunks)
+        prefill = PrefillPlan.staging(chunks, self.shape, same_length_only=self.policy.exact) if chunks else None
         plan, wanted = StepPlan(plans, prefill, padding), self._wanted(len(rows), chunks)
         logits = self._logits(torch.tensor(ids, device=device), torch.cat(positions), plan, wanted)
-        self._keep(chunks, prefill)
+        if prefill is not None:
+            prefill.keep()
         self.prefill_tokens += num_prompt
         self.decode_tokens += len(rows) + padding
         return logits[: len(rows) + sum(c.completes for c in chunks)]
@@ -183,16 +191,6 @@ class PoolRunner:
             )
         return found.logits[0]
 
-    def _prefill_plan(self, chunks: list[Chunk]) -> PrefillPlan | None:
-        if not chunks:
-            return None
-        s, tokens = self.shape, sum(c.length for c in chunks)
-        keys, values = (
-            torch.empty(s.num_layers, s.num_heads, tokens, dim, dtype=s.dtype, device=s.device)
-            for dim in (s.key_dim, s.value_dim)
-        )
-        return PrefillPlan(chunks, (keys, values), s.device, same_length_only=self.policy.exact)
-
     def _wanted(self, num_rows: int, chunks: Sequence[Chunk]) -> torch.Tensor | None:
         """Positions of the packed row whose logits are needed; None stands for all of them."""
         if not chunks and not self.policy.exact:
@@ -205,17 +203,6 @@ class PoolRunner:
         if self.policy.exact:
             wanted.extend([0] * (-len(wanted) % self.policy.row_multiple))
         return torch.tensor(wanted, dtype=torch.int64, device=self.shape.device)
-
-    def _keep(self, chunks: Sequence[Chunk], prefill: PrefillPlan | None) -> None:
-        """Note what was computed in each chunk's prompt."""
-        if prefill is None or prefill.staged is None:
-            return
-        first = 0
-        for chunk in chunks:
-            tokens = slice(first, first + chunk.length)
-            chunk.prompt.pieces.append((prefill.staged[0][:, :, tokens], prefill.staged[1][:, :, tokens]))
-            chunk.prompt.num_done = chunk.end
-            first = tokens.stop
 
     def _settle(self) -> None:
         """Between steps: close holes, split sparse groups, make room for one more token, plan the next step."""

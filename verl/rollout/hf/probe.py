@@ -6,12 +6,13 @@ A family that passes needs no code of its own here. One that does not is served 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 
 from verl.errors import RolloutError
-from verl.metrics import log
+from verl.metrics import log, notice
 from verl.rollout.hf.attention import (
     ATTENTION_NAME,
     Flavour,
@@ -20,6 +21,7 @@ from verl.rollout.hf.attention import (
     UnsupportedModelError,
     attending,
 )
+from verl.rollout.hf.graph_runner import GraphPolicy, GraphRunner
 from verl.rollout.hf.kv_pool import KVShape
 from verl.rollout.hf.native import NativeModel
 from verl.rollout.hf.padded_runner import PaddedRunner
@@ -33,6 +35,8 @@ WINDOW_IN_REACH = 64
 """A sliding window up to this long is crossed by the probe; for a longer one it is checked that the layer names it."""
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 LOW_PRECISION_TOLERANCE = 0.1
+PROBE_LENGTH, PROBE_CACHE = 256, 64 << 20
+"""Longest sequence and bytes of the cache of a trial."""
 
 
 class RecordingPlan(StepPlan):
@@ -97,6 +101,27 @@ def pool_runner(model: PreTrainedModel, max_model_len: int, policy: PoolPolicy, 
     if native is not None:
         compare(model, PoolRunner(model, shape, policy, native), max_model_len)
     return PoolRunner(model, shape, policy, native)
+
+
+def graph_runner(runner: PoolRunner, max_model_len: int, policy: GraphPolicy) -> Runner:
+    """The same over a paged cache with fixed shapes, tried out; where that fails, a notice and ``runner`` itself."""
+    native, model = runner.native, runner.model
+    if native is None:
+        notice(f"CUDA graphs, {type(model).__name__}", "its family is not written out, so it decodes without graphs")
+        return runner
+    length = min(max_model_len, PROBE_LENGTH)
+    trial = GraphRunner(native, runner.shape, replace(policy, max_rows=4, max_tokens=length, cache_bytes=PROBE_CACHE))
+    try:
+        compare(model, trial, length)
+    except FOREIGN_CODE as error:
+        notice(
+            f"CUDA graphs, {type(model).__name__}",
+            f"it decodes without graphs, because a trial failed: {type(error).__name__}: {error}",
+        )
+        return runner
+    finally:
+        trial.clear()
+    return GraphRunner(native, runner.shape, policy)
 
 
 def _native(model: PreTrainedModel, flavours: list[Flavour], max_model_len: int) -> NativeModel | None:

@@ -10,7 +10,8 @@ together: query, key and value in one product. Two forms hold the same numbers:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +46,10 @@ class Projections(Protocol):
 
     def qkv(self, x: torch.Tensor) -> Sequence[torch.Tensor]: ...
 
+    def joint_qkv(self, x: torch.Tensor) -> torch.Tensor:
+        """Query, key and value side by side."""
+        ...
+
     def out(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,15 +73,19 @@ class FusedProjections:
         self._qkv = _join([layer.q, layer.k, layer.v])
         self._gate_up = _join([layer.gate, layer.up])
 
+        self._gate = _best_gate(layer.gate.weight.device)
+
     def qkv(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        return F.linear(x, *self._qkv).split(self._layer.sizes, dim=-1)
+        return self.joint_qkv(x).split(self._layer.sizes, dim=-1)
+
+    def joint_qkv(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, *self._qkv)
 
     def out(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self._layer.out.weight, self._layer.out.bias)
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = F.linear(x, *self._gate_up).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, self._layer.down.weight, self._layer.down.bias)
+        return F.linear(self._gate(F.linear(x, *self._gate_up)), self._layer.down.weight, self._layer.down.bias)
 
     def refresh(self) -> None:
         pass
@@ -103,7 +112,10 @@ class PackedProjections:
         self._qkv = self._out = self._gate = self._up = self._down = PackedLinear.nothing()
 
     def qkv(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        return self._qkv(x).split(self._layer.sizes, dim=-1)
+        return self.joint_qkv(x).split(self._layer.sizes, dim=-1)
+
+    def joint_qkv(self, x: torch.Tensor) -> torch.Tensor:
+        return self._qkv(x)
 
     def out(self, x: torch.Tensor) -> torch.Tensor:
         return self._out(x)
@@ -126,6 +138,20 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+
+
+def silu_gate(x: torch.Tensor) -> torch.Tensor:
+    """(T, 2 * I), gate before up -> ``silu(gate) * up`` (T, I)."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _best_gate(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return silu_gate
+    from verl.rollout.hf import kernels
+
+    return kernels.silu_gate
 
 
 def can_pack(dtype: torch.dtype) -> bool:

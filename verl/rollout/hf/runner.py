@@ -12,6 +12,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.rollout.hf.rows import Chunk, Prompt, Row
 
+UNLIMITED = 1 << 62
+"""Capacity of a cache that grows as it needs."""
+
 
 class Runner(Protocol):
     """Computes steps over the rows it was given.
@@ -32,6 +35,15 @@ class Runner(Protocol):
         """The running rows, in the order in which `step` returns their logits."""
         ...
 
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest row that an empty cache can hold."""
+        ...
+
+    def reserve(self, row: Row) -> bool:
+        """Keep what a waiting row will need, if there is enough; `place` uses it, `remove` gives it back."""
+        ...
+
     def step(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """One forward pass: the next token of every row, and ``chunks`` of prompts.
 
@@ -46,7 +58,7 @@ class Runner(Protocol):
         ...
 
     def remove(self, rows: Sequence[Row]) -> None:
-        """These running rows have ended."""
+        """These rows have ended: running ones, and such that were only reserved."""
         ...
 
     def clear(self) -> None:

@@ -23,8 +23,9 @@ from verl.models import load_causal_lm
 from verl.rollout.base import Completion, Request, Sampler, check_request
 from verl.rollout.hf.attention import UnsupportedModelError
 from verl.rollout.hf.draw import DrawColumns, draw
-from verl.rollout.hf.pool_runner import PoolPolicy
-from verl.rollout.hf.probe import padded_runner, pool_runner
+from verl.rollout.hf.graph_runner import GraphPolicy
+from verl.rollout.hf.pool_runner import PoolPolicy, PoolRunner
+from verl.rollout.hf.probe import graph_runner, padded_runner, pool_runner
 from verl.rollout.hf.rows import UNIFORMS_AT_ONCE, Row
 from verl.rollout.hf.runner import Runner, vocab_size
 from verl.rollout.hf.scheduler import Admission, Scheduler
@@ -52,6 +53,10 @@ class HFSampler(Sampler):
         stop_token_ids: end every response; None takes the end tokens of the model's generation config.
         share_prompts: compute equal prompts once.
         share_weights: see `ModelWeights`.
+        paged: decode over a paged cache of fixed shapes, on CUDA with graphs; None: on CUDA. Takes effect where the
+            sampler owns the model and its family is written out.
+        enforce_eager: no CUDA graphs.
+        cache_bytes: memory of the paged cache; None: what is needed, within most of the free memory.
         owns_model: nobody else changes the model's weights, so that they may be rearranged; None: where it was loaded
             here.
 
@@ -75,6 +80,9 @@ class HFSampler(Sampler):
         share_prompts: bool = True,
         share_weights: bool = False,
         owns_model: bool | None = None,
+        paged: bool | None = None,
+        enforce_eager: bool = False,
+        cache_bytes: int | None = None,
     ):
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise RolloutError(
@@ -90,13 +98,17 @@ class HFSampler(Sampler):
         self.vocab_size = vocab_size(model)
         self.max_model_len = _context_length(model, max_model_len)
         self.stop_token_ids = frozenset(_default_stops(model) if stop_token_ids is None else stop_token_ids)
-        self._runner = _make_runner(model, self.max_model_len, full_determinism, owned and not share_weights)
+        self._runner: Runner = _make_runner(model, self.max_model_len, full_determinism, owned and not share_weights)
+        if isinstance(self._runner, PoolRunner) and (model.device.type == "cuda" if paged is None else paged):
+            policy = GraphPolicy(max_num_seqs, self.max_model_len, cache_bytes, use_graphs=not enforce_eager)
+            self._runner = graph_runner(self._runner, self.max_model_len, policy)
         self._scheduler = Scheduler(
             max_num_seqs,
             max_num_batched_tokens,
             can_chunk=self._runner.can_chunk,
             keeps_prompts=self._runner.keeps_prompts,
             share=share_prompts,
+            reserve=self._runner.reserve,
         )
         self._weights = ModelWeights(model, share_weights)
         self._version = 0
@@ -151,6 +163,7 @@ class HFSampler(Sampler):
         if request.images is not None or request.videos is not None:
             raise NotBuiltError("the hf sampler takes text only", key=f"request {request.id}")
         check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
+        self._check_room(request)
         loop = asyncio.get_running_loop()
         self._leave_dead_loop(loop)
         if request.id in self._in_flight:
@@ -224,6 +237,16 @@ class HFSampler(Sampler):
         if reason is not None:
             raise RolloutError(f"the sampler cannot sample: {reason}")
 
+    def _check_room(self, request: Request) -> None:
+        most = len(request.token_ids) + request.sampling.max_tokens
+        if most > self._runner.capacity:
+            raise RolloutError(
+                f"the sampler's whole cache is smaller than request {request.id!r} may become",
+                key="rollout.gpu_memory_utilization",
+                got=most,
+                allowed=f"at most {self._runner.capacity} tokens",
+            )
+
     def _row(self, request: Request, future: asyncio.Future[Completion]) -> Row:
         sampling = request.sampling
         stops = frozenset() if sampling.ignore_eos else self.stop_token_ids.union(sampling.stop_token_ids)
@@ -249,11 +272,12 @@ class HFSampler(Sampler):
 
     def _withdraw(self, row: Row) -> None:
         """Take a row out, whatever it is doing."""
-        if row.state == "running":
+        was = row.state
+        if was in ("waiting", "admitted"):
+            self._scheduler.leave(row)
+        if was in ("admitted", "running"):
             row.state = "ended"
             self._runner.remove([row])
-        elif row.state != "ended":
-            self._scheduler.leave(row)
 
     async def _run(self) -> None:
         """Step until nothing is left to do; while an update is held up, finish what runs and admit nothing."""
@@ -287,10 +311,10 @@ class HFSampler(Sampler):
         admitted = [(prompt, self._scheduler.take(prompt)) for prompt in prompts]
         fresh = [row for _, members in admitted for row in members]
         self._draw([*rows, *fresh], parts)
-        ended = [row for row in rows if self._ends(row)]
+        ended = [row for row in (*rows, *fresh) if self._ends(row)]
         if ended:
             self._runner.remove(ended)
-        starting = [(prompt, [row for row in members if not self._ends(row)]) for prompt, members in admitted]
+        starting = [(prompt, [row for row in members if row.state == "running"]) for prompt, members in admitted]
         self._runner.place([(prompt, members) for prompt, members in starting if members])
         for prompt in prompts:
             self._scheduler.release(prompt)
@@ -301,7 +325,8 @@ class HFSampler(Sampler):
         if not rows:
             return
         with torch.inference_mode():
-            logits = torch.cat([part for part in parts if part.shape[0]])
+            filled = [part for part in parts if part.shape[0]]
+            logits = filled[0] if len(filled) == 1 else torch.cat(filled)
             if self._columns is None or self._columns[0] != rows:
                 columns = DrawColumns.of([row.request.sampling for row in rows], logits.device)
                 self._columns = (rows, columns)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from verl.rollout.hf.rows import Chunk, Prompt, Row
@@ -35,6 +36,7 @@ class Scheduler:
         can_chunk: whether a prompt may be computed in pieces.
         keeps_prompts: whether a computed prompt can serve requests that are admitted later.
         share: whether requests with the same token ids are served by one computation.
+        reserve: keeps a row's place in the cache; while it says False, nobody else is admitted.
     """
 
     def __init__(
@@ -45,9 +47,11 @@ class Scheduler:
         can_chunk: bool = True,
         keeps_prompts: bool = True,
         share: bool = True,
+        reserve: Callable[[Row], bool] = lambda row: True,
     ):
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.can_chunk, self.keeps_prompts, self.share = can_chunk, keeps_prompts, share
+        self.reserve = reserve
         self.prompt_hits = 0
         self._line: list[tuple[int, int, Row]] = []
         self._arrival = itertools.count()
@@ -97,6 +101,8 @@ class Scheduler:
                 prompt = row.prompt
                 is_new = prompt.logits is None and not prompt.rows
                 if is_new and budget < (1 if self.can_chunk else prompt.length) and (found.chunks or self.can_chunk):
+                    break
+                if not self.reserve(row):
                     break
                 if is_new:
                     budget -= _next_chunk(prompt, budget if self.can_chunk else prompt.length, found)
