@@ -30,9 +30,9 @@ class RolloutCorrectionConfig(ConfigNode):
         2.0,
         "a number caps the weights (TIS); a text 'low_high' sets weights outside to zero (IcePop)",
     )
-    rollout_rs: str | None = setting(
+    rollout_rs: str | list | None = setting(
         None,
-        "rejection by one or several of token_k1..k3, seq_sum_k1..k3, seq_mean_k1..k3, seq_max_k2..k3, with commas",
+        "rejection by token_k1..k3, seq_sum_k1..k3, seq_mean_k1..k3, seq_max_k2..k3; a list, or a text with commas",
     )
     rollout_rs_threshold: float | str | list | None = setting(
         None, "one threshold, or one per option of rollout_rs; a k1 option takes a text 'low_high'"

@@ -8,7 +8,7 @@ import torch
 
 from verl.config import PPOTrainerConfig, replace
 from verl.errors import DataError
-from verl.metrics import MetricSet
+from verl.metrics import Metric, MetricSet
 from verl.protocol import DataProto
 from verl.trainer.ppo import stages
 from verl.trainer.ppo.context import SamplePool, StepContext
@@ -164,3 +164,106 @@ def test_prompt_uids_are_stable_and_differ_by_epoch_and_row():
     uids = {stages.prompt_uid(epoch, row) for epoch in range(3) for row in range(5)}
     assert len(uids) == 15
     assert stages.prompt_uid(0, 7) == stages.prompt_uid(0, 7)
+
+
+def test_masking_a_sample_does_not_write_into_memory_that_workers_share():
+    data = batch([0.0, 1.0], ["a", "a"])
+    shared = data.batch["response_mask"].numpy()
+    shared.flags.writeable = False
+    data.batch["response_mask"] = torch.from_numpy(shared)
+    reward = {"reward_tensor": torch.zeros(2, 4), "unscorable": [True, False]}
+    stages.score(data, None, context(reward=lambda _: reward))
+    assert data.batch["response_mask"].sum(-1).tolist() == [0, 3]
+    assert shared.sum() == 6, "the shared memory is as it was"
+
+
+def test_an_aborted_sample_is_masked_counted_and_in_no_baseline():
+    data = batch([1.0, 0.0, 0.25], ["a", "a", "a"])
+    data.non_tensor_batch["finish_reason"] = np.array(["stop", "abort", "length"], dtype=object)
+    ctx = context(reward=lambda d: {"reward_tensor": d.batch["token_level_scores"]})
+    stages.score(data, None, ctx)
+    stages.add_advantages(data, ctx)
+    assert data.batch["response_mask"].sum(-1).tolist() == [3, 0, 3]
+    assert ctx.metrics.values()["training/aborted_samples"] == 1
+    # mean 0.625 and sample std 0.53033 of the two that ended
+    expected = torch.tensor([0.7071054, 0.0, -0.7071054])
+    torch.testing.assert_close(data.batch["advantages"][:, 0], expected, atol=1e-5, rtol=0)
+
+
+def test_a_single_sample_is_kept_and_a_group_that_differs_in_a_failed_sample_alone_is_not():
+    filtering = {"algorithm.filter_groups.enable": True}
+    data = batch([1.0, 1.0, 1.0, 0.0], ["a", "b", "b", "b"])
+    assert stages.keep(data, context(**filtering)).non_tensor_batch["uid"].tolist() == ["a", "b", "b", "b"]
+    data.non_tensor_batch["unscorable"] = np.array([False, False, False, True])
+    assert stages.keep(data, context(**filtering)).non_tensor_batch["uid"].tolist() == ["a"]
+
+
+def test_rounding_does_not_make_a_difference():
+    data = batch([0.1 + 0.2, 0.3, 0.0, 1e-6], ["a", "a", "b", "b"])
+    kept = stages.keep(data, context(**{"algorithm.filter_groups.enable": True}))
+    assert kept.non_tensor_batch["uid"].tolist() == ["b", "b"]
+
+
+@pytest.mark.parametrize("metric", [None, "reward", "score", "seq_reward", "seq_final_reward"])
+def test_every_name_of_the_sequence_reward_filters_by_it(metric):
+    data = batch([1.0, 1.0, 0.0, 1.0], ["a", "a", "b", "b"])
+    ctx = context(**{"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": metric})
+    assert stages.keep(data, ctx).non_tensor_batch["uid"].tolist() == ["b", "b"]
+
+
+def test_one_varying_reward_of_several_keeps_a_group():
+    data = batch([1.0, 1.0, 0.0, 0.0], ["a", "a", "b", "b"])
+    data.non_tensor_batch["style"] = np.array([0.0, 1.0, 0.5, 0.5], dtype=object)
+    data.non_tensor_batch["right"] = np.array([1.0, 1.0, 0.0, 0.0], dtype=object)
+    ctx = context(**{"algorithm.filter_groups.enable": True})
+    ctx.config = replace(
+        ctx.config, **{"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["style", "right"]}
+    )
+    assert stages.keep(data, ctx).non_tensor_batch["uid"].tolist() == ["a", "a"]
+
+
+def test_the_share_of_groups_that_teach_nothing_is_told():
+    data = batch([1.0, 0.0, 0.5, 0.5], ["a", "a", "b", "b"])
+    ctx = context()
+    stages.add_advantages(data, ctx)
+    assert ctx.metrics.values()["training/zero_advantage_groups"] == 0.5
+
+
+def test_rejection_shrinks_the_mask_that_is_trained_on():
+    data = batch([0.0] * 2, ["a", "a"])
+    data.batch["advantages"] = torch.ones(2, 4)
+    data.batch["rollout_rs_mask"] = torch.tensor([[1, 0, 0, 0], [0, 0, 0, 0]])
+    seen = []
+
+    class Actor(Group):
+        def update_actor(self, data):
+            seen.append(data.batch["response_mask"])
+            return [MetricSet({"rollout_corr/kl": Metric(1.0), "pg_loss": Metric(2.0)})]
+
+    ctx = context(**{"data.train_batch_size": 1})
+    stages.train(RoleHandle("actor", "trainable", Actor(), mini_batch_size=1), data, ctx)
+    assert torch.cat(seen).tolist() == [[1, 0, 0, 0], [0, 0, 0, 0]]
+    assert data.batch["response_mask"].sum() == 6
+    assert {"rollout_corr/kl", "actor/pg_loss"} <= set(ctx.metrics.values()), "an area of its own stays"
+
+
+@pytest.mark.parametrize(
+    ("changes", "needed"),
+    [
+        ({"algorithm.rollout_is_threshold": 2.0}, True),
+        ({"algorithm.rollout_correction.rollout_is": "token"}, True),
+        ({"algorithm.rollout_correction.rollout_rs": "token_k2"}, True),
+        ({"algorithm.rollout_correction.bypass_mode": True, "actor_rollout_ref.actor.ppo_epochs": 2}, False),
+    ],
+)
+def test_a_correction_needs_the_old_log_probs_and_the_bypass_mode_leaves_them_out(changes, needed):
+    ctx = context(**changes)
+    assert ctx.needs_old_log_prob is needed
+    assert ctx.bypasses_old_log_prob is ("algorithm.rollout_correction.bypass_mode" in changes)
+
+
+def test_what_an_estimator_names_decides_what_the_dataflow_makes():
+    ctx = context()
+    assert not ctx.needs_reward_baselines and not ctx.needs_sum_pi_squared
+    ctx.estimator = lambda token_level_rewards, response_mask, reward_baselines, sum_pi_squared, old_log_probs: None
+    assert ctx.needs_reward_baselines and ctx.needs_sum_pi_squared and ctx.needs_old_log_prob

@@ -17,6 +17,9 @@ from verl.protocol import DataProto
 from verl.registry import ADVANTAGE_ESTIMATORS
 from verl.trainer.signals import StopSignals
 
+ABOUT_THE_REQUEST = ("global_steps", "validate", "do_sample")
+"""Keys of ``meta_info`` that are about one call of the sampler."""
+
 
 class SamplePool:
     """Scored samples that wait for their training batch; what is left over starts the next one.
@@ -36,7 +39,9 @@ class SamplePool:
         return len(self) >= self.rows
 
     def add(self, samples: DataProto) -> None:
+        """Take samples in; how and when they were asked for is left behind, since a batch may be of several steps."""
         if len(samples):
+            samples.meta_info = {k: v for k, v in samples.meta_info.items() if k not in ABOUT_THE_REQUEST}
             self._parts.append(samples)
 
     def peek(self) -> DataProto | None:

@@ -6,6 +6,7 @@ advantage of zero. Shapes: B rows, G groups.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -31,12 +32,13 @@ def out_of_statistics(samples: DataProto) -> np.ndarray:
     return np.zeros(len(samples), dtype=bool) if found is None else found.astype(bool)
 
 
-def outcomes(samples: DataProto, metric: str | None) -> np.ndarray:
+def outcomes(samples: DataProto, metric: str | None, returned: Iterable[str] = ()) -> np.ndarray:
     """(B,) float64: what has to differ inside a group; NaN where a sample has no such value.
 
     Args:
         metric: None, ``reward``, ``seq_reward`` or ``seq_final_reward`` for the sum of the token scores; else a key
             that the scorer returned (``acc``, ``score``, ...).
+        returned: all keys that the scorer returned, for the message.
 
     Raises:
         DataError: the scorer returned no such key, or something else than numbers under it.
@@ -44,7 +46,7 @@ def outcomes(samples: DataProto, metric: str | None) -> np.ndarray:
     if metric in SCORE_SUMS or (metric == "score" and "score" not in samples.non_tensor_batch):
         return samples.tensors["token_level_scores"].double().sum(-1).numpy()
     column = samples.non_tensor_batch.get(str(metric))
-    known = sorted(name for name in samples.non_tensor_batch if _is_numeric(samples.non_tensor_batch[name]))
+    known = sorted(name for name in returned if _is_numeric(samples.non_tensor_batch[name]))
     if column is None:
         raise DataError(
             "the reward function returned no such key",

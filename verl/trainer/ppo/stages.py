@@ -154,7 +154,7 @@ def keep(samples: DataProto, ctx: StepContext) -> DataProto:
     if rule.metric is None and algorithm.adv_estimator == "gdpo" and algorithm.gdpo_reward_keys:
         metrics = list(algorithm.gdpo_reward_keys)  # one varying reward is enough
     groups = group_filter.group_numbers(samples)
-    columns = [group_filter.outcomes(samples, metric) for metric in metrics]
+    columns = [group_filter.outcomes(samples, metric, ctx.sample_info) for metric in metrics]
     flat = group_filter.same_outcome(groups, columns, group_filter.out_of_statistics(samples))
     ctx.metrics.add("training/zero_variance_groups", float(flat.mean()), weight=len(flat))
     if not rule.enable:
@@ -300,7 +300,8 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext) -> None:
     for number, members in enumerate(plan, start=1):
         mini_batch = data.select_idxs(_deal_out(members, lengths, role.group.world_size, ctx))
         metrics = role.train(mini_batch, more_updates=number < len(plan))
-        ctx.metrics.merge({f"{role.name}/{name}": metric for name, metric in metrics.items()})
+        # A name with an area of its own (rollout_corr/kl) keeps it.
+        ctx.metrics.merge({name if "/" in name else f"{role.name}/{name}": m for name, m in metrics.items()})
 
 
 def _deal_out(members: list[int], lengths: list[int], num_ranks: int, ctx: StepContext) -> list[int]:
