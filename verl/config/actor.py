@@ -27,7 +27,7 @@ class PolicyCorrectionConfig(ConfigNode):
         None, "importance weights inside the loss", choices=("token", "sequence"), follows=f"{_CORRECTION}.rollout_is"
     )
     rollout_is_threshold: float | str = setting(2.0, "their bound", follows=f"{_CORRECTION}.rollout_is_threshold")
-    rollout_rs: str | None = setting(None, "rejection inside the loss", follows=f"{_CORRECTION}.rollout_rs")
+    rollout_rs: str | list | None = setting(None, "rejection inside the loss", follows=f"{_CORRECTION}.rollout_rs")
     rollout_rs_threshold: float | str | list | None = setting(
         None, "its thresholds", follows=f"{_CORRECTION}.rollout_rs_threshold"
     )
