@@ -247,7 +247,8 @@ class GraphRunner:
         graph = torch.cuda.CUDAGraph()
         # One pool of memory for all sizes: only the newest logits are ever read.
         shared = next((g.graph.pool() for g in self._graphs.values()), None)
-        with torch.cuda.graph(graph, pool=shared):
+        # Other threads (pinned memory, monitoring) may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=shared, capture_error_mode="thread_local"):
             logits = self._forward(size)
         self.graphs_captured += 1
         return Graph(graph, logits)
