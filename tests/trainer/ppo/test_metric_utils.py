@@ -13,6 +13,7 @@ from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
+    compute_variance_proxy_metrics,
     process_validation_metrics,
     reduce_metrics,
 )
@@ -165,3 +166,42 @@ def test_samples_without_a_value_are_left_out_and_a_shortfall_is_told():
     assert "3 of 4" in notices()["validation/s"]
     with pytest.raises(DataError, match="1 values of 'acc' for 2 validation samples"):
         process_validation_metrics(["s", "s"], ["a", "b"], {"acc": [1]})
+
+
+def proxy_batch(**more) -> DataProto:
+    # w = 1 - 2 pi + sum pi^2: row 0 (0.4, 0.1), row 1 (0.5); advantages 2 and -1; row 2 has no valid token
+    pi = torch.tensor([[0.5, 0.8], [0.4, 0.9], [0.5, 0.5]])
+    tensors = {
+        "old_log_probs": pi.log(),
+        "sum_pi_squared": torch.tensor([[0.4, 0.7], [0.3, float("nan")], [0.5, 0.5]]),
+        "advantages": torch.tensor([[2.0, 2.0], [-1.0, 0.0], [0.0, 0.0]]),
+        "response_mask": torch.tensor([[1, 1], [1, 0], [0, 0]]),
+        **more,
+    }
+    return DataProto.from_dict(tensors=tensors)
+
+
+def test_the_variance_proxies_follow_from_the_weights_of_each_response():
+    # W = (0.5, 0.5), A^2 = (4, 1): P = (2 + 0.5) / 2 = 1.25; S = 0.25; (P - S) / (2 - 1) = 1
+    found = compute_variance_proxy_metrics(proxy_batch(), gradient_norm=0.5)
+    expected = {
+        "proxy1_signal_strength": 0.25,
+        "proxy2_total_power": 1.25,
+        "proxy3_pure_noise": 1.0,
+        "expected_a_squared": 2.5,
+        "expected_w": 0.5,
+    }
+    assert found == pytest.approx({f"variance_proxy/{name}": value for name, value in expected.items()}, abs=1e-6)
+
+
+def test_importance_weights_enter_the_variance_proxies_squared():
+    weights = torch.tensor([[2.0, 0.0], [1.0, 0.0], [0.0, 0.0]])
+    found = compute_variance_proxy_metrics(proxy_batch(rollout_is_weights=weights))
+    assert found["variance_proxy/proxy2_total_power"] == pytest.approx((0.4 * 4 * 4 + 0.5) / 2, abs=1e-6)
+    assert "variance_proxy/proxy1_signal_strength" not in found
+
+
+def test_without_the_sum_of_squares_there_is_no_proxy():
+    batch = proxy_batch()
+    del batch.batch["sum_pi_squared"]
+    assert compute_variance_proxy_metrics(batch, 1.0) == {}

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.algorithms.masked import masked_mean, masked_sum, zero_outside
 from verl.metrics import Metric, as_float
 from verl.protocol import DataProto
 from verl.trainer.ppo.validation_metrics import bootstrap_metric, calc_maj_val, process_validation_metrics
@@ -20,6 +21,7 @@ __all__ = [
     "compute_data_metrics",
     "compute_throughout_metrics",
     "compute_timing_metrics",
+    "compute_variance_proxy_metrics",
     "process_validation_metrics",
     "reduce_metrics",
 ]
@@ -130,6 +132,47 @@ def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float]
         "perf/time_per_step": seconds,
         "perf/throughput": tokens / (seconds * n_gpus) if seconds > 0 else 0.0,
     }
+
+
+@torch.no_grad()
+def compute_variance_proxy_metrics(batch: DataProto, gradient_norm: float | None = None) -> dict[str, float]:
+    """How much of the policy gradient is signal (``variance_proxy/*``); empty without ``sum_pi_squared`` in the batch.
+
+    The squared gradient of a response with respect to its logits is taken for W = sum of w_t over its tokens, with
+    w_t = 1 - 2 pi(y_t) + sum_v pi(v)^2, times the squared importance weight where there is one. With A the mean
+    advantage of a response and N responses::
+
+        proxy1_signal_strength  S = gradient_norm^2
+        proxy2_total_power      P = mean of W A^2
+        proxy3_pure_noise       (P - S) / (N - 1)
+
+    Args:
+        batch: with sum_pi_squared, old_log_probs, advantages, response_mask (B, T).
+        gradient_norm: of the update; None leaves out what needs it.
+    """
+    tensors = _tensors(batch)
+    if not {"sum_pi_squared", "old_log_probs", "advantages"} <= set(tensors.keys()):
+        return {}
+    mask = tensors["response_mask"]
+    counted = mask.bool().any(dim=-1)
+    if not counted.any():
+        return {}
+    proxy = 1 - 2 * zero_outside(tensors["old_log_probs"], mask).exp() + zero_outside(tensors["sum_pi_squared"], mask)
+    if "rollout_is_weights" in tensors.keys():
+        proxy = proxy * tensors["rollout_is_weights"] ** 2
+    weight = masked_sum(proxy, mask, axis=-1)[counted]
+    squared = masked_mean(tensors["advantages"], mask, axis=-1)[counted] ** 2
+    power = (weight * squared).mean().item()
+    found = {
+        "proxy2_total_power": power,
+        "expected_a_squared": squared.mean().item(),
+        "expected_w": weight.mean().item(),
+    }
+    if gradient_norm is not None:
+        found["proxy1_signal_strength"] = gradient_norm**2
+        if len(weight) > 1:
+            found["proxy3_pure_noise"] = (power - gradient_norm**2) / (len(weight) - 1)
+    return {f"variance_proxy/{name}": value for name, value in found.items()}
 
 
 def _tensors(batch: DataProto) -> Any:

@@ -28,7 +28,12 @@ from verl.trainer.ppo import correction, stages
 from verl.trainer.ppo.callbacks import Callback, default_callbacks
 from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.context import StepContext
-from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
+from verl.trainer.ppo.metric_utils import (
+    compute_data_metrics,
+    compute_throughout_metrics,
+    compute_timing_metrics,
+    compute_variance_proxy_metrics,
+)
 from verl.trainer.ppo.roles import RoleHandle, add_role, distinct_groups
 from verl.trainer.ppo.validation import Sampled, Validator
 from verl.trainer.signals import StepDropped, StopSignals
@@ -226,6 +231,7 @@ class RayPPOTrainer:
                 max_prompt_length=self.config.data.max_prompt_length,
                 max_response_length=self.config.data.max_response_length,
             ),
+            **compute_variance_proxy_metrics(batch, ctx.metrics.values().get("actor/grad_norm")),
             **compute_timing_metrics(batch, ctx.timers.seconds),
             **compute_throughout_metrics(batch, ctx.timers.seconds, ranks),
             **build.memory_metrics(self.config),
