@@ -226,20 +226,15 @@ class RolloutConfig(ConfigNode):
     gpu_memory_utilization: float = setting(
         0.5,
         "share of GPU memory for the engine",
-        no_effect="the hf engine's cache grows with what it samples",
+        no_effect="the hf engine's cache takes the memory that its requests need",
         engines=("vllm", "sglang"),
     )
     ignore_eos: bool = setting(False, "go on after the end token until the length is reached")
-    enforce_eager: bool = setting(
-        False,
-        "run without CUDA graphs",
-        no_effect="the hf engine captures no CUDA graphs",
-        engines=("vllm", "sglang"),
-    )
+    enforce_eager: bool = setting(False, "run without CUDA graphs")
     cudagraph_capture_sizes: list | None = setting(
         None,
         "batch sizes that get a CUDA graph",
-        no_effect="the hf engine captures no CUDA graphs",
+        no_effect="the hf engine chooses the sizes itself",
         engines=("vllm",),
     )
     free_cache_engine: bool | None = setting(

@@ -161,7 +161,7 @@ class GraphRunner:
         if num_pages < 2:
             raise RolloutError(
                 "there is no memory for the sampler's cache",
-                key="rollout.gpu_memory_utilization",
+                key="rollout.max_num_seqs",
                 got=f"{room >> 20} MB",
                 allowed=f"{page_bytes * 2 >> 20} MB or more",
             )

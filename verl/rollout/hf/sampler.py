@@ -143,6 +143,7 @@ class HFSampler(Sampler):
             full_determinism=rollout.full_determinism,
             share_prompts=rollout.enable_prefix_caching,
             owns_model=True,
+            enforce_eager=rollout.enforce_eager,
         )
         wanted = rollout.prompt_length + rollout.response_length
         if wanted > sampler.max_model_len:
@@ -242,7 +243,7 @@ class HFSampler(Sampler):
         if most > self._runner.capacity:
             raise RolloutError(
                 f"the sampler's whole cache is smaller than request {request.id!r} may become",
-                key="rollout.gpu_memory_utilization",
+                key="max_tokens",
                 got=most,
                 allowed=f"at most {self._runner.capacity} tokens",
             )
