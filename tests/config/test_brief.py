@@ -375,12 +375,17 @@ GROUP = f"{R}.n=2"
 ESTIMATORS = built(
     registry.ADVANTAGE_ESTIMATORS, "algorithm.adv_estimator",
     "gae", "grpo", "grpo_vectorized", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo",
-    "rloo_vectorized", "remax", "opo", "gpg", "gdpo", more=GROUP,
+    "rloo_vectorized", "remax", "opo", "gpg", "optimal_token_baseline", "tir_optimal_token_baseline", more=GROUP,
+)  # fmt: skip
+ESTIMATORS |= built(
+    registry.ADVANTAGE_ESTIMATORS, "algorithm.adv_estimator", "gdpo",
+    more=f"{GROUP} algorithm.gdpo_reward_keys=[acc,format]",
 )  # fmt: skip
 LOSSES = built(
     registry.POLICY_LOSSES, f"{A}.policy_loss.loss_mode",
-    "vanilla", "gspo", "gpg", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "sapo", "cispo", "dro",
+    "vanilla", "gspo", "gpg", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "sapo", "cispo", "bypass_mode",
 )  # fmt: skip
+LOSSES |= built(registry.POLICY_LOSSES, f"{A}.policy_loss.loss_mode", "dro", more=f"{A}.policy_loss.dro_beta=0.1")
 ENGINES = built(
     registry.ENGINES, f"{A}.strategy", "fsdp", "fsdp2", "fsdp_turbo", "megatron", "veomni", "torchtitan", "automodel"
 )
@@ -446,7 +451,12 @@ SINGLE = {
     "reward.custom_reward_function.path=my_reward.py": Works({"reward.custom_reward_function.path": "my_reward.py"}),
     "trainer.device=cpu": Works(),
     f"{A}.fsdp_config.offload_policy=true": Works({f"{A}.fsdp_config.offload_policy": True}),
+    "algorithm.use_pf_ppo=True algorithm.pf_ppo.reweight_method=max_min": Works({"algorithm.use_pf_ppo": True}),
+    f"{A}.policy_loss.loss_mode=sapo {A}.tau_neg=1.1": Works({f"{A}.tau_neg": 1.1}),
     # settings that work and say something
+    "algorithm.pf_ppo.reweight_method=max_min": Works({}, ("algorithm.pf_ppo.reweight_method",)),
+    f"{A}.policy_loss.clip_cov_ratio=0.001": Works({}, (f"{A}.policy_loss.clip_cov_ratio",)),
+    f"{A}.policy_loss.loss_mode=gspo {A}.loss_agg_mode=token-mean": Works({}, (f"{A}.loss_agg_mode",)),
     "custom_reward_function.path=my_reward.py custom_reward_function.name=score": Works(
         {"reward.custom_reward_function.name": "score"}, ("custom_reward_function.path", "custom_reward_function.name")
     ),
@@ -463,7 +473,8 @@ SINGLE = {
     "trainer.use_v1=false": Works({}, ("trainer.use_v1",)),
     # settings of features that are not built yet
     f"{A}.fsdp_config.use_orig_params=true": Works({f"{A}.fsdp_config.use_orig_params": True}),
-    f"{A}.fsdp_config.ulysses_sequence_parallel_size=2": refused(f"{LATER}Ulysses sequence parallelism"),
+    f"{A}.fsdp_config.ulysses_sequence_parallel_size=2": Works({f"{A}.fsdp_config.ulysses_sequence_parallel_size": 2}),
+    f"{A}.ulysses_sequence_parallel_size=2": Works({f"{A}.fsdp_config.ulysses_sequence_parallel_size": 2}),
     f"{A}.megatron.expert_model_parallel_size=8": refused(f"{LATER}Megatron-Core training"),
     f"{R}.expert_parallel_size=8": refused(f"{LATER}sampling on several ranks"),
     f"{R}.tensor_model_parallel_size=2": refused(f"{LATER}sampling on several ranks"),
@@ -476,8 +487,6 @@ SINGLE = {
     f"{M}.use_fused_kernels=true": refused(f"{LATER}the fused LM head"),
     f"{M}.lora_rank=16": refused(f"{LATER}LoRA"),
     f"{M}.lora.rank=16": refused(f"{LATER}LoRA"),
-    "algorithm.use_pf_ppo=True": refused(f"{LATER}PF-PPO"),
-    "algorithm.pf_ppo.reweight_method=max_min": refused(f"{LATER}PF-PPO"),
     "reward.reward_model.enable=true": refused(f"{LATER}served reward models"),
     "reward_model.enable=true": refused(f"{LATER}served reward models"),
     "sandbox_fusion.url=http://a": refused(f"{LATER}code rewards"),
@@ -487,6 +496,15 @@ SINGLE = {
     "model_engine=megatron": refused("the training backend 'megatron'", "the training backend 'megatron'"),
     "trainer.runtime=ray": refused("on a Ray cluster is not built yet"),
     # settings that are wrong
+    f"{A}.policy_loss.loss_mode=dro": wrong("'dro' has no default for the weight of its square"),
+    f"{A}.policy_loss.loss_mode=dro {A}.policy_loss.dro_beta=-1": wrong("dro_beta: out of range"),
+    f"{A}.policy_loss.clip_cov_lb=6": wrong("clip_cov_lb: out of range"),
+    f"algorithm.adv_estimator=gdpo {GROUP}": wrong("'gdpo' normalises several rewards apart"),
+    f"algorithm.adv_estimator=gdpo {GROUP} algorithm.gdpo_reward_keys=[a] algorithm.gdpo_reward_weights=[1,2]": wrong(
+        "1 rewards have 2 weights"
+    ),
+    "algorithm.adv_estimator=vapo critic.enable=false": wrong("'vapo' needs the values of a critic"),
+    "algorithm.adv_estimator=vapo algorithm.vapo_length_alpha=0": wrong("vapo_length_alpha: out of range"),
     "algorithm.adv_estimator=grpo": wrong("compares the samples of one prompt and needs several"),
     f"{R}.log_prob_micro_batch_size=4 {R}.log_prob_micro_batch_size_per_gpu=8": wrong("contradict each other"),
     f"{A}.lr=1e-6 {A}.optim.lr=2e-6": wrong("two values for one setting"),
@@ -534,7 +552,7 @@ SUPERVISED = {
     "LoRA": ("model.path=model model.lora_rank=32", refused(f"model.lora_rank: {LATER}LoRA")),
     "sequence parallel, with Liger": (
         "model.path=model ulysses_sequence_parallel_size=2 model.use_liger=True",
-        refused(f"{LATER}Ulysses sequence parallelism", f"{LATER}Liger kernels"),
+        refused(f"{LATER}Liger kernels"),
     ),
     "Megatron": ("model.path=model engine=megatron", refused("the training backend 'megatron' is not built yet")),
     "eight processes": ("model.path=model trainer.n_gpus_per_node=8", wrong(LAPTOP)),

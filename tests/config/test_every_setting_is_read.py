@@ -13,6 +13,19 @@ from verl.config import PPOTrainerConfig, SFTTrainerConfig, leaves, load_config,
 from verl.trainer import main_ppo, sft_trainer
 
 READ_ELSEWHERE = {
+    # Settings of one policy loss or estimator each: tests/trainer/test_every_algorithm.py runs them all.
+    *(f"actor_rollout_ref.actor.policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub")),
+    "actor_rollout_ref.actor.policy_loss.kl_cov_ratio",
+    "actor_rollout_ref.actor.policy_loss.ppo_kl_coef",
+    "actor_rollout_ref.actor.policy_loss.dro_beta",
+    "actor_rollout_ref.actor.tau_pos",
+    "actor_rollout_ref.actor.tau_neg",
+    "algorithm.gdpo_reward_keys",
+    "algorithm.gdpo_reward_weights",
+    "algorithm.vapo_length_alpha",
+    "algorithm.vapo_lam_critic",
+    "algorithm.pf_ppo.reweight_method",
+    "algorithm.pf_ppo.weight_pow",
     # The actor reads its mirror, actor.policy_loss.rollout_correction.loss_type.
     "algorithm.rollout_correction.loss_type",
     # Trackers get the configuration as a plain dict; tests/observability/backends/test_wandb.py reads this one.
@@ -20,6 +33,10 @@ READ_ELSEWHERE = {
     # The loader copies it into grad_clip, which is read; tests/config/test_loading.py shows that it arrives.
     "actor_rollout_ref.actor.optim.clip_grad",
     "critic.optim.clip_grad",
+    # Older forms, which the loader copies into fsdp_config; tests/config/test_brief.py shows that they arrive.
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size",
+    "critic.ulysses_sequence_parallel_size",
 }
 
 SCORER = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.5\n"

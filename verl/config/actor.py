@@ -164,7 +164,7 @@ class ActorConfig(ConfigNode):
     )
     use_kl_loss: bool = setting(False, "add a KL term to the loss; loads the reference policy")
     use_prefix_grouper: bool = setting(
-        False, "compute the prompt of a group once per training pass", planned="shared prompts in training"
+        True, "compute a prompt once for all its samples in every pass; exact; needs model.use_remove_padding", upstream=False
     )
     use_torch_compile: bool = setting(
         True,
@@ -184,22 +184,18 @@ class ActorConfig(ConfigNode):
         False,
         "compute log-probs without writing out the logits",
         follows="actor_rollout_ref.model.use_fused_kernels",
-        planned="the fused LM head",
+        no_effect="actor_rollout_ref.model.use_fused_kernels is what counts",
     )
     qat: ActorQATConfig = section(ActorQATConfig)
     grad_clip: float = setting(
         1.0, "largest gradient norm; a larger gradient is scaled down to it", follows=".optim.clip_grad"
     )
-    ulysses_sequence_parallel_size: int = setting(
-        1, "older form of fsdp_config.ulysses_sequence_parallel_size", planned="Ulysses sequence parallelism"
-    )
+    ulysses_sequence_parallel_size: int = setting(1, "older form of fsdp_config.ulysses_sequence_parallel_size")
     entropy_from_logits_with_chunking: bool = setting(
-        False, "compute the entropy in chunks of rows, for less memory", planned="the memory-saving entropy"
+        False, "compute the entropy in chunks of rows of logits, for less memory"
     )
-    entropy_from_logits_chunk_size: int = setting(2048, "rows per chunk", planned="the memory-saving entropy")
-    entropy_checkpointing: bool = setting(
-        False, "compute the entropy again in the backward pass, for less memory", planned="the memory-saving entropy"
-    )
+    entropy_from_logits_chunk_size: int = setting(2048, "rows per chunk")
+    entropy_checkpointing: bool = setting(False, "compute the entropy again in the backward pass, for less memory")
     pad_to_length: bool = setting(
         False, "round packed micro-batches up to a multiple of a bucket", planned="padded packing"
     )
@@ -207,7 +203,7 @@ class ActorConfig(ConfigNode):
         False,
         "pack rows without padding",
         follows="actor_rollout_ref.model.use_remove_padding",
-        no_effect="the plain engine computes no padding between prompt and response in either case",
+        no_effect="actor_rollout_ref.model.use_remove_padding is what counts",
     )
     use_rollout_log_probs: bool = setting(
         False, "take the sampler's log-probs as the old ones", planned="training against rollout log-probs"
@@ -270,14 +266,17 @@ class RefConfig(ConfigNode):
         1,
         "older form of fsdp_config.ulysses_sequence_parallel_size",
         follows="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
-        planned="Ulysses sequence parallelism",
     )
     entropy_from_logits_with_chunking: bool = setting(
-        False, "compute the entropy in chunks of rows", planned="the memory-saving entropy"
+        False, "compute the entropy in chunks of rows", no_effect="the reference policy's entropy is never computed"
     )
-    entropy_from_logits_chunk_size: int = setting(2048, "rows per chunk", planned="the memory-saving entropy")
+    entropy_from_logits_chunk_size: int = setting(
+        2048, "rows per chunk", no_effect="the reference policy's entropy is never computed"
+    )
     entropy_checkpointing: bool = setting(
-        False, "compute the entropy again in the backward pass", planned="the memory-saving entropy"
+        False,
+        "compute the entropy again in the backward pass",
+        no_effect="the reference policy's entropy is never computed",
     )
     pad_to_length: bool = setting(
         False,

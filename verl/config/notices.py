@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl.config import losses
 from verl.config.node import ConfigNode, was_typed
-from verl.config.root import PPOTrainerConfig, corrects_rollout, skips_old_log_prob, uses_critic, uses_reference
+from verl.config.root import (
+    ON_VALUES,
+    PPOTrainerConfig,
+    corrects_rollout,
+    skips_old_log_prob,
+    uses_critic,
+    uses_reference,
+)
 from verl.config.sft import SFTTrainerConfig
 from verl.metrics import notice
 
@@ -21,6 +29,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
         _automatic_micro_batches,
         _skipped_pass,
         _estimator,
+        _settings_of_losses,
         _correction,
         _critic,
         _validation,
@@ -110,7 +119,9 @@ def _skipped_pass(cfg: PPOTrainerConfig) -> None:
 
 def _estimator(cfg: PPOTrainerConfig) -> None:
     algorithm = cfg.algorithm
-    grpo = algorithm.adv_estimator in ("grpo", "grpo_vectorized", "grpo_passk") or is_dotted(algorithm.adv_estimator)
+    grpo = algorithm.adv_estimator in ("grpo", "grpo_vectorized", "grpo_passk", "gdpo") or is_dotted(
+        algorithm.adv_estimator
+    )
     if not grpo and "norm_adv_by_std_in_grpo" in _changed(algorithm):
         notice("algorithm.norm_adv_by_std_in_grpo", "has no effect without algorithm.adv_estimator=grpo")
     if not algorithm.filter_groups.enable:
@@ -146,10 +157,23 @@ def _correction(cfg: PPOTrainerConfig) -> None:
         )
 
 
+def _settings_of_losses(cfg: PPOTrainerConfig) -> None:
+    actor, algorithm = cfg.actor_rollout_ref.actor, cfg.algorithm
+    sections = {
+        _A: actor,
+        f"{_A}.policy_loss": actor.policy_loss,
+        "algorithm": algorithm,
+        "algorithm.pf_ppo": algorithm.pf_ppo,
+    }
+    changed = {f"{key}.{name}" for key, section in sections.items() for name in _changed(section)}
+    for key, why in losses.without_effect(cfg, changed).items():
+        notice(key, why)
+
+
 def _critic(cfg: PPOTrainerConfig) -> None:
     estimator = cfg.algorithm.adv_estimator
     if uses_critic(cfg):
-        if estimator != "gae" and not is_dotted(estimator):
+        if estimator not in ON_VALUES and not is_dotted(estimator):
             notice("critic.enable", f"a critic is trained, but the estimator {estimator!r} does not use its values")
         return
     changed = [f"critic.{n}" for n in _changed(cfg.critic) if n in ("cliprange_value", "grad_clip", "enable")]

@@ -48,9 +48,13 @@ class PPOTrainerConfig(ConfigNode):
     ray_kwargs: RayConfig = section(RayConfig)
 
 
+ON_VALUES = ("gae", "vapo")
+"""Estimators that read a critic's values."""
+
+
 def uses_critic(cfg: PPOTrainerConfig) -> bool:
-    """``critic.enable`` where it is set, else the estimator decides: only gae needs values."""
-    return cfg.critic.enable if cfg.critic.enable is not None else cfg.algorithm.adv_estimator == "gae"
+    """``critic.enable`` where it is set, else the estimator decides: gae and vapo need values."""
+    return cfg.critic.enable if cfg.critic.enable is not None else cfg.algorithm.adv_estimator in ON_VALUES
 
 
 ON_OLD_LOG_PROBS = ("optimal_token_baseline", "tir_optimal_token_baseline")

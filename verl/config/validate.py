@@ -8,10 +8,10 @@ but does nothing is a notice.
 from __future__ import annotations
 
 from verl import registry
-from verl.config import correcting, machine, notices, ranges
+from verl.config import correcting, losses, machine, notices, ranges
 from verl.config.checks import Problems, collect, known_name, missing_folder, one_of
 from verl.config.node import unrecorded
-from verl.config.root import PPOTrainerConfig, uses_critic, uses_reference
+from verl.config.root import ON_VALUES, PPOTrainerConfig, uses_critic, uses_reference
 from verl.config.sft import SFTTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
 
@@ -27,7 +27,7 @@ _ONE_DEVICE = "Leave it out (auto) to train on one device."
 
 def validate(cfg: PPOTrainerConfig) -> None:
     """All problems of an RL configuration in one `ConfigError`; settings without effect get a notice each."""
-    rules = (_names, _kl, machine.trackers, machine.rollout_engine, machine.hardware, machine.files, ranges.numbers, _groups, _values, _batches,
+    rules = (_names, _kl, machine.trackers, machine.rollout_engine, machine.hardware, machine.files, ranges.numbers, losses.problems, _groups, _values, _batches,
              _ranks, _micro_batches, _sampling, _mirrors, _budgets, correcting.rollout, correcting.groups, _plugins, _resume, _validation)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
@@ -99,10 +99,12 @@ def _groups(cfg: PPOTrainerConfig) -> Problems:
 
 
 def _values(cfg: PPOTrainerConfig) -> Problems:
-    if cfg.algorithm.adv_estimator != "gae" or uses_critic(cfg):
+    estimator = cfg.algorithm.adv_estimator
+    if estimator not in ON_VALUES or uses_critic(cfg):
         return []
     fix = f"Leave it out, or take an estimator without a critic: algorithm.adv_estimator=grpo {_R}.n=8."
-    return [ConfigError("the estimator 'gae' needs the values of a critic", key="critic.enable", got=False, fix=fix)]
+    message = f"the estimator {estimator!r} needs the values of a critic"
+    return [ConfigError(message, key="critic.enable", got=False, fix=fix)]
 
 
 def _batches(cfg: PPOTrainerConfig) -> Problems:

@@ -18,6 +18,7 @@ from verl.algorithms.balancing import balance_within_mini_batches, log_seqlen_un
 from verl.algorithms.kl import apply_kl_penalty
 from verl.algorithms.masked import masked_mean
 from verl.algorithms.micro_batches import mini_batches
+from verl.algorithms.reweighting import resampled_rows
 from verl.metrics import MetricSet
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.base import Roles
@@ -275,6 +276,14 @@ def compute_advantage(batch: DataProto, estimator: Any, algorithm: Any) -> None:
         whole = zeros.clone()
         whole[torch.from_numpy(rows)] = values.float()
         batch.tensors[name] = whole
+
+
+def resample(batch: DataProto, ctx: StepContext) -> DataProto:
+    """Policy filtration (PF-PPO, arXiv 2409.06957): rows drawn with replacement, by the run's seed and the step."""
+    rule, scores = ctx.config.algorithm.pf_ppo, batch.tensors["token_level_scores"].sum(-1)
+    rows = resampled_rows(scores, rule.reweight_method, rule.weight_pow, seed=ctx.config.trainer.seed + ctx.step)
+    ctx.metrics.add("training/pf_ppo/distinct_rows", len(rows.unique()) / len(rows), "last")
+    return batch.select_idxs(rows)
 
 
 TRAIN_KEYS = (

@@ -45,6 +45,8 @@ def learn(batch: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
         stages.correct_rollout(batch, ctx)  # rollout_is_weights, rollout_rs_mask
     with ctx.timed("adv"):
         stages.add_advantages(batch, ctx)  # token_level_rewards, advantages, returns
+        if ctx.config.algorithm.use_pf_ppo:
+            batch = stages.resample(batch, ctx)  # as many rows, drawn by their scores
 
     if "critic" in roles:
         with ctx.timed("update_critic"):
