@@ -14,6 +14,7 @@ import pytest
 from tests.checkpoint.builders import assert_holds, save
 from verl.checkpoint import CheckpointWriter, find_checkpoint
 from verl.errors import CheckpointError
+from verl.metrics import notices, reset_notices
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -145,3 +146,14 @@ def test_two_writers_of_one_process_exclude_each_other(tmp_path):
     with CheckpointWriter(tmp_path), pytest.raises(CheckpointError, match=r"another run"):
         CheckpointWriter(tmp_path)
     CheckpointWriter(tmp_path).close()
+
+
+def test_a_lock_that_a_dead_run_of_another_host_left_is_taken_over_and_told(tmp_path):
+    reset_notices()
+    (tmp_path / ".lock").write_text('{"pid": 1, "host": "node-17", "since": "2026-01-01 00:00:00"}')
+    with CheckpointWriter(tmp_path):
+        told = " ".join(notices().values())
+        assert "taken over" in told and "node-17" in told
+    reset_notices()
+    with CheckpointWriter(tmp_path):
+        assert notices() == {}, "a lock that was released says nothing"

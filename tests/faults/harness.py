@@ -135,6 +135,26 @@ class Run:
         os.kill(self.pid, number)
 
 
+def processes_of(folder: Path) -> dict[int, str]:
+    """Every living process that a run in ``folder`` started, by number."""
+    mark, found = f"VERL_TEST_RUN={folder}\0".encode(), {}
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (place / "environ").read_bytes() + b"\0" and "(zombie)" not in (place / "status").read_text():
+                found[int(place.name)] = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
+        except OSError:
+            continue  # it has ended meanwhile, or is another user's
+    return found
+
+
+def assert_no_process_left(folder: Path, seconds: float, besides: tuple[str, ...] = ()) -> None:
+    """Everything that a run started is gone within ``seconds``, but for processes with one of these words."""
+    end = time.monotonic() + seconds
+    while left := {pid: words for pid, words in processes_of(folder).items() if not any(b in words for b in besides)}:
+        assert time.monotonic() < end, f"orphans after {seconds} s: {left}"
+        time.sleep(0.1)
+
+
 def finish(server: Server, folder: Path, arguments: list[str], timeout: float = 120) -> Ended:
     """Start (again) without a fault and see it through."""
     ended = server.start(folder, arguments).wait(timeout)
@@ -153,8 +173,7 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     (file,) = [p for p in (folder / "logs").rglob("*.jsonl") if ".previous" not in p.name]
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     return [
-        {"step": line["step"], **{k: v for k, v in line["data"].items() if not k.startswith(TIMINGS)}}
-        for line in lines
+        {"step": line["step"], **{k: v for k, v in line["data"].items() if not k.startswith(TIMINGS)}} for line in lines
     ]
 
 
@@ -172,4 +191,3 @@ def assert_same_end(whole: Path, hit: Path, steps: int = STEPS) -> None:
     assert state[0] == state[1]
     assert metrics(whole) == metrics(hit)
     assert samples(whole) == samples(hit)
-

@@ -2,13 +2,18 @@
 
 A worker imports this module through ``external_lib``, the controller before its program starts, so the library knows
 nothing of it. ``VERL_TEST_FAULT=<point>:<n>:<SIGNAL>`` hits at the n-th time that a process reaches the point;
-``PAUSE`` instead of a signal writes the process's number into the file ``paused`` and waits.
+``PAUSE`` instead of a signal writes the process's number into the file ``paused`` and waits until that is removed,
+``FULL`` limits the size of files, ``AWAY`` puts a file in the place of the run's folder, ``SLOW`` delays from there on.
+
+Points of a step: generation, scoring, backward, optimizer_begin, optimizer_end. Of a save: begin, shard (after every
+tensor), files, manifest, published, tracker, retention:renamed.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import resource
 import signal
 import threading
 import time
@@ -19,9 +24,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 VARIABLE = "VERL_TEST_FAULT"
-STEP_POINTS = ("generation", "scoring", "backward", "optimizer_begin", "optimizer_end")
-SAVE_POINTS = ("shard", "begin", "files", "manifest", "published", "tracker", "retention:renamed")
 PAUSE_SECONDS = 60.0
+SLOW_SECONDS = 0.01
+FULL_BYTES = 24000
 
 
 class Fault:
@@ -41,13 +46,24 @@ class Fault:
             self._happen()
 
     def _happen(self) -> None:
-        if self.action != "PAUSE":
+        if self.action == "FULL":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, FULL_BYTES))
+        elif self.action == "AWAY":
+            os.rename("run", "run.away")
+            Path("run").write_text("a file is here now")
+        elif self.action == "SLOW":
+            self.count = 1  # from here on every time
+            time.sleep(SLOW_SECONDS)
+        elif self.action == "PAUSE":
+            self._pause()
+        else:
             os.kill(os.getpid(), signal.Signals[f"SIG{self.action}"])
-            return
+
+    def _pause(self) -> None:
         Path("paused.new").write_text(str(os.getpid()))
         Path("paused.new").rename("paused")
         end = time.monotonic() + PAUSE_SECONDS
-        while time.monotonic() < end:
+        while Path("paused").exists() and time.monotonic() < end:
             time.sleep(0.02)
 
 

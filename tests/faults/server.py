@@ -57,6 +57,7 @@ def _run(request: dict[str, Any]) -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.environ["VERL_FILE_LOGGER_ROOT"] = os.path.join(request["folder"], "logs")
         os.environ["VERL_TEST_FAULT"] = request["fault"]
+        os.environ["VERL_TEST_RUN"] = request["folder"]
         importlib.import_module("tests.faults.points")
         program = importlib.import_module(f"verl.trainer.{request['program']}")
         status = program.main(request["arguments"])

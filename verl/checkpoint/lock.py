@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -20,7 +21,8 @@ _held: set[Path] = set()  # a POSIX lock does not exclude its own process
 class RunLock:
     """An exclusive lock on a run folder, held from construction to `release`.
 
-    The file says who holds it. It may stay behind after a crash: the lock is what the kernel knows, not the file.
+    The file says who holds it. It may stay behind after a crash: the lock is what the kernel knows, not the file, and
+    a name that a dead run left in it, on whatever host, is told and written over.
 
     Raises:
         CheckpointError: another live run holds it.
@@ -39,13 +41,17 @@ class RunLock:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            holder_text = _text_of(descriptor)
             os.close(descriptor)
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise self._refusal(_text_of(self.path)) from error
+                raise self._refusal(holder_text or "unknown") from error
             notice(f"lock {self.path}", f"this file system has no locks ({error}): nothing keeps two runs apart here")
             return
         self._descriptor = descriptor
         _held.add(self.path)
+        before = _text_of(descriptor)
+        if before:
+            notice(f"lock {self.path}", f"its holder ended without releasing it, so it is taken over: {before}")
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(holder).encode(), 0)
@@ -54,6 +60,8 @@ class RunLock:
         """Let go; a second call does nothing."""
         if self._descriptor is not None:
             _held.discard(self.path)
+            with suppress(OSError):  # a disk that is gone keeps the name; the kernel lets go all the same
+                os.truncate(self._descriptor, 0)
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -74,8 +82,5 @@ class RunLock:
         )
 
 
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8") or "unknown"
-    except OSError:
-        return "unknown"
+def _text_of(descriptor: int) -> str:
+    return os.pread(descriptor, 1000, 0).decode(errors="replace")

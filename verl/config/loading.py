@@ -65,10 +65,22 @@ def to_yaml(config: ConfigNode) -> str:
 
 
 def save_config(config: ConfigNode, path: str | Path) -> None:
-    """Write the resolved configuration as YAML; missing folders are made."""
+    """Write the resolved configuration as YAML; missing folders are made.
+
+    Raises:
+        ConfigError: the folder, which is ``trainer.default_local_dir`` of a run, cannot be written.
+    """
     file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(to_yaml(config))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(to_yaml(config))
+    except OSError as error:
+        raise ConfigError(
+            f"this folder cannot be written: {error}",
+            key="trainer.default_local_dir",
+            got=str(file.parent),
+            fix="Choose one on a disk that can be written and has room.",
+        ) from error
 
 
 def _check_whole(program: Program, config: ConfigNode) -> None:

@@ -49,7 +49,9 @@ def enter(config: PPOTrainerConfig) -> Iterator[Place]:
     from verl.single_controller import ray as cluster  # loads Ray
 
     try:
-        yield _on_ray(config)
+        place = _on_ray(config)
+        random.seed(config.trainer.seed)  # Ray draws from python's generator while it starts
+        yield place
     finally:
         cluster.stop(config.ray_kwargs.timeline_json_file)
 

@@ -3,6 +3,9 @@
 A scheduler that takes a machine back sends SIGTERM and waits for a while; a person presses Ctrl-C. Either way the run
 saves what it has and leaves with status 128 + signal (143, 130), so that a script can tell it from a run that is
 complete (0) and start it again. Handlers are in place only while a loop runs.
+
+Python runs a handler only between two instructions of the main thread, which may be deep inside a kernel, a collective
+or a call of a worker. A thread therefore listens, too, and it is the thread that answers and that leaves.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ class StopSignals:
         self.drop_at_once = drop_at_once
         self.signal: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
+        self._wakeup = (-1, -1, -1)
         self._droppable = False
 
     @property
@@ -79,6 +83,10 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
+            reader, writer = os.pipe()
+            os.set_blocking(writer, False)
+            self._wakeup = (reader, writer, signal.set_wakeup_fd(writer, warn_on_full_buffer=False))
+            threading.Thread(target=self._listen, args=(reader,), name="verl-signals", daemon=True).start()
             for number in SIGNALS:
                 self._before[number] = signal.signal(number, self._receive)
         return self
@@ -88,18 +96,30 @@ class StopSignals:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._before.clear()
+        if self._before:
+            self._before.clear()
+            signal.set_wakeup_fd(self._wakeup[2])
+            os.close(self._wakeup[1])  # the thread sees the end of the pipe and closes its side
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        received = signal.Signals(number)
-        if self.requested:
-            _tell(f"{received.name}, the second signal: leaving at once; the newest finished checkpoint is untouched")
-            os._exit(128 + number)  # nothing may hold it up, not even a clean-up; the kernel drops the folder's lock
-        self.signal = received
-        _tell(f"{received.name}: the run saves and stops; a second signal ends it at once")
+        self.signal = self.signal or signal.Signals(number)
         if self._droppable and self.drop_at_once:
             self._droppable = False
             raise StepDropped
+
+    def _listen(self, reader: int) -> None:
+        """Answer every signal the moment it comes; leave at the second one, whatever the main thread is doing."""
+        count = 0
+        while numbers := os.read(reader, 1):
+            if numbers[0] not in SIGNALS:
+                continue
+            received, count = signal.Signals(numbers[0]), count + 1
+            if count > 1:
+                _tell(f"{received.name}, the second signal: leaving at once; finished checkpoints are untouched")
+                os._exit(128 + received)  # nothing may hold it up, no clean-up either; the kernel drops the lock
+            self.signal = self.signal or received
+            _tell(f"{received.name}: the run saves and stops; a second signal ends it at once")
+        os.close(reader)
 
 
 def _tell(sentence: str) -> None:
