@@ -195,15 +195,12 @@ SFT_WORKS = [
     ("optim.lr_scheduler", "cosine", "optim.lr_scheduler_type", "cosine"),
     ("model.fsdp_config.cpu_offload", "true", "engine.offload_policy", True),
     ("model.fsdp_config.wrap_policy.min_num_params", "5", "engine.wrap_policy.min_num_params", 5),
+    ("ulysses_sequence_parallel_size", "2", "engine.ulysses_sequence_parallel_size", 2),
     ("optim.warmup_style", "cosine", "optim.lr_scheduler_type", "cosine"),
     ("optim.warmup_steps_ratio", "0.1", "optim.lr_warmup_steps_ratio", 0.1),
     ("use_remove_padding", "true", "model.use_remove_padding", True),
     ("trainer.checkpoint.save_contents", "[model]", "checkpoint.save_contents", ["model"]),
     ("trainer.checkpoint.load_contents", "[model]", "checkpoint.load_contents", ["model"]),
-]
-SFT_NOT_BUILT = [
-    ("model.fsdp_config.wrap_policy.min_num_params", "5", "engine.wrap_policy.min_num_params", "the FSDP1 engine"),
-    ("ulysses_sequence_parallel_size", "2", "engine.ulysses_sequence_parallel_size", "Ulysses"),
 ]
 
 
@@ -231,13 +228,6 @@ def test_an_old_spelling_of_supervised_runs_sets_the_current_setting(old, value,
 def test_an_old_spelling_of_a_missing_feature_is_refused_by_its_name(old, value, new, feature):
     with pytest.raises(NotBuiltError) as caught:
         read_config("ppo_trainer", [f"{old}={value}"])
-    assert new in str(caught.value) and feature in str(caught.value)
-
-
-@pytest.mark.parametrize(("old", "value", "new", "feature"), SFT_NOT_BUILT, ids=lambda x: str(x)[-40:])
-def test_the_same_holds_for_supervised_runs(old, value, new, feature):
-    with pytest.raises(NotBuiltError) as caught:
-        read_config("sft_trainer", [f"{old}={value}"])
     assert new in str(caught.value) and feature in str(caught.value)
 
 
@@ -280,7 +270,7 @@ def test_every_alias_is_tried_by_a_test_above():
     assert [key for key in PPO_ALIASES.ignored if not covered(key, IGNORED) and "fsdp.grad" not in key] == []
     steps = [key for key in PPO_ALIASES.removed if not covered(key, REMOVED)]
     assert all(key.endswith(("torch.step_start", "torch.step_end")) for key in steps)
-    assert [key for key in SFT_ALIASES.moved if not covered(key, SFT_WORKS + SFT_NOT_BUILT)] == []
+    assert [key for key in SFT_ALIASES.moved if not covered(key, SFT_WORKS)] == []
 
 
 def test_what_is_null_in_an_old_file_was_its_default_and_changes_nothing(tmp_path, told):

@@ -6,13 +6,10 @@ import pytest
 
 from verl.config import SFTTrainerConfig, replace
 from verl.config.torchrun import processes
-from verl.metrics import notices, reset_notices
 
 
 @pytest.fixture
 def check(monkeypatch):
-    reset_notices()
-
     def go(started: int, **settings) -> list[str]:
         monkeypatch.setenv("WORLD_SIZE", str(started))
         named = {key.replace("__", "."): value for key, value in settings.items()}
@@ -23,7 +20,6 @@ def check(monkeypatch):
 
 def test_what_was_started_is_used_where_nothing_else_is_said(check):
     assert check(1) == check(8) == check(8, trainer__n_gpus_per_node=4, trainer__nnodes=2) == []
-    assert notices() == {}
 
 
 def test_more_processes_than_were_started_are_refused_with_the_command_that_starts_them(check):
@@ -34,9 +30,8 @@ def test_more_processes_than_were_started_are_refused_with_the_command_that_star
     assert "trainer.nnodes: 16 processes" in told and "--nnodes=2 --nproc_per_node=8" in told
 
 
-def test_more_processes_than_are_asked_for_are_all_used_with_a_notice(check):
+def test_more_processes_than_are_asked_for_are_all_used(check):
     assert check(8, trainer__n_gpus_per_node=1) == []
-    assert "torchrun started 8 processes" in notices()["trainer.n_gpus_per_node"]
 
 
 def test_the_engine_of_one_device_is_refused_on_several(check):

@@ -216,7 +216,7 @@ def test_training_has_the_same_loss_in_every_engine_on_any_number_of_ranks(runs)
 @world("written_by_a_worker")
 def test_a_worker_writes_on_its_first_rank_and_fails_on_all(runs, size, name):
     found = runs[size][name]
-    assert found[0]["records"] == ["optimizer.safetensors", "extra.safetensors"][::-1] and found[1]["records"] == []
+    assert {"optimizer.safetensors", "extra.safetensors"} <= set(found[0]["records"]) and found[1]["records"] == []
     for answer in found:
         assert answer["losses"][0] == answer["losses"][1] and answer["hf"]
         assert "holds no such role" in answer["told"]

@@ -67,6 +67,22 @@ def test_shares_are_disjoint_together_whole_and_keep_the_order_of_rows(logger):
     assert lengths == [[9], [2, 7], [4, 5]]
 
 
+def test_rows_may_be_dealt_in_turn(logger):
+    batch = batch_of([4, 9, 2, 7, 5])
+    shares = [Spmd(FirstOf(rank, 3)).share(batch, balance=False) for rank in range(3)]
+    # whatever their length, rows are dealt forth and back
+    assert [share.batch["attention_mask"].sum(-1).tolist() for share in shares] == [[4], [9, 5], [2, 7]]
+
+
+def test_a_run_that_goes_on_gives_each_rank_numbers_of_its_step(logger):
+    drawn = set()
+    for step in (0, 5):
+        for rank in (1, 2):
+            Spmd(Ranks(rank, 3), seed=1).set_generator(step)
+            drawn.add(torch.rand(1).item())
+    assert len(drawn) == 4
+
+
 def test_fewer_rows_than_ranks_leave_a_rank_with_an_empty_batch(logger):
     assert [len(Spmd(FirstOf(rank, 3)).share(batch_of([2, 3]))) for rank in range(3)] == [1, 1, 0]
 

@@ -164,7 +164,7 @@ class ActorConfig(ConfigNode):
     )
     use_kl_loss: bool = setting(False, "add a KL term to the loss; loads the reference policy")
     use_prefix_grouper: bool = setting(
-        True, "compute a prompt once for all its samples in every pass; exact; needs model.use_remove_padding", upstream=False
+        True, "compute a prompt once for all its samples in every pass; exact", upstream=False
     )
     use_torch_compile: bool = setting(
         True,

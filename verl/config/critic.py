@@ -106,9 +106,7 @@ class CriticConfig(ConfigNode):
     forward_micro_batch_size_per_gpu: int | None = setting(
         None, "samples per pass of one process where values are only computed", follows=".ppo_micro_batch_size_per_gpu"
     )
-    ulysses_sequence_parallel_size: int = setting(
-        1, "older form of fsdp.ulysses_sequence_parallel_size", planned="Ulysses sequence parallelism"
-    )
+    ulysses_sequence_parallel_size: int = setting(1, "older form of fsdp.ulysses_sequence_parallel_size")
     grad_clip: float = setting(
         1.0, "largest gradient norm; a larger gradient is scaled down to it", follows=".optim.clip_grad"
     )

@@ -102,19 +102,19 @@ class FSDPEngineConfig(ConfigNode):
     seed: int = setting(42, "seed of new weights (a value head)", no_effect="a run has one seed: trainer.seed")
     full_determinism: bool = setting(False, "deterministic kernels only, for debugging; slower")
     ulysses_sequence_parallel_size: int = setting(
-        1, "processes that share one sequence (DeepSpeed-Ulysses)", planned="Ulysses sequence parallelism"
+        1,
+        "neighbouring processes that share their sequences (DeepSpeed-Ulysses); divides the attention heads",
+        follows="..ulysses_sequence_parallel_size",
     )
     entropy_from_logits_with_chunking: bool = setting(
         False,
         "compute the entropy in chunks of rows, for less memory",
         follows="actor_rollout_ref.actor.entropy_from_logits_with_chunking",
-        planned="the memory-saving entropy",
     )
     entropy_from_logits_chunk_size: int = setting(
         2048,
         "rows per chunk",
         follows="actor_rollout_ref.actor.entropy_from_logits_chunk_size",
-        planned="the memory-saving entropy",
     )
     use_torch_compile: bool = setting(
         True,
@@ -125,7 +125,6 @@ class FSDPEngineConfig(ConfigNode):
         False,
         "compute the entropy again in the backward pass, for less memory",
         follows="actor_rollout_ref.actor.entropy_checkpointing",
-        planned="the memory-saving entropy",
     )
     use_no_sync_for_gradient_accumulation: bool = setting(
         False, "sum gradients over processes only at the last micro-batch"

@@ -23,9 +23,7 @@ def sft_numbers(cfg: SFTTrainerConfig) -> Problems:
     data = cfg.data
     found = _at_least("data", data, 1, "train_batch_size", "micro_batch_size_per_gpu", "max_token_len_per_gpu")
     found += _at_least("data", data, 2, "max_length") + _at_least("data", data, 0, "num_workers")
-    found += _samples(data)
-    found += _dtype("engine.dtype", cfg.engine.dtype) + _dtype("engine.model_dtype", cfg.engine.model_dtype, "auto")
-    return found + optimizer("optim", cfg.optim) + _steps(cfg.trainer)
+    return found + _samples(data) + _engine("engine", cfg.engine) + optimizer("optim", cfg.optim) + _steps(cfg.trainer)
 
 
 def _at_least(section: str, node: Any, least: float, *names: str) -> Problems:
@@ -99,9 +97,14 @@ def _actor(cfg: PPOTrainerConfig) -> Problems:
     names = ("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")
     found += _at_least("actor_rollout_ref.ref", ref, 1, *names)
     for key, engine in ((_A, actor.fsdp_config), ("actor_rollout_ref.ref", ref.fsdp_config)):
-        found += _dtype(f"{key}.fsdp_config.dtype", engine.dtype)
-        found += _dtype(f"{key}.fsdp_config.model_dtype", engine.model_dtype, "auto")
+        found += _engine(f"{key}.fsdp_config", engine)
     return found
+
+
+def _engine(key: str, engine: Any) -> Problems:
+    found = _dtype(f"{key}.dtype", engine.dtype) + _dtype(f"{key}.model_dtype", engine.model_dtype, "auto")
+    found += _at_least(key, engine, 1, "ulysses_sequence_parallel_size")
+    return found + _at_least(f"{key}.wrap_policy", engine.wrap_policy, 0, "min_num_params")
 
 
 def _critic(cfg: PPOTrainerConfig) -> Problems:
@@ -112,8 +115,7 @@ def _critic(cfg: PPOTrainerConfig) -> Problems:
     found += _at_least("critic", critic, 1, "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")
     found += _at_least("critic", critic, 1, "forward_micro_batch_size", "forward_micro_batch_size_per_gpu")
     found += _above_zero("critic", critic, "cliprange_value", "grad_clip", "loss_scale_factor")
-    found += _dtype("critic.fsdp.dtype", critic.fsdp.dtype)
-    found += _dtype("critic.fsdp.model_dtype", critic.fsdp.model_dtype, "auto")
+    found += _engine("critic.fsdp", critic.fsdp)
     return found + optimizer("critic.optim", critic.optim)
 
 

@@ -11,6 +11,8 @@ from verl.config.node import ConfigNode, section, setting
 from verl.config.optim import OptimizerConfig
 from verl.config.profiler import ProfilerConfig
 
+_TORCHRUN = "torchrun says how many processes there are, and the run uses all of them; more are refused"
+
 
 @dataclass(frozen=True)
 class SFTCustomClassConfig(ConfigNode):
@@ -137,9 +139,9 @@ class SFTRunConfig(ConfigNode):
         None, "folder of a step (.../global_step_20) for resume_mode=resume_path", path=True
     )
     device: str | None = setting(None, "cuda, npu or cpu; null: the accelerator if there is one", upstream="cuda")
-    nnodes: int = setting(1, "number of machines")
+    nnodes: int = setting(1, "number of machines", no_effect=_TORCHRUN)
     n_gpus_per_node: int | None = setting(
-        None, "processes per machine, one per GPU; null: as many as torchrun started", upstream=1
+        None, "processes per machine, one per GPU; null: what torchrun started", upstream=1, no_effect=_TORCHRUN
     )
     profile_interval: list = setting([-1, -1], "first and last step to profile", planned="profiling")
 

@@ -6,7 +6,6 @@ from verl import env
 from verl.config.checks import Problems
 from verl.config.sft import SFTTrainerConfig
 from verl.errors import ConfigError
-from verl.metrics import notice
 
 _GPUS = "trainer.n_gpus_per_node"
 
@@ -27,8 +26,6 @@ def processes(cfg: SFTTrainerConfig) -> Problems:
                 "or leave it out.",
             )
         ]
-    if trainer.n_gpus_per_node is not None and asked < started:
-        notice(_GPUS, f"torchrun started {started} processes, and the run uses all of them")
     if started > 1 and cfg.engine.strategy == "plain":
         return [
             ConfigError(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from verl.device import torch_dtype
-from verl.errors import NotBuiltError
+from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 
 
@@ -18,18 +18,28 @@ class PassSettings:
 
     Args:
         packed: rows without padding (``model.use_remove_padding``).
-        share_prompts: the prompt of several rows is computed once (``actor.use_prefix_grouper``); packs, too.
+        share_prompts: the prompt of several rows is computed once (``actor.use_prefix_grouper``); needs ``packed``.
+        fused_head: backend of the fused LM head (``model.use_fused_kernels``), None for the model's own head.
+        entropy_chunk: rows of logits per piece of the entropy (``entropy_from_logits_with_chunking``), None all.
+        entropy_again: the entropy is computed again in the backward pass (``entropy_checkpointing``).
     """
 
     packed: bool = True
     share_prompts: bool = False
+    fused_head: str | None = None
+    entropy_chunk: int | None = None
+    entropy_again: bool = False
 
     @classmethod
-    def of(cls, model: Any, role: Any = None) -> PassSettings:
-        """From the ``model`` section and that of the role (actor, ref, critic), where it has such settings."""
+    def of(cls, model: Any, engine: Any, share_prompts: bool = False) -> PassSettings:
+        """From the ``model`` section and that of the engine."""
+        chunked = engine.entropy_from_logits_with_chunking
         return cls(
             packed=bool(model.use_remove_padding),
-            share_prompts=bool(getattr(role, "use_prefix_grouper", False)),
+            share_prompts=share_prompts and bool(model.use_remove_padding),
+            fused_head=model.fused_kernel_options.impl_backend if model.use_fused_kernels else None,
+            entropy_chunk=engine.entropy_from_logits_chunk_size if chunked else None,
+            entropy_again=bool(engine.entropy_checkpointing),
         )
 
 
@@ -72,6 +82,13 @@ def tell_sharding_settings(engine: Any) -> None:
     why = "has no effect on the plain engine: use strategy=fsdp2 with several processes"
     for name in (name for name, usual in SHARDING_SETTINGS.items() if engine[name] != usual):
         notice(f"fsdp_config.{name}", why)
+    if engine.ulysses_sequence_parallel_size > 1:
+        raise ConfigError(
+            "one process cannot share its sequences with others",
+            key="fsdp_config.ulysses_sequence_parallel_size",
+            got=engine.ulysses_sequence_parallel_size,
+            fix="Run several processes with strategy=fsdp2, or leave it out.",
+        )
     if engine.wrap_policy.min_num_params:
         notice("fsdp_config.wrap_policy.min_num_params", why)
 

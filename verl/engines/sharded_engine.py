@@ -15,11 +15,15 @@ from verl import distributed
 from verl.distributed import Ranks, data_parallel_mesh
 from verl.distributed.shards import mirror
 from verl.engines import sharding
+from verl.engines.forward import TokenForward
 from verl.engines.optimizer import move_optimizer_state
+from verl.engines.rows import AlignedRows
+from verl.engines.sequence_parallel import SequenceForward, check_heads, pooled, sequence_peers
 from verl.engines.torch_engine import TorchEngine
-from verl.metrics import log
+from verl.metrics import MetricSet, log
 from verl.models import count_parameters
 from verl.models.weights import named_tensors, names_in_memory, names_on_disk
+from verl.protocol import DataProto
 
 
 class ShardedEngine(TorchEngine):
@@ -34,8 +38,8 @@ class ShardedEngine(TorchEngine):
         engine: the ``fsdp_config`` section. Beside what `PlainEngine` takes: reshard_after_forward, offload_policy
             (weights, gradients and optimizer live on the host), fsdp_size (hybrid sharding), forward_prefetch,
             wrap_policy.min_num_params, use_no_sync_for_gradient_accumulation (gradients are reduced once per optimizer
-            step and whole until then). dtype: compute dtype of all weights, gathered in it; gradients are reduced in
-            float32.
+            step and whole until then), ulysses_sequence_parallel_size (that many neighbours share their rows).
+            dtype: compute dtype of all weights, gathered in it; gradients are reduced in float32.
         device: ``cpu`` or a kind of accelerator; each process uses its own.
 
     Raises:
@@ -75,6 +79,8 @@ class ShardedEngine(TorchEngine):
         return distributed.start(device=self.device)
 
     def _build(self, model: Any, engine: Any, seed: int) -> nn.Module:
+        self.peers = sequence_peers(self.ranks, engine.ulysses_sequence_parallel_size)
+        self.sharers = self.peers.size
         mesh = data_parallel_mesh(self.ranks, self.device, engine.fsdp_size)
         self.layout = sharding.Layout.of(engine, mesh, self.device, self.dtype)
         self.sync_once = engine.use_no_sync_for_gradient_accumulation
@@ -85,6 +91,7 @@ class ShardedEngine(TorchEngine):
             return (skeleton(), skeleton(), whole), None
 
         (cut, self.blueprint, whole), _ = self.ranks.together(load)
+        check_heads(cut.config, self.sharers)
         self.unit_names = [name for name, _ in sharding.unit_modules(cut, self.layout.min_num_params)]
         loose = list(sharding.loose_tensors(cut))
         self.model = self._cut(cut)
@@ -110,6 +117,26 @@ class ShardedEngine(TorchEngine):
         pieces = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
         own = torch.nn.utils.get_total_norm(pieces)
         return (self.ranks.sum(own.double().square()) / self.layout.num_copies).sqrt().to(own)
+
+    # ---- sequences that several ranks share --------------------------------------------------------------------
+
+    def _make_forward(self, *args: Any, **kwargs: Any) -> TokenForward:
+        return SequenceForward(self.peers, *args, **kwargs) if self.sharers > 1 else TokenForward(*args, **kwargs)
+
+    def _budget(self, rows: AlignedRows, micro_batch_size: int | None, max_tokens: int | None) -> int | None:
+        budget = super()._budget(rows, micro_batch_size, max_tokens)
+        return None if budget is None else budget * self.sharers  # a budget is what one rank computes
+
+    def infer(self, batch: DataProto, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        if self.sharers == 1:
+            return super().infer(batch, *args, **kwargs)
+        whole, mine = pooled(batch, self.peers)
+        width = batch.tensors["responses"].shape[1]
+        return {name: values[mine, :width] for name, values in super().infer(whole, *args, **kwargs).items()}
+
+    def train_batch(self, batch: DataProto, *args: Any, **kwargs: Any) -> MetricSet:
+        whole = batch if self.sharers == 1 else pooled(batch, self.peers)[0]
+        return super().train_batch(whole, *args, **kwargs)
 
     # ---- weights -----------------------------------------------------------------------------------------------
 

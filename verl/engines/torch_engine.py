@@ -78,6 +78,8 @@ class TorchEngine(Engine):
     """See the backends for the arguments."""
 
     ranks: Ranks
+    sharers: int = 1
+    """Ranks that hold the same rows as this one, itself included."""
     model: Any
     architecture: str
 
@@ -102,7 +104,9 @@ class TorchEngine(Engine):
         self.dtype = compute_dtype(engine.dtype, device)
         self.ranks = self._join()
         self.model = self._build(model, engine, engine.seed if seed is None else seed)
-        self.forward = TokenForward(self.model, kind, device, self._autocast_dtype(), passes or PassSettings.of(model))
+        self.forward = self._make_forward(
+            self.model, kind, device, self._autocast_dtype(), passes or PassSettings.of(model, engine)
+        )
         self._after_passes()  # it has tried out what the model can do
         self.optimizer = self.scheduler = None
         if optim is not None:
@@ -130,6 +134,10 @@ class TorchEngine(Engine):
 
     def _autocast_dtype(self) -> torch.dtype:
         return self.dtype
+
+    def _make_forward(self, *args: Any, **kwargs: Any) -> TokenForward:
+        """What runs the model on a micro-batch; arguments of `TokenForward`."""
+        return TokenForward(*args, **kwargs)
 
     def _build_optimizer(self, parameters: list[nn.Parameter], optim: Any) -> torch.optim.Optimizer:
         return build_optimizer(parameters, optim, self.device)
@@ -216,8 +224,8 @@ class TorchEngine(Engine):
         self.onload()
         self.model.train()
         tensors: Any = batch.batch
-        ranks = self.ranks
-        norm = loss_norm(tensors["response_mask"].cpu(), ranks.size, work.num_responses, ranks.sum)
+        mask, count = tensors["response_mask"].cpu(), lambda found: self.ranks.sum(found) / self.sharers
+        norm = loss_norm(mask, self.ranks.size // self.sharers, work.num_responses, count)
         if norm.num_tokens == 0:
             lr = float(self.optimizer.param_groups[0]["lr"])
             return StepReport(0.0, lr, skipped_empty=True).metrics(0.0)
@@ -226,7 +234,7 @@ class TorchEngine(Engine):
         report = clip_and_step(self.optimizer, self.model.parameters(), self.grad_clip, self._total_norm)
         if report.skipped_nonfinite:
             tell_broken_rows(batch, broken)
-        total, metrics = merged(total, metrics, ranks)
+        total, metrics = merged(total, metrics, self.ranks, self.sharers)
         return metrics.merge(report.metrics(total))
 
     def _accumulate(
@@ -281,7 +289,7 @@ class TorchEngine(Engine):
 
     def _budget(self, rows: AlignedRows, micro_batch_size: int | None, max_tokens: int | None) -> int | None:
         if micro_batch_size is None and max_tokens is None:
-            return automatic_tokens(self.model.config, self.device, max(rows.lengths, default=1), self.kind)
+            return automatic_tokens(self.forward.logits_per_token, self.device, max(rows.lengths, default=1))
         return max_tokens
 
     def step_scheduler(self) -> None:

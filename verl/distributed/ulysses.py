@@ -1,0 +1,124 @@
+"""Sequence parallelism by exchanging heads for tokens (DeepSpeed-Ulysses, arXiv:2309.14509).
+
+Of a packed row of N tokens each of P ranks holds N/P, with all heads; for attention alone, all N with 1/P of the heads.
+One all-to-all turns the one into the other. Per layer and rank a forward pass sends (P-1)/P * N/P * (2H + 2h') * d
+numbers, h' being the key-value heads after repetition; the backward pass as many.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.distributed.ranks import Ranks
+
+
+class Plan(Protocol):
+    """Attention over a whole packed row: (T, H, d), (T, h, d), (T, h, d_v) -> (T, H, d_v)."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: Any) -> Tensor: ...
+
+
+class UlyssesPlan:
+    """Attention of a packed row of which this rank has its part of the tokens.
+
+    Args:
+        whole: attention over the whole row.
+        peers: the ranks that share the row, in the order of its parts; all parts are equally long.
+    """
+
+    def __init__(self, whole: Plan, peers: Ranks):
+        self.whole, self.peers = whole, peers
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: Any) -> Tensor:
+        """(T/P, H, d) queries, (T/P, h, d) keys, (T/P, h, d_v) values -> (T/P, H, d_v); P divides H."""
+        size = self.peers.size
+        key, value = (repeated_heads(x, query.shape[1], size) for x in (key, value))
+        mine = [gather_tokens(x, self.peers) for x in (query, key, value)]
+        return gather_heads(self.whole.attend(mine[0], mine[1], mine[2], how), self.peers)
+
+
+def repeated_heads(x: Tensor, num_query_heads: int, size: int) -> Tensor:
+    """Key-value heads (T, h, d) repeated until every rank gets as many, and those that its queries look at.
+
+    The fewest that will do: all of them once where P divides h, P/h times where h divides P, else one per query head.
+    """
+    heads = x.shape[1]
+    if heads % size == 0:
+        return x
+    times = size // heads if size % heads == 0 else num_query_heads // heads
+    return x.repeat_interleave(times, dim=1)
+
+
+def gather_tokens(x: Tensor, peers: Ranks) -> Tensor:
+    """(T/P, H, d) -> (T, H/P, d): all tokens, this rank's part of the heads. Gradients flow."""
+    return _GatherTokens.apply(x, peers)  # type: ignore[no-untyped-call]
+
+
+def gather_heads(x: Tensor, peers: Ranks) -> Tensor:
+    """(T, H/P, d) -> (T/P, H, d): the inverse of `gather_tokens`."""
+    return _GatherHeads.apply(x, peers)  # type: ignore[no-untyped-call]
+
+
+def summed(x: Tensor, peers: Ranks) -> Tensor:
+    """The sum over ranks of what each of them has for its own tokens, zero elsewhere.
+
+    Every rank goes on to compute the same loss from it. Backwards each keeps what concerns its own tokens, times P,
+    because gradients are averaged over all ranks, of which P together make one.
+    """
+    return _Summed.apply(x, peers) if x.numel() else x  # type: ignore[no-untyped-call]
+
+
+def _tokens_from_heads(x: Tensor, peers: Ranks) -> Tensor:
+    tokens, heads, dim = x.shape
+    parts = x.view(tokens, peers.size, heads // peers.size, dim).transpose(0, 1).contiguous()
+    return _exchanged(parts, peers).flatten(0, 1)
+
+
+def _heads_from_tokens(x: Tensor, peers: Ranks) -> Tensor:
+    tokens, heads, dim = x.shape
+    parts = x.contiguous().view(peers.size, tokens // peers.size, heads, dim)
+    return _exchanged(parts, peers).transpose(0, 1).flatten(1, 2)
+
+
+def _exchanged(parts: Tensor, peers: Ranks) -> Tensor:
+    """Part r goes to rank r; what comes back is in the order of its senders."""
+    found = torch.empty_like(parts)
+    dist.all_to_all_single(found, parts, group=peers.group)
+    return found
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, peers: Ranks) -> Tensor:
+        ctx.peers = peers
+        return _tokens_from_heads(x, peers)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _heads_from_tokens(grads[0], ctx.peers), None
+
+
+class _GatherHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, peers: Ranks) -> Tensor:
+        ctx.peers = peers
+        return _heads_from_tokens(x, peers)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _tokens_from_heads(grads[0], ctx.peers), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, peers: Ranks) -> Tensor:
+        ctx.size = peers.size
+        return peers.sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.size, None

@@ -1,0 +1,134 @@
+"""Ulysses in an engine: some neighbouring ranks hold the same rows, each a part of their tokens.
+
+An engine is handed rows per rank, with or without it; here neighbours pool theirs, run them together and take their own
+results back. So whoever calls an engine need not know. Only attention and the end of a pass see other ranks' tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from verl.distributed import Ranks
+from verl.distributed.ulysses import UlyssesPlan, summed
+from verl.engines.forward import TokenForward
+from verl.engines.rows import MicroBatch
+from verl.errors import ConfigError, NotBuiltError
+from verl.models.attention import NO_PREFIX, PackedPlan, Segments
+from verl.protocol import DataProto
+from verl.protocol.codec import tensor_bytes, tensor_from_bytes
+
+KEY = "ulysses_sequence_parallel_size"
+
+
+def sequence_peers(ranks: Ranks, size: int) -> Ranks:
+    """The ``size`` neighbours that share their rows with this rank, itself included.
+
+    Raises:
+        ConfigError: ``size`` does not divide the number of ranks.
+    """
+    if size <= 1:
+        return Ranks()
+    if ranks.size % size:
+        raise ConfigError(
+            f"{ranks.size} processes do not divide into groups that share a sequence",
+            key=f"fsdp_config.{KEY}",
+            got=size,
+            allowed=[d for d in range(1, ranks.size + 1) if ranks.size % d == 0],
+        )
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, ranks.size, size)]
+    return Ranks(ranks.rank % size, size, groups[ranks.rank // size])
+
+
+def check_heads(config: Any, size: int) -> None:
+    """Raise `ConfigError` where the query heads of a model cannot be dealt evenly to ``size`` ranks."""
+    heads = config.get_text_config().num_attention_heads
+    if heads % size:
+        raise ConfigError(
+            f"the model's {heads} attention heads cannot be shared evenly by {size} processes",
+            key=f"fsdp_config.{KEY}",
+            got=size,
+            allowed=[d for d in range(1, heads + 1) if heads % d == 0],
+        )
+
+
+class SequenceForward(TokenForward):
+    """A forward pass of which this rank computes its part of the tokens; its results are those of all tokens."""
+
+    def __init__(self, peers: Ranks, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.peers = peers
+        if not self.passes.packed:
+            raise ConfigError(
+                "sequence parallelism needs packed rows, which are off or which this model does not allow",
+                key=f"fsdp_config.{KEY}",
+                got=peers.size,
+                fix="Set model.use_remove_padding=true, or the size to 1.",
+            )
+
+    def __call__(self, micro: MicroBatch, outputs: Any, temperature: float = 1.0) -> dict[str, Tensor]:
+        found = super().__call__(part_of(micro, self.peers), outputs, temperature)
+        return {name: summed(values, self.peers) for name, values in found.items()}
+
+
+def part_of(micro: MicroBatch, peers: Ranks) -> MicroBatch:
+    """This rank's tokens of a packed micro-batch; padding at its end, a segment of its own, makes all parts equal."""
+    if micro.attention is None:
+        return micro  # the filler of ranks without rows: a token that nobody looks at
+    assert isinstance(micro.attention, PackedPlan), "sequence parallelism cuts packed rows"
+    segments, ids = micro.attention.segments, micro.input_ids
+    missing = -segments.num_tokens % peers.size
+    if missing:
+        segments = Segments((*segments.lengths, missing), (*segments.prefix, NO_PREFIX), segments.device)
+        ids = F.pad(ids, (0, missing))
+    length = segments.num_tokens // peers.size
+    first = peers.rank * length
+    here = ((micro.positions >= first) & (micro.positions < first + length)).nonzero().flatten()
+    return replace(
+        micro,
+        input_ids=ids[:, first : first + length],
+        position_ids=segments.position_ids[:, first : first + length],
+        positions=micro.positions[here] - first,
+        labels=micro.labels[here],
+        places=micro.places[here],
+        attention=UlyssesPlan(PackedPlan(segments), peers),
+    )
+
+
+def pooled(batch: DataProto, peers: Ranks) -> tuple[DataProto, slice]:
+    """The rows of all peers, and which of them are this rank's.
+
+    Tensors travel as bytes; of other columns only ``uid`` is read behind this point.
+    """
+    if "multi_modal_inputs" in batch.non_tensor_batch:
+        raise NotBuiltError("sequence parallelism over image or video inputs is not built yet", key=KEY)
+    columns: Any = batch.tensors
+    tensors: dict[str, Tensor] = {str(key): value.cpu().contiguous() for key, value in columns.items()}
+    forms = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
+    uids = [str(uid) for uid in batch.non_tensor_batch.get("uid", ())]
+    data = torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *(tensor_bytes(t) for t in tensors.values())]))
+    facts = peers.exchange([forms, uids, len(data)])
+    padded = torch.zeros(max(fact[2] for fact in facts), dtype=torch.uint8)
+    padded[: len(data)] = data
+    parts = [_unpacked(fact, raw) for fact, raw in zip(facts, peers.gather(padded))]
+    before = sum(len(part) for part in parts[: peers.rank])
+    whole = DataProto.concat(parts)
+    whole.meta_info = dict(batch.meta_info)
+    return whole, slice(before, before + len(batch))
+
+
+def _unpacked(fact: Any, raw: Tensor) -> DataProto:
+    forms, uids, _ = fact
+    tensors, at, data = {}, 0, raw.numpy()
+    for name, dtype, shape in forms:
+        kind = getattr(torch, dtype)
+        size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+        tensors[name] = tensor_from_bytes(data[at : at + size].copy(), kind, shape)
+        at += size
+    return DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(uids, dtype=object)} if uids else None)
