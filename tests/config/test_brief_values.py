@@ -325,10 +325,7 @@ def test_a_grpo_script_as_the_releases_shipped_it(told):
     cfg = run(SHIPPED_GRPO)
     assert cfg.trainer.logger == ["console", "wandb"] and cfg.data.train_files == ["/a/train.parquet"]
     assert cfg.actor_rollout_ref.actor.entropy_coeff == 0.0 and cfg.data.truncation == "error"
-    assert set(told()) == {
-        "actor_rollout_ref.model.use_remove_padding",
-        "trainer.use_v1",
-    }
+    assert set(told()) == {"trainer.use_v1"}
 
 
 def test_an_sft_script_of_the_old_trainer():

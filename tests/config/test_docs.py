@@ -62,7 +62,8 @@ def test_a_row_says_what_a_setting_is_and_what_becomes_of_it(tables):
     assert clip[1:5] == ["`null`", "clip below alone; null: clip_ratio", "`0.2`", "works"]
     assert rows["`use_torch_compile`"][4].startswith("no effect: no engine compiles")
     assert rows["`use_fused_kernels`"][1] == "= `actor_rollout_ref.model.use_fused_kernels`"
-    assert rows["`use_fused_kernels`"][4] == "refused: the fused LM head"
+    assert rows["`use_fused_kernels`"][4].startswith("no effect: actor_rollout_ref.model.use_fused_kernels")
+    assert rows["`pad_to_length`"][4] == "refused: padded packing"
 
 
 def test_settings_that_work_stand_before_those_that_do_not(tables):

@@ -75,6 +75,19 @@ def ragged_batch(rows: int = 6, prompt: int = 5, response: int = 7, seed: int = 
     )
 
 
+def grouped_batch(prompts: int = 3, samples: int = 4, prompt: int = 9, response: int = 12, seed: int = 0) -> DataProto:
+    """``ragged_batch`` in which ``samples`` rows have the same prompt, in an order that mixes the groups."""
+    batch = ragged_batch(rows=prompts * samples, prompt=prompt, response=response, seed=seed)
+    tensors = {name: tensor.clone() for name, tensor in batch.batch.items()}
+    for row in range(prompts * samples):
+        source = row % prompts
+        for name in ("input_ids", "attention_mask"):
+            tensors[name][row, :prompt] = tensors[name][source, :prompt]
+        tensors["prompts"][row] = tensors["input_ids"][row, :prompt]
+    tensors["position_ids"] = (tensors["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    return DataProto.from_dict(tensors=tensors)
+
+
 def padded_logits(model: Any, batch: DataProto) -> Tensor:
     """(B, T, V): the logits that predict each response token, from one padded forward pass with an attention mask."""
     tensors = batch.batch

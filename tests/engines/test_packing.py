@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.engines.builders import FAMILIES, gradients, make_engine, model_dir, ragged_batch, relative_error
+from tests.engines.builders import FAMILIES, gradients, grouped_batch, make_engine, model_dir, relative_error
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
 from verl.config import ActorConfig, CriticConfig
 from verl.engines.packing import computed_tokens, families, pack, plan_packed
@@ -20,19 +20,6 @@ from verl.protocol import DataProto
 
 SHARED = PassSettings(packed=True, share_prompts=True)
 PADDED = PassSettings(packed=False)
-
-
-def grouped_batch(prompts: int = 3, samples: int = 4, prompt: int = 9, response: int = 12, seed: int = 0) -> DataProto:
-    """``ragged_batch`` in which ``samples`` rows have the same prompt, in an order that mixes the groups."""
-    batch = ragged_batch(rows=prompts * samples, prompt=prompt, response=response, seed=seed)
-    tensors = {name: tensor.clone() for name, tensor in batch.batch.items()}
-    for row in range(prompts * samples):
-        source = row % prompts
-        for name in ("input_ids", "attention_mask"):
-            tensors[name][row, :prompt] = tensors[name][source, :prompt]
-        tensors["prompts"][row] = tensors["input_ids"][row, :prompt]
-    tensors["position_ids"] = (tensors["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-    return DataProto.from_dict(tensors=tensors)
 
 
 @pytest.fixture(scope="module")

@@ -78,7 +78,7 @@ class CheckpointConfig(ConfigNode):
         follows=".save_contents",
         choices=CHECKPOINT_CONTENTS,
     )
-    async_save: bool = setting(False, "write while training goes on", planned="asynchronous checkpoints")
+    async_save: bool = setting(False, "copy the state and write the copy while training goes on")
     strict: bool = setting(
         True, "stop on a weight that cannot be exported", no_effect="weights are always exported strictly"
     )

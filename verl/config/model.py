@@ -11,7 +11,7 @@ from verl.config.node import ConfigNode, section, setting
 class FusedKernelConfig(ConfigNode):
     """How the fused LM head is computed."""
 
-    impl_backend: str = setting("torch", "torch, triton or liger", planned="the fused LM head")
+    impl_backend: str = setting("torch", "torch (tiles, any device) or triton (CUDA)", choices=("torch", "triton"))
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,7 @@ class HFModelConfig(ConfigNode):
     )
     use_remove_padding: bool = setting(
         True,
-        "pack rows without padding",
-        no_effect="the plain engine computes no padding between prompt and response in either case",
+        "pack rows one behind the other, so that no padding is computed; a model that cannot be packed is told",
     )
     lora_rank: int = setting(0, "rank of a LoRA adapter; 0: all weights are trained", planned="LoRA")
     lora_alpha: int = setting(16, "scale of the adapter, divided by the rank", planned="LoRA")
@@ -103,7 +102,7 @@ class HFModelConfig(ConfigNode):
     lora_adapter_path: str | None = setting(None, "adapter to go on from", planned="LoRA", path=True)
     use_liger: bool = setting(False, "take Liger's kernels", planned="Liger kernels")
     use_fused_kernels: bool = setting(
-        False, "compute log-probs without writing out the logits", planned="the fused LM head"
+        False, "compute log-probs and entropy without writing out the logits, for less memory"
     )
     fused_kernel_options: FusedKernelConfig = section(FusedKernelConfig)
     tiled_mlp: TiledMLPConfig = section(TiledMLPConfig)

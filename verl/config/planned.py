@@ -24,8 +24,6 @@ INSTEAD: dict[str, str] = {
     "asynchronous schedules": "Leave it out to sample and train in turn.",
     "asynchronous weight updates": "Leave it out; weights are handed over in the same process, without a copy to disk.",
     "multi-turn rollouts and tools": "Leave it out for single-turn rollouts.",
-    "the memory-saving entropy": "Leave it out and lower the micro-batch size.",
-    "the fused LM head": "Leave it out; the head runs on response tokens only.",
 }
 """What works today, by the feature that is missing."""
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from verl import device as devices
-from verl.algorithms.logprob import entropy_from_logits, logprobs_from_logits, sum_pi_squared_from_logits
+from verl.algorithms.logprob import (
+    entropy_from_logits,
+    entropy_from_logits_with_chunking,
+    logprobs_from_logits,
+    sum_pi_squared_from_logits,
+)
 from verl.engines.rows import MicroBatch
 from verl.engines.settings import PassSettings
 from verl.engines.sharding import unwrapped
 from verl.errors import ConfigError, EngineError
 from verl.metrics import notice
 from verl.models import attention
+from verl.models.fused_head import FusedHead, fusable
 from verl.models.head import output_head, select_positions
 
 OUTPUTS = {"causal_lm": ("log_probs", "entropy", "sum_pi_squared"), "value": ("values",)}
@@ -36,6 +44,26 @@ class TokenForward:
         self.model, self.kind, self.device, self.dtype = model, kind, device, dtype
         self.head = output_head(unwrapped(model), kind)
         self.passes = self._possible(passes or PassSettings())
+        self.fused = self._fused_head(self.passes.fused_head) if kind == "causal_lm" else None
+
+    @property
+    def logits_per_token(self) -> int:
+        """Numbers that the head writes per predicted token; with the fused head none that last."""
+        return 0 if self.fused is not None or self.kind == "value" else self.model.config.get_text_config().vocab_size
+
+    def _fused_head(self, backend: str | None) -> FusedHead | None:
+        if backend is None:
+            return None
+        fused = FusedHead.of(self.model, backend)
+        with devices.autocast(self.device, self.dtype):
+            works = fusable(self.model, self.head, fused, self.device)
+        if not works:
+            raise EngineError(
+                f"the fused LM head does not give the log-probs of {type(self.model).__name__}'s own head",
+                key="actor_rollout_ref.model.use_fused_kernels",
+                fix="Set it to false.",
+            )
+        return fused
 
     def _possible(self, passes: PassSettings) -> PassSettings:
         """The settings, without packing where the model's layers would see across the borders of sequences."""
@@ -49,7 +77,7 @@ class TokenForward:
                 f"{type(unwrapped(self.model)).__name__} cannot be packed (something but attention looks from "
                 "token to token, or its attention is its own): rows are padded, and prompts are not shared",
             )
-        return PassSettings(works, works and passes.share_prompts)
+        return replace(passes, packed=works, share_prompts=works and passes.share_prompts)
 
     def __call__(self, micro: MicroBatch, outputs: Sequence[str], temperature: float = 1.0) -> dict[str, Tensor]:
         """Name -> (b, T) float32, zero where no response token is.
@@ -59,6 +87,8 @@ class TokenForward:
             ConfigError: the temperature is not positive.
         """
         self.check(outputs, temperature)
+        if self.fused is not None:
+            return self._fused(self.fused, micro, tuple(outputs), temperature)
         logits = self._logits(micro).float()
         if self.kind == "value":
             return {"values": micro.scatter(logits.squeeze(-1))}
@@ -68,23 +98,45 @@ class TokenForward:
         if "log_probs" in outputs:
             found["log_probs"] = micro.scatter(logprobs_from_logits(logits, micro.labels))
         if "entropy" in outputs:
-            found["entropy"] = micro.scatter(entropy_from_logits(logits))
+            found["entropy"] = micro.scatter(self._entropy(logits))
         if "sum_pi_squared" in outputs:
             found["sum_pi_squared"] = micro.scatter(sum_pi_squared_from_logits(logits))
         return found
 
+    def _entropy(self, logits: Tensor) -> Tensor:
+        """(N, V) -> (N,), in pieces or computed again in the backward pass where memory is short."""
+        chunk = self.passes.entropy_chunk
+
+        def compute(z: Tensor) -> Tensor:
+            return entropy_from_logits(z) if chunk is None else entropy_from_logits_with_chunking(z, chunk)
+
+        return checkpoint(compute, logits, use_reentrant=False) if self.passes.entropy_again else compute(logits)
+
     def _logits(self, micro: MicroBatch) -> Tensor:
         """(N, V), or (N, 1) of a value model."""
         with devices.autocast(self.device, self.dtype), select_positions(self.head, micro.positions):
-            plan = {} if micro.attention is None else {"attention_plan": micro.attention}
-            result = self.model(
-                input_ids=micro.input_ids,
-                attention_mask=None,
-                position_ids=micro.position_ids,
-                use_cache=False,
-                **plan,
-            )
-        return result.logits[0]
+            return self._run(micro).logits[0]
+
+    def _fused(
+        self, fused: FusedHead, micro: MicroBatch, outputs: tuple[str, ...], temperature: float
+    ) -> dict[str, Tensor]:
+        """The outputs without the logits; all of them hang on what the model returned, as sharded engines need it."""
+        with (
+            devices.autocast(self.device, self.dtype),
+            fused.instead_of(self.head, micro.positions, micro.labels, temperature, outputs) as found,
+        ):
+            returned = self._run(micro).logits.float().sum()
+        return {name: micro.scatter(values) + 0.0 * returned for name, values in found.items()}
+
+    def _run(self, micro: MicroBatch) -> Any:
+        plan = {} if micro.attention is None else {"attention_plan": micro.attention}
+        return self.model(
+            input_ids=micro.input_ids,
+            attention_mask=None,
+            position_ids=micro.position_ids,
+            use_cache=False,
+            **plan,
+        )
 
     def check(self, outputs: Sequence[str], temperature: float) -> None:
         """Raise as `__call__` does, without a forward pass."""

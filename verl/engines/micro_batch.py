@@ -8,7 +8,6 @@ The cut never changes a result: losses are normalised over the mini-batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from verl.errors import ConfigError
 
@@ -50,11 +49,11 @@ def plan_padded(
     return plan
 
 
-def automatic_tokens(config: Any, device: str, longest: int, kind: str = "causal_lm") -> int:
+def automatic_tokens(logits_per_token: int, device: str, longest: int) -> int:
     """A token budget for runs that set none: logits stay below `LOGITS_BYTES`, and one row always fits."""
     tokens = CPU_TOKENS if device == "cpu" else GPU_TOKENS
-    if kind == "causal_lm":
-        tokens = min(tokens, LOGITS_BYTES // (4 * config.get_text_config().vocab_size))
+    if logits_per_token:
+        tokens = min(tokens, LOGITS_BYTES // (4 * logits_per_token))
     return max(tokens, longest)
 
 

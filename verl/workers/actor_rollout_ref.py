@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 from verl.agent_loop import AgentLoopManager
 from verl.algorithms.losses import PPOPolicyLoss
+from verl.checkpoint import FileRecord
 from verl.config import ActorRolloutRefConfig, FSDPEngineConfig, OptimizerConfig
 from verl.data import hf_tokenizer
 from verl.engines.base import Engine
+from verl.engines.settings import PassSettings
 from verl.errors import WorkerError
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
@@ -17,7 +20,7 @@ from verl.registry import SAMPLERS
 from verl.single_controller.base import Dispatch, Worker, register
 from verl.weight_sync import chunk_weights
 from verl.workers.part import Limits, ModelPart, Site, local_model, make_engine, schedule_steps
-from verl.workers.training import load_part, save_part
+from verl.workers.training import load_part, save_part, saved_records
 
 ROLES = {
     "actor": {"actor"},
@@ -98,9 +101,16 @@ class ActorRolloutRefWorker(Worker):
         asyncio.run(self.sampler.update_weights(chunks, global_steps))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, local_path: str, contents: tuple[str, ...] = ("model", "optimizer", "extra")) -> dict:
-        """Write the actor's state and its Hugging Face folder into ``local_path``."""
-        return save_part(self.actor, local_path, contents, self.tokenizer)
+    def save_checkpoint(
+        self, local_path: str, contents: tuple[str, ...] = ("model", "optimizer", "extra"), background: bool = False
+    ) -> dict:
+        """Write the actor's state and its Hugging Face folder into ``local_path`` (see `TrainingWorker`)."""
+        return save_part(self.actor, local_path, contents, self.tokenizer, background)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint_records(self, wait: bool = False) -> Mapping[str, FileRecord] | None:
+        """The records of a save in the background, or None while it is being written."""
+        return saved_records(self.actor, wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str, contents: tuple[str, ...] = ("model", "optimizer", "extra")) -> None:
@@ -163,6 +173,7 @@ class ActorRolloutRefWorker(Worker):
             total_training_steps=schedule_steps(optim, self.site) if optim else self.site.total_training_steps,
             device=self.site.device,
             seed=self.site.seed,
+            passes=PassSettings.of(self.model, fsdp, self.config.actor.use_prefix_grouper),
         )
 
     def _make_rollout(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from verl.algorithms.losses import PPOValueLoss
 from verl.config import CriticConfig
+from verl.engines.settings import PassSettings
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
 from verl.single_controller.base import Dispatch, register
@@ -33,6 +34,7 @@ class CriticWorker(TrainingWorker):
             total_training_steps=schedule_steps(c.optim, self.site),
             device=self.site.device,
             seed=self.site.seed,
+            passes=PassSettings.of(c.model, c.fsdp, share_prompts=True),
         )
         self.part = ModelPart(
             engine,

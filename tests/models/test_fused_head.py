@@ -1,0 +1,134 @@
+"""The fused LM head against log_softmax over whole logits, written out here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.models.fused_head import Shape, TokenStatistics
+from verl.models.fused_head.tiled import MAX_TOKENS, Tile
+
+
+def naive(hidden, weight, bias, labels, shape: Shape):
+    z = hidden @ weight.t() + (0 if bias is None else bias)
+    z = z * shape.scale
+    if shape.softcap is not None:
+        z = torch.tanh(z / shape.softcap) * shape.softcap
+    log_p = (z / shape.temperature).log_softmax(-1)
+    p = log_p.exp()
+    return log_p.gather(1, labels[:, None])[:, 0], -(p * log_p).sum(1), p.square().sum(1)
+
+
+def inputs(tokens: int, vocabulary: int, with_bias: bool, seed: int = 0, hidden: int = 16, dtype=torch.float32):
+    g = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(tokens, hidden, generator=g), torch.randn(vocabulary, hidden, generator=g)]
+    if with_bias:
+        tensors.append(torch.randn(vocabulary, generator=g))
+    labels = torch.randint(0, vocabulary, (tokens,), generator=g)
+    return [t.to(dtype).requires_grad_() for t in tensors], labels
+
+
+def both(tensors, labels, shape, wanted, weights):
+    """Statistics and gradients: fused, naive."""
+    results = []
+    for function in (lambda *x: TokenStatistics.apply(*x, wanted), naive):
+        found = function(*tensors[:2], tensors[2] if len(tensors) > 2 else None, labels, shape)
+        used = [0] + [i + 1 for i in range(2) if wanted[i]]
+        loss = sum((found[i].double() * weights[i]).sum() for i in used)
+        results.append(([found[i].detach() for i in used], torch.autograd.grad(loss, tensors)))
+    return results
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(1, 20), vocabulary=st.integers(2, 60), tile=st.integers(1, 500), bias=st.booleans(),
+    wanted=st.tuples(st.booleans(), st.booleans()), temperature=st.sampled_from([1.0, 0.7]),
+    family=st.sampled_from([(1.0, None), (0.5, None), (2.0, 3.0)]), seed=st.integers(0, 3),
+)  # fmt: skip
+def test_statistics_and_gradients_are_those_of_whole_logits(
+    tokens, vocabulary, tile, bias, wanted, temperature, family, seed
+):
+    tensors, labels = inputs(tokens, vocabulary, bias, seed)
+    weights = torch.randn(3, tokens, generator=torch.Generator().manual_seed(seed + 1)).double()
+    shape = Shape(temperature, *family, tile)
+    (found, gradients), (expected, expected_gradients) = both(tensors, labels, shape, wanted, weights)
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    for a, b in zip(gradients, expected_gradients):
+        assert (a - b).norm() <= 1e-5 * b.norm().clamp(min=1.0)
+
+
+def test_three_words_by_hand():
+    """z = (0, ln 2, ln 5): p = (1, 2, 5)/8."""
+    weight = torch.tensor([[0.0], [2.0], [5.0]]).log().nan_to_num(neginf=0.0).requires_grad_()
+    hidden = torch.ones(1, 1, requires_grad=True)
+    log_p, entropy, squared = TokenStatistics.apply(
+        hidden, weight, None, torch.tensor([1]), Shape(tile=1), (True, True)
+    )
+    p = torch.tensor([1.0, 2.0, 5.0]) / 8
+    assert log_p.item() == pytest.approx(-1.3862944)
+    assert entropy.item() == pytest.approx(float(-(p * p.log()).sum()))
+    assert squared.item() == pytest.approx(30 / 64)
+    log_p.sum().backward()
+    assert weight.grad[:, 0].tolist() == pytest.approx([-1 / 8, 1 - 2 / 8, -5 / 8])
+
+
+def test_the_result_does_not_depend_on_the_size_of_a_tile():
+    tensors, labels = inputs(50, 999, False)
+    weights = torch.randn(3, 50).double()
+    whole, *others = [both(tensors, labels, Shape(tile=n), (True, True), weights)[0] for n in (10**9, 64, 1000, 4097)]
+    for found, gradients in others:
+        for a, b in zip((*found, *gradients), (*whole[0], *whole[1])):
+            assert (a - b).norm() / b.norm() < 1e-5
+
+
+def test_no_tile_is_larger_than_asked_and_none_is_missing():
+    tiles = list(Shape(tile=300).tiles(10_000, 50, torch.device("cpu")))
+    cells = torch.zeros(10_000, 50, dtype=torch.int8)
+    for tokens, words in tiles:
+        cells[tokens, words] += 1
+        assert (tokens.stop - tokens.start) * (words.stop - words.start) <= max(300, 1)
+    assert (cells == 1).all()
+
+
+def test_the_memory_is_one_tile(monkeypatch):
+    seen = []
+    original = Tile.scratch
+
+    def scratch(self, number, rows, columns):
+        found = original(self, number, rows, columns)
+        seen.append(sum(m.numel() for m in self._memory))
+        return found
+
+    monkeypatch.setattr(Tile, "scratch", scratch)
+    tensors, labels = inputs(64, 5000, False)
+    sum(x.sum() for x in TokenStatistics.apply(*tensors, None, labels, Shape(tile=4096), (True, False))).backward()
+    assert max(seen) <= 2 * 4096  # of 64 x 5000 logits
+
+
+def test_more_tokens_than_a_block_add_up(monkeypatch):
+    monkeypatch.setattr("verl.models.fused_head.tiled.MAX_TOKENS", 7)
+    tensors, labels = inputs(30, 40, True)
+    weights = torch.randn(3, 30).double()
+    (found, gradients), (expected, expected_gradients) = both(tensors, labels, Shape(tile=70), (True, True), weights)
+    for a, b in zip((*found, *gradients), (*expected, *expected_gradients)):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    assert MAX_TOKENS > 7
+
+
+def test_bf16_rounds_logits_as_the_head_would():
+    tensors, labels = inputs(12, 40, False, dtype=torch.bfloat16)
+    found = TokenStatistics.apply(*tensors, None, labels, Shape(tile=100), (True, False))
+    z = (tensors[0] @ tensors[1].t()).float()
+    torch.testing.assert_close(found[0], z.log_softmax(-1).gather(1, labels[:, None])[:, 0], atol=1e-5, rtol=1e-5)
+    gradients = torch.autograd.grad(found[0].sum() + found[1].sum(), tensors)
+    assert all(g.dtype == torch.bfloat16 and torch.isfinite(g).all() for g in gradients)
+
+
+def test_a_frozen_weight_costs_no_gradient():
+    (hidden, weight), labels = inputs(5, 9, False)
+    weight = weight.detach()
+    TokenStatistics.apply(hidden, weight, None, labels, Shape(), (False, False))[0].sum().backward()
+    assert hidden.grad is not None and weight.grad is None

@@ -1,0 +1,121 @@
+"""The fused head in the place of a model's own: inside the model's forward pass, so that sharded weights are at hand.
+
+While a `FusedHead` is open, the model's head computes what is wanted of its logits and returns next to nothing in
+their place. What a family does behind its head (a factor, soft-capping) happens in the tiles instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl.models.fused_head.tiled import Shape
+
+BACKENDS = {
+    "torch": "verl.models.fused_head.tiled:TokenStatistics",
+    "triton": "verl.models.fused_head.triton_backend:TritonStatistics",
+}
+OUTPUTS = ("log_probs", "entropy", "sum_pi_squared")
+PROBE_TOKENS = 6
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
+LOW_PRECISION_TOLERANCE = 0.05
+
+
+@dataclass(frozen=True)
+class FusedHead:
+    """How the head of one model is fused.
+
+    Args:
+        function: the autograd function of the backend.
+        shape: what the family does behind the head.
+    """
+
+    function: Any
+    shape: Shape
+
+    @classmethod
+    def of(cls, model: Any, backend: str = "torch") -> FusedHead:
+        module, _, name = BACKENDS[backend].partition(":")
+        return cls(getattr(importlib.import_module(module), name), logit_shape(model.config.get_text_config()))
+
+    @contextlib.contextmanager
+    def instead_of(
+        self, head: nn.Module, positions: Tensor, labels: Tensor, temperature: float, outputs: tuple[str, ...]
+    ) -> Iterator[dict[str, Tensor]]:
+        """Within the block a call of ``head`` fills the dictionary that this gives: name -> (N,) float32.
+
+        Args:
+            positions: (N,) of the flattened tokens. labels: (N,) what they predict.
+        """
+        found: dict[str, Tensor] = {}
+        shape = replace(self.shape, temperature=temperature)
+        wanted = ("entropy" in outputs, "sum_pi_squared" in outputs)
+
+        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            chosen = hidden.flatten(0, -2).index_select(0, positions)
+            weight, bias = head_weight(head)
+            dtype = _compute_dtype(chosen)
+            statistics = self.function.apply(chosen.to(dtype), weight, bias, labels, shape, wanted)
+            found.update({name: value for name, value in zip(OUTPUTS, statistics) if name in outputs})
+            # Sharded engines follow the gradient through what a model returns, so something of it has to go there.
+            return chosen[:, :1].unsqueeze(0) * 0.0
+
+        head.forward = forward  # type: ignore[method-assign]
+        try:
+            yield found
+        finally:
+            del head.forward
+
+
+def head_weight(head: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Weight (V, H) and bias of a linear head, an adapter on it added."""
+    layer: Any = head
+    if not hasattr(layer, "get_base_layer"):
+        return layer.weight, layer.bias
+    base = layer.get_base_layer()
+    weight = base.weight
+    for name in () if layer.disable_adapters else layer.active_adapters:
+        if name in layer.lora_A:
+            weight = weight + layer.scaling[name] * (layer.lora_B[name].weight @ layer.lora_A[name].weight)
+    return weight, base.bias
+
+
+def logit_shape(config: Any) -> Shape:
+    """What families do with their logits, as their configurations name it."""
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    return Shape(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
+
+
+@torch.no_grad()
+def fusable(model: Any, head: nn.Module, fused: FusedHead, device: torch.device | str) -> bool:
+    """Whether the fused head gives this model's own log-probs, tried out on a few tokens. Collective when sharded."""
+    if not isinstance(head, nn.Linear) and not hasattr(head, "get_base_layer"):
+        return False
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(0, vocabulary, (1, PROBE_TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
+    trains = model.training
+    model.eval()
+    try:
+        z = model(input_ids=ids, attention_mask=None, use_cache=False).logits[0].float()
+        everywhere = torch.arange(PROBE_TOKENS, device=device)
+        with fused.instead_of(head, everywhere, ids[0], 1.0, OUTPUTS[:2]) as found:
+            model(input_ids=ids, attention_mask=None, use_cache=False)
+    finally:
+        model.train(trains)
+    expected = z.log_softmax(-1).gather(1, ids[0][:, None])[:, 0]
+    tolerance = TOLERANCE.get(
+        _compute_dtype(z) if model.dtype == torch.float32 else model.dtype, LOW_PRECISION_TOLERANCE
+    )
+    return bool((found["log_probs"] - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1.0))
+
+
+def _compute_dtype(tensor: Tensor) -> torch.dtype:
+    """What a linear layer would compute in."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype

@@ -1,0 +1,239 @@
+"""Log-probabilities and entropies straight from hidden states, one tile of logits at a time.
+
+The (tokens x vocabulary) logits of a batch are the largest tensor of training by far, and only a few numbers per token
+are wanted of them. Tiles over the vocabulary with a running log-sum-exp need memory for one tile; the backward pass
+computes each tile again (Wijmans et al. 2024, arXiv 2411.09009; Hsu et al. 2024, arXiv 2410.10989). Tiles cut the
+vocabulary and not the tokens, so that every row of the weight and of its gradient is read and written once.
+
+Shapes: N tokens, H hidden, V vocabulary. z = softcap(scale * (h W' + b)) / temperature are the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CPU_TILE = 1 << 20
+GPU_TILE = 1 << 26
+"""Numbers of one tile: it should stay in the cache of a CPU, and fill a GPU."""
+MAX_TOKENS = 4096
+LOWEST = -1e30
+"""Stands for -inf as the first maximum, so that nothing becomes NaN."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What happens to the product of hidden states and weight before the softmax, and the size of a tile.
+
+    Args:
+        temperature: logits are divided by it, last.
+        scale: the family's own factor.
+        softcap: the family's bound on logits, softcap * tanh(logit / softcap); None none.
+        tile: numbers per tile; None chooses by device. The result depends on it by rounding alone.
+    """
+
+    temperature: float = 1.0
+    scale: float = 1.0
+    softcap: float | None = None
+    tile: int | None = None
+
+    @property
+    def factor(self) -> float:
+        """Without soft-capping scale and temperature are one factor."""
+        return self.scale if self.softcap is not None else self.scale / self.temperature
+
+    def tiles(self, num_tokens: int, vocabulary: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
+        """(tokens, vocabulary) of every tile."""
+        size = self.tile or (CPU_TILE if device.type == "cpu" else GPU_TILE)
+        block = max(1, min(num_tokens, MAX_TOKENS, size))
+        width = max(1, min(vocabulary, size // block))
+        for first in range(0, num_tokens, block):
+            for start in range(0, vocabulary, width):
+                yield slice(first, min(first + block, num_tokens)), slice(start, min(start + width, vocabulary))
+
+
+class Tile:
+    """One tile of logits, computed into memory that all tiles share."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape):
+        self.hidden, self.weight, self.bias, self.shape = hidden, weight, bias, shape
+        self._memory: list[Tensor] = []
+
+    def scratch(self, number: int, rows: int, columns: int) -> Tensor:
+        """(rows, columns) float32 of the ``number``-th buffer."""
+        while len(self._memory) <= number:
+            self._memory.append(torch.empty(0, dtype=torch.float32, device=self.hidden.device))
+        if self._memory[number].numel() < rows * columns:
+            self._memory[number] = torch.empty(rows * columns, dtype=torch.float32, device=self.hidden.device)
+        return self._memory[number][: rows * columns].view(rows, columns)
+
+    def logits(self, tokens: slice, words: slice) -> tuple[Tensor, Tensor | None]:
+        """z (n, v) float32 in buffer 0; with soft-capping also tanh in buffer 2."""
+        hidden, weight = self.hidden[tokens], self.weight[words].to(self.hidden.dtype)
+        z = self.scratch(0, len(hidden), len(weight))
+        if hidden.dtype == torch.float32:
+            torch.mm(hidden, weight.t(), out=z)
+        else:
+            z.copy_(hidden @ weight.t())  # rounded as the head itself would round
+        if self.bias is not None:
+            z += self.bias[words]
+        shape = self.shape
+        if shape.softcap is None:
+            return z.mul_(shape.factor) if shape.factor != 1.0 else z, None
+        capped = torch.tanh(z.mul_(shape.scale / shape.softcap), out=self.scratch(2, *z.shape))
+        return torch.mul(capped, shape.softcap / shape.temperature, out=z), capped
+
+    def absorb(self, running: Tensor, tokens: slice, words: slice, labels: Tensor, wanted: tuple[bool, bool]) -> None:
+        """Take one tile into the running statistics, (5, N) float32: highest, total, weighted, squares, chosen."""
+        z, _ = self.logits(tokens, words)
+        highest, total, weighted, squares, chosen = running[:, tokens]
+        place = labels[tokens] - words.start
+        inside = (place >= 0) & (place < z.shape[1])
+        here = z.gather(1, place.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
+        chosen.copy_(torch.where(inside, here, chosen))
+        now = torch.maximum(highest, z.amax(1))
+        step = highest - now
+        shrink = torch.exp(step)
+        z.sub_(now[:, None])
+        p = torch.exp(z, out=self.scratch(1, *z.shape))
+        if wanted[0]:  # sum of p * (z - highest), moved to the new highest
+            weighted.add_(total * step).mul_(shrink)
+        total.mul_(shrink).add_(p.sum(1))
+        if wanted[1]:
+            squares.mul_(shrink.square()).add_(torch.linalg.vector_norm(p, dim=1).square())
+        if wanted[0]:
+            weighted.add_(p.mul_(z).sum(1))
+        highest.copy_(now)
+
+    def gradient(
+        self,
+        tokens: slice,
+        words: slice,
+        labels: Tensor,
+        statistics: tuple[Tensor, Tensor | None, Tensor | None],
+        grads: tuple[Tensor, ...],
+    ) -> Tensor:
+        """(n, v): the gradient of one tile of logits before scale and temperature.
+
+        d log p_y = 1_y - p; d entropy = -p (log p + entropy); d sum p^2 = 2 p (p - sum p^2).
+        """
+        lse, entropy, squared = statistics
+        z, capped = self.logits(tokens, words)
+        to_log_prob = grads[0][tokens][:, None]
+        log_p = z.sub_(lse[tokens][:, None])
+        p = torch.exp(log_p, out=self.scratch(1, *z.shape))
+        if entropy is None and squared is None:
+            dz = p.mul_(-to_log_prob)
+        else:
+            if entropy is None:
+                weight = log_p.copy_(to_log_prob.expand_as(log_p))
+            else:
+                weight = log_p.add_(entropy[tokens][:, None]).mul_(grads[1][tokens][:, None]).add_(to_log_prob)
+            if squared is not None:
+                twice = 2.0 * grads[2][tokens][:, None]
+                weight.addcmul_(p, twice, value=-1.0).add_(twice * squared[tokens][:, None])
+            dz = p.mul_(weight).neg_()
+        place = labels[tokens] - words.start
+        rows = ((place >= 0) & (place < dz.shape[1])).nonzero()[:, 0]
+        dz.index_put_((rows, place[rows]), to_log_prob[rows, 0], accumulate=True)
+        return dz if capped is None else dz.mul_(capped.square_().neg_().add_(1.0))
+
+
+class TokenStatistics(torch.autograd.Function):
+    """hidden (N, H), weight (V, H), bias (V,) or None, labels (N,) -> log_probs, entropy, sum_pi_squared, each (N,).
+
+    float32 whatever the inputs are. ``wanted`` says which of the last two are computed; the others are zeros.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        shape: Shape,
+        wanted: tuple[bool, bool],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return forward_of(Tile, ctx, hidden, weight, bias, labels, shape, wanted)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return backward_of(Tile, ctx, *grads)
+
+
+def forward_of(
+    kind: type[Tile],
+    ctx: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    shape: Shape,
+    wanted: tuple[bool, bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The forward pass of `TokenStatistics` with the tiles of one backend."""
+    tile = kind(hidden, weight, bias, shape)
+    running = torch.zeros(5, len(labels), device=hidden.device)
+    running[0] = LOWEST
+    for tokens, words in shape.tiles(len(labels), len(weight), hidden.device):
+        tile.absorb(running, tokens, words, labels, wanted)
+    highest, total, weighted, squares, chosen = running
+    lse = highest + total.log()
+    entropy = total.log() - weighted / total if wanted[0] else torch.zeros_like(lse)
+    squared = squares / total.square() if wanted[1] else torch.zeros_like(lse)
+    ctx.save_for_backward(hidden, weight, bias, labels, lse, entropy, squared)
+    ctx.shape, ctx.wanted = shape, wanted
+    return chosen - lse, entropy, squared
+
+
+def backward_of(kind: type[Tile], ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    """The backward pass of `TokenStatistics` with the tiles of one backend."""
+    hidden, weight, bias, labels, lse, entropy, squared = ctx.saved_tensors
+    statistics = lse, entropy if ctx.wanted[0] else None, squared if ctx.wanted[1] else None
+    found = _backward(kind(hidden, weight, bias, ctx.shape), labels, statistics, grads, ctx.needs_input_grad[:3])
+    return *found, None, None, None
+
+
+def _backward(
+    tile: Tile,
+    labels: Tensor,
+    statistics: tuple[Tensor, Tensor | None, Tensor | None],
+    grads: tuple[Tensor, ...],
+    needs: tuple[bool, ...],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden states, weight and bias, as far as they are needed."""
+    hidden, weight, bias, factor = tile.hidden, tile.weight, tile.bias, tile.shape.factor
+    if tile.shape.softcap is not None:
+        factor = tile.shape.scale / tile.shape.temperature
+    to_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs[0] else None
+    blocks = -(-len(hidden) // MAX_TOKENS)
+    kept = weight.dtype if blocks == 1 else torch.float32
+    to_weight = torch.zeros(weight.shape, dtype=kept, device=weight.device) if needs[1] else None
+    to_bias = torch.zeros(len(weight), dtype=torch.float32, device=weight.device) if needs[2] else None
+    for tokens, words in tile.shape.tiles(len(hidden), len(weight), hidden.device):
+        dz = tile.gradient(tokens, words, labels, statistics, grads)
+        narrow = dz.to(hidden.dtype)
+        if to_hidden is not None:
+            _add_product(to_hidden[tokens], narrow, weight[words].to(hidden.dtype), factor)
+        if to_weight is not None:
+            _add_product(to_weight[words], narrow.t(), hidden[tokens], factor)
+        if to_bias is not None:
+            to_bias[words] += dz.sum(0, dtype=torch.float32) * factor
+    return (
+        None if to_hidden is None else to_hidden.to(hidden.dtype),
+        None if to_weight is None else to_weight.to(weight.dtype),
+        None if to_bias is None or bias is None else to_bias.to(bias.dtype),
+    )
+
+
+def _add_product(target: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
+    """target += factor * left @ right."""
+    if target.dtype == left.dtype:
+        target.addmm_(left, right, alpha=factor)
+    else:
+        target.add_(left @ right, alpha=factor)
