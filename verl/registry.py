@@ -224,8 +224,10 @@ SAMPLERS = Registry(
     {
         "hf": "verl.rollout.hf.sampler:HFSampler",
         "vllm": "verl.rollout.vllm.sampler:VLLMSampler",
+        "sglang": "verl.rollout.sglang.sampler:SGLangSampler",
+        "server": "verl.rollout.server.sampler:ServerSampler",
     },
-    planned=("sglang", "server", "trtllm"),
+    planned=("trtllm",),
     key="actor_rollout_ref.rollout.name",
 )
 AGENT_LOOPS = Registry(

@@ -117,7 +117,6 @@ COOKBOOK_2 = (
     "algorithm.adv_estimator=gae critic.model.path=$RM_PATH critic.ppo_micro_batch_size_per_gpu=4 "
     "algorithm.kl_ctrl.kl_coef=0.001 actor_rollout_ref.rollout.name=vllm"
 )
-SGLANG = "the rollout engine 'sglang' is not built yet"
 FSDP2_EVERYWHERE = (
     "actor_rollout_ref.ref.strategy=fsdp2 actor_rollout_ref.actor.strategy=fsdp2 critic.strategy=fsdp2 "
     "reward_model.strategy=fsdp2"
@@ -153,7 +152,7 @@ COMMANDS = {
         f"{SCALE} {ONE}",
         Works({f"{A}.fsdp_config.param_offload": True}, (NO_VAL, NO_MICRO, ON_CPU)),
     ),
-    "cookbook 1: GRPO on math": (COOKBOOK_1, wrong(LAPTOP, SGLANG)),
+    "cookbook 1: GRPO on math": (COOKBOOK_1, wrong(LAPTOP)),
     "cookbook 1, on one process": (f"{COOKBOOK_1} {ONE} {R}.name=hf", Works({}, (NO_VAL, NO_MICRO, ON_CPU))),
     "cookbook 2: PPO with a critic": (
         COOKBOOK_2,
@@ -165,7 +164,7 @@ COMMANDS = {
     ),
     "cookbook 3: GRPO on four nodes": (
         f"{COOKBOOK_1} trainer.nnodes=4 trainer.n_gpus_per_node=8 {A}.strategy=megatron",
-        wrong(CLUSTER, SGLANG, "the training backend 'megatron' is not built yet"),
+        wrong(CLUSTER, "the training backend 'megatron' is not built yet"),
     ),
     "upgrade to FSDP2": (
         FSDP2_EVERYWHERE,

@@ -68,6 +68,7 @@ class SamplerClient:
             images=image_data or None,
             videos=video_data or None,
             generated_prefix=tuple(generated_prefix),
+            session=f"{request_id}/{self.uid}-{self.sample_index}",
         )
         start = time.perf_counter()
         try:

@@ -47,12 +47,17 @@ def is_installed(package: str) -> bool:
 
 
 def rollout_engine(cfg: PPOTrainerConfig) -> Problems:
-    """A rollout engine whose package is not installed."""
-    name, key = cfg.actor_rollout_ref.rollout.name, "actor_rollout_ref.rollout.name"
-    if name != "vllm" or is_installed("vllm"):
+    """A rollout engine that is not installed, or a server without an address."""
+    rollout, key = cfg.actor_rollout_ref.rollout, "actor_rollout_ref.rollout.name"
+    url = "actor_rollout_ref.rollout.server.url"
+    if rollout.name == "server" and not rollout.server.url:
+        return [ConfigError("needs the address of a server", key=key, got="server", fix=f"Set {url}=http://host:port.")]
+    product = {"vllm": "vLLM", "sglang": "SGLang"}.get(rollout.name)
+    if product is None or is_installed(rollout.name) or (rollout.name == "sglang" and rollout.server.url):
         return []
-    fix = f"Run in an environment that has it (docs/engines.md), or set {key}=hf, or reach a server: {key}=server."
-    return [ConfigError("vLLM is not installed in this environment", key=key, got=name, fix=fix)]
+    near = "" if rollout.name == "vllm" else f", or name a server that runs: {url}=http://host:port"
+    fix = f"Run in an environment that has it (docs/engines.md), or set {key}=hf or {key}=server{near}."
+    return [ConfigError(f"{product} is not installed in this environment", key=key, got=rollout.name, fix=fix)]
 
 
 def hardware(cfg: PPOTrainerConfig) -> Problems:

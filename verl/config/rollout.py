@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.node import ConfigNode, section, setting
+from verl.config.node import ABSENT, ConfigNode, section, setting
 from verl.config.profiler import ProfilerConfig
 
 
@@ -175,16 +175,62 @@ class DisaggregationConfig(ConfigNode):
     ib_device: str | None = setting(None, "InfiniBand device", planned="prefill/decode disaggregation")
 
 
+_SERVERS = ("server", "sglang")
+
+
 @dataclass(frozen=True)
 class ServerConfig(ConfigNode):
     """Requests to sampling servers."""
 
-    timeout: int = setting(60, "seconds until a request is given up", planned="the server rollout engines")
-    max_attempts: int = setting(3, "attempts per request", planned="the server rollout engines")
-    retry_delay: int = setting(2, "seconds between attempts", planned="the server rollout engines")
-    max_connections: int = setting(1000, "open connections", planned="the server rollout engines")
-    max_start_wait_time: int = setting(
-        300, "seconds to wait for a server to start", planned="the server rollout engines"
+    url: str | list | None = setting(
+        None,
+        "address of the server, http://host:port; several are replicas",
+        upstream=ABSENT,
+        planned="the server rollout engines",
+        engines=_SERVERS,
+    )
+    api: str = setting(
+        "auto",
+        "kind of the server: auto (ask it), vllm, sglang, tgi, verl, or openai for any other",
+        upstream=ABSENT,
+        planned="the server rollout engines",
+        engines=("server",),
+    )
+    model: str | None = setting(
+        None,
+        "name under which the server serves the model; null: ask it",
+        upstream=ABSENT,
+        planned="the server rollout engines",
+        engines=_SERVERS,
+    )
+    api_key_env: str | None = setting(
+        None,
+        "environment variable that holds the server's key",
+        upstream=ABSENT,
+        planned="the server rollout engines",
+        engines=_SERVERS,
+    )
+    weights_dir: str | None = setting(
+        None,
+        "folder, seen by the server too, through which new weights go; null: a temporary one",
+        upstream=ABSENT,
+        planned="the server rollout engines",
+        engines=_SERVERS,
+        path=True,
+    )
+    timeout: float = setting(
+        60.0, "seconds until an attempt of a request is given up", planned="the server rollout engines", engines=_SERVERS
+    )
+    max_attempts: int = setting(3, "attempts per request", planned="the server rollout engines", engines=_SERVERS)
+    retry_delay: float = setting(
+        2.0,
+        "seconds of the first pause between attempts; each further one is twice as long",
+        planned="the server rollout engines",
+        engines=_SERVERS,
+    )
+    max_connections: int = setting(1000, "open connections", planned="the server rollout engines", engines=_SERVERS)
+    max_start_wait_time: float = setting(
+        300.0, "seconds to wait for a server to start", planned="the server rollout engines", engines=_SERVERS
     )
 
 

@@ -70,6 +70,7 @@ class Request:
         generated_prefix: response tokens from an earlier, interrupted attempt. They are continued exactly as if there
             had been no interruption, and are not part of the completion.
         priority: the smaller goes first among waiting requests; equal ones in order of arrival.
+        session: requests of one conversation share it; where there are several replicas, they go to the same one.
 
     Example:
         >>> Request("step3-17", token_ids=(1, 15, 7), sampling=SamplingParams(max_tokens=8), uid="row5", sample_index=2)
@@ -84,6 +85,7 @@ class Request:
     videos: Any = None
     generated_prefix: tuple[int, ...] = ()
     priority: int = 0
+    session: str = ""
 
 
 @dataclass(frozen=True)

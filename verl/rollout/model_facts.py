@@ -22,6 +22,7 @@ class ModelFacts:
         stop_token_ids: end tokens of the generation configuration, else of the configuration.
         head_dim: width of an attention head; 0 where the folder does not say.
         is_moe: a mixture of experts.
+        is_tied: the head shares the weights of the embeddings.
     """
 
     vocab_size: int = UNLIMITED
@@ -29,6 +30,7 @@ class ModelFacts:
     stop_token_ids: tuple[int, ...] = ()
     head_dim: int = 0
     is_moe: bool = False
+    is_tied: bool = False
 
     @classmethod
     def of(cls, folder: str | Path) -> ModelFacts:
@@ -44,6 +46,7 @@ class ModelFacts:
             max_model_len=next((int(text[name]) for name in _CONTEXT if text.get(name)), UNLIMITED),
             stop_token_ids=() if ends is None else tuple(int(x) for x in (ends if isinstance(ends, list) else [ends])),
             head_dim=int(text.get("head_dim") or (hidden // heads if heads else 0)),
+            is_tied=bool(text.get("tie_word_embeddings")),
             is_moe=any(int(text.get(name) or 0) > 1 for name in _EXPERTS),
         )
 

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from verl.errors import RolloutError, suggest
+from verl.rollout.model_facts import ModelFacts
 from verl.weight_sync import WeightChunk
 
 Shapes = dict[str, tuple[int, ...]]
 SHOWN = 3
 TIED = "lm_head.weight"
-"""Stands on disk or not where it is tied to the embeddings."""
+"""Stands on disk or in a stream, or not, where it is tied to the embeddings."""
 
 
 class StreamCheck:
@@ -47,7 +48,7 @@ class StreamCheck:
         where = f"version {self._version}"
         if not self._has_ended:
             raise RolloutError("the stream of weights was interrupted", key=where)
-        missing = sorted(set(self._shapes or ()) - set(self._arrived) - {TIED})
+        missing = sorted(set(self._shapes or ()) - set(self._arrived))
         if missing:
             more = ", ..." if len(missing) > SHOWN else ""
             raise RolloutError(
@@ -78,4 +79,6 @@ def shapes_on_disk(folder: str | Path) -> Shapes | None:
             size = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(size))
         found |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    if ModelFacts.of(folder).is_tied:
+        found.pop(TIED, None)
     return found or None

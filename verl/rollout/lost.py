@@ -1,0 +1,17 @@
+"""The errors that mean: not the request is at fault, the engine is; somebody else may answer it."""
+
+from __future__ import annotations
+
+from verl.errors import RolloutError
+
+
+class EngineLostError(RolloutError):
+    """An engine is gone, does not answer in time, or answers nonsense."""
+
+
+class EngineBusyError(EngineLostError):
+    """An engine asks to be left alone for a while.
+
+    Args:
+        message: as in every error; ``got`` holds the seconds it asks for, if it says so.
+    """

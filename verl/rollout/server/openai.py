@@ -1,0 +1,132 @@
+"""Servers with OpenAI's completions: vLLM's, which takes and gives token ids, and all others, which take text.
+
+vLLM's fields beyond OpenAI's: https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html; its calls for
+weights, abort and sleep exist where it runs with ``VLLM_SERVER_DEV_MODE=1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from verl.errors import RolloutError
+from verl.rollout.base import Request
+from verl.rollout.gated import Sampled
+from verl.rollout.server.dialect import Dialect, budget_of, log_probs, prompt_of
+
+PATH = "/v1/completions"
+DEV_MODE = "Start it with VLLM_SERVER_DEV_MODE=1 in its environment."
+_TOKEN = "token_id:"
+
+
+class VLLMDialect(Dialect):
+    """vLLM's own server, 0.8.5 and newer."""
+
+    name = "vllm"
+    updates_from_folder = True
+
+    def question(self, request: Request, stops: Sequence[int], seed: int) -> tuple[str, dict[str, Any]]:
+        sampling = request.sampling
+        return PATH, {
+            "model": self.model,
+            "prompt": prompt_of(request),
+            "max_tokens": budget_of(request),
+            "temperature": 0.0 if sampling.is_greedy else sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k if sampling.top_k > 0 else -1,
+            "seed": seed,
+            "ignore_eos": sampling.ignore_eos,
+            "stop_token_ids": [] if sampling.ignore_eos else list(stops),
+            "logprobs": 1,
+            "return_token_ids": True,  # newer versions; the next one says the same in older ones
+            "return_tokens_as_token_ids": True,
+            "skip_special_tokens": False,
+            "add_special_tokens": False,
+            "request_id": request.id,
+            **({"priority": request.priority} if request.priority else {}),
+        }
+
+    def answer(self, request: Request, found: Any) -> Sampled:
+        (choice,) = found["choices"]
+        logs = choice["logprobs"]
+        ids = choice.get("token_ids")
+        if ids is None:
+            ids = [int(token.removeprefix(_TOKEN)) for token in logs["tokens"]]
+        return Sampled(tuple(int(i) for i in ids), log_probs(logs["token_logprobs"]), str(choice["finish_reason"]))
+
+    def key(self, request: Request) -> str:
+        return f"cmpl-{request.id}-0"
+
+    async def abort(self, keys: Sequence[str]) -> bool:
+        return await self._dev("/abort_requests", {"request_ids": list(keys)})
+
+    async def update(self, folder: str, version: int) -> None:
+        call = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        if not await self._dev("/collective_rpc", call):
+            raise RolloutError("this vLLM server has no call for new weights", key=f"version {version}", fix=DEV_MODE)
+        await self.ask("POST", "/reset_prefix_cache")
+
+    async def reload(self) -> bool:
+        done = await self._dev("/collective_rpc", {"method": "reload_weights"})
+        if done:
+            await self.ask("POST", "/reset_prefix_cache")
+        return done
+
+    async def prompt_log_probs(self, token_ids: Sequence[int]) -> list[float] | None:
+        payload = {"model": self.model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0,
+                   "prompt_logprobs": 0}  # fmt: skip
+        (choice,) = (await self.ask("POST", PATH, payload))["choices"]
+        entries = choice.get("prompt_logprobs")
+        if not entries:
+            return None
+        return [float(entry[str(token)]["logprob"]) for entry, token in zip(entries[1:], token_ids[1:])]
+
+    async def sleep(self, level: int) -> bool:
+        return await self._dev(f"/sleep?level={level}", {})
+
+    async def wake(self) -> bool:
+        return await self._dev("/wake_up", {})
+
+    async def _dev(self, path: str, payload: dict[str, Any]) -> bool:
+        """A call that exists in development mode only."""
+        try:
+            await self.ask("POST", path, payload)
+        except RolloutError as error:
+            if "(404)" in error.message or "(405)" in error.message:
+                return False
+            raise
+        return True
+
+
+class OpenAIDialect(Dialect):
+    """Any other server with OpenAI's completions: text in, text out, no log-probs of token ids; for evaluation."""
+
+    name = "openai"
+    takes_ids = False
+    gives_log_probs = False
+
+    def question(self, request: Request, stops: Sequence[int], seed: int) -> tuple[str, dict[str, Any]]:
+        sampling = request.sampling
+        if sampling.top_k > 0 or sampling.ignore_eos:
+            raise RolloutError(
+                "OpenAI's completions know neither top_k nor ignore_eos",
+                key="actor_rollout_ref.rollout.server.api",
+                got=self.name,
+                fix="Set top_k=-1 and ignore_eos=false, or name the kind of the server: server.api=vllm.",
+            )
+        return PATH, {
+            "model": self.model,
+            "prompt": self.text().decode(prompt_of(request), skip_special_tokens=False),
+            "max_tokens": budget_of(request),
+            "temperature": 0.0 if sampling.is_greedy else sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": seed,
+        }
+
+    def answer(self, request: Request, found: Any) -> Sampled:
+        (choice,) = found["choices"]
+        text, why = choice["text"], str(choice["finish_reason"])
+        ids = tuple(self.text().encode(text, add_special_tokens=False))[: budget_of(request)]
+        if not ids and why == "stop":  # it ended at once, and the end token is not part of the text
+            raise ValueError("an empty text")
+        return Sampled(ids, None, why)

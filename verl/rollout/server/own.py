@@ -1,0 +1,84 @@
+"""The dialect of this library's own host (`verl.rollout.server.host`): a request as it is, key of its numbers included.
+
+So a request gets the same tokens from every replica of the `hf` engine, which a server that seeds a generator per
+request does not promise across versions or kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from verl.errors import RolloutError
+from verl.rollout.base import Completion, Request, SamplingParams
+from verl.rollout.gated import Sampled
+from verl.rollout.server.dialect import Dialect, log_probs
+
+GENERATE, ABORT, UPDATE, SLEEP, WAKE, INFO = (
+    f"/verl/{n}" for n in ("generate", "abort", "update", "sleep", "wake", "info")
+)
+
+
+class OwnDialect(Dialect):
+    """A sampler of this library in another process."""
+
+    name = "verl"
+    reports_processed = True
+    updates_from_folder = True
+
+    def question(self, request: Request, stops: Sequence[int], seed: int) -> tuple[str, dict[str, Any]]:
+        return GENERATE, to_json(request)
+
+    def answer(self, request: Request, found: Any) -> Sampled:
+        ids = tuple(int(token) for token in found["token_ids"])
+        logs = log_probs(found["log_probs"]) if found["log_probs"] or not ids else None
+        return Sampled(ids, logs, str(found["finish_reason"]), num_preempted=int(found["num_preempted"]))
+
+    async def abort(self, keys: Sequence[str]) -> bool:
+        await self.ask("POST", ABORT, {"request_ids": list(keys)})
+        return True
+
+    async def update(self, folder: str, version: int) -> None:
+        await self.ask("POST", UPDATE, {"folder": folder, "version": version})
+
+    async def sleep(self, level: int) -> bool:
+        await self.ask("POST", SLEEP, {"level": level})
+        return True
+
+    async def wake(self) -> bool:
+        await self.ask("POST", WAKE, {})
+        return True
+
+
+def to_json(request: Request) -> dict[str, Any]:
+    """A request as JSON; images and videos stay behind, they are refused before."""
+    found = {name: value for name, value in vars(request).items() if name not in ("images", "videos")}
+    return {**found, "sampling": vars(request.sampling)}
+
+
+def from_json(found: Any) -> Request:
+    """The request in a payload.
+
+    Raises:
+        RolloutError: it is none.
+    """
+    try:
+        sampling = dict(found["sampling"])
+        sampling["stop_token_ids"] = tuple(int(token) for token in sampling["stop_token_ids"])
+        rest = {name: value for name, value in found.items() if name != "sampling"}
+        for name in ("token_ids", "generated_prefix"):
+            rest[name] = tuple(int(token) for token in rest[name])
+        return Request(**rest, sampling=SamplingParams(**sampling))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RolloutError(f"not a request: {type(error).__name__}: {error}") from error
+
+
+def completion_json(done: Completion) -> dict[str, Any]:
+    """A completion as JSON."""
+    return {
+        "token_ids": done.token_ids,
+        "log_probs": done.log_probs,
+        "finish_reason": done.finish_reason,
+        "num_preempted": done.num_preempted,
+        "version": max(done.token_versions, default=0),
+    }

@@ -1,0 +1,406 @@
+"""The `server` sampler: every request is a question to an HTTP server that somebody else started.
+
+Consumes: requests, each a task of its caller. Waits for: the server, at most `timeout` seconds an attempt. Unblocked
+by: its answer, or the last attempt's failure, which says what happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from verl import env
+from verl.data import hf_tokenizer
+from verl.errors import ConfigError, RolloutError
+from verl.metrics import notice
+from verl.rollout.base import Request, Sampler, SamplingParams
+from verl.rollout.gated import UNLIMITED, GatedSampler, Sampled, request_seed, what_is_wrong
+from verl.rollout.lost import EngineLostError
+from verl.rollout.model_facts import ModelFacts
+from verl.rollout.replicas import Replicas
+from verl.rollout.server.client import Breaker, HttpClient, Retrying, accepted
+from verl.rollout.server.dialect import Dialect
+from verl.rollout.server.openai import OpenAIDialect, VLLMDialect
+from verl.rollout.server.own import INFO, OwnDialect
+from verl.rollout.server.tgi import TGIDialect
+from verl.rollout.server.weights import WeightFolder
+from verl.rollout.sglang.dialect import SGLangDialect
+from verl.rollout.stream_check import StreamCheck, shapes_on_disk
+from verl.weight_sync import WeightChunk
+
+DIALECTS: dict[str, type[Dialect]] = {
+    d.name: d for d in (VLLMDialect, SGLangDialect, TGIDialect, OwnDialect, OpenAIDialect)
+}
+MARKS = {"vllm": "/version", "sglang": "/get_model_info", "tgi": "/info", "verl": INFO}
+"""A path that only this kind of server has."""
+RELOAD_TOLERANCE = 1e-3
+UPDATE_SECONDS = 600.0
+POLL_SECONDS = 0.5
+_S = "actor_rollout_ref.rollout.server"
+
+
+class ServerSampler(GatedSampler):
+    """Samples by requests to a server.
+
+    Args:
+        url: ``http://host:port`` of the server.
+        model: the folder of the model that it serves, for what is checked here and for its tokenizer.
+        api: ``vllm``, ``sglang``, ``tgi``, ``openai``, or ``auto``, which asks the server.
+        served_model: the name under which it serves it; None asks the server.
+        timeout: seconds of one attempt.
+        max_attempts, retry_delay: see `Retrying`.
+        max_start_wait: seconds to wait for a server that is not up yet.
+        cooldown: seconds for which a server that failed several times in a row is left alone; see `Breaker`.
+        api_key: sent as a bearer token.
+        weights_dir: where new weights are put down for the server; None makes a folder.
+        wants_log_probs: refuse to sample where the server's log-probs are not those of the distribution it draws from;
+            False leaves them out there.
+
+    Example:
+        >>> sampler = ServerSampler("http://localhost:8000", model="path/to/model")
+        >>> await sampler.generate(Request("a", (5, 6), SamplingParams(max_tokens=4)))
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str,
+        api: str = "auto",
+        served_model: str | None = None,
+        timeout: float = 60.0,
+        max_attempts: int = 3,
+        retry_delay: float = 2.0,
+        max_connections: int = 1000,
+        max_start_wait: float = 300.0,
+        cooldown: float = 5.0,
+        api_key: str | None = None,
+        weights_dir: str | None = None,
+        seed: int = 0,
+        wants_log_probs: bool = True,
+        tokenizer: Any = None,
+    ):
+        if api not in (*DIALECTS, "auto"):
+            raise ConfigError("unknown kind of server", key=f"{_S}.api", got=api, allowed=["auto", *DIALECTS])
+        self.facts = ModelFacts.of(model)
+        super().__init__(
+            vocab_size=self.facts.vocab_size,
+            max_model_len=self.facts.max_model_len,
+            seed=seed,
+            name=f"the server {url}",
+        )
+        self.url, self.model, self.api, self.served_model = url, model, api, served_model
+        self.timeout, self.max_start_wait = timeout, max_start_wait
+        self._client = HttpClient(url, max_connections, _authorization(api_key))
+        self._retrying = Retrying(max_attempts, retry_delay, Breaker(cooldown=cooldown))
+        self._wants_log_probs, self._tokenizer = wants_log_probs, tokenizer
+        self._weights_dir = weights_dir
+        self._dialect: Dialect | None = None
+        self._reports_processed: bool | None = None
+        self._is_verified = False
+        self._shapes = shapes_on_disk(model)
+        self._tasks: dict[str, tuple[asyncio.Task[Sampled], Request]] = {}
+        self._counts.update(retries=0, nonsense=0)
+
+    @classmethod
+    def from_config(cls, rollout: Any, model: Any, device: str = "cpu") -> Sampler:
+        """From the sections ``actor_rollout_ref.rollout`` and ``actor_rollout_ref.model``, once the server is up.
+
+        Several addresses in ``server.url`` become several replicas: what one of them loses goes to another one.
+        """
+        urls = addresses(rollout.server.url)
+        return over_addresses(urls, rollout, model)
+
+    @classmethod
+    def one_of(
+        cls, rollout: Any, model: Any, url: str, *, api: str | None = None, max_attempts: int | None = None
+    ) -> ServerSampler:
+        """The sampler over one address, connected."""
+        server = rollout.server
+        sampler = cls(
+            url,
+            model=str(model.path),
+            api=api or server.api,
+            served_model=server.model,
+            timeout=server.timeout,
+            max_attempts=max_attempts or server.max_attempts,
+            retry_delay=server.retry_delay,
+            max_connections=server.max_connections,
+            max_start_wait=server.max_start_wait_time,
+            api_key=_api_key(server.api_key_env),
+            weights_dir=server.weights_dir,
+            wants_log_probs=rollout.calculate_log_probs,
+        )
+        run_now(sampler.connect())
+        return sampler
+
+    async def connect(self) -> Dialect:
+        """Find out what kind of server it is, and what it serves.
+
+        Raises:
+            EngineLostError: it did not come up in time.
+        """
+        if self._dialect is None:
+            kind = await self._kind()
+            served = self.served_model or await self._served(kind)
+            self._dialect = DIALECTS[kind](self._ask, served, self._text)
+            if not self._dialect.takes_ids:
+                notice(
+                    f"{_S}.api",
+                    f"{self.url} takes text: prompts pass a tokenizer, and a policy cannot be trained with it",
+                )
+        return self._dialect
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> int:
+        wanted = None if request_ids is None else set(request_ids)
+        chosen = {name: entry for name, entry in self._tasks.items() if wanted is None or name in wanted}
+        if not chosen:
+            return 0
+        dialect = await self.connect()
+        if not await dialect.abort([dialect.key(request) for _, request in chosen.values()]):
+            for task, _ in chosen.values():
+                task.cancel()  # the server sees the end of the connection; what it had is lost
+        return len(chosen)
+
+    def stats(self) -> dict[str, float]:
+        """Counters; ``retries`` are attempts after the first, ``nonsense`` answers that could not be one."""
+        return {**super().stats(), "retries": self._retrying.num_retries}
+
+    async def _sample(self, request: Request) -> Sampled:
+        dialect = await self.connect()
+        keeps_log_probs = await self._keeps_log_probs(request)
+        task = asyncio.ensure_future(self._answer(dialect, request))
+        self._tasks[request.id] = (task, request)
+        try:
+            sampled = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():  # by `abort`
+                return Sampled((), (), "abort")
+            task.cancel()
+            raise
+        finally:
+            self._tasks.pop(request.id, None)
+        return sampled if keeps_log_probs else replace(sampled, log_probs=None)
+
+    async def _answer(self, dialect: Dialect, request: Request) -> Sampled:
+        stops = sorted({*self.facts.stop_token_ids, *request.sampling.stop_token_ids})
+        path, payload = dialect.question(request, stops, request_seed(request, self.seed))
+
+        async def attempt() -> Sampled:
+            found = accepted(await self._client.ask("POST", path, payload, self.timeout), f"{self.url}{path}")
+            try:
+                sampled = dialect.answer(request, found)
+                wrong = what_is_wrong(request, sampled, self.vocab_size)
+            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+                wrong = f"{type(error).__name__}: {error}"
+            if wrong:
+                self._counts["nonsense"] += 1
+                raise EngineLostError(f"{self.url}{path} answered with nonsense: {wrong}")
+            return sampled
+
+        return await self._retrying.run(attempt)
+
+    async def _load(self, chunks: Iterable[WeightChunk], version: int) -> None:
+        dialect = await self.connect()
+        if not dialect.updates_from_folder:
+            await dialect.update("", version)
+        await self._verify(dialect)
+        check = StreamCheck(version, self._shapes)
+        folder = self._folder()
+        whole = folder.write(check.watched(chunks), version)
+        self._shapes = check.finished()
+        await dialect.update(str(whole), version)
+        folder.keep_only(version)
+
+    async def _verify(self, dialect: Dialect) -> None:
+        """Before the first update: loading what is there already must not change anything (it does for some builds)."""
+        if self._is_verified:
+            return
+        probe = self._probe_tokens()
+        before = await dialect.prompt_log_probs(probe)
+        if before is not None and await dialect.reload():
+            after = await dialect.prompt_log_probs(probe) or []
+            shift = max((abs(a - b) for a, b in zip(before, after)), default=float("nan"))
+            if not shift <= RELOAD_TOLERANCE:
+                raise RolloutError(
+                    "this server cannot take new weights for this model: loading the weights that it has already moved "
+                    f"log-probs by {shift:.1e}",
+                    allowed=f"at most {RELOAD_TOLERANCE:.0e}",
+                    fix="Set rollout.name=hf for this model.",
+                )
+        self._is_verified = True
+
+    async def _fall_asleep(self, level: int) -> None:
+        dialect = await self.connect()
+        if not await dialect.sleep(level):
+            notice(f"{_S}.api", f"{self.url} has no call to free its memory, so sleep frees nothing")
+
+    async def _wake_up(self) -> None:
+        await (await self.connect()).wake()
+
+    async def _keeps_log_probs(self, request: Request) -> bool:
+        """Whether the server's log-probs are those of the distribution that this request is drawn from."""
+        sampling, dialect = request.sampling, await self.connect()
+        plain = sampling.temperature == 1 and sampling.top_p == 1 and sampling.top_k < 1
+        if not dialect.gives_log_probs:
+            if self._wants_log_probs:
+                raise RolloutError(
+                    f"{self.url} gives no log-probs of token ids", key="actor_rollout_ref.rollout.calculate_log_probs",
+                    got=True, fix="Set it to false for evaluation, or name the server's kind: server.api=vllm.",
+                )  # fmt: skip
+            return False
+        if plain or sampling.is_greedy or dialect.reports_processed:
+            return True
+        if not self._wants_log_probs:
+            return False
+        if self._reports_processed is None:
+            self._reports_processed = await self._finds_processed(dialect)
+        if not self._reports_processed:
+            raise RolloutError(
+                f"{self.url} reports log-probs at temperature 1, not those of the distribution that it draws from",
+                key="actor_rollout_ref.rollout.temperature",
+                got=sampling.temperature,
+                fix="Start vLLM's server with --logprobs-mode processed_logprobs, or sample with temperature=1, "
+                "top_p=1 and top_k=-1, or set calculate_log_probs=false.",
+            )
+        return True
+
+    async def _finds_processed(self, dialect: Dialect) -> bool:
+        """Ask for the same token at temperature 0 and at nearly 0: only a scaled distribution makes it certain."""
+        for number in range(4):
+            prompt = tuple(self._probe_tokens()[number:])
+            found = []
+            for temperature in (0.0, 0.02):
+                sampling = SamplingParams(max_tokens=1, temperature=temperature, ignore_eos=dialect.takes_ids)
+                request = Request(f"verl-probe-{number}-{temperature}", prompt, sampling)
+                found.append((await self._answer(dialect, request)).log_probs or (0.0,))
+            if found[0][0] < -0.1:
+                return abs(found[1][0] - found[0][0]) > 1e-3
+        return True
+
+    def _probe_tokens(self) -> list[int]:
+        return [(7 * i + 40) % min(self.vocab_size, 30000) for i in range(12)]
+
+    async def _kind(self) -> str:
+        await self._until_up()
+        if self.api != "auto":
+            return self.api
+        for name, path in MARKS.items():
+            answer = await self._client.ask("GET", path, timeout=self.timeout)
+            if 200 <= answer.status < 300:
+                return name
+        return "openai"
+
+    async def _served(self, kind: str) -> str:
+        if kind in ("sglang", "tgi", "verl"):
+            return self.model
+        found = await self._ask("GET", "/v1/models")
+        try:
+            entry = found["data"][0]
+            self.max_model_len = min(self.max_model_len, int(entry.get("max_model_len") or UNLIMITED))
+            return str(entry["id"])
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise EngineLostError(f"{self.url}/v1/models answered with nonsense: {str(found)[:200]}") from error
+
+    async def _until_up(self) -> None:
+        deadline = time.monotonic() + self.max_start_wait
+        while True:
+            try:
+                answer = await self._client.ask("GET", "/health", timeout=min(5.0, self.timeout))
+                if answer.status < 500:
+                    return
+                last = f"it answered {answer.status}"
+            except EngineLostError as error:
+                last = error.message
+            if time.monotonic() > deadline:
+                raise EngineLostError(
+                    f"no server answers at {self.url}: {last}", key=f"{_S}.url", got=self.url,
+                    fix="Is it running? server.max_start_wait_time says how long to wait for it.",
+                )  # fmt: skip
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _ask(self, method: str, path: str, payload: Any = None, *, once: bool = False) -> Any:
+        """A question that is not a request for tokens; one that changes the server is never asked twice."""
+        where = f"{self.url}{path}"
+        seconds = UPDATE_SECONDS if method == "POST" else self.timeout
+
+        async def attempt() -> Any:
+            return accepted(await self._client.ask(method, path, payload, seconds), where)
+
+        return await (attempt() if once or method == "POST" else self._retrying.run(attempt))
+
+    def _text(self) -> Any:
+        if self._tokenizer is None:
+            self._tokenizer = hf_tokenizer(self.model)
+        return self._tokenizer
+
+    def _folder(self) -> WeightFolder:
+        if self._weights_dir is None:
+            self._weights_dir = tempfile.mkdtemp(prefix="verl-weights-")
+            notice(
+                f"{_S}.weights_dir", f"not set: new weights go through {self._weights_dir}, which the server must see"
+            )
+        place = re.sub(r"\W+", "-", self.url.partition("://")[2])  # several servers may share the folder
+        return WeightFolder(Path(env.expand(self._weights_dir)) / place, self.model)
+
+
+def addresses(url: Any) -> list[str]:
+    """One address or several.
+
+    Raises:
+        ConfigError: none.
+    """
+    found = [url] if isinstance(url, str) else list(url or [])
+    if not found:
+        raise ConfigError(
+            "rollout.name=server needs the address of a server", key=f"{_S}.url", fix=f"Set {_S}.url=http://host:port."
+        )
+    return [str(one) for one in found]
+
+
+def over_addresses(urls: Sequence[str], rollout: Any, model: Any, api: str | None = None) -> Sampler:
+    """One sampler over all these servers."""
+    if len(urls) == 1:
+        return ServerSampler.one_of(rollout, model, urls[0], api=api)
+    # Another replica answers sooner than one that is asked again.
+    samplers = [ServerSampler.one_of(rollout, model, url, api=api, max_attempts=1) for url in urls]
+    return Replicas(samplers, urls, max_resends=rollout.server.max_attempts)
+
+
+def run_now(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run to the end from synchronous code, also where this thread already runs an event loop."""
+    result: list[Any] = []
+    failure: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            result.append(asyncio.run(work))
+        except BaseException as error:  # carried over to the calling thread
+            failure.append(error)
+
+    thread = threading.Thread(target=target, name="server-connect")
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return result[0]
+
+
+def _api_key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    found = env.get(variable)
+    if found is None:
+        raise ConfigError("this environment variable is not set", key=f"{_S}.api_key_env", got=variable)
+    return found
+
+
+def _authorization(api_key: str | None) -> Mapping[str, str]:
+    return {"authorization": f"Bearer {api_key}"} if api_key else {}

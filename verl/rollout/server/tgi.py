@@ -1,0 +1,62 @@
+"""Servers with the interface of Hugging Face's text-generation-inference: text in, token ids and log-probs out.
+
+https://huggingface.github.io/text-generation-inference. The prompt passes a tokenizer on its way; the server sends back
+the ids it made of it, and an answer to other ids than were meant is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from verl.errors import RolloutError
+from verl.rollout.base import Request
+from verl.rollout.gated import Sampled
+from verl.rollout.server.dialect import Dialect, budget_of, log_probs, prompt_of
+
+FINISH = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
+
+
+class TGIDialect(Dialect):
+    """A text-generation-inference server; for evaluation, since it takes no new weights."""
+
+    name = "tgi"
+    takes_ids = False
+
+    def question(self, request: Request, stops: Sequence[int], seed: int) -> tuple[str, dict[str, Any]]:
+        sampling = request.sampling
+        if sampling.ignore_eos:
+            raise RolloutError(
+                "text-generation-inference cannot go on after the end token",
+                key="actor_rollout_ref.rollout.ignore_eos", got=True, fix="Set it to false.",
+            )  # fmt: skip
+        chosen = {
+            "do_sample": not sampling.is_greedy,
+            "temperature": None if sampling.is_greedy or sampling.temperature == 1 else sampling.temperature,
+            "top_p": sampling.top_p if sampling.top_p < 1 else None,
+            "top_k": sampling.top_k if sampling.top_k > 0 else None,
+        }
+        return "/generate", {
+            "inputs": self.text().decode(prompt_of(request), skip_special_tokens=False),
+            "parameters": {
+                **{name: value for name, value in chosen.items() if value is not None},
+                "max_new_tokens": budget_of(request),
+                "seed": seed,
+                "details": True,
+                "decoder_input_details": True,
+                "return_full_text": False,
+            },
+        }
+
+    def answer(self, request: Request, found: Any) -> Sampled:
+        details = (found[0] if isinstance(found, list) else found)["details"]
+        seen = [int(token["id"]) for token in details["prefill"]]
+        if seen != prompt_of(request):
+            raise RolloutError(
+                f"the server's tokenizer made {len(seen)} other tokens of the prompt of {len(prompt_of(request))}",
+                key=f"request {request.id}",
+                fix="Serve the model with the tokenizer of actor_rollout_ref.model.path.",
+            )
+        tokens = details["tokens"]
+        ids = tuple(int(token["id"]) for token in tokens)
+        return Sampled(ids, log_probs(token["logprob"] for token in tokens), FINISH[details["finish_reason"]])

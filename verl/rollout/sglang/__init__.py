@@ -1,0 +1,1 @@
+"""Sampling with SGLang, over the HTTP interface of its server."""

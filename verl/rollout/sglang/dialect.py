@@ -1,0 +1,70 @@
+"""SGLang's native interface: token ids and log-probs, weights from disk, abort with what there is.
+
+Requests follow the documented fields of ``GenerateReqInput`` and its neighbours
+(https://docs.sglang.ai/basic_usage/native_api.html and .../sampling_params.html). No SGLang server was run with this:
+its kernels cannot be installed on the machines of the tests, where a server that follows the documentation stands in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from verl.errors import RolloutError
+from verl.rollout.base import Request
+from verl.rollout.gated import Sampled
+from verl.rollout.server.dialect import Dialect, budget_of, log_probs, prompt_of
+
+
+class SGLangDialect(Dialect):
+    """An SGLang server."""
+
+    name = "sglang"
+    updates_from_folder = True
+
+    def question(self, request: Request, stops: Sequence[int], seed: int) -> tuple[str, dict[str, Any]]:
+        sampling = request.sampling
+        return "/generate", {
+            "input_ids": prompt_of(request),
+            "rid": request.id,
+            "return_logprob": True,
+            "logprob_start_len": -1,  # of the response only
+            "sampling_params": {
+                "temperature": 0.0 if sampling.is_greedy else sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k if sampling.top_k > 0 else -1,
+                "max_new_tokens": budget_of(request),
+                "stop_token_ids": [] if sampling.ignore_eos else list(stops),
+                "ignore_eos": sampling.ignore_eos,
+                "sampling_seed": seed,
+                "skip_special_tokens": False,
+                "no_stop_trim": True,
+            },
+        }
+
+    def answer(self, request: Request, found: Any) -> Sampled:
+        meta = (found[0] if isinstance(found, list) else found)["meta_info"]
+        why = meta["finish_reason"]
+        why = why["type"] if isinstance(why, dict) else str(why)
+        triples = meta["output_token_logprobs"]  # (log-prob, token id, text or null)
+        return Sampled(tuple(int(t[1]) for t in triples), log_probs(t[0] for t in triples), why)
+
+    async def abort(self, keys: Sequence[str]) -> bool:
+        for key in keys:
+            await self.ask("POST", "/abort_request", {"rid": key})
+        return True
+
+    async def update(self, folder: str, version: int) -> None:
+        payload = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
+        found = await self.ask("POST", "/update_weights_from_disk", payload)
+        if not found.get("success"):
+            raise RolloutError(f"SGLang does not take the weights: {found.get('message')}", key=f"version {version}")
+
+    async def sleep(self, level: int) -> bool:
+        tags = ["kv_cache"] if level == 1 else ["kv_cache", "weights"]
+        await self.ask("POST", "/release_memory_occupation", {"tags": tags})
+        return True
+
+    async def wake(self) -> bool:
+        await self.ask("POST", "/resume_memory_occupation", {})
+        return True

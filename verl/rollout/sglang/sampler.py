@@ -1,0 +1,90 @@
+"""The `sglang` sampler: an SGLang server, one that runs already or one that is started here."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from verl.errors import MissingDependencyError
+from verl.rollout.base import Sampler
+from verl.rollout.server.process import ServerProcess, free_port
+from verl.rollout.server.sampler import ServerSampler, addresses, over_addresses, run_now
+
+_R = "actor_rollout_ref.rollout"
+
+
+class SGLangSampler(ServerSampler):
+    """Samples with SGLang over its native interface.
+
+    ``rollout.server.url`` names servers that run; without it one is started on this machine, with the settings of the
+    rollout section and ``engine_kwargs.sglang`` as its arguments, and ended with this process.
+    """
+
+    process: ServerProcess | None = None
+
+    @classmethod
+    def from_config(cls, rollout: Any, model: Any, device: str = "cpu") -> Sampler:
+        if rollout.server.url:
+            return over_addresses(addresses(rollout.server.url), rollout, model, api="sglang")
+        if importlib.util.find_spec("sglang") is None:
+            raise MissingDependencyError(
+                "SGLang is not installed",
+                key=f"{_R}.name",
+                got="sglang",
+                fix=f"pip install sglang, or name a server that runs: {_R}.server.url=http://host:30000.",
+            )
+        port = free_port()
+        process = ServerProcess(command(rollout, model, device, port), port, name="sglang.launch_server")
+        try:
+            run_now(process.wait_until_up(rollout.server.max_start_wait_time))
+            sampler = cls.one_of(rollout, model, process.url, api="sglang")
+        except BaseException:
+            process.close()
+            raise
+        sampler.process = process  # type: ignore[attr-defined]  # of this class
+        return sampler
+
+    def close(self) -> None:
+        """End the server, if it was started here."""
+        if self.process is not None:
+            self.process.close()
+
+
+def command(rollout: Any, model: Any, device: str, port: int) -> list[str]:
+    """The command line of SGLang's server (https://docs.sglang.ai/advanced_features/server_arguments.html)."""
+    auto = "float32" if device == "cpu" else "bfloat16"
+    flags: dict[str, Any] = {
+        "model-path": str(model.path),
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": auto if rollout.dtype == "auto" else rollout.dtype,
+        "random-seed": rollout.seed,
+        "tp-size": rollout.tensor_model_parallel_size,
+        "mem-fraction-static": rollout.gpu_memory_utilization,
+        "max-running-requests": rollout.max_num_seqs,
+        "context-length": rollout.max_model_len,
+        "quantization": rollout.quantization,
+        "device": device,
+        "trust-remote-code": bool(model.trust_remote_code),
+        "disable-cuda-graph": bool(rollout.enforce_eager),
+        "disable-radix-cache": not rollout.enable_prefix_caching,
+        "enable-memory-saver": bool(rollout.free_cache_engine) and device != "cpu",
+    }
+    return [sys.executable, "-m", "sglang.launch_server", *as_flags({**flags, **_user(rollout)})]
+
+
+def as_flags(values: Mapping[str, Any]) -> list[str]:
+    """``{"a-b": 1, "c": True, "d": None}`` -> ``["--a-b", "1", "--c"]``."""
+    found: list[str] = []
+    for name, value in values.items():
+        if value is True:
+            found.append(f"--{name}")
+        elif value is not None and value is not False:
+            found += [f"--{name}", str(value)]
+    return found
+
+
+def _user(rollout: Any) -> dict[str, Any]:
+    return {name.replace("_", "-"): value for name, value in (rollout.engine_kwargs.sglang or {}).items()}
