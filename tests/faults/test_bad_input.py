@@ -53,6 +53,14 @@ def test_a_disk_that_fails_during_a_save_ends_the_run_with_one_error_and_costs_o
     assert_same_end(whole, folder)
 
 
+def test_a_disk_that_fails_in_the_background_ends_the_run_with_one_error_at_a_later_step(server: Server, folder):
+    ended = server.start(folder, [*grpo(), "actor_rollout_ref.actor.checkpoint.async_save=true"], "begin:3:FULL").wait()
+    assert ended.status == 2, ended.output[-2000:]
+    (told,) = errors(ended.output)
+    assert "step 3 could not be saved" in told and "File too large" in told
+    assert newest_step(folder) == 2
+
+
 def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_loaded(server: Server, folder):
     ended = server.start(folder, [*grpo(), "trainer.default_local_dir=/proc/run"]).wait()
     assert ended.status == 2, ended.output[-2000:]
@@ -122,9 +130,10 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_one_lives(se
     assert "its holder ended without releasing it, so it is taken over" in third.output
 
 
-def test_a_slow_disk_delays_a_run_and_changes_nothing(server: Server, whole, folder):
+@pytest.mark.parametrize("settings", [[], ["actor_rollout_ref.actor.checkpoint.async_save=true"]])
+def test_a_slow_disk_delays_a_run_and_changes_nothing(server: Server, whole, folder, settings):
     started = time.monotonic()
-    ended = server.start(folder, grpo(), "shard:1:SLOW").wait()
+    ended = server.start(folder, grpo() + settings, "shard:1:SLOW").wait()
     assert ended.status == 0, ended.output[-2000:]
     assert time.monotonic() - started > 1, "it was slow"
     assert_same_end(whole, folder)

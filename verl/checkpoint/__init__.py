@@ -6,6 +6,8 @@ with ``from_pretrained``), ``optimizer.safetensors``, ``extra.safetensors`` and 
 ``<root>/latest_checkpointed_iteration.txt`` names the newest step for other programs; resuming does not need it.
 """
 
+from verl.checkpoint.background import BackgroundPart, PartInWork
+from verl.checkpoint.files import FileRecord
 from verl.checkpoint.find import Checkpoint, find_checkpoint, list_checkpoints
 from verl.checkpoint.lock import RunLock
 from verl.checkpoint.part import read_part, write_part
@@ -14,10 +16,13 @@ from verl.checkpoint.state import EngineState
 from verl.checkpoint.writer import CheckpointWriter
 
 __all__ = [
+    "BackgroundPart",
     "Checkpoint",
     "CheckpointReader",
     "CheckpointWriter",
     "EngineState",
+    "FileRecord",
+    "PartInWork",
     "RunLock",
     "find_checkpoint",
     "list_checkpoints",

@@ -115,7 +115,7 @@ def _section(folder: Path, section: str) -> Mapping[str, Tensor]:
         return read_tensors(own)
     if section != "model":
         return {}
-    files = sorted((folder / "huggingface").glob("model*.safetensors"))
+    files = sorted((folder / "huggingface").glob("*model*.safetensors"))  # the model's own, or its adapter's
     if not files:
         raise CheckpointError("the checkpoint holds no weights", got=str(folder))
     return {name: tensor for file in files for name, tensor in read_tensors(file).items()}

@@ -139,8 +139,9 @@ class CheckpointWriter:
         except BaseException as error:
             self._give_up(error)
             raise
-        if not hold:
-            self.release()
+        self._save.released = not hold
+        if not self.background:
+            self.advance()
         return step_folder(self.root, step)
 
     def release(self) -> None:
@@ -161,7 +162,8 @@ class CheckpointWriter:
         elif save is not None and self._finishing is None:
             for part, work in list(save.waiting.items()):
                 with self._guarded():
-                    self._take(part, work.poll() or work)
+                    found = work.poll()
+                self._take(part, work if found is None else found)
             if save.released and not save.waiting:
                 self._finish_or_start_it(save)
 

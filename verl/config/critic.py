@@ -30,7 +30,7 @@ class CriticCheckpointConfig(ConfigNode):
         follows=".save_contents",
         choices=CHECKPOINT_CONTENTS,
     )
-    async_save: bool = setting(False, "write while training goes on", planned="asynchronous checkpoints")
+    async_save: bool = setting(False, "copy the state and write the copy while training goes on")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 from verl import distributed, env
 from verl.algorithms.losses import LossFn
+from verl.checkpoint import BackgroundPart
 from verl.config import HFModelConfig, OptimizerConfig, replace
 from verl.engines.base import Engine
 from verl.errors import ConfigError, ModelError, WorkerError
@@ -88,6 +89,7 @@ class ModelPart:
         self.loss_fn = loss_fn
         self.temperature = temperature
         self.mini_batch_rows = mini_batch_rows
+        self.being_saved = BackgroundPart()
 
     def infer(self, batch: DataProto, outputs: tuple[str, ...]) -> dict[str, Any]:
         """Forward passes without gradient: name -> (B, T) float32."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from verl.algorithms.losses import LossFn
-from verl.checkpoint import EngineState, read_part, write_part
+from verl.checkpoint import EngineState, FileRecord, read_part, write_part
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
 from verl.single_controller.base import Dispatch, Worker, register
@@ -36,9 +37,19 @@ class TrainingWorker(Worker):
         return self.part.train(data)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, local_path: str, contents: tuple[str, ...] = ("model", "optimizer", "extra")) -> dict:
-        """Write this model's state into ``local_path``; returns the records of the files (see `write_part`)."""
-        return save_part(self.part, local_path, contents)
+    def save_checkpoint(
+        self, local_path: str, contents: tuple[str, ...] = ("model", "optimizer", "extra"), background: bool = False
+    ) -> dict:
+        """Write this model's state into ``local_path``; returns the records of the files (see `write_part`).
+
+        With ``background`` it returns after copying the state, and `checkpoint_records` has the records later.
+        """
+        return save_part(self.part, local_path, contents, background=background)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint_records(self, wait: bool = False) -> Mapping[str, FileRecord] | None:
+        """The records of a save in the background, or None while it is being written."""
+        return saved_records(self.part, wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str, contents: tuple[str, ...] = ("model", "optimizer", "extra")) -> None:
@@ -64,11 +75,28 @@ class TrainingWorker(Worker):
             self.part.engine.onload()
 
 
-def save_part(part: ModelPart, folder: str, contents: tuple[str, ...], tokenizer: Any = None) -> dict:
-    """Write one model's sections and its Hugging Face folder; only the first rank writes and returns records."""
+def save_part(
+    part: ModelPart, folder: str, contents: tuple[str, ...], tokenizer: Any = None, background: bool = False
+) -> dict:
+    """Write one model's sections and its Hugging Face folder; only the first rank writes and returns records.
+
+    With ``background`` only the copy is made before this returns; `saved_records` has the records.
+    """
     engine = part.engine
     state, writer = engine.state(), engine.hf_writer(tokenizer)
-    return engine.only_first(lambda: write_part(Path(folder), state, contents, writer)) or {}
+
+    def write() -> dict[str, FileRecord]:
+        if not background:
+            return write_part(Path(folder), state, contents, writer)
+        part.being_saved.start(Path(folder), state, contents, writer)
+        return {}
+
+    return engine.only_first(write) or {}
+
+
+def saved_records(part: ModelPart, wait: bool) -> Mapping[str, FileRecord] | None:
+    """What a save in the background has written, or None while it is at it; empty on all ranks but the first."""
+    return part.being_saved.wait() if wait else part.being_saved.poll()
 
 
 def load_part(part: ModelPart, folder: str, contents: tuple[str, ...]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint import CheckpointReader, CheckpointWriter, find_checkpoint
+from verl.checkpoint import CheckpointReader, CheckpointWriter, FileRecord, find_checkpoint
 from verl.config import PPOTrainerConfig
 from verl.errors import CheckpointError, VerlError
 from verl.metrics import notice
@@ -36,6 +36,19 @@ class Boundary:
     surplus: DataProto | None
 
 
+class GroupInWork:
+    """A role's files that its workers are writing."""
+
+    def __init__(self, group: Any):
+        self._group = group
+
+    def poll(self) -> Mapping[str, FileRecord] | None:
+        return self._group.checkpoint_records(wait=False)[0]
+
+    def wait(self) -> Mapping[str, FileRecord]:
+        return self._group.checkpoint_records(wait=True)[0]
+
+
 class RunCheckpoints:
     """Saves and resumes one RL run; holds the lock of its folder while it may write.
 
@@ -57,7 +70,8 @@ class RunCheckpoints:
         self._saved: tuple[int, Path] | None = None
         if trainer.save_freq > 0:
             keep = {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep}
-            self.writer = CheckpointWriter(self.folder, keep=keep)
+            background = any(self._in_background(name) for name in self._trained())
+            self.writer = CheckpointWriter(self.folder, keep=keep, background=background)
 
     def save(self) -> Path:
         """Write ``global_step_<step>``, which `end_step` puts in place; earlier checkpoints stay if it fails."""
@@ -99,9 +113,7 @@ class RunCheckpoints:
     def _save(self, boundary: Boundary) -> Path:
         if self.writer is None:
             raise CheckpointError("saving is off", key="trainer.save_freq", fix="Set trainer.save_freq.")
-        parts: dict[str, Callable[[Path], Any]] = {
-            name: self._role_writer(name) for name, handle in self.roles.items() if handle.kind == "trainable"
-        }
+        parts: dict[str, Callable[[Path], Any]] = {name: self._role_writer(name) for name in self._trained()}
         surplus = boundary.surplus
         if surplus is not None:
             parts[SURPLUS] = lambda folder: _save_batch(folder, surplus)
@@ -141,15 +153,32 @@ class RunCheckpoints:
                 raise
             notice("trainer.save_freq", f"the checkpoint in work was lost, too: {error}")
 
-    def _role_writer(self, name: str) -> Callable[[Path], Mapping[str, Any]]:
+    def _trained(self) -> list[str]:
+        return [name for name, handle in self.roles.items() if handle.kind == "trainable"]
+
+    def _role_writer(self, name: str) -> Callable[[Path], Any]:
         group, contents = self.roles[name].group, tuple(self._contents(name)["save_contents"])
-        return lambda folder: group.save_checkpoint(str(folder), contents)[0]
+        if not self._in_background(name):
+            return lambda folder: group.save_checkpoint(str(folder), contents)[0]
+
+        def start(folder: Path) -> GroupInWork:
+            group.save_checkpoint(str(folder), contents, background=True)
+            return GroupInWork(group)
+
+        return start
+
+    def _section(self, name: str) -> Any:
+        """A role that a recipe added is saved as the actor is."""
+        return (self.config.critic if name == "critic" else self.config.actor_rollout_ref.actor).checkpoint
+
+    def _in_background(self, name: str) -> bool:
+        return self._section(name).async_save
 
     def _contents(self, name: str) -> dict[str, list[str]]:
-        """``save_contents`` and ``load_contents``; a role that a recipe added is saved as the actor is."""
-        section = self.config.critic if name == "critic" else self.config.actor_rollout_ref.actor
-        saved = list(section.checkpoint.save_contents)
-        return {"save_contents": saved, "load_contents": list(section.checkpoint.load_contents or saved)}
+        """``save_contents`` and ``load_contents``."""
+        section = self._section(name)
+        saved = list(section.save_contents)
+        return {"save_contents": saved, "load_contents": list(section.load_contents or saved)}
 
 
 def _save_batch(folder: Path, batch: DataProto) -> None:
