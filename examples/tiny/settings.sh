@@ -1,0 +1,48 @@
+# Read by the example scripts. With TINY=1 it makes a model of one million parameters and a few additions below
+# ${TINY_DIR:-outputs/tiny} and fills ppo_tiny or sft_tiny with settings that make the command small enough for a CPU;
+# what is trained how stays as the script has it. Without it both are empty.
+#
+#   TINY=1 bash SCRIPT [more settings]        run it in small
+#   SHOW=1 bash SCRIPT                        print the settings, one per line, and run nothing
+
+examples="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+ppo_tiny=()
+sft_tiny=()
+
+if [[ "${TINY:-0}" == 1 ]]; then
+  tiny="${TINY_DIR:-outputs/tiny}"
+  if [[ ! -f "$tiny/ready" ]]; then
+    python3 "$examples/quickstart/model.py" "$tiny/model" > /dev/null
+    python3 -m verl.data.prepare.arithmetic --local_save_dir "$tiny/data" \
+      --train_size 64 --val_size 16 --sft_size 64 > /dev/null
+    touch "$tiny/ready"
+  fi
+  one_process=(trainer.nnodes=1 trainer.n_gpus_per_node="${TINY_PROCESSES:-1}" trainer.device=cpu
+    'trainer.logger=[console,file]' trainer.default_local_dir="$tiny/checkpoints" trainer.resume_mode=disable)
+  ppo_tiny=(
+    data.train_files="$tiny/data/train.parquet" data.val_files="$tiny/data/test.parquet"
+    data.train_batch_size=8 data.max_prompt_length=32 data.max_response_length=8
+    actor_rollout_ref.model.path="$tiny/model" actor_rollout_ref.rollout.name=hf
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.n="${TINY_N:-2}"
+    actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4
+    reward.custom_reward_function.path="$examples/quickstart/reward.py"
+    trainer.total_training_steps=1 trainer.save_freq=-1 trainer.test_freq=1 "${one_process[@]}"
+  )
+  sft_tiny=(
+    data.train_files="$tiny/data/sft.parquet" data.val_files="$tiny/data/sft.parquet" data.prompt_key=null
+    data.response_key=null data.prompt_dict_keys=null data.response_dict_keys=null
+    data.train_batch_size=8 data.max_length=32 model.path="$tiny/model"
+    trainer.total_training_steps=1 trainer.save_freq=-1 trainer.test_freq=1 "${one_process[@]}"
+  )
+fi
+
+# Run `python3 -m MODULE settings...`, or `torchrun ... -m MODULE settings...` where the script sets launcher.
+run() {
+  if [[ "${SHOW:-0}" == 1 ]]; then
+    shift
+    printf '%s\n' "$@"
+    return
+  fi
+  "${launcher[@]:-python3}" -m "$@"
+}

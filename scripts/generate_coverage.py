@@ -1,0 +1,86 @@
+"""Write ``docs/coverage.md``: what public guides to verl say, row by row, and what has become of it here.
+
+    PYTHONPATH=. python scripts/generate_coverage.py [--check]
+
+The rows lie in ``tests/brief/rows``; whether a row works is found out by reading its commands and looking for its names.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from tests.brief.machine import guides_machine
+from tests.brief.states import IDLE, REFUSED, WORKS, Outcome, outcomes, state
+from tests.brief.table import Row, rows
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "coverage.md"
+LONGEST = 150
+HEAD = """# What works, row by row
+
+Public guides to verl state facts: commands, settings, names, pages. Each is a row here. **works** means that every
+command of the row is accepted on a machine as the guides have it (eight GPUs, all packages) and every module and name is
+there; **refused by name** means that the command resolves and the error names the setting whose feature is not built;
+**without effect** means that it is accepted with a notice that the setting does nothing here; **partly** is a mixture. Rows without a command are **said or shipped**: a page or a file. Neither word says that
+something was run on the hardware that it is meant for; [install.md](install.md#what-has-not-been-run) lists what was not.
+
+{counts}.
+
+This page is generated (`PYTHONPATH=. python scripts/generate_coverage.py`), and a test holds it to what the library does: each row is a case of `tests/brief/test_rows.py`; where a ▶ stands, its commands also train a tiny model in
+`tests/brief/test_runs.py`.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    logging.getLogger("verl").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder, guides_machine(Path(folder)):
+        found = {row.id: outcomes(row) for row in rows()}
+    states = Counter(state(found[row.id]) for row in rows())
+    counts = "; ".join(f"{number} {name}" for name, number in states.most_common())
+    text = [HEAD.format(counts=f"{len(found)} rows: {counts}")]
+    for title in dict.fromkeys(row.section for row in rows()):
+        text += [f"## {title}\n", "| # | what guides say | here | how, and where |", "| --- | --- | --- | --- |"]
+        text += [_line(row, found[row.id]) for row in rows() if row.section == title]
+        text.append("")
+    return "\n".join(text)
+
+
+def _line(row: Row, found: list[Outcome]) -> str:
+    parts = [_outcome(outcome) for outcome in found]
+    places = [*row.files, *(name for name, _ in row.docs), *row.tests]
+    parts += [f"[{name}](../{name})" for name in dict.fromkeys(places)]
+    parts += [f"extra `{name}`" for name in row.extras] + [f"`{name}`" for name in row.environment]
+    shown = " ▶" if any(attempt.runs for attempt in row.config) else ""
+    return f"| {row.id} | {row.says} | {state(found)}{shown} | {'<br>'.join(parts)} |"
+
+
+def _outcome(outcome: Outcome) -> str:
+    words = outcome.what if len(outcome.what) <= LONGEST else outcome.what[:LONGEST].rpartition(" ")[0] + " …"
+    code = f"`{words}`".replace("|", "\\|")
+    if outcome.state == WORKS:
+        return code
+    if outcome.state == REFUSED:
+        return f"{code}: not built" + (f" ({', '.join(f'`{key}`' for key in outcome.by)})" if outcome.by else "")
+    if outcome.state == IDLE:
+        return f"{code}: accepted, with a notice that {', '.join(f'`{key}`' for key in outcome.by)} does nothing here"
+    return f"{code}: an error on purpose"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the page, or with ``--check`` say whether it is up to date."""
+    made = page()
+    if "--check" in (sys.argv[1:] if argv is None else argv):
+        is_current = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == made
+        print(f"{PAGE.relative_to(ROOT)} is {'up to date' if is_current else 'old: run this script without --check'}")
+        return 0 if is_current else 1
+    PAGE.write_text(made, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

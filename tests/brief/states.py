@@ -1,0 +1,78 @@
+"""What has become of a row: its configurations are read, its modules and names looked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+
+from tests.brief.machine import resolve
+from tests.brief.table import Attempt, Row
+from tests.sanity.public_names import fault
+from verl.errors import ConfigError, NotBuiltError
+from verl.metrics import notices
+
+WORKS, REFUSED, WRONG, IDLE = "works", "refused by name", "an error on purpose", "without effect"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one command, module or name comes to; ``by`` names the settings that refuse it or do nothing, ``error`` was said."""
+
+    what: str
+    state: str
+    by: tuple[str, ...] = ()
+    error: ConfigError | None = None
+
+
+def of_attempt(attempt: Attempt) -> Outcome:
+    """Read one configuration; any error but a missing feature, or one that is meant, is the caller's."""
+    what = attempt.argv if not attempt.yaml else f"{attempt.argv} (a file)"
+    what = " ".join(what.split())
+    try:
+        resolve(attempt)
+    except NotBuiltError as error:
+        return Outcome(what, REFUSED, refusing(error), error)
+    except ConfigError as error:
+        if not attempt.wrong:
+            raise
+        return Outcome(what, WRONG, error=error)
+    idle = tuple(key for key, said in notices().items() if "has no effect" in said and key not in attempt.notices)
+    return Outcome(what, IDLE, idle) if idle else Outcome(what, WORKS)
+
+
+def refusing(error: NotBuiltError) -> tuple[str, ...]:
+    """The settings that an error names; one that lists several problems has a line for each."""
+    lines = str(error).splitlines()
+    keys = [re.match(r"\s*[-*]?\s*([\w.+]+): ", line) for line in (lines[1:] if len(lines) > 1 else lines)]
+    return tuple(dict.fromkeys(key.group(1) for key in keys if key))
+
+
+def of_program(module: str) -> Outcome:
+    """Whether a module that is run with ``python -m`` exists."""
+    try:
+        there = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        there = False
+    return Outcome(f"python -m {module}", WORKS if there else REFUSED)
+
+
+def of_name(name: str) -> Outcome:
+    """Whether a public name can be imported."""
+    return Outcome(name, WORKS if fault(name, None) is None else REFUSED)
+
+
+def outcomes(row: Row) -> list[Outcome]:
+    """Everything of a row that can work or not."""
+    found = [of_attempt(attempt) for attempt in row.config]
+    return found + [of_program(module) for module in row.programs] + [of_name(name) for name in row.names]
+
+
+def state(found: list[Outcome]) -> str:
+    """One word for a row."""
+    states = {outcome.state for outcome in found if outcome.state != WRONG}
+    if not found:
+        return "said or shipped"
+    if not states:
+        return WRONG
+    return "partly" if len(states) > 1 else states.pop()

@@ -1,0 +1,108 @@
+"""Every fact of the guides, one case per row: commands and files resolve, and what is not built is refused by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts import generate_coverage
+from tests.brief.machine import guides_machine, resolve
+from tests.brief.states import REFUSED, WRONG, of_attempt, of_name, of_program
+from tests.brief.table import Attempt, Row, rows
+from tests.sanity.public_names import PENDING_FILE
+from tests.sanity.source_tree import ROOT, read_toml
+from verl import env
+from verl.metrics import notices, reset_notices
+
+COMMANDS = [
+    pytest.param(attempt, id=f"{row.id}-{number}")
+    for row in rows()
+    for number, attempt in enumerate(row.config, start=1)
+]
+
+
+@pytest.fixture
+def machine(tmp_path: Path):
+    with guides_machine(tmp_path):
+        yield tmp_path
+    reset_notices()
+
+
+def cases(field: str) -> list:
+    return [pytest.param(row, id=str(row.id)) for row in rows() if getattr(row, field)]
+
+
+def test_every_fact_of_the_specification_is_a_row(shared):
+    text = (shared / "spec" / "UPSTREAM.md").read_text(encoding="utf-8")
+    section = text.split("\n## 1. ")[1].split("\n## 2. ")[0]
+    assert [row.id for row in rows()] == [int(n) for n in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)]
+
+
+def test_the_committed_page_says_what_has_become_of_every_row():
+    made = generate_coverage.page()
+    assert generate_coverage.PAGE.read_text(encoding="utf-8") == made, "run scripts/generate_coverage.py"
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=str(row.id)) for row in rows()])
+def test_a_row_is_looked_after_somewhere(row: Row):
+    assert row.config or row.programs or row.names or row.files or row.docs or row.extras
+    assert row.says and not row.says.endswith(".")
+
+
+@pytest.mark.parametrize("attempt", COMMANDS)
+def test_a_command_of_the_guides_resolves_or_is_refused_by_name(machine, attempt: Attempt):
+    outcome = of_attempt(attempt)
+    if attempt.wrong:
+        assert outcome.state == WRONG and attempt.wrong in str(outcome.error)
+        return
+    if outcome.state == REFUSED:
+        assert outcome.by, f"no setting is named: {outcome.error}"
+        assert "not built" in str(outcome.error)
+        return
+    config = resolve(attempt)
+    for key, value in attempt.values.items():
+        node = config
+        for part in key.split("."):
+            node = node[part]
+        assert node == value, key
+    assert set(attempt.notices) <= set(notices())
+
+
+@pytest.mark.parametrize("row", cases("programs"))
+def test_a_program_of_the_guides_can_be_run_or_is_listed_as_not_built(row: Row):
+    page = (ROOT / "docs" / "coverage.md").read_text(encoding="utf-8")
+    for module in row.programs:
+        is_told = f"`python -m {module}`: not built" in page
+        assert is_told == (of_program(module).state == REFUSED), module
+
+
+@pytest.mark.parametrize("row", cases("names"))
+def test_a_public_name_can_be_imported_or_is_listed_as_pending(row: Row):
+    pending = PENDING_FILE.read_text(encoding="utf-8").split()
+    assert [name for name in row.names if of_name(name).state == REFUSED and name not in pending] == []
+
+
+@pytest.mark.parametrize("row", [p for field in ("files", "tests") for p in cases(field)])
+def test_a_file_that_a_row_names_is_there(row: Row):
+    assert [name for name in (*row.files, *row.tests) if not (ROOT / name.partition("::")[0]).exists()] == []
+
+
+@pytest.mark.parametrize("row", cases("docs"))
+def test_a_sentence_that_a_row_names_is_there(row: Row):
+    for page, words in row.docs:
+        text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+        assert words in text, f"{page} does not say {words!r}"
+
+
+@pytest.mark.parametrize("row", cases("extras"))
+def test_an_extra_that_a_row_names_can_be_installed(row: Row):
+    extras = read_toml(ROOT / "pyproject.toml")["project"]["optional-dependencies"]
+    assert set(row.extras) <= set(extras)
+
+
+@pytest.mark.parametrize("row", cases("environment"))
+def test_a_variable_that_a_row_names_reaches_the_workers(row: Row):
+    shell = {name: "1" for name in row.environment}
+    assert env.forwarded({**shell, "OTHER": "2"}) == shell

@@ -1,0 +1,105 @@
+"""Commands of the guides train a tiny model: as they are printed, with sizes, paths and machine made small.
+
+A row whose feature is not built is refused by name here as well, and runs from the day on which it is.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.brief.machine import guides_machine
+from tests.brief.states import REFUSED, of_attempt
+from tests.brief.table import Attempt, rows
+from tests.support import tiny_model_dir, write_prompts
+from verl.metrics import reset_notices
+from verl.trainer import main_ppo, sft_trainer
+
+pytestmark = pytest.mark.e2e
+COMMANDS = [
+    pytest.param(attempt, id=f"{row.id}-{number}")
+    for row in rows()
+    for number, attempt in enumerate(row.config, start=1)
+    if attempt.runs
+]
+SCORER = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return len(set(solution_str)) / 10
+"""
+PPO_SIZES = {
+    "data.train_files": "train.parquet",
+    "data.val_files": "train.parquet",
+    "data.train_batch_size": "2",
+    "data.max_prompt_length": "64",
+    "data.max_response_length": "4",
+    "actor_rollout_ref.model.path": "model",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "2",
+    "actor_rollout_ref.rollout.n": "2",
+    "actor_rollout_ref.rollout.name": "hf",
+    "reward.custom_reward_function.path": "scorer.py",
+    "trainer.total_training_steps": "1",
+    "trainer.n_gpus_per_node": "1",
+    "trainer.nnodes": "1",
+    "trainer.logger": "[file]",
+    "trainer.project_name": "guide",
+    "trainer.experiment_name": "run",
+}
+SFT_SIZES = {
+    "data.train_files": "chats.parquet",
+    "data.val_files": "chats.parquet",
+    "data.train_batch_size": "2",
+    "data.max_length": "64",
+    "model.path": "model",
+    "trainer.total_training_steps": "1",
+    "trainer.logger": "[file]",
+    "trainer.project_name": "guide",
+    "trainer.experiment_name": "run",
+}
+CRITIC_PATH = "critic.model.path"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, prompts, chats and a scorer, shared by all runs."""
+    folder = tmp_path_factory.mktemp("home")
+    tiny_model_dir(folder / "model")
+    write_prompts(folder / "train.parquet", 4)
+    chats = [{"messages": [{"role": "user", "content": f"{i}+1="}, {"role": "assistant", "content": str(i + 1)}]}
+             for i in range(4)]  # fmt: skip
+    write_prompts(folder / "chats.parquet", chats)
+    (folder / "scorer.py").write_text(SCORER)
+    return folder
+
+
+def small(attempt: Attempt) -> list[str]:
+    """The command with every size, path and place replaced; its algorithm, losses and engines as they are printed."""
+    sizes = dict(PPO_SIZES if attempt.program == "ppo_trainer" else SFT_SIZES)
+    words = [word for word in attempt.words if word.lstrip("+").partition("=")[0] not in sizes]
+    words = [f"{CRITIC_PATH}=model" if word.startswith(CRITIC_PATH) else word for word in words]
+    return [*words, *(f"{key}={value}" for key, value in sizes.items())]
+
+
+@pytest.mark.parametrize("attempt", COMMANDS)
+def test_a_command_of_the_guides_trains_a_tiny_model(attempt, home, tmp_path, monkeypatch, capsys):
+    with guides_machine(tmp_path / "guides"):
+        refused = of_attempt(attempt).state == REFUSED
+    reset_notices()
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("model", "train.parquet", "chats.parquet", "scorer.py"):
+        (folder / name).symlink_to(home / name)
+    if attempt.yaml:
+        (folder / "config").mkdir()
+        (folder / "config" / "mine.yaml").write_text(attempt.yaml)
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("VERL_FILE_LOGGER_ROOT", raising=False)
+    program = main_ppo if attempt.program == "ppo_trainer" else sft_trainer
+    status = program.main(small(attempt))
+    assert status == (2 if refused else 0)
+    if refused:
+        assert "not built" in capsys.readouterr().err
+    else:
+        logged = [json.loads(line) for line in (folder / "guide" / "run.jsonl").read_text().splitlines()]
+        assert logged[-1]["step"] == 1
+        assert any(key.endswith(("pg_loss", "train/loss")) for key in logged[-1]["data"])

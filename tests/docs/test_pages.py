@@ -1,0 +1,66 @@
+"""Every page that guides name is there, found from the index, and the generated ones and pictures are current."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as xml
+
+import pytest
+
+from scripts import draw_architecture
+from tests.sanity.source_tree import ROOT
+
+DOCS = ROOT / "docs"
+NAMED = {
+    "installation": "install.md",
+    "quickstart": "quickstart.md",
+    "prepare data": "data.md",
+    "reward function": "rewards.md",
+    "PPO architecture": "architecture.md",
+    "configuration": "configuration.md",
+    "GSM8K walk-through": "gsm8k.md",
+    "baselines": "baselines.md",
+    "trainer": "backends.md",
+    "backends": "backends.md",
+    "placement": "placement.md",
+    "extending to other algorithms": "extending.md",
+    "adding a model": "models.md",
+    "multi-turn": "multi_turn.md",
+    "several nodes": "multi_node.md",
+    "debugging": "debugging.md",
+    "troubleshooting": "troubleshooting.md",
+    "ROCm": "rocm.md",
+    "citation": "citation.md",
+}
+LINK = re.compile(r"\]\(([\w/]+\.md)")
+
+
+@pytest.mark.parametrize("topic", NAMED)
+def test_a_page_that_guides_name_is_there_and_says_something(topic):
+    text = (DOCS / NAMED[topic]).read_text(encoding="utf-8")
+    assert text.startswith("# ") and len(text.splitlines()) >= 10
+
+
+def test_every_page_is_found_from_the_index():
+    linked = set(LINK.findall((DOCS / "index.md").read_text(encoding="utf-8")))
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - {"index.md"}
+    assert pages - linked == set(), "add these pages to docs/index.md"
+
+
+def test_both_ways_of_adding_a_model_are_described():
+    text = (DOCS / "models.md").read_text(encoding="utf-8")
+    assert "## Adding a model with the FSDP backend" in text
+    assert "## Adding a model with the Megatron-LM backend" in text
+
+
+def test_the_picture_of_the_architecture_is_drawn_from_the_code():
+    made = draw_architecture.picture()
+    assert draw_architecture.TARGET.read_text(encoding="utf-8") == made, "run scripts/draw_architecture.py"
+    texts = [node.text for node in xml.fromstring(made).iter() if node.tag.endswith("text")]
+    assert {"collect", "learn", "update_actor"} <= set(texts)
+
+
+def test_the_picture_has_the_stages_in_the_order_of_the_loop():
+    names = [name for _, name in draw_architecture.in_order(draw_architecture.stages())]
+    wanted = ["gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"]
+    assert [name for name in names if name in wanted] == wanted

@@ -1,0 +1,44 @@
+"""The notebook's cells run one after the other, from the root of the checkout, and leave a trained model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NOTEBOOK = "examples/ppo_trainer/verl_getting_started.ipynb"
+
+
+def cells(root: Path, kind: str) -> list[str]:
+    """The text of every cell of one kind."""
+    page = json.loads((root / NOTEBOOK).read_text(encoding="utf-8"))
+    return ["".join(cell["source"]) for cell in page["cells"] if cell["cell_type"] == kind]
+
+
+def test_the_notebook_is_committed_without_outputs_and_has_no_magic_commands(project_root):
+    page = json.loads((project_root / NOTEBOOK).read_text(encoding="utf-8"))
+    code = [cell for cell in page["cells"] if cell["cell_type"] == "code"]
+    assert page["nbformat"] == 4 and code
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    assert not [line for cell in code for line in cell["source"] if line.lstrip().startswith(("!", "%"))]
+
+
+@pytest.mark.e2e
+def test_the_notebook_runs_from_its_first_to_its_last_cell(project_root, tmp_path):
+    (tmp_path / "examples").mkdir()
+    shutil.copytree(project_root / "examples/quickstart", tmp_path / "examples/quickstart")
+    script = tmp_path / "notebook.py"
+    script.write_text("\n\n".join(cells(project_root, "code")), encoding="utf-8")
+    environment = {**os.environ, "TINY": "1", "NOTEBOOK_DIR": "out", "PYTHONPATH": str(project_root)}
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=170,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert (tmp_path / "out/curve.png").is_file()
+    assert (tmp_path / "out/ppo/global_step_2/actor/huggingface/config.json").is_file()
