@@ -7,6 +7,7 @@ there the whole batch is one block. No result depends on the blocks beyond round
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from verl.algorithms.masked import zero_outside
 
-BLOCK_ELEMENTS = 1 << 16  # a quarter of a megabyte in float32: a dozen such tensors fit a core's share of the cache
+BLOCK_ELEMENTS = 1 << 17  # half a megabyte in float32: large beside the cost of a call, small beside the last cache
 
 
 def row_blocks(like: Tensor) -> Iterator[slice]:
@@ -26,10 +27,8 @@ def row_blocks(like: Tensor) -> Iterator[slice]:
 
 
 def float_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 where the mask is not 0, else 0, as numbers that can be multiplied."""
-    if mask.dtype == dtype:
-        return mask
-    return torch.ne(mask, 0, out=torch.empty(mask.shape, dtype=dtype, device=mask.device))
+    """A mask of 0 and 1 as numbers that can be multiplied."""
+    return mask.to(dtype)
 
 
 def cleaned(values: Tensor, mask: Tensor) -> Tensor:
@@ -41,6 +40,6 @@ def cleaned(values: Tensor, mask: Tensor) -> Tensor:
     if values.device.type != "cpu":
         return zero_outside(values, mask)
     product = values * mask
-    if product.sum().isfinite():
+    if math.isfinite(product.sum().item()):
         return product
     return zero_outside(values, mask)  # NaN times 0 is NaN: some padding, or a valid value, is not finite

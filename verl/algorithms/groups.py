@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.blocks import float_mask, row_blocks
+from verl.algorithms.blocks import row_blocks
 from verl.errors import ConfigError
 from verl.metrics import notice
 
@@ -86,7 +86,8 @@ def outcome_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor
     Rewards outside the mask count if they are finite, because older reward managers write the score on the last
     attended token, which may be an observation. A row whose rewards inside the mask are not finite has a NaN score.
     """
-    scores = token_level_rewards.sum(dim=-1, dtype=torch.float64)
+    sums = [token_level_rewards[rows].double().sum(dim=-1) for rows in row_blocks(token_level_rewards)]
+    scores = torch.cat(sums) if sums else token_level_rewards.new_zeros(0, dtype=torch.float64)
     if scores.isfinite().all():  # then every reward is finite, and all of them count
         return scores
     rewards = token_level_rewards.double()
@@ -121,12 +122,10 @@ def spread(advantage: Tensor, response_mask: Tensor, dtype: torch.dtype) -> Tens
     advantages = torch.empty(response_mask.shape, dtype=wide, device=response_mask.device)
     column = advantage[:, None].to(wide)
     for rows in row_blocks(advantages):
-        torch.mul(float_mask(response_mask[rows], wide), column[rows], out=advantages[rows])
+        torch.mul(response_mask[rows], column[rows], out=advantages[rows])
     return advantages
 
 
 def lengths_of(response_mask: Tensor) -> Tensor:
     """(B,) float64: the valid tokens of each row."""
-    if response_mask.dtype == torch.bool:
-        return response_mask.sum(dim=-1).double()
-    return response_mask.sum(dim=-1, dtype=torch.float64)
+    return response_mask.sum(dim=-1).double()

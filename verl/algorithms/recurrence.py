@@ -73,7 +73,8 @@ def following(values: Tensor, valid: Tensor) -> Tensor:
 
 def _has_holes(valid: Tensor) -> bool:
     """Whether a valid position follows a masked one in any row."""
-    return bool((valid[:, 1:] > valid[:, :-1]).any())
+    later, earlier = valid[:, 1:], valid[:, :-1]
+    return bool(torch.gt(later, earlier, out=torch.empty_like(later)).sum() > 0)
 
 
 def _compose(total: Tensor, factor: Tensor) -> Tensor:

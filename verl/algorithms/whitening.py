@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from verl.algorithms.blocks import float_mask, row_blocks
@@ -29,9 +30,8 @@ class Moments:
         if count == 0:
             return
         mean = float(values.sum(dim=-1).double().sum()) / count
-        centred = values - mean
-        squares = float((centred.square_().mul_(valid)).sum(dim=-1).double().sum())
-        self.merge(count, mean, squares)
+        centred = torch.add(values, valid, alpha=-mean)
+        self.merge(count, mean, float(torch.linalg.vecdot(centred, centred).double().sum()))
 
     def merge(self, count: float, mean: float, squares: float) -> None:
         """Count in the moments of other numbers."""
@@ -54,8 +54,7 @@ class Moments:
         """``(values - mean) * scale`` in place, 0 outside the mask; ``values`` (B, T) are 0 there already."""
         scale = self.scale
         for rows in row_blocks(values):
-            block = values[rows]
-            block.sub_(self.mean).mul_(scale).mul_(float_mask(mask[rows], block.dtype))
+            values[rows].add_(float_mask(mask[rows], values.dtype), alpha=-self.mean).mul_(scale)
         return values
 
 

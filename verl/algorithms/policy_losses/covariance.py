@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.blocks import row_blocks
+from verl.algorithms.blocks import cleaned, float_mask, row_blocks
 from verl.algorithms.policy_losses.clip import Clip
 from verl.algorithms.policy_losses.kernel import Block, Inputs, Terms, policy_loss
 
@@ -25,11 +25,12 @@ def token_means(inputs: Inputs) -> tuple[Tensor, Tensor, int]:
     """The means of advantage and log-prob over the valid tokens, and how many there are."""
     sums = []
     for rows in row_blocks(inputs.log_prob):
-        block = inputs.block(rows)
-        sums.append(torch.stack([block.advantages.sum(), block.log_prob.sum(), block.mask.sum()]).double())
+        mask = float_mask(inputs.response_mask[rows], inputs.dtype)
+        parts = (cleaned(x[rows].to(inputs.dtype), mask) for x in (inputs.advantages, inputs.log_prob))
+        sums.append(torch.stack([*(part.sum() for part in parts), mask.sum()]))
     if not sums:
         return torch.zeros(()), torch.zeros(()), 0
-    advantage, log_prob, count = torch.stack(sums).sum(dim=0)
+    advantage, log_prob, count = torch.stack(sums).double().sum(dim=0)
     return advantage / count.clamp(min=1), log_prob / count.clamp(min=1), int(count)
 
 
@@ -53,10 +54,10 @@ def candidates_of_clip_cov(inputs: Inputs, config: Any) -> Tensor:
     for rows in row_blocks(inputs.log_prob):
         block = inputs.block(rows)
         cov = covariance(block, *means)
-        inside = (cov > low) & (cov < high)
+        inside = torch.gt(cov, low, out=torch.empty_like(cov)).mul_(block.mask).mul_(cov.lt_(high))
         cost, ratios = -block.advantages, block.ratio()
         clipped = ratios.clamp(1 - clip.low, 1 + clip.high).mul_(cost)
-        inside &= (clipped <= ratios.mul_(cost)) & (block.mask > 0)
+        inside.mul_(clipped.le_(ratios.mul_(cost)))
         found.append(inside.flatten().nonzero()[:, 0] + rows.start * inputs.log_prob.shape[1])
     every = torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
     picked = torch.randperm(len(every))[: num_picked(ratio, num_valid)].to(every.device)
@@ -93,11 +94,12 @@ def highest_of_kl_cov(inputs: Inputs, config: Any) -> Tensor:
     best, where = torch.zeros(0, dtype=inputs.dtype), torch.zeros(0, dtype=torch.int64)
     for rows in row_blocks(inputs.log_prob):
         block = inputs.block(rows)
-        cov = torch.where(block.mask > 0, covariance(block, *means), -torch.inf).flatten()
+        cov = covariance(block, *means)
         floor = best.min() if len(best) >= wanted else cov.new_tensor(-torch.inf)
-        rising = (cov > floor).nonzero()[:, 0]
-        best = torch.cat([best.to(cov), cov[rising]])
-        where = torch.cat([where.to(rising), rising + rows.start * inputs.log_prob.shape[1]])
+        some = (cov.amax(dim=-1) > floor).nonzero()[:, 0]  # few rows, once the first blocks have set the floor
+        part, position = ((cov[some] > floor) & (block.mask[some] > 0)).nonzero(as_tuple=True)
+        best = torch.cat([best.to(cov), cov[some[part], position]])
+        where = torch.cat([where.to(some), (rows.start + some[part]) * inputs.log_prob.shape[1] + position])
         best, order = best.topk(min(wanted, len(best)))
         where = where[order]
     return where.sort().values

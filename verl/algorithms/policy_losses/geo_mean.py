@@ -26,16 +26,17 @@ def geo_mean(block: Block, config: Any) -> Terms:
 
     Importance weights multiply a row by their geometric mean.
     """
-    clip, ratio, advantages = Clip.of(config), block.log_ratio, block.advantages
-    clipped = ratio.clamp(-clip.low, clip.high)
-    rises, falls = advantages > 0, advantages < 0
-    kept = torch.where(rises, torch.minimum(ratio, clipped), torch.where(falls, torch.maximum(ratio, clipped), 0.0))
-    row = -_row_mean(advantages, block) * _row_mean(kept, block).exp()
+    clip, ratio, sign = Clip.of(config), block.log_ratio, block.advantages.sign()
+    # In the direction of the advantage there is one bound, high upwards and low downwards.
+    signed, bound = ratio * sign, sign.mul((clip.high - clip.low) / 2).add_((clip.high + clip.low) / 2)
+    moves = torch.le(signed, bound, out=torch.empty_like(signed)).mul_(sign.abs())
+    kept = torch.minimum(signed, bound, out=bound).mul_(sign)
+    row = -_row_mean(block.advantages, block) * _row_mean(kept, block).exp()
     if block.weights is not None:
         row = row * _row_mean((block.weights + EPSILON).log_().mul_(block.mask), block).exp()
-    outside = clipped != ratio
-    sums = {"pg_clipfrac": (outside & rises).sum(), "pg_clipfrac_lower": (outside & falls).sum()}
-    moves = ((kept == ratio) & (rises | falls)).to(row.dtype)
+    outside = torch.ne(ratio.clamp(-clip.low, clip.high), ratio, out=signed)
+    both, more = torch.linalg.vecdot(outside, sign.abs()).sum(), torch.linalg.vecdot(outside, sign).sum()
+    sums = {"pg_clipfrac": (both + more) / 2, "pg_clipfrac_lower": (both - more) / 2}
     return Terms(row, moves.mul_(row / block.lengths), sums)
 
 

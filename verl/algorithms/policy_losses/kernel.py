@@ -56,10 +56,15 @@ class Block:
 
     def ratio(self) -> Tensor:
         """exp(log_ratio): 1 outside the mask, and exactly 1 where the policy has not moved."""
-        if self.log_ratio.dtype == torch.float64:
-            return self.log_ratio.exp()
-        # Three times as fast as exp on a CPU; the rounding of the product is below that of the log-probabilities.
-        return (self.log_ratio * LOG2_E).exp2_()
+        return exp(self.log_ratio)
+
+
+def exp(values: Tensor) -> Tensor:
+    """The exponential; in float32 by powers of 2, three times as fast on a CPU.
+
+    The product rounds by 6e-8 times |value|, less than log-probabilities are rounded themselves.
+    """
+    return values.exp() if values.dtype == torch.float64 else (values * LOG2_E).exp2_()
 
 
 class Terms(NamedTuple):
@@ -158,11 +163,11 @@ def evaluate(
             torch.mul(slope, share, out=slope_out[rows])
         else:
             slope_out[rows] = slope * share
-        totals.append((loss.sum(dim=-1, keepdim=True).double() * share).sum())
+        totals.append((loss.sum(dim=-1, keepdim=True) * share).double().sum())
         names = tuple(found.sums)
-        numbers.append(torch.stack([block.mask.sum(), -block.log_ratio.sum(), *found.sums.values()]).double())
-    num_tokens, kl, *others = torch.stack(numbers).sum(dim=0).tolist() if numbers else (0.0, 0.0)
-    sums = {"pg_clipfrac": 0.0, "pg_clipfrac_lower": 0.0, "ppo_kl": kl, **dict(zip(names, others))}
+        numbers.append(torch.stack([block.mask.sum(), block.log_ratio.sum(), *found.sums.values()]))
+    num_tokens, moved, *others = torch.stack(numbers).double().sum(dim=0).tolist() if numbers else (0.0, 0.0)
+    sums = {"pg_clipfrac": 0.0, "pg_clipfrac_lower": 0.0, "ppo_kl": -moved, **dict(zip(names, others))}
     metrics = {name: Metric(value / (num_tokens or 1.0), "mean", num_tokens) for name, value in sums.items()}
     return torch.stack(totals).sum().to(inputs.dtype), metrics
 

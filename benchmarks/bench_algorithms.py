@@ -1,0 +1,234 @@
+"""Estimators and policy losses on one big batch, beside a loop over rows and beside the bandwidth of the memory.
+
+    OMP_NUM_THREADS=1 python benchmarks/bench_algorithms.py [--rows 8192] [--width 1024] [--peer-python PATH]
+
+Group estimators are timed beside the straightforward loop over rows that computes the same numbers. Losses and GAE are
+bound by memory: each input has to be read and each result to be written once ("compulsory bytes"), and the share is
+those bytes per second over what a plain copy between two warm tensors moves, measured right before in the same run.
+A loss is timed with its gradient, into a buffer that is already there; GAE likewise. Everything is the best of
+``--repeat`` runs. ``--peer-python`` is the interpreter of an environment with upstream's package: its functions of the
+same names are timed on the same batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+# Fresh tensors in pages of 2 MiB instead of 4 KiB; torch reads this when it is loaded.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.advantages.gae import decoupled_gae
+from verl.algorithms.aggregation import loss_norm
+from verl.algorithms.policy_losses.kernel import Inputs, PolicyLoss, evaluate
+from verl.metrics import reset_notices
+from verl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+
+GROUP = 8
+LOSS_SHARE, GAE_SHARE, SPEEDUP = 0.25, 0.10, 10.0
+LOSS_CONFIG = SimpleNamespace(
+    clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0, tau_pos=1.0, tau_neg=1.05,
+    policy_loss=SimpleNamespace(
+        clip_cov_ratio=2e-4, clip_cov_lb=1.0, clip_cov_ub=5.0, kl_cov_ratio=2e-4, ppo_kl_coef=0.1, dro_beta=0.1
+    ),
+)  # fmt: skip
+PEER = """
+import json, sys, time
+import torch, numpy as np
+from types import SimpleNamespace
+from verl.trainer.ppo import core_algos
+batch = torch.load(sys.argv[1], weights_only=True)
+uids = np.array([f"u{i}" for i in batch.pop("group").tolist()], dtype=object)
+found = {}
+for name in json.loads(sys.argv[2]):
+    fn = getattr(core_algos, name)
+    began = time.perf_counter()
+    fn(token_level_rewards=batch["rewards"], response_mask=batch["mask"], index=uids)
+    found[name] = time.perf_counter() - began
+print("SECONDS " + json.dumps(found))
+"""
+
+
+def clock() -> float:
+    """Seconds; with one thread those of this thread alone, so that other processes take no time out of a run."""
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def best(function: Callable[[], Any], repeat: int) -> float:
+    """The shortest of several runs after one that does not count, in seconds."""
+    function()
+    seconds = []
+    for _ in range(repeat):
+        began = clock()
+        function()
+        seconds.append(clock() - began)
+    return min(seconds)
+
+
+def make_batch(rows: int, width: int, seed: int = 0) -> dict[str, Any]:
+    """Float32 tensors (rows, width) with an int64 mask, lengths of a quarter to all of it, groups of 8 in random order."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = lambda: torch.randn(rows, width, generator=generator)
+    lengths = torch.randint(width // 4, width + 1, (rows, 1), generator=generator)
+    mask = (torch.arange(width)[None] < lengths).long()
+    rewards = torch.zeros(rows, width)
+    rewards.scatter_(1, lengths - 1, torch.randint(0, 5, (rows, 1), generator=generator) / 4)
+    old = -normal().abs_()
+    group = (torch.arange(rows) // GROUP)[torch.randperm(rows, generator=generator)]
+    return {
+        "mask": mask, "rewards": rewards, "values": normal(), "old": old, "new": old + 0.1 * normal(),
+        "advantages": normal(), "group": group, "index": [f"u{i}" for i in group.tolist()],
+    }  # fmt: skip
+
+
+def by_row(one: Callable[[Tensor, Tensor, int, Tensor], Tensor]) -> Callable[[dict[str, Any]], Tensor]:
+    """The straightforward way: collect each group's rewards in a dictionary, then treat row after row."""
+
+    def loop(batch: dict[str, Any]) -> Tensor:
+        scores, mask = batch["rewards"].sum(dim=-1), batch["mask"]
+        lengths, members = mask.sum(dim=-1).float(), {}
+        for row, uid in enumerate(batch["index"]):
+            members.setdefault(uid, []).append(row)
+        advantages = torch.zeros(len(scores))
+        for row, uid in enumerate(batch["index"]):
+            own = members[uid]
+            advantages[row] = one(scores[own], lengths[own], own.index(row), scores[row])
+        return advantages[:, None] * mask
+
+    return loop
+
+
+def whitened_loop(one: Callable[..., Tensor]) -> Callable[[dict[str, Any]], Tensor]:
+    """The same, and then the whole (rows, width) tensor made mean 0 and variance 1 over its valid tokens."""
+
+    def loop(batch: dict[str, Any]) -> Tensor:
+        x, mask = by_row(one)(batch), batch["mask"]
+        mean = (x * mask).sum() / mask.sum()
+        variance = ((x - mean) ** 2 * mask).sum() / (mask.sum() - 1)
+        return (x - mean) * torch.rsqrt(variance + 1e-8) * mask
+
+    return loop
+
+
+def passk(R: Tensor, n: Tensor, i: int, r: Tensor) -> Tensor:
+    top = R.topk(2).values
+    return (top[0] - top[1]) / (R.std() + 1e-6) if r == top[0] else torch.zeros(())
+
+
+LOOPS: dict[str, Callable[[dict[str, Any]], Tensor]] = {
+    "grpo": by_row(lambda R, n, i, r: (r - R.mean()) / (R.std() + 1e-6)),
+    "rloo": by_row(lambda R, n, i, r: (r * len(R) - R.sum()) / (len(R) - 1)),
+    "opo": by_row(lambda R, n, i, r: r - (n * R).sum() / n.sum()),
+    "gpg": by_row(lambda R, n, i, r: r - R.mean()),
+    "grpo_passk": by_row(passk),
+    "reinforce_plus_plus_baseline": whitened_loop(lambda R, n, i, r: r - R.mean()),
+}
+
+
+def bench_groups(batch: dict[str, Any], repeat: int, peer: dict[str, float]) -> list[dict[str, Any]]:
+    """Seconds of each group estimator and of its loop."""
+    table = []
+    for name, loop in LOOPS.items():
+        estimator = ADVANTAGE_ESTIMATORS.get(name)
+        ours = best(lambda: estimator(batch["rewards"], batch["mask"], batch["index"]), repeat)  # noqa: B023
+        began = clock()
+        loop(batch)
+        slow = clock() - began
+        theirs = peer.get(f"compute_{name}_outcome_advantage")
+        table.append({"name": name, "seconds": ours, "loop": slow, "ratio": slow / ours, "upstream": theirs})
+    return table
+
+
+def copy_bandwidth(a: Tensor, b: Tensor, repeat: int) -> float:
+    """Bytes per second that a copy between two warm tensors reads and writes."""
+    return 2 * a.nbytes / best(lambda: b.copy_(a), repeat)
+
+
+def bench_memory(batch: dict[str, Any], repeat: int) -> list[dict[str, Any]]:
+    """Seconds and share of the bandwidth of GAE and of every loss with its gradient."""
+    rewards, values, mask, new = batch["rewards"], batch["values"], batch["mask"], batch["new"]
+    out = torch.zeros_like(values), torch.zeros_like(values)
+    read = lambda *tensors: sum(tensor.nbytes for tensor in tensors)
+    runs: dict[str, tuple[Callable[[], Any], int, float]] = {
+        "gae": (lambda: decoupled_gae(rewards, values, mask, 0.99, 0.95, 0.95, out), read(rewards, values, mask, *out), GAE_SHARE)
+    }  # fmt: skip
+    norm, slope = loss_norm(mask), out[0]
+    inputs = Inputs(batch["old"], new, batch["advantages"], mask)
+    compulsory = read(batch["old"], new, batch["advantages"], mask, slope)
+    for name in POLICY_LOSSES.builtin_targets():
+        loss = POLICY_LOSSES.get(name)
+        if isinstance(loss, PolicyLoss):
+            mode = loss.forced_agg_mode or "token-mean"
+            runs[f"loss {name}"] = (
+                lambda loss=loss, mode=mode: evaluate(
+                    loss.terms, inputs, LOSS_CONFIG, mode, norm, slope,
+                    None if loss.select is None else loss.select(inputs, LOSS_CONFIG), loss.own_weights,
+                ), compulsory, LOSS_SHARE,
+            )  # fmt: skip
+    table = []
+    for name, (run, num_bytes, wanted) in runs.items():
+        bandwidth = copy_bandwidth(rewards, out[1], repeat)
+        seconds = best(run, repeat)
+        share = num_bytes / seconds / bandwidth
+        table.append({"name": name, "seconds": seconds, "bytes": num_bytes, "GB/s of a copy": bandwidth / 1e9,
+                      "share": share, "wanted": wanted})  # fmt: skip
+    return table
+
+
+def peer_seconds(python: str | None, batch: dict[str, Any]) -> dict[str, float]:
+    """Upstream's functions on the same batch, in its own interpreter; empty without one."""
+    if python is None:
+        return {}
+    names = [f"compute_{name}_outcome_advantage" for name in LOOPS]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "batch.pt"
+        torch.save({key: batch[key] for key in ("rewards", "mask", "group")}, path)
+        done = subprocess.run(
+            [python, "-c", PEER, str(path), json.dumps(names)], cwd=folder, capture_output=True, text=True, check=True
+        )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("SECONDS ")]
+    return json.loads(lines[-1].removeprefix("SECONDS "))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Time estimators and losses on one big batch.")
+    parser.add_argument("--rows", type=int, default=8192)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--peer-python", help="interpreter of an environment with upstream's package")
+    parser.add_argument("--json", type=Path, help="write the table there as well")
+    arguments = parser.parse_args()
+    batch = make_batch(arguments.rows, arguments.width)
+    torch.zeros(7 << 20)  # freed at once: from now on the allocator keeps what blocks need instead of returning it
+    size = f"({arguments.rows}, {arguments.width}) float32, mask int64, {torch.get_num_threads()} thread(s)"
+    groups = bench_groups(batch, arguments.repeat, peer_seconds(arguments.peer_python, batch))
+    print(f"{size}\n{'group estimator':32} {'ms':>9} {'loop ms':>9} {'times':>7}   wanted {SPEEDUP:.0f} times")
+    for row in groups:
+        beside = f"   upstream {1e3 * row['upstream']:.1f} ms" if row["upstream"] else ""
+        met = "" if row["ratio"] >= SPEEDUP else "   LOSES"
+        print(f"{row['name']:32} {1e3 * row['seconds']:9.1f} {1e3 * row['loop']:9.1f} {row['ratio']:7.1f}{met}{beside}")
+    print(f"{'bound by memory':32} {'ms':>9} {'copy GB/s':>9} {'share':>7}   wanted")
+    memory = bench_memory(batch, arguments.repeat)
+    for row in memory:
+        met = "" if row["share"] >= row["wanted"] else "   LOSES"
+        numbers = f"{1e3 * row['seconds']:9.1f} {row['GB/s of a copy']:9.1f} {row['share']:7.1%}"
+        print(f"{row['name']:32} {numbers}   {row['wanted']:.0%}{met}")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"size": size, "groups": groups, "memory": memory}, indent=1) + "\n")
+    reset_notices()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
