@@ -18,6 +18,9 @@ NSYS = "global_profiler.global_tool_config.nsys"
 RM = "reward.reward_model"
 
 WORKS = [
+    (f"{A}.lora.r", "16", f"{M}.lora_rank", 16),
+    (f"{A}.lora.alpha", "32", f"{M}.lora_alpha", 32),
+    (f"{A}.lora.target_modules", "[q_proj,v_proj]", f"{M}.target_modules", ["q_proj", "v_proj"]),
     ("critic.model.fsdp_config.fsdp_size", "4", "critic.fsdp.fsdp_size", 4),
     (f"{A}.lr", "5e-7", f"{A}.optim.lr", 5e-7),
     (f"{A}.max_grad_norm", "0.5", f"{A}.grad_clip", 0.5),
@@ -87,9 +90,6 @@ WORKS = [
 ]
 
 NOT_BUILT = [
-    (f"{A}.lora.r", "16", f"{M}.lora_rank", "LoRA"),
-    (f"{A}.lora.alpha", "32", f"{M}.lora_alpha", "LoRA"),
-    (f"{A}.lora.target_modules", "[q_proj,v_proj]", f"{M}.target_modules", "LoRA"),
     *(
         (f"{role}.{name}", "8", f"{role}.megatron.{name}", "Megatron-Core training")
         for role in (A, REF, "critic")

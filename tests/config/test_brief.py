@@ -314,10 +314,9 @@ FILES = {
     "LoRA": (
         LORA,
         [],
-        refused(
-            f"{M}.lora_rank: not built yet: LoRA, given as {A}.lora.r",
-            f"{M}.lora_alpha: not built yet: LoRA, given as {A}.lora.alpha",
-            f"{M}.target_modules: not built yet: LoRA, given as {A}.lora.target_modules",
+        Works(
+            {f"{M}.lora_rank": 16, f"{M}.lora_alpha": 32, f"{M}.target_modules": ["q_proj", "v_proj"]},
+            (NO_VAL, NO_MICRO, *(f"{A}.lora.{name}" for name in ("r", "alpha", "target_modules"))),
         ),
     ),
     "LoRA, switched off": (LORA.replace("true", "false"), [], Works({f"{M}.lora_rank": 0}, (NO_VAL, NO_MICRO))),
@@ -484,8 +483,8 @@ SINGLE = {
     f"{R}.multi_turn.enable=true": refused(f"{LATER}multi-turn rollouts and tools"),
     f"{M}.use_liger=true": refused(f"{LATER}Liger kernels"),
     f"{M}.use_fused_kernels=true": Works({f"{M}.use_fused_kernels": True}),
-    f"{M}.lora_rank=16": refused(f"{LATER}LoRA"),
-    f"{M}.lora.rank=16": refused(f"{LATER}LoRA"),
+    f"{M}.lora_rank=16": Works({f"{M}.lora_rank": 16}),
+    f"{M}.lora.rank=16": refused(f"{LATER}LoRA of Megatron models"),
     "reward.reward_model.enable=true": refused(f"{LATER}served reward models"),
     "reward_model.enable=true": refused(f"{LATER}served reward models"),
     "sandbox_fusion.url=http://a": refused(f"{LATER}code rewards"),
@@ -544,11 +543,10 @@ SUPERVISED = {
         "use_remove_padding=true trainer.logger=console data.use_dynamic_bsz=false",
         Works(
             {"model.path": "model", "data.micro_batch_size_per_gpu": 4, "trainer.logger": ["console"]},
-            ("data.micro_batch_size", "model.partial_pretrain", "optim.lr_scheduler", "use_remove_padding",
-             "model.use_remove_padding"),
+            ("data.micro_batch_size", "model.partial_pretrain", "optim.lr_scheduler", "use_remove_padding"),
         ),
     ),
-    "LoRA": ("model.path=model model.lora_rank=32", refused(f"model.lora_rank: {LATER}LoRA")),
+    "LoRA": ("model.path=model model.lora_rank=32", Works({"model.lora_rank": 32}, (NO_VAL,))),
     "sequence parallel, with Liger": (
         "model.path=model ulysses_sequence_parallel_size=2 model.use_liger=True",
         refused(f"{LATER}Liger kernels"),

@@ -246,9 +246,8 @@ def test_the_advice_against_slow_weight_sync():
             ],
         ),
         (VISION, ["rollout.enable_vision"]),
-        (LORA, ["model.lora_rank", "model.lora_alpha", "model.target_modules"]),
     ],
-    ids=["megatron", "vision", "lora"],
+    ids=["megatron", "vision"],
 )
 def test_a_file_for_a_feature_that_is_missing_is_refused_key_by_key(tmp_path, text, keys):
     with pytest.raises(NotBuiltError) as caught:

@@ -218,8 +218,8 @@ def test_a_follower_of_a_missing_feature_may_repeat_what_it_follows_and_nothing_
 def test_what_works_instead_is_said_for_features_that_exist_in_the_tree():
     features = {leaf.planned for leaf in schema_of(PPOTrainerConfig).leaves.values()}
     assert set(INSTEAD) <= features
-    with pytest.raises(NotBuiltError, match=r"Leave it out to train all weights"):
-        ppo("actor_rollout_ref.model.lora_rank=8")
+    with pytest.raises(NotBuiltError, match=r"Set actor_rollout_ref.model.lora_rank"):
+        ppo("actor_rollout_ref.model.lora.rank=8")
 
 
 # ---- mistakes ------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_what_works_instead_is_said_for_features_that_exist_in_the_tree():
         ("actor_rollout_ref.model.override_config=1", "Allowed: a mapping."),
         ("trainer.resume_mode=sometimes", "no such choice. Got 'sometimes'. Allowed: auto, disable, resume_path."),
         (f"{A}.checkpoint.save_contents=[model,weights]", "no such choice. Got 'weights'. Allowed: model, optimizer"),
-        ("actor_rollout_ref.model.lora_rank=16", "model.lora_rank: not built yet: LoRA. Got 16. Allowed: 0."),
+        ("actor_rollout_ref.model.lora.rank=16", "model.lora.rank: not built yet: LoRA of Megatron models. Got 16."),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4", "rollout.engine_kwargs.vllm: not built yet"),
     ],
 )
@@ -258,7 +258,7 @@ def test_each_mistake_says_what_where_and_what_is_allowed(override, says):
 
 def test_all_mistakes_are_reported_together():
     with pytest.raises(ConfigError) as caught:
-        ppo("trainer.nodes=1", "trainer.seed=x", "trainer.resume_mode=y", "actor_rollout_ref.model.lora_rank=1")
+        ppo("trainer.nodes=1", "trainer.seed=x", "trainer.resume_mode=y", "actor_rollout_ref.model.lora.rank=1")
     assert not isinstance(caught.value, NotBuiltError)
     assert len(str(caught.value).splitlines()) == 5
 
@@ -318,7 +318,7 @@ def test_help_lists_what_works_and_leaves(capsys):
         load_config("ppo_trainer", ["--help"])
     text = capsys.readouterr().out
     assert left.value.code == 0 and f"{R}.n=1  responses per prompt" in text
-    assert "lora_rank" not in text and "(auto, disable, resume_path)" in text
+    assert "use_liger" not in text and "(auto, disable, resume_path)" in text
 
 
 def test_loading_checks_the_settings_against_each_other_and_the_machine(shared, tmp_path):

@@ -59,3 +59,26 @@ def test_ppo_with_a_critic_raises_the_held_out_accuracy(arithmetic):
     assert sum(losses[-5:]) < sum(losses[:5]), "the critic learns to predict the return"
     updates = ["actor/pg_loss" in step for step in steps if step["step"] > 0]
     assert updates == [False] * 4 + [True] * 36, "the actor waits for trainer.critic_warmup"
+
+
+def test_an_adapter_learns_with_its_base_as_the_reference(arithmetic):
+    """LoRA of rank 16 and a KL term; the checkpoint holds the adapter, and nothing of the base has moved."""
+    steps = learn(
+        arithmetic,
+        "lora",
+        30,
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.model.lora_rank=16",
+        "actor_rollout_ref.model.lora_alpha=32",
+        "actor_rollout_ref.actor.optim.lr=5e-3",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "trainer.save_freq=30",
+    )
+    before, *_, after = curve(steps, ACCURACY)
+    assert before <= 0.6
+    assert after >= 0.85
+    first = next(step for step in steps if step["step"] == 1)
+    assert abs(first["actor/kl_loss"]) < 1e-6, "the adapter starts as no change"
+    assert curve(steps, "actor/kl_loss")[-1] > 1e-4
+    saved = arithmetic.folder / "lora/global_step_30/actor/huggingface"
+    assert (saved / "adapter_model.safetensors").is_file() and not (saved / "model.safetensors").exists()

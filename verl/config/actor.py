@@ -82,7 +82,11 @@ class CheckpointConfig(ConfigNode):
     strict: bool = setting(
         True, "stop on a weight that cannot be exported", no_effect="weights are always exported strictly"
     )
-    save_lora_only: bool = setting(False, "write only the adapters of a LoRA model", planned="LoRA")
+    save_lora_only: bool = setting(
+        False,
+        "write only the adapters of a LoRA model",
+        no_effect="a checkpoint of a LoRA model always holds the adapter alone; its base stays where model.path says",
+    )
     mbridge_config: dict = setting(
         {}, "arguments of Megatron-Bridge when it writes weights", planned="Megatron-Core training"
     )
@@ -166,10 +170,8 @@ class ActorConfig(ConfigNode):
     use_prefix_grouper: bool = setting(
         True, "compute a prompt once for all its samples in every pass; exact", upstream=False
     )
-    use_torch_compile: bool = setting(
-        True,
-        "compile the log-prob and entropy kernels",
-        no_effect="no engine compiles yet",
+    use_torch_compile: bool | None = setting(
+        None, "compile the transformer layers; null: on a GPU, for large models (see fsdp_config)", upstream=True
     )
     kl_loss_coef: float = setting(0.001, "weight of that KL term")
     kl_loss_type: str = setting(
@@ -242,11 +244,11 @@ class RefConfig(ConfigNode):
     strategy: str = setting(
         "auto", "backend of its forward passes", follows="actor_rollout_ref.actor.strategy", upstream="fsdp"
     )
-    use_torch_compile: bool = setting(
-        True,
-        "compile the log-prob kernel",
+    use_torch_compile: bool | None = setting(
+        None,
+        "compile the transformer layers",
         follows="actor_rollout_ref.actor.use_torch_compile",
-        no_effect="no engine compiles yet",
+        upstream=True,
     )
     log_prob_micro_batch_size: int | None = setting(
         None, "older form of log_prob_micro_batch_size_per_gpu: samples per pass, summed over all processes"

@@ -43,26 +43,44 @@ class MtpConfig(ConfigNode):
 class MegatronLoraConfig(ConfigNode):
     """Adapters of models that Megatron-Core trains; `merge` holds for every backend."""
 
-    type: str = setting("lora", "kind of adapter: lora, vlm_lora, canonical_lora, dora", planned="LoRA")
-    merge: bool = setting(False, "merge the adapter into the weights before they go to the sampler", planned="LoRA")
-    rank: int = setting(0, "rank of the adapter; 0: none", planned="LoRA")
-    alpha: int = setting(32, "scale of the adapter, divided by the rank", planned="LoRA")
-    dropout: float = setting(0.0, "dropout in the adapter", planned="LoRA")
+    type: str = setting(
+        "lora", "kind of adapter: lora, vlm_lora, canonical_lora, dora", planned="LoRA of Megatron models"
+    )
+    merge: bool = setting(
+        False,
+        "merge the adapter into the weights before they go to the sampler",
+        no_effect="the weights that go to the sampler always have the adapter merged in",
+    )
+    rank: int = setting(0, "rank of the adapter; 0: none", planned="LoRA of Megatron models")
+    alpha: int = setting(32, "scale of the adapter, divided by the rank", planned="LoRA of Megatron models")
+    dropout: float = setting(0.0, "dropout in the adapter", planned="LoRA of Megatron models")
     target_modules: list = setting(
         ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
         "modules that get an adapter, by Megatron's names",
-        planned="LoRA",
+        planned="LoRA of Megatron models",
     )
-    exclude_modules: list = setting([], "modules that get none", planned="LoRA")
-    dropout_position: str = setting("pre", "dropout before (pre) or after (post) the adapter", planned="LoRA")
-    lora_A_init_method: str = setting("xavier", "how the first factor starts", planned="LoRA")
-    lora_B_init_method: str = setting("zero", "how the second factor starts", planned="LoRA")
-    a2a_experimental: bool = setting(False, "exchange adapter activations by all-to-all", planned="LoRA")
-    dtype: str | None = setting(None, "dtype of the adapter; null: that of the model", planned="LoRA")
-    adapter_path: str | None = setting(None, "adapter to go on from", planned="LoRA", path=True)
-    freeze_vision_model: bool = setting(True, "vlm_lora: do not train the vision encoder", planned="LoRA")
-    freeze_vision_projection: bool = setting(True, "vlm_lora: do not train the projection", planned="LoRA")
-    freeze_language_model: bool = setting(True, "vlm_lora: do not train the language model", planned="LoRA")
+    exclude_modules: list = setting([], "modules that get none", planned="LoRA of Megatron models")
+    dropout_position: str = setting(
+        "pre", "dropout before (pre) or after (post) the adapter", planned="LoRA of Megatron models"
+    )
+    lora_A_init_method: str = setting("xavier", "how the first factor starts", planned="LoRA of Megatron models")
+    lora_B_init_method: str = setting("zero", "how the second factor starts", planned="LoRA of Megatron models")
+    a2a_experimental: bool = setting(
+        False, "exchange adapter activations by all-to-all", planned="LoRA of Megatron models"
+    )
+    dtype: str | None = setting(
+        None, "dtype of the adapter; null: that of the model", planned="LoRA of Megatron models"
+    )
+    adapter_path: str | None = setting(None, "adapter to go on from", planned="LoRA of Megatron models", path=True)
+    freeze_vision_model: bool = setting(
+        True, "vlm_lora: do not train the vision encoder", planned="LoRA of Megatron models"
+    )
+    freeze_vision_projection: bool = setting(
+        True, "vlm_lora: do not train the projection", planned="LoRA of Megatron models"
+    )
+    freeze_language_model: bool = setting(
+        True, "vlm_lora: do not train the language model", planned="LoRA of Megatron models"
+    )
 
 
 @dataclass(frozen=True)
@@ -93,13 +111,13 @@ class HFModelConfig(ConfigNode):
         True,
         "pack rows one behind the other, so that no padding is computed; a model that cannot be packed is told",
     )
-    lora_rank: int = setting(0, "rank of a LoRA adapter; 0: all weights are trained", planned="LoRA")
-    lora_alpha: int = setting(16, "scale of the adapter, divided by the rank", planned="LoRA")
-    target_modules: str | list = setting(
-        "all-linear", "modules that get an adapter: all-linear, or a list of names", planned="LoRA"
+    lora_rank: int = setting(0, "rank of a LoRA adapter; 0: all weights are trained")
+    lora_alpha: int = setting(16, "scale of the adapter, divided by the rank")
+    target_modules: str | list = setting("all-linear", "modules that get an adapter: all-linear, or a list of names")
+    exclude_modules: list | str | None = setting(None, "modules that get none")
+    lora_adapter_path: str | None = setting(
+        None, "folder of an adapter to go on from; its rank, scale and modules count", path=True
     )
-    exclude_modules: list | str | None = setting(None, "modules that get none", planned="LoRA")
-    lora_adapter_path: str | None = setting(None, "adapter to go on from", planned="LoRA", path=True)
     use_liger: bool = setting(False, "take Liger's kernels", planned="Liger kernels")
     use_fused_kernels: bool = setting(
         False, "compute log-probs and entropy without writing out the logits, for less memory"
@@ -108,7 +126,9 @@ class HFModelConfig(ConfigNode):
     tiled_mlp: TiledMLPConfig = section(TiledMLPConfig)
     mtp: MtpConfig = section(MtpConfig)
     lora: MegatronLoraConfig = section(MegatronLoraConfig)
-    target_parameters: list | None = setting(None, "single parameters that get an adapter", planned="LoRA")
+    target_parameters: list | None = setting(
+        None, "single parameters that get an adapter", planned="LoRA on single parameters"
+    )
     model_type: str = setting(
         "language_model",
         "language_model, or value_model for critics",

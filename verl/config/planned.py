@@ -10,7 +10,7 @@ from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 
 INSTEAD: dict[str, str] = {
-    "LoRA": "Leave it out to train all weights.",
+    "LoRA of Megatron models": "Set actor_rollout_ref.model.lora_rank, lora_alpha and target_modules.",
     "Megatron-Core training": "Leave it out, with actor_rollout_ref.actor.strategy=auto, to train on one device.",
     "the server rollout engines": "Leave it out to sample with actor_rollout_ref.rollout.name=hf.",
     "sampling on several ranks": "Set it to 1 to sample on the trainer's device.",
@@ -20,7 +20,6 @@ INSTEAD: dict[str, str] = {
     "served reward models": "Score with a function: reward.custom_reward_function.path.",
     "code rewards": "Score with a function: reward.custom_reward_function.path.",
     "remote checkpoints": "Leave it out to keep checkpoints in trainer.default_local_dir.",
-    "asynchronous checkpoints": "Leave it out; checkpoints are written before the next step.",
     "asynchronous schedules": "Leave it out to sample and train in turn.",
     "asynchronous weight updates": "Leave it out; weights are handed over in the same process, without a copy to disk.",
     "multi-turn rollouts and tools": "Leave it out for single-turn rollouts.",
@@ -28,8 +27,8 @@ INSTEAD: dict[str, str] = {
 """What works today, by the feature that is missing."""
 
 
-ROLLOUT_ENGINE = "actor_rollout_ref.rollout.name"
-"""The setting on which it depends whether some others are followed."""
+ROLLOUT_ENGINES = ("actor_rollout_ref.rollout.name", "rollout.name")
+"""The setting on which it depends whether some others are followed, as the programs call it."""
 
 
 def for_engine(leaf: Leaf, engine: Any) -> Leaf:

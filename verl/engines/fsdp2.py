@@ -86,7 +86,8 @@ class FSDP2Engine(ShardedEngine):
 
     def _write(self, values: Mapping[str, Tensor]) -> None:
         for name, target in named_tensors(self.model).items():
-            self._put(values[name], target)
+            if name in values:
+                self._put(values[name], target)
 
     def _saved(self, tensor: Tensor) -> Tensor | None:
         if isinstance(tensor, DTensor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -93,6 +94,8 @@ class ShardedEngine(TorchEngine):
         (cut, self.blueprint, whole), _ = self.ranks.together(load)
         check_heads(cut.config, self.sharers)
         self.unit_names = [name for name, _ in sharding.unit_modules(cut, self.layout.min_num_params)]
+        if any(not p.requires_grad for p in cut.parameters()):  # FSDP's flat weights are trained as a whole or not
+            self.layout = replace(self.layout, original_parameters=True)
         loose = list(sharding.loose_tensors(cut))
         self.model = self._cut(cut)
         self._write(self._values_of(whole))
@@ -162,6 +165,10 @@ class ShardedEngine(TorchEngine):
         for unit in self._units(first_only=True):
             found |= names_on_disk(self.blueprint, unit)
         return found
+
+    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for unit in self._units(first_only=True):
+            yield from unit.items()
 
     # ---- host and device ---------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from verl.distributed import Ranks
 from verl.distributed.metrics import merged
 from verl.distributed.shards import mirror
 from verl.engines import memory
+from verl.engines.adapters import adapter_writer
 from verl.engines.base import Engine, HFWriter
 from verl.engines.forward import TokenForward
 from verl.engines.micro_batch import automatic_tokens, plan_padded
@@ -42,8 +44,10 @@ from verl.engines.settings import PassSettings, check_settings, compute_dtype, r
 from verl.engines.step import StepReport, clip_and_step, tell_broken_rows
 from verl.errors import CheckpointError, EngineError, ModelError
 from verl.metrics import MetricSet
-from verl.models import count_parameters, hf_folder, load_causal_lm, load_value_model
+from verl.models import count_parameters, hf_folder, load_causal_lm, load_value_model, lora
 from verl.models.flops import ModelFlops
+from verl.models.loading import value_head
+from verl.models.lora import LoraSettings
 from verl.models.weights import named_tensors
 from verl.protocol import DataProto
 
@@ -104,6 +108,7 @@ class TorchEngine(Engine):
         self.dtype = compute_dtype(engine.dtype, device)
         self.ranks = self._join()
         self.model = self._build(model, engine, engine.seed if seed is None else seed)
+        self.blueprint = getattr(self, "blueprint", self.model)
         self.forward = self._make_forward(
             self.model, kind, device, self._autocast_dtype(), passes or PassSettings.of(model, engine)
         )
@@ -300,6 +305,11 @@ class TorchEngine(Engine):
     # ---- state -------------------------------------------------------------------------------------------------
 
     def hf_writer(self, tokenizer: Any = None) -> HFWriter:
+        if lora.has_adapter(self.blueprint):
+            return adapter_writer(self.blueprint, self.path, tokenizer)
+        return self._model_writer(tokenizer)
+
+    def _model_writer(self, tokenizer: Any) -> HFWriter:
         model, generates = self.model, self.model.can_generate()
         save = partial(
             hf_folder.save,
@@ -319,10 +329,26 @@ class TorchEngine(Engine):
 
     def save_hf(self, folder: str | Path, tokenizer: Any = None) -> None:
         weights = self._saved_weights()
-        self.only_first(lambda: self.hf_writer(tokenizer)(Path(folder), weights.items()))
+        self.only_first(lambda: self._model_writer(tokenizer)(Path(folder), weights.items()))
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """Within the block the model is the one that its LoRA adapter was put on."""
+        return lora.without_adapter(self.model)
+
+    def _state_weights(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of the model: its weights, or what is trained of a model with an adapter."""
+        if not lora.has_adapter(self.blueprint):
+            return self._saved_weights()
+        names = lora.adapter_names(self.blueprint)
+        return {names[name]: tensor for name, tensor in self._whole_tensors() if name in names}
+
+    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Name in memory -> tensor, on rank 0 alone."""
+        for name, tensor in named_tensors(self.model).items():
+            yield name, tensor.detach()
 
     def state(self) -> EngineState:
-        tensors = prefixed("model", self._saved_weights())
+        tensors = prefixed("model", self._state_weights())
         tensors |= prefixed("extra", rng_state(self.device, self.ranks))
         scalars: dict[str, Any] = {
             "model": {"architecture": self.architecture},
@@ -359,6 +385,9 @@ class TorchEngine(Engine):
             device=device,
         )
         self.architecture = type(loaded).__name__
+        adapter = LoraSettings.of(model)
+        if adapter is not None:
+            lora.add_adapter(loaded, adapter, seed, also=value_head(loaded) if self.kind == "value" else None)
         if recompute_activations(model.enable_gradient_checkpointing, self.device):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # its new name is not in every version we support

@@ -14,6 +14,7 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from verl.errors import ModelError, suggest
+from verl.models import lora
 from verl.models.config import quiet_transformers
 
 
@@ -41,11 +42,13 @@ def export_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def names_on_disk(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors that ``model`` has in memory, under their Hugging Face names.
 
+    An adapter is merged into the weights that it changes: whoever reads them needs to know nothing of it.
+
     Args:
-        model: only its class and configuration count.
+        model: only its class and configuration count, and where it has an adapter.
         tensors: name in memory -> whole tensor; all of them or a part, such as one layer.
     """
-    return revert_weight_conversion(model, dict(tensors))
+    return revert_weight_conversion(model, lora.merged(model, tensors) if lora.has_adapter(model) else dict(tensors))
 
 
 def load_weights(model: Any, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -55,15 +58,18 @@ def load_weights(model: Any, tensors: Mapping[str, torch.Tensor] | Iterable[tupl
         ModelError: a tensor is missing, unknown, or of another shape.
     """
     given = names_in_memory(model, tensors)
+    targets = named_tensors(model)
     with torch.no_grad():
-        for name, target in named_tensors(model).items():
-            target.copy_(given[name])
+        for name, tensor in given.items():
+            targets[name].copy_(tensor)
 
 
 def names_in_memory(
     model: Any, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
     """Weights under Hugging Face names, under the names that they have in ``model``.
+
+    A model with an adapter takes the adapter's tensors alone; its other weights stay.
 
     Args:
         model: may be one without values (``meta``); so may the tensors, as far as names and shapes go.
@@ -73,6 +79,8 @@ def names_in_memory(
     """
     given = dict(tensors)
     targets = named_tensors(model)
+    if lora.has_adapter(model):
+        return _adapter_in_memory(model, given, targets)
     if not set(targets) <= set(given):
         given = _converted(model, given)
     _check(targets, given)
@@ -95,6 +103,19 @@ def _converted(model: Any, given: dict[str, torch.Tensor]) -> dict[str, torch.Te
             None, config=model.config, state_dict=given, dtype=model.dtype, device_map=device
         )
     return {name: tensor.detach() for name, tensor in named_tensors(fresh).items()}
+
+
+def _adapter_in_memory(
+    model: Any, given: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    names = lora.adapter_names(model)
+    if not lora.is_adapter(given):
+        raise ModelError(
+            "a model with a LoRA adapter takes over adapters, and these are weights of a whole model",
+            fix="Set lora_rank=0 to train all weights, or load the adapter's checkpoint.",
+        )
+    _check({disk: targets[name] for name, disk in names.items()}, given)
+    return {name: given[disk] for name, disk in names.items()}
 
 
 def _check(targets: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 from verl.agent_loop import AgentLoopManager
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.checkpoint import FileRecord
-from verl.config import ActorRolloutRefConfig, FSDPEngineConfig, OptimizerConfig
+from verl.config import ActorRolloutRefConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig, replace
 from verl.data import hf_tokenizer
+from verl.engines.adapters import BaseOfAdapter
 from verl.engines.base import Engine
 from verl.engines.settings import PassSettings
 from verl.errors import WorkerError
 from verl.metrics import MetricSet
+from verl.models.lora import LoraSettings
 from verl.protocol import DataProto
 from verl.registry import SAMPLERS
 from verl.single_controller.base import Dispatch, Worker, register
@@ -149,7 +151,7 @@ class ActorRolloutRefWorker(Worker):
     def _make_ref(self) -> ModelPart:
         c = self.config.ref
         return ModelPart(
-            self._engine(optim=None, fsdp=c.fsdp_config, strategy=self.site.ref_strategy or self.site.strategy),
+            self._ref_engine(),
             infer_limits=Limits.of(
                 c.log_prob_micro_batch_size_per_gpu,
                 c.log_prob_micro_batch_size,
@@ -160,12 +162,26 @@ class ActorRolloutRefWorker(Worker):
             temperature=self.config.rollout.temperature,
         )
 
-    def _engine(self, optim: OptimizerConfig | None, fsdp: FSDPEngineConfig, strategy: str) -> Engine:
+    def _ref_engine(self) -> Any:
+        """The reference is the model without its adapter: beside a LoRA actor it needs no weights of its own."""
+        if LoraSettings.of(self.model) is not None and "actor" in self.plays:
+            return BaseOfAdapter(self.actor.engine)
+        strategy = self.site.ref_strategy or self.site.strategy
+        base = replace(self.model, lora_rank=0, lora_adapter_path=None)
+        return self._engine(optim=None, fsdp=self.config.ref.fsdp_config, strategy=strategy, model=base)
+
+    def _engine(
+        self,
+        optim: OptimizerConfig | None,
+        fsdp: FSDPEngineConfig,
+        strategy: str,
+        model: HFModelConfig | None = None,
+    ) -> Engine:
         return make_engine(
             strategy,
             self.info,
             self.config.nccl_timeout,
-            model=self.model,
+            model=model or self.model,
             engine=fsdp,
             optim=optim,
             kind="causal_lm",

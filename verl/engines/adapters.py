@@ -1,0 +1,47 @@
+"""LoRA adapters in the dataflow: their folder in a checkpoint, and the base model as the reference policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from verl.checkpoint.files import FileRecord
+from verl.checkpoint.part import HFWriter
+from verl.checkpoint.tensors import write_tensors
+from verl.models import lora
+from verl.protocol import DataProto
+
+
+class BaseOfAdapter:
+    """The model under an engine's adapter, as a frozen engine of its own: it shares every weight with that engine.
+
+    Args:
+        engine: one whose model has an adapter.
+    """
+
+    def __init__(self, engine: Any):
+        self.engine = engine
+
+    def infer(self, batch: DataProto, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """As `Engine.infer`, with the adapter switched off."""
+        with self.engine.without_adapter():
+            return self.engine.infer(batch, *args, **kwargs)
+
+
+def adapter_writer(model: Any, base: str, tokenizer: Any) -> HFWriter:
+    """Writes an adapter's folder: peft and transformers load it on top of the model at ``base``."""
+
+    def write(folder: Path, weights: Iterable[tuple[str, Tensor]] | None) -> dict[str, FileRecord]:
+        folder.mkdir(parents=True, exist_ok=True)
+        lora.write_config(model, folder, base)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        if weights is None:
+            return {}
+        kept = {name: tensor.detach().cpu().contiguous() for name, tensor in weights}
+        return {lora.WEIGHTS_FILE: write_tensors(folder / lora.WEIGHTS_FILE, kept)}
+
+    return write

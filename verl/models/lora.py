@@ -1,0 +1,247 @@
+"""LoRA adapters on a model of transformers, through peft (Hu et al. 2021, arXiv 2106.09685).
+
+The adapter is put into the model's own modules, so that the model stays what it is: engines, samplers and checkpoints
+see the same class. Its tensors are called on disk as peft calls them; everything else a model has is frozen and never
+saved, except what is trained besides (a new value head).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl import env
+from verl.errors import ConfigError, ModelError, suggest
+
+NAME = "default"
+PREFIX = "base_model.model."
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+KEY = "actor_rollout_ref.model"
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """What the ``model`` section says about an adapter.
+
+    Args:
+        rank: inner size of the two factors.
+        alpha: their product is scaled by alpha / rank.
+        target_modules: ``all-linear``, or names (or the ends of names) of linear modules.
+        exclude_modules: names that get none.
+        adapter_path: folder of an adapter to go on from; its own settings count then.
+    """
+
+    rank: int
+    alpha: int = 16
+    target_modules: str | tuple[str, ...] = "all-linear"
+    exclude_modules: str | tuple[str, ...] | None = None
+    adapter_path: str | None = None
+
+    @classmethod
+    def of(cls, model: Any) -> LoraSettings | None:
+        """None where all weights are trained."""
+        if not model.lora_rank and not model.lora_adapter_path:
+            return None
+        if model.lora_rank < 0:
+            raise ConfigError("the rank of an adapter is positive", key=f"{KEY}.lora_rank", got=model.lora_rank)
+        targets, excluded = model.target_modules, model.exclude_modules
+        return cls(
+            rank=model.lora_rank,
+            alpha=model.lora_alpha,
+            target_modules=targets if isinstance(targets, str) else tuple(targets),
+            exclude_modules=tuple(excluded) if isinstance(excluded, list) else excluded,
+            adapter_path=model.lora_adapter_path,
+        )
+
+
+def add_adapter(model: Any, settings: LoraSettings, seed: int, also: nn.Module | None = None) -> None:
+    """Freeze a model and give it an adapter, which starts as no change at all or as what ``adapter_path`` holds.
+
+    Args:
+        seed: of the first factor; the second is zero.
+        also: a module that is trained as a whole besides (a value head), and gets no adapter.
+
+    Raises:
+        ConfigError: names that match no linear module, or settings that contradict the adapter to go on from.
+        ModelError: the adapter to go on from cannot be read or belongs to another model.
+    """
+    from peft import inject_adapter_in_model
+
+    config, weights = _peft_config(settings), None
+    if settings.adapter_path:
+        config, weights = read_adapter(settings.adapter_path)
+        config.inference_mode = False  # as files have it; this one is trained on
+        if settings.rank not in (0, config.r):
+            raise ConfigError(
+                "the adapter to go on from has another rank",
+                key=f"{KEY}.lora_rank",
+                got=settings.rank,
+                allowed=f"{config.r}, or leave it out",
+            )
+    _check_names(model, config)
+    own = [name for name, module in model.named_modules() if module is also]
+    if own:
+        config.exclude_modules = [*_as_list(config.exclude_modules), *own]
+    on_meta = next(model.parameters()).is_meta
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            inject_adapter_in_model(config, model, NAME, low_cpu_mem_usage=on_meta)
+    except ValueError as error:
+        raise ConfigError(
+            f"no adapter can be put on {type(model).__name__}: {str(error).splitlines()[0]}",
+            key=f"{KEY}.target_modules",
+            got=settings.target_modules,
+        ) from error
+    if also is not None:
+        also.requires_grad_(True)
+    if weights is not None and not on_meta:
+        _load(model, weights, settings.adapter_path or "")
+
+
+def read_adapter(path: str | Path) -> tuple[Any, dict[str, Tensor]]:
+    """The peft configuration and the tensors of an adapter's folder.
+
+    Raises:
+        ModelError: no such folder, no adapter in it, or one that is no LoRA adapter.
+    """
+    from peft import LoraConfig
+    from safetensors.torch import load_file
+
+    folder = Path(env.expand(str(path)))
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).is_file():
+            raise ModelError(
+                f"this folder is no adapter: it has no {name}", key=f"{KEY}.lora_adapter_path", got=str(path)
+            )
+    kind = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")).get("peft_type")
+    if kind != "LORA":
+        raise ModelError("this adapter is no LoRA adapter", key=f"{KEY}.lora_adapter_path", got=kind, allowed="LORA")
+    return LoraConfig.from_pretrained(str(folder)), load_file(folder / WEIGHTS_FILE)
+
+
+def write_config(model: Any, folder: Path, base: str) -> None:
+    """Write ``adapter_config.json`` beside an adapter's tensors, so that peft and transformers load the folder."""
+    import copy
+
+    config = copy.deepcopy(model.peft_config[NAME])
+    config.base_model_name_or_path, config.inference_mode = base, True
+    config.task_type = "CAUSAL_LM" if model.can_generate() else "TOKEN_CLS"
+    config.save_pretrained(str(folder))
+
+
+def has_adapter(model: Any) -> bool:
+    """Whether `add_adapter` was here."""
+    return NAME in (getattr(model, "peft_config", None) or {})
+
+
+def adapter_names(model: Any) -> dict[str, str]:
+    """Name in memory -> name on disk of everything that is trained in a model with an adapter."""
+    return {name: disk_name(name) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def disk_name(name: str) -> str:
+    """As peft calls it in an adapter's file."""
+    return PREFIX + name.replace(f".{NAME}.", ".") if f".{NAME}." in name else PREFIX + name
+
+
+def is_adapter(names: Mapping[str, Tensor]) -> bool:
+    """Whether these are the tensors of an adapter, by their names on disk."""
+    return bool(names) and all(name.startswith(PREFIX) for name in names)
+
+
+@torch.no_grad()
+def merged(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights as the base model names them, the adapter's product added to those it changes.
+
+    Args:
+        model: only its modules' settings count; it may be without values.
+        tensors: name in memory -> whole tensor; a module's own and its two factors come together.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".lora_" in name:
+            continue
+        owner, base, kind = name.rpartition(".base_layer.")
+        if base and kind == "weight":
+            layer = model.get_submodule(owner)
+            product = tensors[f"{owner}.lora_B.{NAME}.weight"] @ tensors[f"{owner}.lora_A.{NAME}.weight"]
+            tensor = tensor + (layer.scaling[NAME] * (product.t() if layer.fan_in_fan_out else product)).to(tensor)
+        found[f"{owner}.{kind}" if base else name] = tensor
+    return found
+
+
+@contextlib.contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Within the block the model is its base: the reference policy of a run with LoRA, without a second copy."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    if not layers:
+        raise ModelError("this model has no adapter that could be switched off")
+    for layer in layers:
+        layer._disable_adapters = True  # peft's own switch also changes what is trained, which sharding cannot follow
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def _peft_config(settings: LoraSettings) -> Any:
+    from peft import LoraConfig
+
+    targets, excluded = settings.target_modules, settings.exclude_modules
+    return LoraConfig(
+        r=settings.rank or 8,
+        lora_alpha=settings.alpha,
+        lora_dropout=0.0,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        exclude_modules=excluded if isinstance(excluded, str) else _as_list(excluded) or None,
+        bias="none",
+    )
+
+
+def _check_names(model: nn.Module, config: Any) -> None:
+    """Every name must match a linear module: one that matches none is a typing error, not a wish."""
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    ends = sorted({name.rpartition(".")[2] for name in linear})
+    for key, names in (("target_modules", config.target_modules), ("exclude_modules", config.exclude_modules)):
+        for wanted in [] if isinstance(names, str) else _as_list(names):
+            if not any(name == wanted or name.endswith(f".{wanted}") for name in linear):
+                raise ConfigError(
+                    f"no linear module of {type(model).__name__} has this name",
+                    key=f"{KEY}.{key}",
+                    got=wanted,
+                    allowed=ends,
+                    fix=suggest(wanted, ends),
+                )
+
+
+def _load(model: Any, weights: Mapping[str, Tensor], path: str) -> None:
+    targets = {disk: name for name, disk in adapter_names(model).items()}
+    tensors = dict(model.named_parameters())
+    absent, unknown = sorted(set(targets) - set(weights)), sorted(set(weights) - set(targets))
+    if absent or unknown:
+        what = f"lacks {absent[0]}" if absent else f"has {unknown[0]}, which this model has not"
+        raise ModelError(f"the adapter belongs to another model: it {what}", got=path)
+    with torch.no_grad():
+        for disk, name in targets.items():
+            if tensors[name].shape != weights[disk].shape:
+                raise ModelError(
+                    f"the adapter belongs to another model: {disk} has another shape",
+                    got=tuple(weights[disk].shape),
+                    allowed=str(tuple(tensors[name].shape)),
+                )
+            tensors[name].copy_(weights[disk])
+
+
+def _as_list(names: Any) -> list[str]:
+    return [] if names is None else [names] if isinstance(names, str) else list(names)
