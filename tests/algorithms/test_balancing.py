@@ -130,3 +130,21 @@ def test_token_counts_before_and_after():
         "global_seqlen/balanced_max": 10,
         "global_seqlen/mean": 8,
     }
+
+
+def test_rows_of_one_group_go_to_one_rank_and_every_rank_gets_as_many():
+    groups = [number // 4 for number in range(32)]
+    lengths = np.random.default_rng(0).integers(10, 500, 32)
+    order = balance_within_mini_batches(lengths, 16, 2, group_ids=groups)
+    assert sorted(order) == list(range(32))
+    for rank in (order[:16], order[16:]):
+        for mini_batch in (rank[:8], rank[8:]):
+            assert sorted(groups[row] for row in mini_batch) == sorted([groups[row] for row in mini_batch[::4]] * 4)
+    loads = [sum(calculate_workload(lengths[rank])) for rank in (order[:16], order[16:])]
+    assert max(loads) / min(loads) < 1.2
+
+
+def test_groups_that_cannot_be_dealt_out_evenly_are_split():
+    """Three groups of two rows on two ranks: equal counts come first."""
+    order = balance_within_mini_batches([5, 5, 5, 5, 5, 5], 6, 2, group_ids=[0, 0, 1, 1, 2, 2])
+    assert sorted(order) == list(range(6))

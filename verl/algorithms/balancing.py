@@ -90,7 +90,11 @@ def members_of(keys: Iterable[Hashable]) -> list[list[int]]:
 
 
 def balance_within_mini_batches(
-    lengths: Sequence[int] | np.ndarray, mini_batch_rows: int, num_ranks: int, use_workload: bool = True
+    lengths: Sequence[int] | np.ndarray,
+    mini_batch_rows: int,
+    num_ranks: int,
+    use_workload: bool = True,
+    group_ids: Sequence[Hashable] | None = None,
 ) -> list[int]:
     """The order in which rows are sent, so that every rank has equal work in every mini-batch.
 
@@ -101,6 +105,8 @@ def balance_within_mini_batches(
     Args:
         lengths: (n,) tokens per row.
         use_workload: balance the compute (with attention) and not the token count.
+        group_ids: (n,) rows with the same id go to one rank (which computes their prompt once), in mini-batches whose
+            groups are equally large and can be dealt out in equal numbers; in others single rows are dealt out.
 
     Returns:
         A permutation of the row indices.
@@ -116,9 +122,19 @@ def balance_within_mini_batches(
                 got=len(piece),
                 allowed=f"a multiple of {num_ranks} rows (prompts x rollout.n)",
             )
-        for rank, part in enumerate(partition(piece, num_ranks, equal_size=True)):
-            shares[rank].extend(start + row for row in part)
+        units = _whole_groups(group_ids[start : start + len(piece)], num_ranks) if group_ids is not None else None
+        units = units or [[row] for row in range(len(piece))]
+        unit_costs = [int(piece[unit].sum()) for unit in units]
+        for rank, part in enumerate(partition(unit_costs, num_ranks, equal_size=True)):
+            shares[rank].extend(start + row for unit in part for row in units[unit])
     return [row for share in shares for row in share]
+
+
+def _whole_groups(group_ids: Sequence[Hashable], num_ranks: int) -> list[list[int]] | None:
+    """The rows of each group, None where whole groups cannot give every rank as many rows as the others."""
+    groups = members_of(group_ids)
+    fits = len({len(rows) for rows in groups}) == 1 and len(groups) % num_ranks == 0
+    return groups if fits else None
 
 
 def log_seqlen_unbalance(

@@ -306,15 +306,21 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext) -> None:
     data.meta_info = {"global_steps": ctx.step}
     plan = list(mini_batches(len(batch), rows, role.epochs, role.shuffle, role.seed + ctx.step))
     lengths = batch.tensors["attention_mask"].sum(-1).tolist()
+    shares = ctx.config.actor_rollout_ref.actor.use_prefix_grouper
+    groups = list(batch.non_tensor_batch["uid"]) if shares and "uid" in batch.non_tensor_batch else None
     for number, members in enumerate(plan, start=1):
-        mini_batch = data.select_idxs(_deal_out(members, lengths, role.group.world_size, ctx))
+        mini_batch = data.select_idxs(_deal_out(members, lengths, groups, role.group.world_size, ctx))
         metrics = role.train(mini_batch, more_updates=number < len(plan))
         # A name with an area of its own (rollout_corr/kl) keeps it.
         ctx.metrics.merge({name if "/" in name else f"{role.name}/{name}": m for name, m in metrics.items()})
 
 
-def _deal_out(members: list[int], lengths: list[int], num_ranks: int, ctx: StepContext) -> list[int]:
+def _deal_out(
+    members: list[int], lengths: list[int], groups: list[Any] | None, num_ranks: int, ctx: StepContext
+) -> list[int]:
+    """The members in the order in which ranks get them; rows of one prompt stay together where prompts are shared."""
     if not ctx.config.trainer.balance_batch or num_ranks == 1:
         return members
-    order = balance_within_mini_batches([lengths[i] for i in members], len(members), num_ranks)
+    ids = None if groups is None else [groups[i] for i in members]
+    order = balance_within_mini_batches([lengths[i] for i in members], len(members), num_ranks, group_ids=ids)
     return [members[i] for i in order]

@@ -1,0 +1,67 @@
+"""Dealing sequences out to data-parallel ranks: how far the heaviest rank is above the lower bound, and how long it takes.
+
+    python benchmarks/bench_balancing.py [--rounds 5]
+
+Lengths are log-normal (median 512, at most 8192). The bound is the mean load, or the largest sequence with the smallest
+company it can have. ``karmarkar_karp`` is the classical method, as far as it answers within a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import numpy as np
+
+from verl.algorithms.balancing import (
+    calculate_workload,
+    get_group_balanced_partitions,
+    karmarkar_karp,
+    lower_bound,
+    partition,
+)
+
+CASES = [(256, 8), (1024, 16), (2048, 64), (8192, 128)]
+
+
+def lengths(count: int, sigma: float, seed: int) -> np.ndarray:
+    generator = np.random.default_rng(seed)
+    return np.clip(np.exp(generator.normal(np.log(512), sigma, count)).astype(np.int64), 1, 8192)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--classical", action="store_true", help="time karmarkar_karp too (slow)")
+    arguments = parser.parse_args()
+    print("| sequences, ranks | what | above the bound | milliseconds |\n|---|---|---|---|")
+    for count, ranks in CASES:
+        for what in (
+            "equal counts",
+            "free counts",
+            "groups of 8",
+            *(["karmarkar_karp"] if arguments.classical else []),
+        ):
+            gaps, times = [], []
+            for seed in range(arguments.rounds):
+                size = lengths(count, 0.8, seed)
+                work = calculate_workload(size)
+                start = time.perf_counter()
+                if what == "groups of 8":
+                    groups = np.arange(count) // 8
+                    parts = get_group_balanced_partitions(size, groups, ranks)
+                    unit = work.reshape(-1, 8).sum(1)
+                    bound = lower_bound(unit, ranks, equal_size=len(unit) % ranks == 0)
+                elif what == "karmarkar_karp":
+                    parts, bound = karmarkar_karp(work.tolist(), ranks, True), lower_bound(work, ranks)
+                else:
+                    equal = what == "equal counts"
+                    parts, bound = partition(work, ranks, equal), lower_bound(work, ranks, equal)
+                times.append(time.perf_counter() - start)
+                gaps.append(max(work[part].sum() for part in parts) / bound - 1)
+            print(f"| {count}, {ranks} | {what} | {max(gaps):.4%} | {statistics.median(times) * 1e3:.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
