@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.aliases import PPO_ALIASES, SFT_ALIASES, Aliases
+from verl.config.aliases import GENERATION_ALIASES, PPO_ALIASES, SFT_ALIASES, Aliases
+from verl.config.generation import GenerationConfig
 from verl.config.node import ConfigNode
 from verl.config.root import PPOTrainerConfig
 from verl.config.sft import SFTTrainerConfig
@@ -39,12 +40,14 @@ class Program:
 
 
 PPO = Program("ppo_trainer", PPOTrainerConfig, PPO_ALIASES, "model_engine", tuple(_ROLES.values()))
+GENERATION = Program("generation", GenerationConfig, GENERATION_ALIASES, "model_engine", ())
 SFT = Program("sft_trainer", SFTTrainerConfig, SFT_ALIASES, "engine", ("engine.strategy",), ("optim", "model"))
 
 NAMES: dict[str, tuple[Program, str]] = {
     "ppo_trainer": (PPO, "dp"),
     "ppo_megatron_trainer": (PPO, "megatron"),
     "sft_trainer": (SFT, "dp"),
+    "generation": (GENERATION, "dp"),
     "sft_trainer_engine": (SFT, "dp"),
 }
 """Configuration names, upstream's included: the program and the engine each one means."""

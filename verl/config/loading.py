@@ -88,6 +88,10 @@ def _check_whole(program: Program, config: ConfigNode) -> None:
 
     if program.name == "ppo_trainer":
         validate.validate(config)  # type: ignore[arg-type]
+    elif program.name == "generation":
+        from verl.config.validate_generation import validate_generation
+
+        validate_generation(config)  # type: ignore[arg-type]
     else:
         validate.validate_sft(config)  # type: ignore[arg-type]
 

@@ -8,7 +8,7 @@ from verl.config.convert import build, convert, describe, expand_path
 from verl.config.interpolate import interpolated
 from verl.config.merge import Merge, where
 from verl.config.node import ConfigNode, place
-from verl.config.planned import ROLLOUT_ENGINE, check_built, check_choices, for_engine, tell_no_effect
+from verl.config.planned import ROLLOUT_ENGINES, check_built, check_choices, for_engine, tell_no_effect
 from verl.config.schema import Leaf
 from verl.errors import ConfigError, NotBuiltError
 
@@ -24,7 +24,7 @@ def resolve(merge: Merge) -> ConfigNode:
             values[key] = _finished(leaf, raw[key])
         except ConfigError as error:
             (problems if key in merge.values else late).append(_located(error, merge, key))
-    engine = values.get(ROLLOUT_ENGINE)
+    engine = next((values[key] for key in ROLLOUT_ENGINES if key in values), None)
     own = [for_engine(merge.schema.leaves[key], engine) for key in merge.origin if key in values]
     for leaf in own:
         usual = _usual(leaf, values)

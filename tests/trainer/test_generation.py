@@ -1,0 +1,194 @@
+"""Batch generation: what is written, that a killed run goes on to the same file, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.support import addition_rows, tiny_model_dir, tiny_tokenizer, write_prompts
+from verl.errors import ConfigError
+from verl.metrics import notices, reset_notices
+from verl.rollout import Completion, Sampler, SamplingParams
+from verl.trainer import main_generation, main_generation_server
+from verl.trainer.generation import Job, generate_file, model_identity
+from verl.trainer.main_generation_server import split_output
+
+ROWS = 12
+KEYS = ["model.path=model", "data.path=prompts.parquet", "data.output_path=out.parquet", "data.n_samples=2",
+        "rollout.response_length=6", "rollout.prompt_length=64", "trainer.device=cpu"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("generation")
+    tiny_model_dir(made / "model")
+    write_prompts(made / "prompts.parquet", ROWS)
+    return made
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    reset_notices()
+    yield folder
+    for file in folder.glob("out*"):
+        file.unlink()
+
+
+def run(*changes):
+    given = {word.partition("=")[0] for word in changes}
+    return main_generation.main([key for key in KEYS if key.partition("=")[0] not in given] + list(changes))
+
+
+def responses(file="out.parquet"):
+    return pq.read_table(file)["responses"].to_pylist()
+
+
+def test_every_prompt_gets_its_answers_beside_its_own_columns(here):
+    assert run() == 0
+    table = pq.read_table("out.parquet")
+    assert table.column_names == [*addition_rows(1)[0], "responses"] and len(table) == ROWS
+    assert table.drop_columns(["responses"]).to_pylist() == addition_rows(ROWS)
+    assert all(len(answers) == 2 for answers in responses()) and not list(here.glob("out.parquet.*"))
+    assert len({answer for answers in responses() for answer in answers}) > ROWS
+
+
+def test_the_answers_do_not_depend_on_how_many_prompts_are_worked_on_at_once(here):
+    assert run("data.batch_size=1") == 0
+    one = responses()
+    assert run("data.batch_size=7") == 0
+    assert responses() == one
+
+
+def test_a_run_that_was_killed_goes_on_and_writes_what_a_whole_one_writes(here):
+    assert run() == 0
+    whole = responses()
+    write_partial([["kept", "kept"]] * 5, tail='[7, ["cut off in the mid')
+    assert run() == 0
+    assert responses() == [["kept", "kept"]] * 5 + whole[5:]
+    assert not Path("out.parquet.partial").exists()
+
+
+def write_partial(answers, tail=""):
+    """What a run leaves behind that was killed after some prompts."""
+    sampling = SamplingParams(temperature=1.0, top_p=0.7, top_k=50, max_tokens=6, stop_token_ids=(2,), seed=42)
+    identity = {"model": model_identity("model"), "engine": "hf"}
+    files = "prompts.parquet"
+    job = Job(files, "out.parquet", 2, 128, sampling, max_prompt_length=64, identity=identity)
+    lines = [json.dumps(job.fingerprint(ROWS)), *(json.dumps([row, found]) for row, found in enumerate(answers))]
+    Path("out.parquet.partial").write_text("\n".join(lines) + "\n" + tail)
+
+
+def test_finished_prompts_are_not_asked_again(here):
+    class Counting(Sampler):
+        version, asked = 0, []
+
+        async def generate(self, request):
+            self.asked.append(request.uid)
+            if len(self.asked) == 7:
+                raise KeyboardInterrupt
+            return Completion(request.id, (50,), (-0.1,), "stop", (0,))
+
+        async def update_weights(self, chunks, version): ...
+
+        async def abort(self, request_ids=None):
+            return 0
+
+        async def sleep(self, level=1): ...
+
+        async def wake(self): ...
+
+        def stats(self):
+            return {}
+
+    sampler = Counting()
+    job = Job("prompts.parquet", "out.parquet", 1, 1, SamplingParams(max_tokens=4), max_prompt_length=64)
+    with pytest.raises(KeyboardInterrupt):
+        generate_file(job, sampler, tiny_tokenizer())
+    generate_file(job, sampler, tiny_tokenizer())
+    assert sampler.asked == [f"row {i}" for i in range(7)] + [f"row {i}" for i in range(6, ROWS)]
+    assert len(responses()) == ROWS
+
+
+@pytest.mark.dist
+def test_a_real_kill_in_the_middle_loses_nothing(here):
+    assert run("rollout.response_length=100", "rollout.ignore_eos=true") == 0
+    whole = responses()
+    Path("out.parquet").unlink()
+    command = [sys.executable, "-m", "verl.trainer.main_generation", *KEYS, "rollout.response_length=100",
+               "rollout.ignore_eos=true", "data.batch_size=1"]  # fmt: skip
+    command = [word for word in command if word != "rollout.response_length=6"]
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
+    partial, deadline = Path("out.parquet.partial"), time.monotonic() + 120
+    while not (partial.exists() and process.poll() is None) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(10)
+    assert partial.exists() and not Path("out.parquet").exists()
+    assert run("rollout.response_length=100", "rollout.ignore_eos=true") == 0
+    assert responses() == whole
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("data.path=nothing.parquet", "data.path: no such file"),
+        ("data.prompt_key=question", "data.prompt_key"),
+        ("data.output_path=out.csv", "data.output_path: is written as parquet"),
+        ("data.output_path=nowhere/out.parquet", "data.output_path: no such folder"),
+        ("data.n_samples=1000000", "data.n_samples: out of range"),
+        ("data.n_samples=0", "data.n_samples: out of range"),
+        ("rollout.response_length=1000000000", "longer than the model's context"),
+        ("rollout.temperature=-1", "rollout.temperature: out of range"),
+        ("rollout.name=server", "rollout.name: needs the address of a server"),
+        ("rollout.nam=hf", "rollout.name"),
+        ("model.path=/nowhere", "model.path"),
+    ],
+)
+def test_what_cannot_work_is_one_message_with_its_key(here, capsys, change, said):
+    assert run(change) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_going_on_with_other_settings_is_refused(here, capsys):
+    write_partial([["a", "b"]] * 3)
+    assert run("rollout.temperature=0.5") == 2
+    assert "an interrupted run with another setting of sampling lies beside the output" in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_cut_is_told(here):
+    assert run("rollout.prompt_length=20") == 0
+    assert any("cut to 20 tokens" in said for said in notices().values())
+
+
+def test_old_spellings_and_sections_that_train_are_taken_with_a_notice(here):
+    assert run("actor.strategy=fsdp", "+rollout.tensor_parallel_size=1") == 0
+    assert {"actor", "rollout.tensor_parallel_size"} <= set(notices())
+
+
+def test_the_output_of_the_server_form_stands_on_the_command_line():
+    assert split_output(["a=1", "+data.output_path=x.parquet"]) == ("x.parquet", ["a=1"])
+    for argv in (["a=1"], ["data.output_path=x.csv"]):
+        with pytest.raises(ConfigError, match=r"data.output_path: names the parquet file"):
+            split_output(argv)
+
+
+@pytest.mark.dist
+def test_the_server_form_starts_a_server_and_writes_the_same_answers(here, capsys):
+    R = "actor_rollout_ref.rollout"
+    keys = ["actor_rollout_ref.model.path=model", "data.train_files=prompts.parquet", "data.max_prompt_length=64",
+            "data.max_response_length=6", f"{R}.n=2", f"{R}.top_k=50", f"{R}.top_p=0.7", "trainer.device=cpu",
+            "data.truncation=left"]  # fmt: skip
+    assert main_generation_server.main([*keys, "+data.output_path=out.parquet"]) == 0
+    served = responses()
+    assert run() == 0
+    assert responses() == served

@@ -1,0 +1,66 @@
+"""Settings of batch generation (`python -m verl.trainer.main_generation`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.config.model import HFModelConfig
+from verl.config.node import ABSENT, ConfigNode, section, setting
+from verl.config.rollout import RolloutConfig
+
+
+@dataclass(frozen=True)
+class GenerationDataConfig(ConfigNode):
+    """Which prompts, how often, and where the answers go."""
+
+    path: str | list = setting(
+        "~/data/rlhf/math/test.parquet", "parquet, json or jsonl file of prompts, or a list of them", path=True
+    )
+    prompt_key: str = setting(
+        "prompt", "column with the prompt: chat messages, or a text that becomes a user's message"
+    )
+    n_samples: int = setting(5, "answers per prompt")
+    output_path: str = setting(
+        "~/data/math_Qwen2-7B-Instruct.parquet",
+        "parquet file to write: all columns, and the column responses",
+        path=True,
+    )
+    batch_size: int = setting(128, "prompts that are worked on at once")
+    truncation: str = setting(
+        "left",
+        "what happens to a prompt longer than rollout.prompt_length: left, right and middle cut there, error stops",
+        upstream=ABSENT,
+        choices=("error", "left", "right", "middle"),
+    )
+
+
+@dataclass(frozen=True)
+class GenerationTrainerConfig(ConfigNode):
+    """The machine."""
+
+    nnodes: int = setting(1, "nodes", planned="batch generation over several nodes")
+    n_gpus_per_node: int = setting(
+        1, "GPUs per node", upstream=8, planned="batch generation on several GPUs by one command"
+    )
+    device: str | None = setting(None, "cpu, cuda or npu; null: what there is", upstream="cuda")
+    seed: int = setting(1, "seed of this process", upstream=ABSENT)
+
+
+@dataclass(frozen=True)
+class GenerationRolloutConfig(RolloutConfig):
+    """Sampling of answers."""
+
+    top_k: int = setting(50, "keep that many most probable tokens; -1: all")
+    top_p: float = setting(0.7, "keep the most probable tokens up to this probability; 1: all")
+    prompt_length: int = setting(1536, "longest prompt in tokens")
+    response_length: int = setting(512, "longest answer in tokens")
+
+
+@dataclass(frozen=True)
+class GenerationConfig(ConfigNode):
+    """Everything ``python -m verl.trainer.main_generation`` can be told."""
+
+    trainer: GenerationTrainerConfig = section(GenerationTrainerConfig)
+    data: GenerationDataConfig = section(GenerationDataConfig)
+    model: HFModelConfig = section(HFModelConfig)
+    rollout: GenerationRolloutConfig = section(GenerationRolloutConfig)

@@ -1,0 +1,41 @@
+"""Rules of batch generation between its settings, checked before the model is loaded."""
+
+from __future__ import annotations
+
+from verl.config.checks import Problems, bad_model_folder, collect, in_range, known_name, missing_files, missing_folder
+from verl.config.generation import GenerationConfig
+from verl.config.node import unrecorded
+from verl.errors import ConfigError
+from verl.registry import SAMPLERS
+
+
+def validate_generation(cfg: GenerationConfig) -> None:
+    """All problems in one `ConfigError`."""
+    with unrecorded():
+        collect((_names, _numbers, _files), cfg)
+
+
+def _names(cfg: GenerationConfig) -> Problems:
+    found = known_name(SAMPLERS, "rollout.name", cfg.rollout.name, "Set rollout.name=hf.")
+    if cfg.rollout.name == "server" and not cfg.rollout.server.url:
+        fix = "Set rollout.server.url=http://host:port."
+        found.append(ConfigError("needs the address of a server", key="rollout.name", got="server", fix=fix))
+    return found
+
+
+def _numbers(cfg: GenerationConfig) -> Problems:
+    found = in_range("data.n_samples", cfg.data.n_samples, "1 to 100000", 1 <= cfg.data.n_samples <= 100_000)
+    found += in_range("data.batch_size", cfg.data.batch_size, "1 or more", cfg.data.batch_size >= 1)
+    for name in ("prompt_length", "response_length"):
+        found += in_range(f"rollout.{name}", cfg.rollout[name], "1 or more", cfg.rollout[name] >= 1)
+    found += in_range("rollout.temperature", cfg.rollout.temperature, "0 or more", cfg.rollout.temperature >= 0)
+    return found + in_range("rollout.top_p", cfg.rollout.top_p, "above 0, at most 1", 0 < cfg.rollout.top_p <= 1)
+
+
+def _files(cfg: GenerationConfig) -> Problems:
+    found = missing_files("data.path", cfg.data.path) + bad_model_folder("model.path", cfg.model.path)
+    if not cfg.data.output_path.endswith(".parquet"):
+        fix = "End its name in .parquet."
+        found.append(ConfigError("is written as parquet", key="data.output_path", got=cfg.data.output_path, fix=fix))
+    folder = cfg.data.output_path.rpartition("/")[0]
+    return found if not folder or "://" in folder else found + missing_folder("data.output_path", folder)

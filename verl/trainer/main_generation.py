@@ -1,0 +1,77 @@
+"""``python -m verl.trainer.main_generation key=value ...``: answers to every prompt of a file, in this process."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, cast
+
+from verl.config import load_config, replace
+from verl.config.generation import GenerationConfig
+from verl.errors import ModelError, VerlError
+from verl.rollout.base import SamplingParams
+
+
+def run_generation(config: GenerationConfig) -> str:
+    """Run a checked configuration; returns the path of the output."""
+    from verl import device
+    from verl.data import hf_tokenizer
+    from verl.registry import SAMPLERS
+    from verl.storage import copy_to_local
+    from verl.trainer import runtime
+    from verl.trainer.generation import Job, generate_file, model_identity
+
+    runtime.start(config.trainer.seed)
+    path = copy_to_local(config.model.path, use_shm=config.model.use_shm, error=ModelError, key="model.path")
+    model = replace(config.model, path=path)
+    tokenizer = hf_tokenizer(
+        model.tokenizer_path or path,
+        trust_remote_code=model.trust_remote_code,
+        custom_chat_template=model.custom_chat_template,
+    )
+    on = device.resolve_device(config.trainer.device)
+    # The length of an answer bounds what the engine must hold; log-probs are not written.
+    rollout = replace(config.rollout, calculate_log_probs=False)
+    sampler = SAMPLERS.get(rollout.name).from_config(rollout, model, device=on)
+    data = config.data
+    job = Job(
+        files=data.path,
+        output=data.output_path,
+        num_samples=data.n_samples,
+        in_flight=data.batch_size,
+        sampling=sampling_of(rollout, tokenizer, rollout.response_length),
+        prompt_key=data.prompt_key,
+        max_prompt_length=rollout.prompt_length,
+        truncation=data.truncation,
+        identity={"model": model_identity(config.model.path), "engine": rollout.name},
+    )
+    return str(generate_file(job, sampler, tokenizer))
+
+
+def sampling_of(rollout: Any, tokenizer: Any, length: int) -> SamplingParams:
+    """How answers are sampled, from a rollout section."""
+    end = tokenizer.eos_token_id
+    return SamplingParams(
+        temperature=rollout.temperature if rollout.do_sample else 0.0,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=length,
+        stop_token_ids=() if end is None else (int(end),),
+        ignore_eos=rollout.ignore_eos,
+        do_sample=rollout.do_sample,
+        seed=rollout.seed,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; an error that is the user's to mend is one message and exit status 2."""
+    try:
+        config = cast(GenerationConfig, load_config("generation", sys.argv[1:] if argv is None else argv))
+        print(run_generation(config))
+    except VerlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

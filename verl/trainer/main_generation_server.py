@@ -1,0 +1,140 @@
+"""``python -m verl.trainer.main_generation_server key=value ... +data.output_path=out.parquet``.
+
+Batch generation with the keys of `main_ppo`, over stand-alone servers that are started for it (or over those of
+``rollout.server.url``). Each is `verl.rollout.server.host` in a process of its own; one that dies is noticed and its
+prompts go to another. ``data.train_files`` are the prompts, ``rollout.n`` the answers to each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any, cast
+
+from verl.config import PPOTrainerConfig, load_config, replace
+from verl.errors import ConfigError, ModelError, VerlError
+from verl.rollout.base import Sampler
+
+OUTPUT = "data.output_path"
+IN_FLIGHT = 128
+
+
+def run_generation_server(config: PPOTrainerConfig, output: str, argv: list[str]) -> str:
+    """Run a checked configuration; returns the path of the output.
+
+    Args:
+        argv: the command line that the configuration came from, which the servers get too.
+    """
+    from verl.data import hf_tokenizer
+    from verl.storage import copy_to_local
+    from verl.trainer import runtime
+    from verl.trainer.generation import Job, generate_file, model_identity
+    from verl.trainer.main_generation import sampling_of
+
+    runtime.start(config.trainer.seed)
+    policy = config.actor_rollout_ref
+    path = copy_to_local(
+        policy.model.path, use_shm=policy.model.use_shm, error=ModelError, key="actor_rollout_ref.model.path"
+    )
+    model, rollout = replace(policy.model, path=path), replace(policy.rollout, calculate_log_probs=False)
+    tokenizer = hf_tokenizer(
+        model.tokenizer_path or path,
+        trust_remote_code=model.trust_remote_code,
+        custom_chat_template=model.custom_chat_template,
+    )
+    job = Job(
+        files=config.data.train_files,
+        output=output,
+        num_samples=rollout.n,
+        in_flight=IN_FLIGHT,
+        sampling=sampling_of(rollout, tokenizer, config.data.max_response_length),
+        prompt_key=config.data.prompt_key,
+        max_prompt_length=config.data.max_prompt_length,
+        truncation=config.data.truncation,
+        identity={"model": model_identity(policy.model.path), "engine": rollout.name},
+    )
+    with servers(config, model, rollout, argv) as sampler:
+        return str(generate_file(job, sampler, tokenizer))
+
+
+@contextlib.contextmanager
+def servers(config: PPOTrainerConfig, model: Any, rollout: Any, argv: list[str]) -> Iterator[Sampler]:
+    """A sampler over the servers, which end with the block if they were started for it."""
+    from verl import device
+    from verl.rollout.server.process import ServerProcess, free_port
+    from verl.rollout.server.sampler import ServerSampler, over_addresses, run_now
+
+    if rollout.name in ("server", "sglang"):
+        yield ServerSampler.from_config(rollout, model)
+        return
+    on = device.resolve_device(config.trainer.device)
+    started = []
+    try:
+        for number in range(count_of(config)):
+            port = free_port()
+            command = [sys.executable, "-m", "verl.rollout.server.host", "--port", str(port), "--device", on, *argv]
+            started.append(ServerProcess(command, port, name=f"server {number}"))
+        for process in started:
+            run_now(process.wait_until_up(rollout.server.max_start_wait_time))
+        yield over_addresses([process.url for process in started], rollout, model, api="verl")
+    finally:
+        for process in started:
+            process.close()
+
+
+def count_of(config: PPOTrainerConfig) -> int:
+    """How many servers: one per ``rollout.tensor_model_parallel_size`` processes of the run."""
+    processes = config.trainer.nnodes * (config.trainer.n_gpus_per_node or 1)
+    each = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if config.trainer.nnodes > 1:
+        raise ConfigError(
+            "servers are started on this machine only",
+            key="trainer.nnodes",
+            got=config.trainer.nnodes,
+            allowed="1",
+            fix="Start servers on the other nodes and name all of them: rollout.name=server rollout.server.url=[...].",
+        )
+    if processes % each:
+        raise ConfigError(
+            f"{processes} processes cannot be shared out to servers of {each}", key="trainer.n_gpus_per_node",
+            got=processes,
+        )  # fmt: skip
+    return processes // each
+
+
+def split_output(argv: list[str]) -> tuple[str, list[str]]:
+    """The output path, which the configuration of training does not have, and the rest of the command line.
+
+    Raises:
+        ConfigError: it is missing.
+    """
+    from verl import env
+
+    found, rest = "", []
+    for word in argv:
+        key, equals, value = word.lstrip("+").partition("=")
+        if key == OUTPUT and equals:
+            found = value
+        else:
+            rest.append(word)
+    if not found.endswith(".parquet"):
+        fix = f"Add +{OUTPUT}=answers.parquet."
+        raise ConfigError("names the parquet file to write", key=OUTPUT, got=found or None, fix=fix)
+    return env.expand(found), rest
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; an error that is the user's to mend is one message and exit status 2."""
+    try:
+        output, rest = split_output(sys.argv[1:] if argv is None else argv)
+        config = cast(PPOTrainerConfig, load_config("ppo_trainer", rest))
+        print(run_generation_server(config, output, rest))
+    except VerlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
