@@ -21,6 +21,8 @@ from verl.models.config import load_model_config, quiet_transformers, readable_e
 
 HEAD_NAMES = ("score", "classifier")
 """What token-classification models call their head."""
+VALUE_HEAD = {"num_labels": 1, "classifier_dropout": 0.0, "hidden_dropout": 0.0, "summary_dropout_prob": 0.0}
+"""One number per position, and no dropout around it."""
 
 
 def load_causal_lm(
@@ -29,11 +31,7 @@ def load_causal_lm(
     override_config: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     attn: str | None = None,
-    *,
-    external_lib: str | None = None,
-    hf_config_path: str | None = None,
-    seed: int = 0,
-    device: str = "cpu",
+    **options: Any,
 ) -> nn.Module:
     """A causal language model with all its weights from ``path``.
 
@@ -41,21 +39,16 @@ def load_causal_lm(
         dtype: of the parameters.
         override_config: see `load_model_config`; its ``attn_implementation`` counts if ``attn`` is None.
         attn: attention implementation of transformers; None is SDPA where the family has it, else eager.
-        seed: of the initialisation of whatever the family itself adds; the global generators stay as they are.
-        device: ``meta`` gives the same model without any values, for a backend that fills in its own piece.
+        options: external_lib, hf_config_path: see `load_model_config`. seed: of the initialisation of whatever the
+            family itself adds; the global generators stay as they are. device: ``meta`` gives the same model without
+            any values, for a backend that fills in its own piece.
 
     Raises:
         ModelError: not a model folder (the message says what is missing), damaged, or incomplete weights.
     """
-    config = load_model_config(
-        path,
-        override_config=override_config,
-        trust_remote_code=trust_remote_code,
-        external_lib=external_lib,
-        hf_config_path=hf_config_path,
+    model, info = _load(
+        AutoModelForCausalLM, path, dtype, dict(override_config or {}), trust_remote_code, attn, **options
     )
-    attn = attn or (override_config or {}).get("attn_implementation")
-    model, info = _load(AutoModelForCausalLM, path, config, dtype, trust_remote_code, attn, seed, device)
     _refuse_missing(path, info["missing_keys"])
     if info["unexpected_keys"]:
         names = sorted(info["unexpected_keys"])
@@ -70,10 +63,8 @@ def load_value_model(
     trust_remote_code: bool = False,
     attn: str | None = None,
     *,
-    external_lib: str | None = None,
-    hf_config_path: str | None = None,
     seed: int = 0,
-    device: str = "cpu",
+    **options: Any,
 ) -> nn.Module:
     """A value function: the trunk of a language model with a scalar head on every position.
 
@@ -84,19 +75,17 @@ def load_value_model(
     Raises:
         ModelError: see `load_causal_lm`; also a family without a token-classification form, or several labels.
     """
-    config = load_model_config(
+    model, info = _load(
+        AutoModelForTokenClassification,
         path,
-        override_config=override_config,
-        trust_remote_code=trust_remote_code,
-        external_lib=external_lib,
-        hf_config_path=hf_config_path,
+        dtype,
+        dict(override_config or {}),
+        trust_remote_code,
+        attn,
+        seed=seed,
+        settings=VALUE_HEAD,
+        **options,
     )
-    config.num_labels = 1
-    for dropout in ("classifier_dropout", "hidden_dropout", "summary_dropout_prob"):
-        setattr(config, dropout, 0.0)
-    attn = attn or (override_config or {}).get("attn_implementation")
-    auto = AutoModelForTokenClassification
-    model, info = _load(auto, path, config, dtype, trust_remote_code, attn, seed, device)
     name = _head_name(model)
     head_keys = {f"{name}.weight", f"{name}.bias"}
     _refuse_missing(path, set(info["missing_keys"]) - head_keys)
@@ -114,13 +103,31 @@ def value_head(model: nn.Module) -> nn.Module:
 def _load(
     auto: Any,
     path: str,
-    config: Any,
     dtype: str | torch.dtype,
+    override_config: Mapping[str, Any],
     trust_remote_code: bool,
     attn: str | None,
-    seed: int,
-    device: str,
+    *,
+    external_lib: str | None = None,
+    hf_config_path: str | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    settings: Mapping[str, Any] | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
+    """A model of the kind ``auto``, and what transformers says about its weights.
+
+    Args:
+        settings: set on the configuration last.
+    """
+    config = load_model_config(
+        path,
+        override_config=override_config,
+        trust_remote_code=trust_remote_code,
+        external_lib=external_lib,
+        hf_config_path=hf_config_path,
+    )
+    for name, value in (settings or {}).items():
+        setattr(config, name, value)
     where = folder.resolve(path)
     folder.check(where)
     with quiet_transformers(), readable_errors(where), torch.random.fork_rng(devices=_cuda_devices()):
@@ -130,7 +137,7 @@ def _load(
             config=config,
             dtype=torch_dtype(dtype),
             trust_remote_code=trust_remote_code,
-            attn_implementation=attn,
+            attn_implementation=attn or override_config.get("attn_implementation"),
             output_loading_info=True,
             device_map="meta" if device == "meta" else None,
         )
