@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python scripts/generate_coverage.py [--check]
 
-The rows lie in ``tests/brief/rows``; whether a row works is found out by reading its commands and looking for its names.
+The rows lie in ``tests/brief/rows``; whether a row works is found out: its commands are read, its names looked for.
 """
 
 from __future__ import annotations
@@ -16,21 +16,31 @@ from pathlib import Path
 from tests.brief.machine import guides_machine
 from tests.brief.states import IDLE, REFUSED, WORKS, Outcome, outcomes, state
 from tests.brief.table import Row, rows
+from verl.config.groups import PPO, SFT
+from verl.config.schema import schema_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "coverage.md"
 LONGEST = 150
 HEAD = """# What works, row by row
 
-Public guides to verl state facts: commands, settings, names, pages. Each is a row here. **works** means that every
-command of the row is accepted on a machine as the guides have it (eight GPUs, all packages) and every module and name is
-there; **refused by name** means that the command resolves and the error names the setting whose feature is not built;
-**without effect** means that it is accepted with a notice that the setting does nothing here; **partly** is a mixture. Rows without a command are **said or shipped**: a page or a file. Neither word says that
-something was run on the hardware that it is meant for; [install.md](install.md#what-has-not-been-run) lists what was not.
+Public guides to verl state facts: commands, settings, names, pages. Each is a row here.
+
+| word | meaning |
+| --- | --- |
+| works | every command is accepted on a machine as guides have it (eight GPUs, all packages), every name is there |
+| refused by name | the command resolves, and the error names the setting whose feature is not built |
+| without effect | it is accepted, with a notice that the setting does nothing here |
+| partly | a mixture of these |
+| said or shipped | there is nothing to run: a page says it, or a file is there |
+
+None of these words says that something was run on the hardware that it is meant for:
+[install.md](install.md#what-has-not-been-run) lists what was not.
 
 {counts}.
 
-This page is generated (`PYTHONPATH=. python scripts/generate_coverage.py`), and a test holds it to what the library does: each row is a case of `tests/brief/test_rows.py`; where a ▶ stands, its commands also train a tiny model in
+This page is generated (`PYTHONPATH=. python scripts/generate_coverage.py`), and a test holds it to what the library
+does: each row is a case of `tests/brief/test_rows.py`. Where a ▶ stands, its commands also train a tiny model in
 `tests/brief/test_runs.py`.
 """
 
@@ -47,7 +57,14 @@ def page() -> str:
         text += [f"## {title}\n", "| # | what guides say | here | how, and where |", "| --- | --- | --- | --- |"]
         text += [_line(row, found[row.id]) for row in rows() if row.section == title]
         text.append("")
-    return "\n".join(text)
+    missing = "".join(f"- {name}\n" for name in features())
+    return "\n".join([*text, f"## Features whose settings are refused by name\n\n{missing}"])
+
+
+def features() -> list[str]:
+    """The features that settings wait for, sorted; which settings these are stands in docs/configuration.md."""
+    leaves = [leaf for program in (PPO, SFT) for leaf in schema_of(program.root).leaves.values()]
+    return sorted({leaf.planned for leaf in leaves if leaf.planned}, key=str.lower)
 
 
 def _line(row: Row, found: list[Outcome]) -> str:

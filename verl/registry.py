@@ -43,6 +43,10 @@ class Registry:
         """All names that work now, sorted."""
         return sorted(set(self._builtins) | set(self._registered))
 
+    def planned(self) -> list[str]:
+        """Names that are refused because what they name is not built, sorted."""
+        return sorted(self._planned)
+
     def builtin_targets(self) -> dict[str, str]:
         return dict(self._builtins)
 

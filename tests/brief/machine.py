@@ -18,8 +18,8 @@ from verl import device
 from verl.config import ConfigNode, load_config
 from verl.metrics import reset_notices
 
-PACKAGES = {"vllm", "sglang", "megatron", "mbridge", "liger_kernel", "peft", "wandb", "mlflow", "swanlab", "tensorboard",
-            "flash_attn", "math_verify", "mcp"}  # fmt: skip
+PACKAGES = {"vllm", "sglang", "megatron", "mbridge", "liger_kernel", "peft", "wandb", "mlflow", "swanlab",
+            "tensorboard", "flash_attn", "math_verify", "mcp"}  # fmt: skip
 FILES = ("data/gsm8k/train.parquet", "data/gsm8k/test.parquet", "data/rlhf/gsm8k/train.parquet", "my_reward.py",
          "model/config.json", "models/deepseek-llm-7b-chat/config.json")  # fmt: skip
 CONFIGURATION_ONLY = {"RAY_ADDRESS": "", "WORLD_SIZE": "1"}

@@ -17,7 +17,7 @@ WORKS, REFUSED, WRONG, IDLE = "works", "refused by name", "an error on purpose",
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one command, module or name comes to; ``by`` names the settings that refuse it or do nothing, ``error`` was said."""
+    """What a command, module or name comes to; ``by`` names settings that refuse it or do nothing."""
 
     what: str
     state: str

@@ -1,8 +1,8 @@
 """What public guides to verl say, row by row, and how each row is looked after here; the rows lie in ``rows/*.toml``.
 
-A row has, as it needs: commands and files with their settings (``config``), modules that are run (``programs``), public
-names (``names``), files of the repository, sentences of the documentation, extras, variables that reach the workers, and
-the tests that show it at work. Nothing in a row says whether its feature exists: that is found out (`verl` is asked).
+A row has, as it needs: commands and files with their settings (``config``), modules that are run (``programs``),
+public names (``names``), files of the repository, sentences of the documentation, extras, variables that reach the
+workers, and the tests that show it at work. Nothing in a row says whether its feature exists: that is found out.
 """
 
 from __future__ import annotations

@@ -104,5 +104,5 @@ def test_an_extra_that_a_row_names_can_be_installed(row: Row):
 
 @pytest.mark.parametrize("row", cases("environment"))
 def test_a_variable_that_a_row_names_reaches_the_workers(row: Row):
-    shell = {name: "1" for name in row.environment}
+    shell = dict.fromkeys(row.environment, "1")
     assert env.forwarded({**shell, "OTHER": "2"}) == shell

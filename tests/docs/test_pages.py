@@ -7,7 +7,7 @@ import xml.etree.ElementTree as xml
 
 import pytest
 
-from scripts import draw_architecture
+from scripts import draw_architecture, generate_readme
 from tests.sanity.source_tree import ROOT
 
 DOCS = ROOT / "docs"
@@ -64,3 +64,9 @@ def test_the_picture_has_the_stages_in_the_order_of_the_loop():
     names = [name for _, name in draw_architecture.in_order(draw_architecture.stages())]
     wanted = ["gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"]
     assert [name for name in names if name in wanted] == wanted
+
+
+def test_the_readme_says_what_works_and_what_is_refused():
+    text = generate_readme.PAGE.read_text(encoding="utf-8")
+    assert generate_readme.page(text) == text, "run scripts/generate_readme.py"
+    assert "`grpo`" in generate_readme.table() and generate_readme.table().count("\n") == 10

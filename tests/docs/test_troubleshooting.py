@@ -1,4 +1,4 @@
-"""Messages that docs/troubleshooting.md shows are those that the library gives, word for word (lines cut at ``...``)."""
+"""Messages that docs/troubleshooting.md shows are the library's, word for word (lines are cut at ``...``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 ERRORS = {
     "trainer.n_gpus_per_node=8": "trainer.n_gpus_per_node: 8 GPUs",
     f"data.train_batch_size=60 {A}.ppo_mini_batch_size=16": f"{A}.ppo_mini_batch_size: data.train_batch_size=60",
-    f"{R}.log_prob_micro_batch_size=4 {R}.log_prob_micro_batch_size_per_gpu=8": f"{R}.log_prob_micro_batch_size_per_gpu:",
+    f"{R}.log_prob_micro_batch_size=4 {R}.log_prob_micro_batch_size_per_gpu=8": f"{R}.log_prob_micro",
     "actor_rollout_ref.rolout.n=4": "actor_rollout_ref.rolout.n: unknown",
     f"{R}.temperatur=0.7": f"{R}.temperatur: unknown",
     f"{A}.lr=1e-6 {A}.optim.lr=2e-6": f"{A}.optim.lr: two values",
