@@ -139,6 +139,9 @@ def test_a_pass_that_is_left_out_has_no_use_for_its_micro_batch_size(ppo, told):
         (["data.train_batch_size=256", "trainer.skip_old_log_prob=false"], False),
         (["data.train_batch_size=256", f"{A}.ppo_epochs=2"], False),
         (["data.train_batch_size=256", KL_IN_REWARD], False),
+        (["data.train_batch_size=256", "algorithm.rollout_is_threshold=2.0"], False),
+        (["data.train_batch_size=256", "algorithm.rollout_correction.rollout_is=token"], False),
+        (["algorithm.rollout_correction.bypass_mode=true"], True),
     ],
 )
 def test_old_log_probs_are_left_out_exactly_where_the_trainer_leaves_them_out(overrides, skipped):
@@ -158,3 +161,38 @@ def test_a_supervised_run_tells_what_has_no_effect(tmp_path, told):
         "data.micro_batch_size_per_gpu": "has no effect without data.use_dynamic_bsz=false",
         "trainer.resume_from_path": "has no effect without trainer.resume_mode=resume_path",
     }
+
+
+OLDER, NEWER = "algorithm.rollout_is", "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "says"),
+    [
+        ([f"{OLDER}=true"], OLDER, "has no effect without algorithm.rollout_is_threshold"),
+        ([f"{OLDER}_level=sequence"], f"{OLDER}_level", "has no effect without algorithm.rollout_is_threshold"),
+        ([f"{NEWER}.loss_type=reinforce"], f"{NEWER}.loss_type", f"without {NEWER}.bypass_mode=true"),
+        ([f"{NEWER}.rollout_rs_threshold=2.0"], f"{NEWER}.rollout_rs_threshold", f"without {NEWER}.rollout_rs"),
+        (
+            [f"{NEWER}.rollout_is_batch_normalize=true"],
+            f"{NEWER}.rollout_is_batch_normalize",
+            f"without {NEWER}.rollout_is",
+        ),
+        (
+            [f"{NEWER}.bypass_mode=true", f"{NEWER}.rollout_is=token"],
+            f"{NEWER}.rollout_is",
+            "weights are measured but not applied",
+        ),
+        ([f"{OLDER}_threshold=2.0", f"{R}.top_p=0.9"], f"{R}.top_p", "ratios of at most 1"),
+        ([f"{NEWER}.rollout_is=token", f"{R}.top_k=20"], f"{R}.top_k", "ratios of at most 1"),
+        (["algorithm.filter_groups.enable=true"], "algorithm.filter_groups.enable", f"drops nothing with {R}.n=1"),
+    ],
+)
+def test_a_correction_that_changes_nothing_or_misleads_is_told(ppo, told, overrides, key, says):
+    ppo(*overrides)
+    assert says in told()[key]
+
+
+def test_a_correction_as_it_should_be_is_not_remarked_on(ppo, told):
+    ppo(f"{OLDER}_threshold=2.0", f"{OLDER}=true", f"{R}.n=4")
+    assert [key for key in told() if "rollout_is" in key or "correction" in key] == []

@@ -8,7 +8,7 @@ import torch
 
 from verl.config import PPOTrainerConfig, replace
 from verl.errors import DataError
-from verl.metrics import Metric, MetricSet
+from verl.metrics import Metric, MetricSet, notices, reset_notices
 from verl.protocol import DataProto
 from verl.trainer.ppo import stages
 from verl.trainer.ppo.context import SamplePool, StepContext
@@ -92,6 +92,17 @@ def test_an_endless_refill_stops_at_the_limit():
     ctx.count_gen_batch()
     with pytest.raises(DataError, match=r"2 batches of prompts were sampled, only 0 of 4 samples kept"):
         ctx.count_gen_batch()
+
+
+def test_a_refill_without_a_limit_is_told_once_it_takes_long():
+    reset_notices()
+    ctx = context(**{"algorithm.filter_groups.enable": True})
+    ctx.begin(3, 0)
+    for _ in range(9):
+        ctx.count_gen_batch()
+    assert notices() == {}
+    ctx.count_gen_batch()
+    assert "step 3 samples batch 10 of prompts, with 0 of 4" in notices()["algorithm.filter_groups.max_num_gen_batches"]
 
 
 def test_the_pool_hands_out_whole_batches_and_keeps_the_surplus():

@@ -12,13 +12,17 @@ from verl.algorithms.kl import get_kl_controller
 from verl.config import PPOTrainerConfig
 from verl.config.root import skips_old_log_prob
 from verl.errors import DataError
-from verl.metrics import MetricSet, Timers
+from verl.metrics import MetricSet, Timers, notice
 from verl.protocol import DataProto
 from verl.registry import ADVANTAGE_ESTIMATORS
 from verl.trainer.signals import StopSignals
 
 ABOUT_THE_REQUEST = ("global_steps", "validate", "do_sample")
 """Keys of ``meta_info`` that are about one call of the sampler."""
+
+
+MANY_GEN_BATCHES = 10
+"""So many batches of prompts for one step are worth a notice."""
 
 
 class SamplePool:
@@ -110,6 +114,12 @@ class StepContext:
                 f"{limit} batches of prompts were sampled, only {len(self.pool)} of {self.pool.rows} samples kept",
                 key="algorithm.filter_groups.max_num_gen_batches",
                 fix="The task is too easy or too hard for this model: change the data, raise the limit or set it to 0.",
+            )
+        if limit <= 0 and self.gen_batches == MANY_GEN_BATCHES:
+            notice(
+                "algorithm.filter_groups.max_num_gen_batches",
+                f"step {self.step} samples batch {self.gen_batches} of prompts, with {len(self.pool)} of "
+                f"{self.pool.rows} samples kept; without a limit it goes on until the batch is full",
             )
 
     @property
