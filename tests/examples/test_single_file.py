@@ -1,0 +1,149 @@
+"""The single-file references give the library's losses on the library's own rollouts, and stay single files."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support import tiny_model_dir, write_prompts
+from verl.config import load_config
+from verl.models.loading import load_value_model
+from verl.trainer import main_ppo
+from verl.trainer.ppo.callbacks import Callback
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples/single_file"
+SCORER = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(sum(map(ord, solution_str)) % 3)
+"""
+
+
+def reference(name: str):
+    """The example as a module."""
+    spec = importlib.util.spec_from_file_location(f"single_file_{name}", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class Keep(Callback):
+    """Keeps the batch that a step trained on."""
+
+    def __init__(self):
+        self.batch = None
+
+    def on_step_end(self, trainer, batch):
+        self.batch = batch
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("single_file")
+    tiny_model_dir(folder / "model", initializer_range=0.2)
+    write_prompts(folder / "train.jsonl", 8)
+    (folder / "scorer.py").write_text(SCORER)
+    return folder
+
+
+def library_run(folder: Path, monkeypatch, name: str, *arguments: str):
+    """One step of the library with two epochs over two mini-batches: the trained batch, and the step's metrics."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(folder / "logs"))
+    kept = Keep()
+
+    class Runner(main_ppo.TaskRunner):
+        def make_trainer(self, *args, **kwargs):
+            trainer = super().make_trainer(*args, **kwargs)
+            trainer.callbacks.insert(0, kept)
+            return trainer
+
+    config = load_config(
+        "ppo_trainer",
+        [
+            "data.train_files=train.jsonl", "data.train_batch_size=4", "data.max_prompt_length=64",
+            "data.max_response_length=6", "actor_rollout_ref.model.path=model", "actor_rollout_ref.rollout.n=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2",
+            "actor_rollout_ref.actor.optim.lr=3e-2", "reward.custom_reward_function.path=scorer.py",
+            "trainer.logger=[file]", "trainer.resume_mode=disable", "trainer.total_training_steps=1",
+            "trainer.project_name=single", f"trainer.experiment_name={name}", *arguments,
+        ],
+    )  # fmt: skip
+    main_ppo.run_ppo(config, Runner)
+    line = (folder / "logs/single" / f"{name}.jsonl").read_text().splitlines()[-1]
+    return kept.batch, json.loads(line)["data"]
+
+
+def as_rollouts(module, batch, **more):
+    tensors = batch.batch
+    prompt_mask = tensors["attention_mask"][:, : tensors["prompts"].shape[1]]
+    return module.Rollouts(tensors["prompts"], tensors["responses"], prompt_mask, tensors["response_mask"], **more)
+
+
+def sizes(batch) -> list[int]:
+    """Valid tokens of the mini-batches, which weigh their losses in the step's metric."""
+    return [int(mask.sum()) for mask in batch.batch["response_mask"].split(8)] * 2
+
+
+def weighted(values: list[float], weights: list[int]) -> float:
+    return sum(v * w for v, w in zip(values, weights)) / sum(weights)
+
+
+def test_grpo_gives_the_librarys_losses(inputs, monkeypatch):
+    grpo = reference("grpo")
+    batch, metrics = library_run(inputs, monkeypatch, "grpo", "algorithm.adv_estimator=grpo")
+    uids = list(batch.non_tensor_batch["uid"])
+    groups = torch.tensor([uids.index(uid) for uid in uids])
+    rewards = batch.batch["token_level_scores"].sum(-1)
+    advantages = grpo.group_advantages(rewards, groups)
+    mask = batch.batch["response_mask"]
+    torch.testing.assert_close(advantages[:, None] * mask, batch.batch["advantages"], atol=1e-5, rtol=0)
+    settings = grpo.Settings(samples_per_prompt=4, mini_batch=2, epochs=2, learning_rate=3e-2)
+    model = AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.float32)
+    rollouts = as_rollouts(grpo, batch, groups=groups)
+    old = grpo.response_log_probs(model, rollouts).detach()
+    torch.testing.assert_close(old, batch.batch["old_log_probs"] * mask, atol=1e-5, rtol=0)
+    losses = grpo.update(model, grpo.make_optimizer(model, settings), rollouts, advantages, settings)
+    assert len(losses) == 4 and max(map(abs, losses)) > 0.01  # the policy moved, and the clip was reached
+    assert metrics["actor/pg_clipfrac"] > 0
+    assert weighted(losses, sizes(batch)) == pytest.approx(metrics["actor/pg_loss"], abs=1e-5)
+
+
+def test_ppo_gives_the_librarys_losses(inputs, monkeypatch):
+    ppo = reference("ppo")
+    extra = ("algorithm.adv_estimator=gae", "algorithm.gamma=0.99", "algorithm.lam=0.9", "critic.ppo_mini_batch_size=2")
+    batch, metrics = library_run(inputs, monkeypatch, "ppo", *extra, "critic.ppo_epochs=2", "critic.optim.lr=3e-2")
+    s = ppo.Settings(samples_per_prompt=4, mini_batch=2, epochs=2, gamma=0.99, lam=0.9)
+    critic = load_value_model(str(inputs / "model"), seed=1)  # trainer.seed
+    rollouts, rewards = as_rollouts(ppo, batch), batch.batch["token_level_scores"]
+    values = ppo.response_values(critic, rollouts).detach()
+    torch.testing.assert_close(values, batch.batch["values"] * rollouts.mask, atol=1e-5, rtol=0)
+    advantages, returns = ppo.gae(rewards, values, rollouts.mask, s.gamma, s.lam)
+    torch.testing.assert_close(advantages, batch.batch["advantages"], atol=1e-5, rtol=0)
+    torch.testing.assert_close(returns, batch.batch["returns"], atol=1e-5, rtol=0)
+    model = AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.float32)
+    both = [(m, torch.optim.AdamW(m.parameters(), lr=3e-2, weight_decay=0.01)) for m in (model, critic)]
+    losses, value_losses = ppo.update(*both, rollouts, rewards, s)
+    assert weighted(losses, sizes(batch)) == pytest.approx(metrics["actor/pg_loss"], abs=1e-5)
+    assert weighted(value_losses, sizes(batch)) == pytest.approx(metrics["critic/vf_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_it_is_one_short_file_without_the_library(name):
+    text = (FOLDER / f"{name}.py").read_text()
+    assert len(text.splitlines()) <= 250
+    imported = {
+        (node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    assert imported <= {
+        "__future__", "argparse", "random", "collections.abc", "dataclasses", "pandas", "torch", "transformers",
+    }  # fmt: skip
