@@ -30,6 +30,14 @@ READ_ELSEWHERE = {
     "algorithm.rollout_correction.loss_type",
     # Trackers get the configuration as a plain dict; tests/observability/backends/test_wandb.py reads this one.
     "trainer.wandb_proxy",
+    # Only a run on Ray reads them: tests/trainer/on_ray.
+    *(f"ray_kwargs.ray_init.{name}" for name in ("address", "num_cpus", "object_store_memory")),
+    "ray_kwargs.ray_init.runtime_env.py_executable",
+    "ray_kwargs.timeline_json_file",
+    "trainer.ray_wait_register_center_timeout",
+    # Both stand for fsdp_config.use_torch_compile, which follows the first.
+    "actor_rollout_ref.actor.use_torch_compile",
+    "actor_rollout_ref.ref.use_torch_compile",
     # The loader copies it into grad_clip, which is read; tests/config/test_loading.py shows that it arrives.
     "actor_rollout_ref.actor.optim.clip_grad",
     "critic.optim.clip_grad",

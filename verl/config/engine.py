@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.node import ConfigNode, section, setting
+from verl.config.node import ABSENT, ConfigNode, section, setting
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,11 @@ class FSDPEngineConfig(ConfigNode):
         "neighbouring processes that share their sequences (DeepSpeed-Ulysses); divides the attention heads",
         follows="..ulysses_sequence_parallel_size",
     )
+    expert_parallel_size: int = setting(
+        1,
+        "FSDP2: neighbouring processes that share the experts of a mixture; divides their number",
+        upstream=ABSENT,
+    )
     entropy_from_logits_with_chunking: bool = setting(
         False,
         "compute the entropy in chunks of rows, for less memory",
@@ -116,10 +121,12 @@ class FSDPEngineConfig(ConfigNode):
         "rows per chunk",
         follows="actor_rollout_ref.actor.entropy_from_logits_chunk_size",
     )
-    use_torch_compile: bool = setting(
-        True,
-        "compile the log-prob and entropy kernels",
-        no_effect="no engine compiles yet",
+    use_torch_compile: bool | None = setting(
+        None,
+        "compile the transformer layers (plain engine; the first step takes a minute longer); null: on a GPU, for "
+        "models of half a billion parameters or more",
+        follows="actor_rollout_ref.actor.use_torch_compile",
+        upstream=True,
     )
     entropy_checkpointing: bool = setting(
         False,

@@ -87,6 +87,7 @@ def _pad_values(value: Tensor, dim: int) -> tuple[Tensor, int]:
     return (value if width >= dim else F.pad(value, (0, dim - width))), width
 
 
+@torch.compiler.disable  # its plan holds sizes that change with every micro-batch: compiled layers end in front of it
 def attention(
     module: nn.Module,
     query: Tensor,
