@@ -1,7 +1,26 @@
-"""Weights on their way from a trainer to samplers: buckets with a version, checks, transports."""
+"""Weights on their way from a trainer to samplers: buckets with a version, checks, transports, differences."""
 
 from verl.weight_sync.chunks import WeightChunk, chunk_weights
+from verl.weight_sync.collective import BroadcastTransport
+from verl.weight_sync.cuda_ipc import CudaIpcTransport
+from verl.weight_sync.delta import DeltaDecoder, DeltaEncoder
+from verl.weight_sync.disk import DiskTransport
 from verl.weight_sync.inventory import WeightInventory
 from verl.weight_sync.same_process import SameProcessTransport, WeightReceiver
+from verl.weight_sync.shared_memory import SharedMemoryTransport
+from verl.weight_sync.transport import Transport
 
-__all__ = ["SameProcessTransport", "WeightChunk", "WeightInventory", "WeightReceiver", "chunk_weights"]
+__all__ = [
+    "BroadcastTransport",
+    "CudaIpcTransport",
+    "DeltaDecoder",
+    "DeltaEncoder",
+    "DiskTransport",
+    "SameProcessTransport",
+    "SharedMemoryTransport",
+    "Transport",
+    "WeightChunk",
+    "WeightInventory",
+    "WeightReceiver",
+    "chunk_weights",
+]

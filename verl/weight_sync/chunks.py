@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -58,3 +59,14 @@ def chunk_weights(
     if not bucket:
         raise RolloutError("the trainer exported no weights", key=f"version {version}")
     yield WeightChunk(version, bucket, last=True)
+
+
+@contextmanager
+def taking(chunks: Iterable[WeightChunk]) -> Iterator[Iterator[WeightChunk]]:
+    """The chunks one by one; whoever makes them is told at once if the taker stops half-way."""
+    stream = iter(chunks)
+    try:
+        yield stream
+    finally:
+        if isinstance(stream, Generator):
+            stream.close()

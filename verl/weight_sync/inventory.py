@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from verl.errors import RolloutError, suggest
-from verl.weight_sync.chunks import WeightChunk
+from verl.weight_sync.chunks import WeightChunk, taking
 
 SHOWN = 3
 
@@ -47,14 +47,15 @@ class WeightInventory:
         """
         arrived: set[str] = set()
         num_bytes, ended = 0, False
-        for chunk in chunks:
-            if chunk.version != version:
-                raise RolloutError("a chunk of another version arrived", got=chunk.version, allowed=f"{version}")
-            if ended:
-                raise RolloutError("weights arrived after the last chunk", key=f"version {version}")
-            self._receive_chunk(chunk, arrived)
-            num_bytes += chunk.num_bytes
-            ended = chunk.last
+        with taking(chunks) as stream:
+            for chunk in stream:
+                if chunk.version != version:
+                    raise RolloutError("a chunk of another version arrived", got=chunk.version, allowed=f"{version}")
+                if ended:
+                    raise RolloutError("weights arrived after the last chunk", key=f"version {version}")
+                self._receive_chunk(chunk, arrived)
+                num_bytes += chunk.num_bytes
+                ended = chunk.last
         if not ended:
             raise RolloutError("the stream of weights was interrupted", key=f"version {version}")
         missing = sorted(set(self._owner.values()) - arrived)

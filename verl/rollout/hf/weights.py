@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from verl.errors import RolloutError
 from verl.models import export_weights, load_weights
 from verl.weight_sync import WeightChunk, WeightInventory
+from verl.weight_sync.chunks import taking
 from verl.weight_sync.inventory import copy_into
 
 
@@ -37,12 +38,14 @@ class ModelWeights:
             return
         whole: dict[str, torch.Tensor] = {}
         ended = False
-        for chunk in chunks:
-            if chunk.version != version:
-                raise RolloutError("a chunk of another version arrived", got=chunk.version, allowed=f"{version}")
-            whole.update(chunk.tensors)
-            self.num_bytes += chunk.num_bytes
-            ended = chunk.last
+        with taking(chunks) as stream:
+            for chunk in stream:
+                if chunk.version != version:
+                    raise RolloutError("a chunk of another version arrived", got=chunk.version, allowed=f"{version}")
+                # Copies: a transport uses a chunk's memory again for the next one.
+                whole.update((name, tensor.clone()) for name, tensor in chunk.tensors)
+                self.num_bytes += chunk.num_bytes
+                ended = chunk.last
         if not ended:
             raise RolloutError("the stream of weights was interrupted", key=f"version {version}")
         load_weights(self.model, whole)

@@ -1,0 +1,240 @@
+"""Every transport brings the same bits; what one end does wrong, the other end hears of."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.multiprocessing as processes
+
+from tests.rollout.builders import largest_difference, prompt, requests, sample, tiny_model
+from verl.errors import RolloutError
+from verl.models import export_weights
+from verl.rollout.hf.sampler import HFSampler
+from verl.weight_sync import (
+    BroadcastTransport,
+    DeltaDecoder,
+    DeltaEncoder,
+    DiskTransport,
+    SharedMemoryTransport,
+    Transport,
+    WeightChunk,
+    chunk_weights,
+)
+
+WEIGHTS = {
+    "a": torch.tensor([[float("nan"), -0.0, 1e-40], [float("inf"), 2.0, 3.0]]),
+    "b": torch.arange(300, dtype=torch.bfloat16),
+    "c": torch.tensor(7, dtype=torch.int64),
+    "d": torch.zeros(5, 0),
+    "e": torch.arange(64.0 * 17).view(64, 17).t(),
+}
+BUCKET = 1024
+
+
+def stream(version: int = 1) -> Iterator[WeightChunk]:
+    return chunk_weights(WEIGHTS.items(), BUCKET, version)
+
+
+def taken(chunks: Iterator[WeightChunk]) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """Versions of the chunks, and copies of the tensors."""
+    versions, tensors = [], {}
+    for chunk in chunks:
+        versions.append(chunk.version)
+        tensors.update({name: tensor.clone() for name, tensor in chunk.tensors})
+    return versions, tensors
+
+
+def check(found: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == WEIGHTS.keys()
+    for name, tensor in WEIGHTS.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+
+
+def in_thread(run: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    """Runs beside the test; the list gets the result or the error."""
+    outcome: list[object] = []
+
+    def body() -> None:
+        try:
+            outcome.append(run())
+        except RolloutError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    return thread, outcome
+
+
+@pytest.fixture
+def ring() -> Iterator[tuple[Transport, Transport]]:
+    ours = SharedMemoryTransport(bucket_bytes=5000, timeout=20)
+    theirs = SharedMemoryTransport(**json.loads(json.dumps(ours.address)), timeout=20)
+    yield ours, theirs
+    theirs.close()
+    ours.close()
+    assert not os.path.exists(ours.path)
+
+
+def test_shared_memory_brings_every_bit_again_and_again(ring):
+    ours, theirs = ring
+    assert oct(os.stat(ours.path).st_mode)[-3:] == "600", "nobody else may read weights"
+    for version in (1, 2, 3):
+        thread, outcome = in_thread(lambda: ours.send(stream(version)))  # noqa: B023
+        versions, found = taken(theirs.receive())
+        thread.join(20)
+        check(found)
+        assert len(versions) > 1 and set(versions) == {version}
+        assert outcome == [sum(t.nbytes for t in WEIGHTS.values())]
+
+
+def _other_process(address: dict, results: str) -> None:
+    torch.set_num_threads(1)
+    theirs = SharedMemoryTransport(**address, timeout=60)
+    sampler = HFSampler(tiny_model())
+    asyncio.run(sampler.update_weights(theirs.receive(), 4))
+    theirs.close()
+    torch.save(dict(sampler.model.state_dict()), results)
+
+
+@pytest.mark.dist
+def test_a_sampler_in_another_process_gets_the_weights_through_shared_memory(tmp_path):
+    new = tiny_model(seed=1)
+    ours = SharedMemoryTransport(bucket_bytes=20000, timeout=60)
+    worker = processes.get_context("spawn").Process(target=_other_process, args=(ours.address, str(tmp_path / "w.pt")))
+    worker.start()
+    ours.send(chunk_weights(export_weights(new), 9000, 4))
+    worker.join(60)
+    ours.close()
+    assert worker.exitcode == 0
+    found = torch.load(tmp_path / "w.pt", weights_only=True)
+    assert all(torch.equal(found[name], value) for name, value in new.state_dict().items())
+
+
+def test_a_trainer_that_fails_half_way_is_heard_of_at_the_other_end(ring):
+    ours, theirs = ring
+
+    def broken() -> Iterator[WeightChunk]:
+        yield next(stream())
+        raise RolloutError("the trainer's own error")
+
+    thread, outcome = in_thread(lambda: ours.send(broken()))
+    sampler = HFSampler(tiny_model())
+    with pytest.raises(RolloutError):
+        asyncio.run(sampler.update_weights(theirs.receive(), 1))
+    thread.join(20)
+    assert "the trainer's own error" in str(outcome[0]) or "did not accept" in str(outcome[0])
+    with pytest.raises(RolloutError, match="did not finish"):
+        sample(sampler, requests([prompt(3, 1)]))
+
+
+def test_a_sampler_that_refuses_is_heard_of_by_the_trainer(ring):
+    ours, theirs = ring
+    thread, outcome = in_thread(lambda: ours.send(stream()))
+    sampler = HFSampler(tiny_model())
+    with pytest.raises(RolloutError, match="no such weight"):
+        asyncio.run(sampler.update_weights(theirs.receive(), 1))
+    thread.join(20)
+    assert not thread.is_alive() and "did not accept the weights" in str(outcome[0])
+
+
+def test_nobody_at_the_other_end_is_an_error_after_the_timeout():
+    ours = SharedMemoryTransport(bucket_bytes=5000, timeout=0.05)
+    with pytest.raises(RolloutError, match="waited 0 s for the sampler"):
+        ours.send(stream())
+    ours.close()
+    theirs = SharedMemoryTransport(bucket_bytes=5000, timeout=0.05)
+    with pytest.raises(RolloutError, match="waited 0 s for the trainer"):
+        next(theirs.receive())
+    theirs.close()
+
+
+def test_a_weight_larger_than_the_bucket_and_ends_that_disagree_are_named(ring):
+    ours, _ = ring
+    with pytest.raises(RolloutError, match=r"update_weights_bucket_megabytes.*larger than a bucket"):
+        ours.send(chunk_weights([("large", torch.zeros(40000))], 1, 1))
+    with pytest.raises(RolloutError, match="disagree on the bucket size"):
+        SharedMemoryTransport(ours.path, bucket_bytes=64)
+
+
+def test_disk_brings_every_bit_and_keeps_two_versions(tmp_path):
+    ours = DiskTransport(tmp_path / "weights")
+    for version in (1, 2, 3):
+        ours.send(stream(version))
+    versions, found = taken(DiskTransport(tmp_path / "weights", version=3).receive())
+    check(found)
+    assert set(versions) == {3}
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["version_2", "version_3"]
+
+
+def test_a_half_written_or_damaged_version_on_disk_is_never_used(tmp_path):
+    chunks = list(stream(5))
+    with pytest.raises(RolloutError, match="interrupted"):
+        DiskTransport(tmp_path).send(chunks[:-1])
+    with pytest.raises(RolloutError, match="waited 0 s for version 5"):
+        taken(DiskTransport(tmp_path, version=5, timeout=0.05).receive())
+    DiskTransport(tmp_path).send(chunks)
+    victim = sorted((tmp_path / "version_5").glob("*.safetensors"))[0]
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    victim.write_bytes(bytes(data))
+    with pytest.raises(RolloutError, match="checksum differs"):
+        taken(DiskTransport(tmp_path, version=5).receive())
+
+
+def _rank(rank: int, address: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    ours = BroadcastTransport.join(address, rank, 3, timeout=60)
+    if rank == 0:
+        ours.send(stream(1))
+        ours.send(stream(2))
+        encoder = DeltaEncoder()
+        ours.send(encoder.encode(stream(3)))
+        ours.send(encoder.encode(stream(4)))
+        return
+    for version in (1, 2):
+        versions, found = taken(ours.receive())
+        check(found)
+        assert set(versions) == {version}
+    decoder = DeltaDecoder()
+    for version in (3, 4):
+        check(taken(decoder.decode(ours.receive()))[1])
+        assert decoder.version == version
+    with open(f"{folder}/{rank}", "w") as file:
+        file.write("done")
+
+
+@pytest.mark.dist
+def test_a_broadcast_over_gloo_reaches_every_sampler(tmp_path):
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    processes.spawn(_rank, args=(address, str(tmp_path)), nprocs=3, join=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+
+
+def test_differences_travel_over_any_transport_into_a_sampler(ring):
+    ours, theirs = ring
+    wanted = requests([prompt(5, 1)], samples=3, max_tokens=8, ignore_eos=True)
+    trainer, sampler = tiny_model(seed=1), HFSampler(tiny_model())
+    encoder, decoder = DeltaEncoder(), DeltaDecoder()
+    ours.close(), theirs.close()
+    ours = SharedMemoryTransport(bucket_bytes=40000, timeout=20)
+    theirs = SharedMemoryTransport(**ours.address, timeout=20)
+    for version in (1, 2, 3):
+        with torch.no_grad():
+            trainer.model.layers[0].mlp.up_proj.weight[version].mul_(1.5)
+        thread, _ = in_thread(lambda: ours.send(encoder.encode(chunk_weights(export_weights(trainer), 9000, version))))  # noqa: B023
+        asyncio.run(sampler.update_weights(decoder.decode(theirs.receive()), version))
+        thread.join(20)
+        assert largest_difference(trainer, wanted, sample(sampler, wanted)) < 2e-5
+    assert encoder.num_changed == 32
+    theirs.close(), ours.close()

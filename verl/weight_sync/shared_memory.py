@@ -1,0 +1,174 @@
+"""Weights through shared memory of one machine: a ring of slots that one process fills and another empties.
+
+While the reader copies one slot into its model the writer fills the next, so the two copies overlap. Each slot has a
+state word, written last, by which the ends take turns; there is no lock that a dying process could keep.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from verl.errors import RolloutError
+from verl.weight_sync.chunks import WeightChunk
+from verl.weight_sync.transport import Transport
+from verl.weight_sync.wire import Layout, chunk_of, write_into
+
+EMPTY, FULL, GAVE_UP = 0, 1, 2
+"""States of a slot."""
+CONTROL = 64
+"""Bytes in front of a slot: words of 8 bytes."""
+STATE, LENGTH, REFUSED = 0, 1, 2
+"""Words: the state of the slot, the length of its header; in the first slot whether the reader has given up, which the
+reader alone writes."""
+HEADER_SHARE = 1 << 20
+"""Bytes of a slot for the header."""
+SLOTS = 2
+
+
+class SharedMemoryTransport(Transport):
+    """One end of a ring. The end that is made without a path owns the memory and removes it.
+
+    An end that raised is of no use any more: close both and make new ones.
+
+    Args:
+        path: of the other end's memory (`address`); None makes new memory, which only this user can open.
+        bucket_bytes: largest chunk; a larger tensor is an error that names this setting.
+
+    Example:
+        >>> ours = SharedMemoryTransport(bucket_bytes=512 << 20)
+        >>> theirs = SharedMemoryTransport(**ours.address)  # in the sampler's process
+    """
+
+    keeps_bodies = True
+
+    def __init__(self, path: str | None = None, bucket_bytes: int = 512 << 20, timeout: float = 300.0):
+        super().__init__(timeout)
+        self.bucket_bytes = -(-bucket_bytes // CONTROL) * CONTROL
+        self._slot_bytes = CONTROL + HEADER_SHARE + (self.bucket_bytes if self.keeps_bodies else 0)
+        self._is_owner = path is None
+        self._next = 0
+        if path is None:
+            folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
+            handle, self.path = tempfile.mkstemp(prefix="verl-weights-", dir=folder)
+            os.posix_fallocate(handle, 0, SLOTS * self._slot_bytes)  # no room is an error here, not a crash later
+        else:
+            self.path, handle = path, os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            if os.fstat(handle).st_size != SLOTS * self._slot_bytes:
+                raise RolloutError("the two ends disagree on the bucket size", key="bucket_bytes", got=bucket_bytes)
+            self._memory = mmap.mmap(handle, SLOTS * self._slot_bytes)
+        finally:
+            os.close(handle)
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    @property
+    def address(self) -> dict[str, str | int]:
+        """Arguments of the other end."""
+        return {"path": self.path, "bucket_bytes": self.bucket_bytes}
+
+    def send(self, chunks: Iterable[WeightChunk]) -> int:
+        num_bytes = 0
+        try:
+            for chunk in chunks:
+                layout = Layout.of(chunk)
+                if layout.num_bytes > self.bucket_bytes:
+                    raise RolloutError(
+                        "a weight is larger than a bucket of shared memory",
+                        key="update_weights_bucket_megabytes",
+                        got=layout.num_bytes,
+                        allowed=f"at most {self.bucket_bytes}",
+                    )
+                self._fill(chunk, layout)
+                num_bytes += chunk.num_bytes
+        except BaseException:
+            with suppress(RolloutError):
+                self._await(EMPTY)
+                self._set_state(self._next, GAVE_UP)
+            raise
+        for number in range(SLOTS):
+            self._wait(lambda: self._state(number) != FULL, "the sampler to take the last weights")  # noqa: B023
+        return num_bytes
+
+    def receive(self) -> Iterator[WeightChunk]:
+        ended = False
+        try:
+            while not ended:
+                self._await(FULL, GAVE_UP)
+                number = self._next
+                if self._state(number) == GAVE_UP:
+                    raise RolloutError("the trainer gave up in the middle of a transfer of weights")
+                layout, body = self._read(number)
+                yield chunk_of(layout, body)
+                ended = layout.last
+                self._settle(body)
+                self._set_state(number, EMPTY)
+                self._next = (number + 1) % SLOTS
+        finally:
+            if not ended:
+                self._word(0, REFUSED).fill_(1)
+
+    def close(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        with suppress(BufferError):  # a view of somebody's is still alive: the memory goes with it
+            self._memory.close()
+        if self._is_owner:
+            Path(self.path).unlink(missing_ok=True)
+
+    def _read(self, number: int) -> tuple[Layout, torch.Tensor]:
+        header, body = self._slot(number)
+        length = int(self._word(number, LENGTH))
+        if not 0 < length <= HEADER_SHARE:
+            raise RolloutError("a header of weights has an impossible length", got=length)
+        return Layout.decode(header[:length].numpy().tobytes())[0], body
+
+    def _fill(self, chunk: WeightChunk, layout: Layout) -> None:
+        self._await(EMPTY)
+        header, body = self._slot(self._next)
+        text = layout.encode()
+        if len(text) > HEADER_SHARE:
+            raise RolloutError("too many weights in one bucket", key="update_weights_bucket_megabytes", got=len(text))
+        header[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        write_into(chunk, layout, body)
+        for _, tensor in chunk.tensors[:1]:
+            self._settle(tensor)
+        self._word(self._next, LENGTH).fill_(len(text))
+        self._set_state(self._next, FULL)
+        self._next = (self._next + 1) % SLOTS
+
+    @staticmethod
+    def _settle(tensor: torch.Tensor) -> None:
+        """Wait for the copies to or from a tensor that may be under way on its device."""
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
+
+    def _await(self, *states: int) -> None:
+        other = "sampler" if EMPTY in states else "trainer"
+        self._wait(lambda: self._state(self._next) in states, f"the {other} at the other end of shared memory")
+
+    def _wait(self, ready: Callable[[], bool], what: str) -> None:
+        refused = self._word(0, REFUSED)
+        self.wait_until(lambda: ready() or bool(refused), what)
+        if refused:
+            raise RolloutError("the sampler did not accept the weights", fix="The sampler's own error says why.")
+
+    def _slot(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Header and body of a slot."""
+        first = number * self._slot_bytes + CONTROL
+        return self._bytes[first : first + HEADER_SHARE], self._bytes[first + HEADER_SHARE :][: self.bucket_bytes]
+
+    def _word(self, number: int, which: int) -> torch.Tensor:
+        first = number * self._slot_bytes + which * 8
+        return self._bytes[first : first + 8].view(torch.int64)
+
+    def _state(self, number: int) -> int:
+        return int(self._word(number, STATE))
+
+    def _set_state(self, number: int, state: int) -> None:
+        self._word(number, STATE).fill_(state)

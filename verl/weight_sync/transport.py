@@ -1,0 +1,62 @@
+"""What every transport between processes is: one end sends a stream of chunks, the other end receives it.
+
+Both ends are made from the same address, a small JSON-able mapping that travels with the call that starts the update.
+The receiver's iterator goes straight into `update_weights` of a sampler, so that what is wrong with a stream (cut off,
+mixed versions, missing weights) is found in one place, and a sampler whose update did not finish refuses to sample.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+
+from verl.errors import RolloutError
+from verl.weight_sync.chunks import WeightChunk
+
+SHORTEST_NAP, LONGEST_NAP = 2e-5, 2e-3
+
+
+class Transport(ABC):
+    """One end of a connection between a trainer and a sampler.
+
+    Args:
+        timeout: seconds without a sign of the other end after which it counts as lost.
+    """
+
+    def __init__(self, timeout: float = 300.0):
+        self.timeout = timeout
+
+    @abstractmethod
+    def send(self, chunks: Iterable[WeightChunk]) -> int:
+        """Send a whole stream; returns once the other end has taken it all. The result is the number of bytes.
+
+        If ``chunks`` raises, the other end is told, and its `receive` raises too.
+        """
+
+    @abstractmethod
+    def receive(self) -> Iterator[WeightChunk]:
+        """The stream that the other end sends. A chunk's tensors are valid until the next one is asked for.
+
+        Raises:
+            RolloutError: the other end gave up or was not heard of for ``timeout`` seconds.
+        """
+
+    def close(self) -> None:  # noqa: B027 -- most transports hold nothing
+        """Free what this end holds."""
+
+    def wait_until(self, ready: Callable[[], bool], what: str) -> None:
+        """Poll, at first often and then more slowly.
+
+        Raises:
+            RolloutError: not within ``timeout`` seconds.
+        """
+        deadline, nap = time.monotonic() + self.timeout, SHORTEST_NAP
+        while not ready():
+            if time.monotonic() > deadline:
+                raise RolloutError(
+                    f"weight transfer: waited {self.timeout:.0f} s for {what}",
+                    fix="Did the process at the other end die? Its log says more.",
+                )
+            time.sleep(nap)
+            nap = min(nap * 1.5, LONGEST_NAP)

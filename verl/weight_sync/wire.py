@@ -1,0 +1,130 @@
+"""A chunk of weights as bytes: a JSON header and one flat buffer, without anything that could execute code.
+
+The header names tensors, shapes, dtypes and places. Whoever reads it checks every number against the buffer before a
+tensor is made, because a transport may hand over what another process wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verl.errors import RolloutError
+from verl.weight_sync.chunks import WeightChunk
+
+ALIGNMENT = 64
+MAX_HEADER = 1 << 26
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies in the buffer."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a buffer holds."""
+
+    version: int
+    last: bool
+    entries: list[Entry]
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the buffer."""
+        return max((_aligned(e.offset + e.num_bytes) for e in self.entries), default=0)
+
+    @classmethod
+    def of(cls, chunk: WeightChunk) -> Layout:
+        entries, offset = [], 0
+        for name, tensor in chunk.tensors:
+            if _dtype_name(tensor.dtype) not in DTYPES:
+                raise RolloutError("weights of this dtype cannot be sent", key=name, got=str(tensor.dtype))
+            entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), offset))
+            offset = _aligned(offset + entries[-1].num_bytes)
+        return cls(chunk.version, chunk.last, entries)
+
+    def encode(self, **more: Any) -> bytes:
+        """JSON; ``more`` are fields of the transport's own."""
+        rows = [[e.name, _dtype_name(e.dtype), list(e.shape), e.offset] for e in self.entries]
+        return json.dumps({"version": self.version, "last": self.last, "tensors": rows, **more}).encode()
+
+    @classmethod
+    def decode(cls, text: bytes) -> tuple[Layout, dict[str, Any]]:
+        """A layout and the fields of the transport.
+
+        Raises:
+            RolloutError: this is no header.
+        """
+        try:
+            found = json.loads(text)
+            entries = [
+                Entry(str(name), DTYPES[dtype], tuple(int(n) for n in shape), int(offset))
+                for name, dtype, shape, offset in found.pop("tensors")
+            ]
+            layout = cls(int(found.pop("version")), bool(found.pop("last")), entries)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RolloutError(f"a header of weights cannot be read: {type(error).__name__}: {error}") from error
+        if any(e.offset < 0 or e.offset % ALIGNMENT or min(e.shape, default=0) < 0 for e in entries):
+            raise RolloutError("a header of weights describes an impossible layout")
+        return layout, found
+
+
+def write_into(chunk: WeightChunk, layout: Layout, buffer: torch.Tensor) -> None:
+    """Copy a chunk's tensors to their places in a 1-D uint8 buffer, on whichever device it is."""
+    with torch.no_grad():
+        for (_, tensor), place in zip(chunk.tensors, views(layout, buffer)):
+            place[1].copy_(tensor.detach(), non_blocking=True)
+
+
+def views(layout: Layout, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that look into a 1-D uint8 buffer.
+
+    Raises:
+        RolloutError: one of them would lie outside.
+    """
+    for e in layout.entries:
+        if e.offset + e.num_bytes > buffer.numel():
+            raise RolloutError("a weight lies outside its buffer", key=e.name, got=e.offset + e.num_bytes)
+        yield e.name, buffer[e.offset : e.offset + e.num_bytes].view(e.dtype).view(e.shape)
+
+
+def chunk_of(layout: Layout, buffer: torch.Tensor) -> WeightChunk:
+    return WeightChunk(layout.version, list(views(layout, buffer)), layout.last)
+
+
+def checked(chunks: Iterable[WeightChunk], version: int) -> Iterator[WeightChunk]:
+    """Chunks as they come; an error where they are of another version."""
+    for chunk in chunks:
+        if chunk.version != version:
+            raise RolloutError("a chunk of another version arrived", got=chunk.version, allowed=f"{version}")
+        yield chunk
+
+
+def _aligned(number: int) -> int:
+    return -(-number // ALIGNMENT) * ALIGNMENT
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
