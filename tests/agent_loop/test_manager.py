@@ -36,6 +36,7 @@ def settings(**changes):
         "seed": 42,
         "response_length": 8,
         "ignore_eos": False,
+        "over_sample_rate": 0.0,
         "calculate_log_probs": True,
         "val_kwargs": validation,
         "agent": agent,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from verl.agent_loop.early_stop import Stop
 from verl.errors import NotBuiltError, RolloutError, suggest
 from verl.rollout.base import Completion, Request, Sampler, SamplingParams
 
@@ -26,6 +27,7 @@ class SamplerClient:
         seed: of the run's sampling.
         response_length: budget of a request that does not name its own.
         stop_token_ids: end a response, besides the model's own end tokens.
+        stop: once it is set, requests come back aborted and empty.
     """
 
     sampler: Sampler
@@ -34,6 +36,7 @@ class SamplerClient:
     seed: int
     response_length: int
     stop_token_ids: tuple[int, ...] = ()
+    stop: Stop = field(default_factory=Stop)
     num_requests: int = 0
     seconds: float = 0.0
 
@@ -70,6 +73,8 @@ class SamplerClient:
             generated_prefix=tuple(generated_prefix),
             session=f"{request_id}/{self.uid}-{self.sample_index}",
         )
+        if self.stop.is_set:
+            return Completion(request.id, (), (), "abort", ())
         start = time.perf_counter()
         try:
             return await self.sampler.generate(request)

@@ -12,6 +12,7 @@ from typing import Any
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.agent_loop.batch import checked, loop_metrics, to_batch
 from verl.agent_loop.client import SamplerClient
+from verl.agent_loop.early_stop import Stop, gather_most
 from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.registry import AGENT_LOOPS
@@ -63,12 +64,13 @@ class AgentLoopManager:
         """The same inside a running event loop."""
         rows = [{name: values[i] for name, values in prompts.non_tensor_batch.items()} for i in range(len(prompts))]
         parameters = self.sampling_params(prompts.meta_info)
+        stop = Stop()
         tasks = [
-            asyncio.ensure_future(self._trajectory(number, row, stream, parameters))
+            asyncio.ensure_future(self._trajectory(number, row, stream, parameters, stop))
             for number, (row, stream) in enumerate(zip(rows, sample_streams(rows, prompts.meta_info)))
         ]
         try:
-            outputs = await asyncio.gather(*tasks)
+            outputs = await gather_most(tasks, self._may_give_up(prompts.meta_info), self.sampler, stop)
         except BaseException:
             for task in tasks:  # one failure ends the batch; what is left must not go on sampling
                 task.cancel()
@@ -93,14 +95,21 @@ class AgentLoopManager:
             "ignore_eos": bool(self.config.ignore_eos),
         }
 
+    def _may_give_up(self, meta_info: Mapping[str, Any]) -> float:
+        """``over_sample_rate`` for samples to train on; a validation or a greedy baseline needs every answer."""
+        needs_all = meta_info.get("validate") or "do_sample" in meta_info
+        return 0.0 if needs_all else float(self.config.over_sample_rate)
+
     async def _trajectory(
-        self, number: int, row: dict[str, Any], stream: tuple[str, int], parameters: dict[str, Any]
+        self, number: int, row: dict[str, Any], stream: tuple[str, int], parameters: dict[str, Any], stop: Stop
     ) -> AgentLoopOutput:
         name = row.get("agent_name") or self.config.agent.default_agent_loop
         loop_class: type[AgentLoopBase] = AGENT_LOOPS.get(name)
         budget = int(self.config.response_length)
         end = self.tokenizer.eos_token_id
-        client = SamplerClient(self.sampler, *stream, self.config.seed, budget, () if end is None else (int(end),))
+        client = SamplerClient(
+            self.sampler, *stream, self.config.seed, budget, () if end is None else (int(end),), stop
+        )
         try:
             loop = loop_class(self.config, client, self.tokenizer, self.processor, data_config=self.data_config)
             output = checked(await loop.run(dict(parameters), **{**row, "uid": stream[0]}), budget)

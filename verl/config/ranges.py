@@ -81,6 +81,8 @@ def _sampling(cfg: PPOTrainerConfig) -> Problems:
     for key, node in ((_R, rollout), (f"{_R}.val_kwargs", val)):
         found += in_range(f"{key}.top_p", node.top_p, "above 0, at most 1", 0 < node.top_p <= 1)
         found += in_range(f"{key}.top_k", node.top_k, "-1 for all tokens, or 1 or more", node.top_k >= -1)
+    rate = rollout.over_sample_rate
+    found += in_range(f"{_R}.over_sample_rate", rate, "0 or more, below 1", 0 <= rate < 1)
     bucket = rollout.checkpoint_engine
     found += _at_least(f"{_R}.checkpoint_engine", bucket, 1, "update_weights_bucket_megabytes")
     found += _at_least(_R, rollout, 1, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")
@@ -103,7 +105,7 @@ def _actor(cfg: PPOTrainerConfig) -> Problems:
 
 def _engine(key: str, engine: Any) -> Problems:
     found = _dtype(f"{key}.dtype", engine.dtype) + _dtype(f"{key}.model_dtype", engine.model_dtype, "auto")
-    found += _at_least(key, engine, 1, "ulysses_sequence_parallel_size")
+    found += _at_least(key, engine, 1, "ulysses_sequence_parallel_size", "expert_parallel_size")
     return found + _at_least(f"{key}.wrap_policy", engine.wrap_policy, 0, "min_num_params")
 
 

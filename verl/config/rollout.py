@@ -348,7 +348,7 @@ class RolloutConfig(ConfigNode):
     do_sample: bool = setting(True, "sample; false: greedy")
     n: int = setting(1, "responses per prompt; group estimators need 2 or more")
     over_sample_rate: float = setting(
-        0.0, "share of requests that may be given up once the others are done", planned="over-sampling with early stop"
+        0.0, "share of training samples that may be given up once the others are done; they are masked"
     )
     multi_stage_wake_up: bool = setting(
         False,
