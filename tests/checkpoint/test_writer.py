@@ -16,7 +16,7 @@ from verl.checkpoint import (
     list_checkpoints,
     write_part,
 )
-from verl.checkpoint import tensors as tensor_files
+from verl.checkpoint import stream as file_stream
 from verl.errors import CheckpointError, ConfigError
 from verl.metrics import notices, reset_notices
 
@@ -163,7 +163,7 @@ def test_a_full_disk_is_one_error_and_the_previous_checkpoint_stays(tmp_path, mo
     with CheckpointWriter(tmp_path) as writer:
         first = save(writer, 1)
         with monkeypatch.context() as patch:
-            patch.setattr(tensor_files.zlib, "crc32", full_disk)  # in the middle of the first tensor file
+            patch.setattr(file_stream.zlib, "crc32", full_disk)  # in the middle of the first tensor file
             with pytest.raises(CheckpointError, match=r"step 2 could not be saved.*No space left.*global_step_1"):
                 save(writer, 2)
         assert_holds(find_checkpoint(tmp_path), 1)

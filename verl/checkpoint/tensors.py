@@ -7,8 +7,6 @@ every tensor and a second pass for the checksum. Reading goes through the librar
 from __future__ import annotations
 
 import json
-import os
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from verl.checkpoint.files import FileRecord
+from verl.checkpoint.stream import FileStream
 from verl.errors import CheckpointError
 
 DTYPE_NAMES = {
@@ -50,19 +49,16 @@ def write_tensors(
     """
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps every tensor aligned
     header = _header(order, tensors)
-    crc = zlib.crc32(header)
     size = len(header)
-    with open(path, "wb") as file:
-        file.write(header)
+    with FileStream(path, size + sum(tensor.nbytes for tensor in tensors.values())) as stream:
+        stream.write(header)
         for name in order:
             data = _bytes(tensors[name])
-            file.write(data)
-            crc, size = zlib.crc32(data, crc), size + len(data)
+            stream.write(data)
+            size += len(data)
             if progress is not None:
                 progress(size)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileRecord(size, f"{crc:08x}")
+    return stream.record
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
