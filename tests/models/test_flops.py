@@ -76,3 +76,17 @@ def test_utilisation_is_unknown_where_the_peak_is():
     assert device_peak_flops("Some CPU") is None
     assert mfu(1e12, 1.0, None) is None
     assert mfu(1e12, 2.0, 1e12, num_devices=2) == 0.25
+
+
+def test_latent_attention_and_its_experts_are_counted_by_hand():
+    """DeepSeek-V3 in small: 2 layers (one dense), hidden 8, 2 heads."""
+    config = AutoConfig.for_model(
+        "deepseek_v3", vocab_size=10, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        q_lora_rank=4, kv_lora_rank=3, qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=2, intermediate_size=16,
+        moe_intermediate_size=5, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1,
+    )  # fmt: skip
+    attention = (8 * 4 + 4 * 2 * 4) + 8 * (3 + 2) + 3 * 2 * (2 + 2) + 2 * 2 * 8
+    mlp = 3 * 8 * 16 + (8 * 4 + 3 * 8 * 5 * 3)
+    found = ModelFlops.of(config)
+    assert found.exact and found.matmul_parameters == 2 * attention + mlp + 8 * 10
+    assert found.forward([7]) == 2 * found.matmul_parameters * 7 + 2 * 2 * (2 * (2 + 2) + 2 * 2) * 7 * 7

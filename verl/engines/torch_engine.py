@@ -37,7 +37,7 @@ from verl.engines.base import Engine, HFWriter
 from verl.engines.forward import TokenForward
 from verl.engines.micro_batch import automatic_tokens, plan_padded
 from verl.engines.optimizer import build_optimizer, copied, load_optimizer_state, optimizer_state
-from verl.engines.packing import pack, plan_packed
+from verl.engines.packing import computed_tokens, pack, plan_packed
 from verl.engines.rng import rng_state, set_rng_state
 from verl.engines.rows import AlignedRows, MicroBatch
 from verl.engines.settings import PassSettings, check_settings, compute_dtype, recompute_activations
@@ -48,6 +48,7 @@ from verl.models import count_parameters, hf_folder, load_causal_lm, load_value_
 from verl.models.flops import ModelFlops
 from verl.models.loading import value_head
 from verl.models.lora import LoraSettings
+from verl.models.routers import RouterStatistics
 from verl.models.weights import named_tensors
 from verl.protocol import DataProto
 
@@ -76,6 +77,20 @@ class Work:
                 yield pack(self.rows, index, device, self.passes.share_prompts)
             else:
                 yield self.rows.micro_batch(index, device)
+
+    def waste(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> MetricSet:
+        """Shares of tokens: computed ones that are padding, needed ones that a shared prompt saved. Collective."""
+        lengths = self.rows.lengths
+        needed = sum(lengths)
+        if self.passes.packed:
+            computed = computed_tokens(self.rows, self.plan, self.passes.share_prompts)
+        else:
+            computed = sum(len(part) * max(lengths[row] for row in part) for part in self.plan if part)
+        all_needed, all_computed = sum_over_ranks(torch.tensor([needed, computed], dtype=torch.float64)).tolist()
+        found = MetricSet()
+        found.add("padding_waste", max(0.0, 1.0 - all_needed / all_computed) if all_computed else 0.0)
+        found.add("prompt_sharing", max(0.0, 1.0 - all_computed / all_needed) if all_needed else 0.0)
+        return found
 
 
 class TorchEngine(Engine):
@@ -113,6 +128,7 @@ class TorchEngine(Engine):
             self.model, kind, device, self._autocast_dtype(), passes or PassSettings.of(model, engine)
         )
         self._after_passes()  # it has tried out what the model can do
+        self.routers = RouterStatistics(self.model)
         self.optimizer = self.scheduler = None
         if optim is not None:
             parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -234,8 +250,10 @@ class TorchEngine(Engine):
         if norm.num_tokens == 0:
             lr = float(self.optimizer.param_groups[0]["lr"])
             return StepReport(0.0, lr, skipped_empty=True).metrics(0.0)
-        total, metrics, broken = self._accumulate(work, tensors, loss_fn, temperature, norm)
+        with self.routers.watching():
+            total, metrics, broken = self._accumulate(work, tensors, loss_fn, temperature, norm)
         self._after_passes()
+        metrics.merge(self.routers.metrics(self.ranks.sum)).merge(work.waste(self.ranks.sum))
         report = clip_and_step(self.optimizer, self.model.parameters(), self.grad_clip, self._total_norm)
         if report.skipped_nonfinite:
             tell_broken_rows(batch, broken)

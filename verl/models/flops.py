@@ -17,6 +17,8 @@ DENSE_FAMILIES = frozenset(
     ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3")
 )
 MOE_FAMILIES = frozenset(("mixtral", "qwen2_moe", "qwen3_moe"))
+LATENT_FAMILIES = frozenset(("deepseek_v2", "deepseek_v3"))
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), the first layers dense."""
 PEAK_BF16 = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -63,6 +65,11 @@ class ModelFlops:
         c |= {name: c[own] for name, own in text.attribute_map.items() if own in c}  # gpt2's n_embd is hidden_size
         width = c["num_attention_heads"] * _head_dim(c)
         head = c["hidden_size"] * c["vocab_size"]
+        if c["model_type"] in LATENT_FAMILIES:
+            per_layer = c["num_hidden_layers"] * _latent_attention(c)
+            # Scores are as wide as queries, mixing as wide as values; the convention counts the two as one width.
+            both = c["num_attention_heads"] * (c["qk_nope_head_dim"] + c["qk_rope_head_dim"] + c["v_head_dim"]) // 2
+            return cls(per_layer + _latent_mlp(c) + head, both, _windows(c))
         if c["model_type"] in DENSE_FAMILIES | MOE_FAMILIES:
             return cls(_attention(c) * c["num_hidden_layers"] + _mlp(c) + head, width, _windows(c))
         embeddings = c["hidden_size"] * c["vocab_size"] * (1 if c.get("tie_word_embeddings", True) else 2)
@@ -105,6 +112,25 @@ def _head_dim(c: dict[str, Any]) -> int:
 def _attention(c: dict[str, Any]) -> int:
     kv_heads = c.get("num_key_value_heads") or c["num_attention_heads"]
     return c["hidden_size"] * _head_dim(c) * (2 * c["num_attention_heads"] + 2 * kv_heads)
+
+
+def _latent_attention(c: dict[str, Any]) -> int:
+    """Weights of one layer: queries (through a bottleneck where there is one), compressed keys and values, output."""
+    hidden, heads = c["hidden_size"], c["num_attention_heads"]
+    query_width = heads * (c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
+    narrow = c.get("q_lora_rank")
+    queries = hidden * narrow + narrow * query_width if narrow else hidden * query_width
+    down = hidden * (c["kv_lora_rank"] + c["qk_rope_head_dim"])
+    up = c["kv_lora_rank"] * heads * (c["qk_nope_head_dim"] + c["v_head_dim"])
+    return queries + down + up + heads * c["v_head_dim"] * hidden
+
+
+def _latent_mlp(c: dict[str, Any]) -> int:
+    """Feed-forward weights of all layers: dense ones first, then router, chosen and shared experts."""
+    hidden, dense = c["hidden_size"], min(c.get("first_k_dense_replace") or 0, c["num_hidden_layers"])
+    active = c["num_experts_per_tok"] + (c.get("n_shared_experts") or 0)
+    sparse = hidden * c["n_routed_experts"] + 3 * hidden * c["moe_intermediate_size"] * active
+    return dense * 3 * hidden * c["intermediate_size"] + (c["num_hidden_layers"] - dense) * sparse
 
 
 def _mlp(c: dict[str, Any]) -> int:

@@ -1,0 +1,76 @@
+"""How evenly a mixture of experts uses its experts, seen during training passes.
+
+The balance of one layer is E times the sum over experts of (share of choices) x (mean probability): 1 where all E are
+used alike, up to E where one takes everything (Fedus et al. 2021, arXiv 2101.03961, equation 4).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl.metrics import MetricSet
+
+Sum = Callable[[Tensor], Tensor]
+
+
+def router_modules(model: Any) -> list[nn.Module]:
+    """The routers of a model, as its family itself names them; none in a dense model."""
+    recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    kind = getattr(recorder, "target_class", None)
+    return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
+
+
+class RouterStatistics:
+    """Counts what the routers of a model choose while `watching`.
+
+    Args:
+        model: any model; of a dense one nothing is counted.
+    """
+
+    def __init__(self, model: Any):
+        self.routers = router_modules(model)
+        self._seen: dict[int, Tensor] = {}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within the block every call of a router is counted, from zero."""
+        self._seen = {}
+        handles = [
+            router.register_forward_hook(lambda module, args, out, layer=layer: self._count(layer, out))
+            for layer, router in enumerate(self.routers)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @torch.no_grad()
+    def _count(self, layer: int, out: tuple[Tensor, Tensor, Tensor]) -> None:
+        logits, _, chosen = out
+        experts = logits.shape[-1]
+        probabilities = logits.detach().float().flatten(0, -2).softmax(-1).sum(0)
+        choices = torch.bincount(chosen.flatten(), minlength=experts).float()
+        found = torch.stack((choices, probabilities))
+        self._seen[layer] = self._seen[layer] + found if layer in self._seen else found
+
+    def metrics(self, sum_over_ranks: Sum = lambda x: x) -> MetricSet:
+        """``moe/load_balance`` (mean over layers) and ``moe/max_load`` (the busiest expert's share times E).
+
+        Args:
+            sum_over_ranks: adds up a tensor over the data-parallel ranks; every rank calls it equally often.
+        """
+        found = MetricSet()
+        if not self.routers or not self._seen:
+            return found
+        seen = sum_over_ranks(torch.stack([self._seen[layer] for layer in sorted(self._seen)]))
+        shares = seen / seen.sum(-1, keepdim=True)
+        experts = shares.shape[-1]
+        found.add("moe/load_balance", float((experts * shares[:, 0] * shares[:, 1]).sum(-1).mean()))
+        found.add("moe/max_load", float(experts * shares[:, 0].max()))
+        return found
