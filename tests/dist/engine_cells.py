@@ -17,7 +17,6 @@ from tests.engines.builders import gradients, make_engine, model_dir, ragged_bat
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
 from verl.config import ActorConfig, CriticConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig
 from verl.distributed import Ranks
-from verl.distributed.shards import gather
 from verl.engines.fsdp import FSDPEngine
 from verl.engines.plain import PlainEngine
 from verl.engines.sharded_engine import ShardedEngine
@@ -133,7 +132,7 @@ def gathered_gradient(engine: ShardedEngine, batch: DataProto, loss_fn: Any, **l
 def whole_gradient(engine: ShardedEngine) -> Tensor:
     """Flat, in the order of the model's parameters, on every rank."""
     if not isinstance(engine, FSDPEngine):
-        return torch.cat([gather(p.grad).flatten() for p in engine.model.parameters() if p.grad is not None])
+        return torch.cat([engine._gathered(p.grad).flatten() for p in engine.model.parameters() if p.grad is not None])
     kept = {p: p.detach().clone() for p in engine.model.parameters()}
     for p in kept:
         p.zero_() if p.grad is None else p.copy_(p.grad)

@@ -6,11 +6,12 @@ more than one whole tensor at a time on any device. With hybrid sharding the pie
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from verl.distributed.ranks import Ranks
@@ -61,6 +62,14 @@ def gather_to_first(tensor: DTensor) -> Tensor | None:
 def gather(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank, where the pieces are; a tensor that is not sharded as it is."""
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Sharded parameters of different meshes apart, because torch computes on those of one mesh at a time."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(groups.values())
 
 
 def mirror(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:

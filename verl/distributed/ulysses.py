@@ -1,8 +1,8 @@
 """Sequence parallelism by exchanging heads for tokens (DeepSpeed-Ulysses, arXiv:2309.14509).
 
 Of a packed row of N tokens each of P ranks holds N/P, with all heads; for attention alone, all N with 1/P of the heads.
-One all-to-all turns the one into the other. Per layer and rank a forward pass sends (P-1)/P * N/P * (2H + 2h') * d
-numbers, h' being the key-value heads after repetition; the backward pass as many.
+One all-to-all in front of attention and one behind it turn the one into the other. Per layer and rank a forward pass
+sends (P-1)/P * N/P * (2H + 2h') * d numbers, h' being the key-value heads after repetition; the backward pass as many.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class UlyssesPlan:
         """(T/P, H, d) queries, (T/P, h, d) keys, (T/P, h, d_v) values -> (T/P, H, d_v); P divides H."""
         size = self.peers.size
         key, value = (repeated_heads(x, query.shape[1], size) for x in (key, value))
-        mine = [gather_tokens(x, self.peers) for x in (query, key, value)]
+        mine = gathered_together([query, key, value], self.peers)
         return gather_heads(self.whole.attend(mine[0], mine[1], mine[2], how), self.peers)
 
 
@@ -51,6 +51,15 @@ def repeated_heads(x: Tensor, num_query_heads: int, size: int) -> Tensor:
         return x
     times = size // heads if size % heads == 0 else num_query_heads // heads
     return x.repeat_interleave(times, dim=1)
+
+
+def gathered_together(heads: list[Tensor], peers: Ranks) -> list[Tensor]:
+    """`gather_tokens` of several tensors, in one exchange where their heads are equally wide."""
+    if len({(x.shape[-1], x.dtype) for x in heads}) > 1:
+        return [gather_tokens(x, peers) for x in heads]
+    parts = [x.unflatten(1, (peers.size, -1)) for x in heads]
+    joined = gather_tokens(torch.cat(parts, dim=2).flatten(1, 2), peers)
+    return list(joined.split([part.shape[2] for part in parts], dim=1))
 
 
 def gather_tokens(x: Tensor, peers: Ranks) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from verl.distributed import Ranks
-from verl.engines.optimizer import check_class, known, optimizer_state, state_device
+from verl.engines.optimizer import check_class, known, optimizer_state, state_device, take_group_options
 
 Read = Callable[[], Iterator[dict[str, Tensor]]]
 Write = Callable[[Mapping[str, Tensor]], None]
@@ -85,8 +85,7 @@ class FlatState:
         for parameter, entries in state.items():
             if entries or values:
                 self.optimizer.state[parameter] = {**entries, **values}
-        for group, own in zip(self.optimizer.param_groups, scalars["groups"], strict=True):
-            group.update(own)
+        take_group_options(self.optimizer, scalars)
 
     def _take(
         self, key: str, named: dict[str, Tensor], state: dict[nn.Parameter, dict[str, Any]], write: Write

@@ -28,6 +28,7 @@ from verl.engines import sharding
 from verl.engines.flat_state import FlatState
 from verl.engines.sharded_engine import ShardedEngine
 from verl.engines.sharded_optimizer import build_flat_optimizer
+from verl.errors import NotBuiltError
 from verl.metrics import notice
 from verl.models.weights import named_tensors
 
@@ -54,6 +55,16 @@ class FSDPEngine(ShardedEngine):
     what it computes is the same. With offload_policy gradients are reduced once per optimizer step, because FSDP does
     not accumulate reduced gradients on the host.
     """
+
+    def _build(self, model: Any, engine: Any, seed: int) -> nn.Module:
+        if engine.expert_parallel_size > 1:
+            raise NotBuiltError(
+                "experts are shared among processes with strategy=fsdp2 only",
+                key="fsdp_config.expert_parallel_size",
+                got=engine.expert_parallel_size,
+                fix="Set strategy=fsdp2.",
+            )
+        return super()._build(model, engine, seed)
 
     def _cut(self, model: Any) -> nn.Module:
         layout = self.layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from verl.distributed.shards import gather, gather_to_first, scatter
 from verl.engines import sharding
+from verl.engines.expert_parallel import ExpertRanks
 from verl.engines.settings import tell_without_effect
 from verl.engines.sharded_engine import ShardedEngine
 from verl.engines.sharded_optimizer import build_sharded_optimizer
@@ -21,9 +22,10 @@ from verl.models.weights import named_tensors
 
 
 class FSDP2Engine(ShardedEngine):
-    """See `ShardedEngine`."""
+    """See `ShardedEngine`; takes expert_parallel_size, too (neighbours that share the experts of a mixture)."""
 
     def _build(self, model: Any, engine: Any, seed: int) -> nn.Module:
+        self.num_expert_ranks = engine.expert_parallel_size
         tell_without_effect(engine, {"use_orig_params": False}, "weights always keep their form here")
         return super()._build(model, engine, seed)
 
@@ -40,6 +42,14 @@ class FSDP2Engine(ShardedEngine):
             "offload_policy": policy,
         }
         units = [unit for _, unit in sharding.unit_modules(model, layout.min_num_params)]
+        self.experts = ExpertRanks.of(self.ranks, self.device, self.num_expert_ranks, layout.mesh)
+        if self.experts is not None:
+            for module in self.experts.cut(model):
+                fully_shard(
+                    module,
+                    reshard_after_forward=layout.reshard_after_forward,
+                    **{**common, "mesh": self.experts.mesh},
+                )
         for unit in units:
             fully_shard(unit, reshard_after_forward=layout.reshard_after_forward, **common)
         # The root's weights are used last and needed first by the backward pass: they stay until then (None).
@@ -51,7 +61,7 @@ class FSDP2Engine(ShardedEngine):
 
     def _held(self) -> str:
         pieces = [p for p in self.model.parameters() if isinstance(p, DTensor)]
-        own, whole = sum(p.to_local().nbytes for p in pieces), sum(p.numel() * p.element_size() for p in pieces)
+        own, whole = sum(p.to_local().nbytes for p in pieces), sum(p.nbytes for p in self.blueprint.parameters())
         gathered = sum(isinstance(module, FSDPModule) for module in self.model.modules())
         return f"{own} of {whole} bytes of weights; a forward pass gathers them in {gathered} steps"
 
@@ -82,28 +92,45 @@ class FSDP2Engine(ShardedEngine):
                 saved = {name: self._saved(tensor) for name, tensor in group}
                 yield {name: tensor for name, tensor in saved.items() if tensor is not None}
             else:
-                yield {name: gather(tensor) for name, tensor in group}
+                yield {name: self._gathered(tensor) for name, tensor in group}
 
     def _write(self, values: Mapping[str, Tensor]) -> None:
         for name, target in named_tensors(self.model).items():
             if name in values:
                 self._put(values[name], target)
 
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        """Whole on every rank."""
+        if self.experts is not None and self.experts.holds(tensor):
+            return self.experts.gathered(cast(DTensor, tensor))
+        return gather(tensor)
+
     def _saved(self, tensor: Tensor) -> Tensor | None:
+        if self.experts is not None and self.experts.holds(tensor):
+            whole = self._gathered(tensor)
+            return whole.cpu() if self.is_first else None
         if isinstance(tensor, DTensor):
             return gather_to_first(tensor)
         return tensor.detach().cpu() if self.is_first else None
 
     def _placed(self, tensor: Tensor, parameter: nn.Parameter, device: torch.device) -> Tensor:
-        if tensor.shape == parameter.shape:
+        if tensor.shape == self._whole_shape(parameter):
             target = torch.zeros_like(parameter, dtype=tensor.dtype, requires_grad=False)
         else:
             target = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         self._put(tensor, target)
         return target
 
+    def _whole_shape(self, parameter: nn.Parameter) -> torch.Size:
+        if self.experts is not None and self.experts.holds(parameter):
+            return torch.Size([len(parameter) * self.experts.peers.size, *parameter.shape[1:]])
+        return parameter.shape
+
     def _put(self, whole: Tensor, target: Tensor) -> None:
         """Rank 0's values into a tensor that is cut, or that every rank has."""
+        if self.experts is not None and self.experts.holds(target):
+            self.experts.scatter(whole, cast(DTensor, target))
+            return
         if isinstance(target, DTensor):
             scatter(whole, target)
             return

@@ -17,10 +17,11 @@ from verl.registry import load_object
 T = TypeVar("T")
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], optim: Any, device: str, fused: bool = True) -> Optimizer:
+def build_optimizer(parameters: Iterable[Any], optim: Any, device: str, fused: bool = True) -> Optimizer:
     """The optimizer that an ``optim`` section describes.
 
     Args:
+        parameters: or groups of them.
         optim: optimizer (class name), optimizer_impl (its module), lr, weight_decay, betas, override_optimizer_config.
         device: torch's own Adam variants run fused on cpu and cuda: one pass over memory instead of ten.
         fused: False forbids that.
@@ -96,8 +97,13 @@ def load_optimizer_state(
     optimizer.state.clear()
     for parameter, entries in state.items():
         optimizer.state[parameter] = entries
-    for group, own in zip(optimizer.param_groups, scalars["groups"], strict=True):
-        group.update(own)
+    take_group_options(optimizer, scalars)
+
+
+def take_group_options(optimizer: Optimizer, scalars: Mapping[str, Any]) -> None:
+    """What an optimizer keeps in its groups; they differ by how weights are laid out only: the first stands for all."""
+    for group in optimizer.param_groups:
+        group.update(scalars["groups"][0])
 
 
 def check_class(optimizer: Optimizer, scalars: Mapping[str, Any]) -> None:

@@ -82,13 +82,14 @@ def tell_sharding_settings(engine: Any) -> None:
     why = "has no effect on the plain engine: use strategy=fsdp2 with several processes"
     for name in (name for name, usual in SHARDING_SETTINGS.items() if engine[name] != usual):
         notice(f"fsdp_config.{name}", why)
-    if engine.ulysses_sequence_parallel_size > 1:
-        raise ConfigError(
-            "one process cannot share its sequences with others",
-            key="fsdp_config.ulysses_sequence_parallel_size",
-            got=engine.ulysses_sequence_parallel_size,
-            fix="Run several processes with strategy=fsdp2, or leave it out.",
-        )
+    for name, what in {"ulysses_sequence_parallel_size": "sequences", "expert_parallel_size": "experts"}.items():
+        if engine[name] > 1:
+            raise ConfigError(
+                f"one process cannot share its {what} with others",
+                key=f"fsdp_config.{name}",
+                got=engine[name],
+                fix="Run several processes with strategy=fsdp2, or leave it out.",
+            )
     if engine.wrap_policy.min_num_params:
         notice("fsdp_config.wrap_policy.min_num_params", why)
 

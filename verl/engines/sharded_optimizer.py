@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, ones
 from torch.optim import Optimizer
 
+from verl.distributed.shards import by_mesh
 from verl.engines.optimizer import build_optimizer
 from verl.engines.sharding import Layout
 from verl.errors import ConfigError
@@ -32,7 +33,8 @@ def build_sharded_optimizer(parameters: Iterable[nn.Parameter], optim: Any, layo
     for fused in (True, False):
         why = _failure(optim, layout, dims, fused)
         if not why:
-            return build_optimizer(own, optim, layout.home, fused)
+            groups = [{"params": alike} for alike in by_mesh(own)]
+            return build_optimizer(groups if len(groups) > 1 else own, optim, layout.home, fused)
     raise _refusal(optim, why)
 
 

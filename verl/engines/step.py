@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from verl.distributed.shards import by_mesh
 from verl.metrics import MetricSet, log, notice
 from verl.protocol import DataProto
 
@@ -67,7 +68,8 @@ def clip_and_step(
         notice("skipped_nonfinite_step", f"the gradient norm is {value}: this optimizer step is skipped")
         return StepReport(value, lr, skipped_nonfinite=True)
     if max_norm is not None and max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
+        for alike in by_mesh(with_grad):
+            torch.nn.utils.clip_grads_with_norm_(alike, max_norm, norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return StepReport(value, lr)

@@ -1,0 +1,102 @@
+"""Experts of a mixture dealt to ranks, beside the plain engine; and what each rank really holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.dist.engine_cells import Case, compare, flat, local_bytes, loss_of, plain, sharded, share, shared_model
+from tests.dist.resume_cells import load, save
+from tests.engines.builders import ragged_batch, relative_error
+from verl.distributed import Ranks
+from verl.engines.expert_parallel import expert_modules
+from verl.errors import ConfigError, NotBuiltError
+
+KEY = "expert_parallel_size"
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def experts(ranks: Ranks, folder: Path) -> dict:
+    """All ranks share the experts."""
+    limits = {"micro_batch_size": 2}
+    return compare(ranks, folder, Case("qwen3_moe", config=MIXTURE, engine={KEY: ranks.size}, limits=limits))
+
+
+def experts_in_pairs(ranks: Ranks, folder: Path) -> dict:
+    """Two pairs that each hold all experts and shard them between them; sequences are shared too; a rank is idle."""
+    engine = {KEY: 2, "ulysses_sequence_parallel_size": 2}
+    model = {"enable_gradient_checkpointing": True}
+    return compare(ranks, folder, Case("qwen3_moe", config=MIXTURE, engine=engine, model=model, idle=(1,)))
+
+
+def experts_that_nobody_asks(ranks: Ranks, folder: Path) -> dict:
+    """One token per row: most experts have nothing to do."""
+    config = {**MIXTURE, "num_experts": 8, "num_experts_per_tok": 1}
+    limits = {"micro_batch_size": 1}
+    return compare(ranks, folder, Case("qwen3_moe", config=config, engine={KEY: ranks.size}, limits=limits))
+
+
+def experts_are_shared(ranks: Ranks, folder: Path) -> dict:
+    """Bytes of experts per rank, with two ranks sharing them; and tokens that each rank's experts see."""
+    path = shared_model(ranks, folder, "qwen3_moe", **MIXTURE)
+    engine = sharded(path, engine={KEY: ranks.size})
+    modules, seen = expert_modules(engine.model), []
+    for module in modules:
+        inner = module.forward.compute
+
+        def watched(states: Any, numbers: Any, weights: Any, inner: Any = inner) -> Any:
+            seen.append([len(states), int(numbers.max()) if len(numbers) else 0])
+            return inner(states, numbers, weights)
+
+        module.forward.compute = watched
+    batch = ragged_batch(rows=5)
+    engine.infer(share(ranks, batch))
+    computed = ranks.exchange(sum(count for count, _ in seen))
+    return {
+        "bytes": local_bytes(p for module in modules for p in module.parameters()),
+        "whole": sum(p.nbytes for module in expert_modules(engine.blueprint) for p in module.parameters()),
+        "computed": sum(computed),
+        "highest": max(number for _, number in seen),
+        "layers": len(modules),
+    }
+
+
+def experts_resume(ranks: Ranks, folder: Path) -> dict:
+    """A checkpoint with shared experts goes on without, in the plain engine, and back; the next loss is the same."""
+    path, loss_fn = shared_model(ranks, folder, "qwen3_moe", **MIXTURE), loss_of("causal_lm")
+    engine = sharded(path, engine={KEY: 2})
+    for seed in range(2):
+        engine.train_batch(share(ranks, ragged_batch(rows=6, seed=seed)), loss_fn)
+    root = folder / f"experts-{ranks.size}"
+    save(engine, ranks, root)
+    again, whole = sharded(path, engine={KEY: 2}), sharded(path)
+    load(again, ranks, root)
+    load(whole, ranks, root)
+    batch = ragged_batch(rows=6, seed=2)
+    losses = [made.train_batch(share(ranks, batch), loss_fn).values()["loss"] for made in (engine, again, whole)]
+    weights = [flat(made.export_weights()) for made in (engine, again, whole)]
+    found = {"losses": losses, "same": torch.equal(*weights[:2]), "near": relative_error(weights[2], weights[0])}
+    if ranks.is_first:
+        alone = plain(path)
+        load(alone, Ranks(), root)
+        found["plain"] = alone.train_batch(batch, loss_fn).values()["loss"]
+    return found
+
+
+def experts_refused(ranks: Ranks, folder: Path) -> dict:
+    mixture, dense = shared_model(ranks, folder, "qwen3_moe", **MIXTURE), shared_model(ranks, folder, "qwen2")
+    odd = shared_model(ranks, folder, "qwen3_moe", **{**MIXTURE, "num_experts": 3})
+    told = {}
+    for name, make in {
+        "dense": lambda: sharded(dense, engine={KEY: 2}),
+        "odd": lambda: sharded(odd, engine={KEY: 2}),
+        "ranks": lambda: sharded(mixture, engine={KEY: 3}),
+        "hybrid": lambda: sharded(mixture, engine={KEY: 2, "fsdp_size": 1}),
+    }.items():
+        try:
+            make()
+        except (ConfigError, NotBuiltError) as error:
+            told[name] = str(error)
+    return told

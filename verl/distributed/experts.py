@@ -1,0 +1,91 @@
+"""Expert parallelism: tokens travel to the ranks that hold the experts they were routed to, and back.
+
+Each of P ranks holds E/P of a layer's experts and its own tokens. For N tokens of K experts and width H a forward pass
+sends about (P-1)/P * N * K * H numbers each way per layer and rank, depending on the router; the backward pass as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.distributed.ranks import Ranks
+
+Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class ExpertExchange:
+    """What stands in for the forward pass of a layer's experts, of which this rank holds its part.
+
+    Args:
+        compute: (M, H) states, (M, 1) numbers of own experts from 0, (M, 1) weights -> (M, H).
+        num_own: experts per rank; rank r holds those from r * num_own on.
+        peers: the ranks that hold all experts together.
+    """
+
+    def __init__(self, compute: Compute, num_own: int, peers: Ranks):
+        self.compute, self.num_own, self.peers = compute, num_own, peers
+
+    def __call__(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """(N, H) states, (N, K) experts, (N, K) weights -> (N, H): the weighted sum of what the experts say."""
+        chosen, order = experts.flatten().sort(stable=True)
+        token = order // experts.shape[1]
+        size = self.peers.size
+        there = torch.bincount(chosen // self.num_own, minlength=size)
+        here = torch.empty_like(there)
+        dist.all_to_all_single(here, there, group=self.peers.group)
+        sent, received = there.tolist(), here.tolist()
+        numbers = _exchanged(chosen, sent, received, self.peers)
+        states = _Exchange.apply(hidden.index_select(0, token), sent, received, self.peers)  # type: ignore[no-untyped-call]
+        said = self._own(states, numbers - self.peers.rank * self.num_own)
+        back = _Exchange.apply(said, received, sent, self.peers)  # type: ignore[no-untyped-call]
+        share = weights.flatten().index_select(0, order).unsqueeze(-1)
+        return torch.zeros_like(hidden).index_add(0, token, (back * share).to(hidden.dtype))
+
+    def _own(self, states: Tensor, numbers: Tensor) -> Tensor:
+        """Own experts on the tokens of all ranks.
+
+        Gradients of weights are averaged over the ranks that hold the same experts, which are P times fewer than all:
+        backwards they are divided by P, and those of states are not. A rank whose experts nobody asked computes a
+        token of zeros, so that its weights have a gradient as those of the others do.
+        """
+        count, size = len(states), self.peers.size
+        if not count:  # joined, not replaced: backwards every rank must come through the exchange
+            states = torch.cat([states, states.new_zeros(1, states.shape[-1])])
+            numbers = numbers.new_zeros(1)
+        states = _ScaledBackwards.apply(states, float(size))  # type: ignore[no-untyped-call]
+        said = self.compute(states, numbers.unsqueeze(-1), states.new_ones(len(states), 1))
+        return _ScaledBackwards.apply(said, 1 / size)[:count]  # type: ignore[no-untyped-call]
+
+
+def _exchanged(values: Tensor, sent: list[int], received: list[int], peers: Ranks) -> Tensor:
+    """Rows in the order of their receivers go out; rows in the order of their senders come in."""
+    found = values.new_empty(sum(received), *values.shape[1:])
+    dist.all_to_all_single(found, values.contiguous(), received, sent, group=peers.group)
+    return found
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, sent: list[int], received: list[int], peers: Ranks) -> Tensor:
+        ctx.how = (received, sent, peers)
+        return _exchanged(values, sent, received, peers)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchanged(grads[0], *ctx.how), None, None, None
+
+
+class _ScaledBackwards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None

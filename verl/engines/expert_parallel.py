@@ -1,0 +1,112 @@
+"""Experts of a mixture dealt to ranks: which modules hold them, and how their weights go in and out.
+
+Transformers keeps the experts of a layer in one module, with all of them along the first axis of each weight. Each of P
+neighbouring ranks keeps E/P of them; ranks that hold the same ones shard these among themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from verl.distributed import Ranks
+from verl.distributed.experts import ExpertExchange
+from verl.distributed.shards import gather
+from verl.errors import ConfigError
+
+KEY = "fsdp_config.expert_parallel_size"
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """Who holds which experts.
+
+    Args:
+        ranks: all.
+        peers: those that hold all experts together, in the order of the experts.
+        mesh: of the ranks that hold the same experts as this one.
+    """
+
+    ranks: Ranks
+    peers: Ranks
+    mesh: DeviceMesh
+
+    @classmethod
+    def of(cls, ranks: Ranks, device: str, size: int, whole: DeviceMesh) -> ExpertRanks | None:
+        """None where every rank has all experts.
+
+        Raises:
+            ConfigError: ``size`` does not divide the number of ranks, or they are sharded in groups.
+        """
+        if size <= 1:
+            return None
+        if ranks.size % size:
+            allowed = [d for d in range(1, ranks.size + 1) if ranks.size % d == 0]
+            raise ConfigError(
+                f"{ranks.size} processes cannot share the experts evenly", key=KEY, got=size, allowed=allowed
+            )
+        if whole.ndim > 1:
+            fix = "Leave fsdp_config.fsdp_size out."
+            raise ConfigError("experts cannot be shared beside hybrid sharding", key=KEY, got=size, fix=fix)
+        mesh = init_device_mesh(device, (ranks.size // size, size), mesh_dim_names=("same_experts", "experts"))
+        peers = Ranks(ranks.rank % size, size, mesh.get_group("experts"))
+        return cls(ranks, peers, mesh["same_experts"])
+
+    def holds(self, tensor: Any) -> bool:
+        """Whether this is a weight of experts, or laid out like one."""
+        return isinstance(tensor, DTensor) and tensor.device_mesh == self.mesh
+
+    def cut(self, model: Any) -> list[nn.Module]:
+        """Leave this rank's experts in a model without values; returns the modules that hold them.
+
+        Raises:
+            ConfigError: the model has no experts, or they do not divide.
+        """
+        found = expert_modules(model)
+        if not found:
+            fix = "Leave it out."
+            raise ConfigError(f"{type(model).__name__} has no experts", key=KEY, got=self.peers.size, fix=fix)
+        for module in found:
+            count = len(next(module.parameters()))
+            if count % self.peers.size:
+                allowed = [d for d in range(1, count + 1) if count % d == 0]
+                message = f"the model's {count} experts cannot be shared evenly"
+                raise ConfigError(message, key=KEY, got=self.peers.size, allowed=allowed)
+            own = count // self.peers.size
+            for name, weight in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(weight[:own].clone(), requires_grad=weight.requires_grad))
+            module.num_experts = own  # type: ignore[assignment]
+            module.forward = ExpertExchange(module.forward, own, self.peers)  # type: ignore[assignment]
+        return found
+
+    def gathered(self, tensor: DTensor) -> Tensor:
+        """All experts' weights on every rank."""
+        return torch.cat(self.peers.gather(gather(tensor).contiguous()))
+
+    def scatter(self, whole: Tensor, target: DTensor) -> None:
+        """Fill a weight from that of all experts on rank 0; elsewhere only the shape of ``whole`` counts."""
+        local, own = target.to_local(), target.shape[0]
+        start = self.mesh.get_local_rank() * -(-own // self.mesh.size())
+        for holder in range(self.peers.size):
+            part = torch.empty((own, *target.shape[1:]), dtype=target.dtype, device=local.device)
+            if self.ranks.is_first:
+                part.copy_(whole[holder * own : (holder + 1) * own])
+            self.ranks.broadcast(part)
+            if holder == self.peers.rank:
+                with torch.no_grad():
+                    local.copy_(part[start : start + len(local)])
+
+
+def expert_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that hold the experts of a layer: every weight of theirs has one row per expert."""
+    found = []
+    for module in model.modules():
+        count, weights = getattr(module, "num_experts", None), list(module.parameters())
+        if isinstance(count, int) and weights and all(w.dim() == 3 and len(w) == count for w in weights):
+            found.append(module)
+    return found
