@@ -235,5 +235,8 @@ def _add_product(target: Tensor, left: Tensor, right: Tensor, factor: float) -> 
     """target += factor * left @ right."""
     if target.dtype == left.dtype:
         target.addmm_(left, right, alpha=factor)
+    elif left.is_cuda and torch.version.hip is None:
+        # A product rounded to bf16 in each tile would add up over the vocabulary to three times the error.
+        target.add_(torch.mm(left, right, out_dtype=torch.float32), alpha=factor)
     else:
         target.add_(left @ right, alpha=factor)
