@@ -634,32 +634,3 @@ def test_a_token_budget_of_a_supervised_run_has_to_hold_the_longest_row(sft):
     said = message(sft, "data.max_length=9000")
     assert said.startswith("data.max_token_len_per_gpu: ") and "data.max_length = 9000 tokens" in said
     sft("data.max_length=9000", "data.use_dynamic_bsz=false")
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ([f"{R}.name=vllm"], "vLLM is not installed in this environment"),
-        ([f"{R}.name=sglang"], "SGLang is not installed in this environment"),
-        ([f"{R}.name=server"], "needs the address of a server"),
-    ],
-)
-def test_an_engine_that_is_not_there_is_refused_before_anything_starts(ppo, monkeypatch, settings, said):
-    monkeypatch.setattr("verl.config.machine.is_installed", lambda package: False)
-    assert said in message(ppo, *settings)
-
-
-def test_a_server_that_runs_needs_nothing_installed(ppo, monkeypatch):
-    monkeypatch.setattr("verl.config.machine.is_installed", lambda package: False)
-    for name in ("sglang", "server"):
-        ppo(f"{R}.name={name}", f"{R}.server.url=http://localhost:30000", f"{R}.server.timeout=5")
-
-
-def test_a_setting_of_one_engine_is_refused_or_told_with_another(ppo, told):
-    assert "not built yet: sampling on several ranks" in message(
-        ppo, f"{R}.tensor_model_parallel_size=2", kind=NotBuiltError
-    )
-    ppo(f"{R}.name=vllm", f"{R}.tensor_model_parallel_size=2", f"{R}.gpu_memory_utilization=0.8")
-    assert f"{R}.gpu_memory_utilization" not in told()
-    ppo(f"{R}.gpu_memory_utilization=0.8")
-    assert f"{R}.gpu_memory_utilization" in told()

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, cast
+from typing import cast
 
 from verl.config import load_config, replace
 from verl.config.generation import GenerationConfig
 from verl.errors import ModelError, VerlError
-from verl.rollout.base import SamplingParams
 
 
 def run_generation(config: GenerationConfig) -> str:
     """Run a checked configuration; returns the path of the output."""
     from verl import device
+    from verl.agent_loop.generation import Job, generate_file, model_identity, sampling_of
     from verl.data import hf_tokenizer
     from verl.registry import SAMPLERS
     from verl.storage import copy_to_local
     from verl.trainer import runtime
-    from verl.trainer.generation import Job, generate_file, model_identity
 
     runtime.start(config.trainer.seed)
     path = copy_to_local(config.model.path, use_shm=config.model.use_shm, error=ModelError, key="model.path")
@@ -45,21 +44,6 @@ def run_generation(config: GenerationConfig) -> str:
         identity={"model": model_identity(config.model.path), "engine": rollout.name},
     )
     return str(generate_file(job, sampler, tokenizer))
-
-
-def sampling_of(rollout: Any, tokenizer: Any, length: int) -> SamplingParams:
-    """How answers are sampled, from a rollout section."""
-    end = tokenizer.eos_token_id
-    return SamplingParams(
-        temperature=rollout.temperature if rollout.do_sample else 0.0,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        max_tokens=length,
-        stop_token_ids=() if end is None else (int(end),),
-        ignore_eos=rollout.ignore_eos,
-        do_sample=rollout.do_sample,
-        seed=rollout.seed,
-    )
 
 
 def main(argv: list[str] | None = None) -> int:

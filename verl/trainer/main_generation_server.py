@@ -7,14 +7,11 @@ prompts go to another. ``data.train_files`` are the prompts, ``rollout.n`` the a
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 from verl.config import PPOTrainerConfig, load_config, replace
 from verl.errors import ConfigError, ModelError, VerlError
-from verl.rollout.base import Sampler
 
 OUTPUT = "data.output_path"
 IN_FLIGHT = 128
@@ -26,11 +23,12 @@ def run_generation_server(config: PPOTrainerConfig, output: str, argv: list[str]
     Args:
         argv: the command line that the configuration came from, which the servers get too.
     """
+    from verl import device
+    from verl.agent_loop.generation import Job, generate_file, model_identity, sampling_of
+    from verl.agent_loop.served import served
     from verl.data import hf_tokenizer
     from verl.storage import copy_to_local
     from verl.trainer import runtime
-    from verl.trainer.generation import Job, generate_file, model_identity
-    from verl.trainer.main_generation import sampling_of
 
     runtime.start(config.trainer.seed)
     policy = config.actor_rollout_ref
@@ -54,33 +52,9 @@ def run_generation_server(config: PPOTrainerConfig, output: str, argv: list[str]
         truncation=config.data.truncation,
         identity={"model": model_identity(policy.model.path), "engine": rollout.name},
     )
-    with servers(config, model, rollout, argv) as sampler:
-        return str(generate_file(job, sampler, tokenizer))
-
-
-@contextlib.contextmanager
-def servers(config: PPOTrainerConfig, model: Any, rollout: Any, argv: list[str]) -> Iterator[Sampler]:
-    """A sampler over the servers, which end with the block if they were started for it."""
-    from verl import device
-    from verl.rollout.server.process import ServerProcess, free_port
-    from verl.rollout.server.sampler import ServerSampler, over_addresses, run_now
-
-    if rollout.name in ("server", "sglang"):
-        yield ServerSampler.from_config(rollout, model)
-        return
     on = device.resolve_device(config.trainer.device)
-    started = []
-    try:
-        for number in range(count_of(config)):
-            port = free_port()
-            command = [sys.executable, "-m", "verl.rollout.server.host", "--port", str(port), "--device", on, *argv]
-            started.append(ServerProcess(command, port, name=f"server {number}"))
-        for process in started:
-            run_now(process.wait_until_up(rollout.server.max_start_wait_time))
-        yield over_addresses([process.url for process in started], rollout, model, api="verl")
-    finally:
-        for process in started:
-            process.close()
+    with served(rollout, model, count_of(config), on, argv) as sampler:
+        return str(generate_file(job, sampler, tokenizer))
 
 
 def count_of(config: PPOTrainerConfig) -> int:

@@ -209,6 +209,21 @@ class Finished:
             )
 
 
+def sampling_of(rollout: Any, tokenizer: Any, length: int) -> SamplingParams:
+    """How answers of at most ``length`` tokens are sampled, from a rollout section."""
+    end = tokenizer.eos_token_id
+    return SamplingParams(
+        temperature=rollout.temperature if rollout.do_sample else 0.0,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=length,
+        stop_token_ids=() if end is None else (int(end),),
+        ignore_eos=rollout.ignore_eos,
+        do_sample=rollout.do_sample,
+        seed=rollout.seed,
+    )
+
+
 def model_identity(path: str) -> str:
     """The model's path with a short hash of its configuration, which tells two models at one path apart."""
     config = Path(path) / "config.json"
