@@ -1,0 +1,198 @@
+"""Every data set of the examples, from hand-written rows in the schema in which it is published, to parquet."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from verl.data.prepare import (
+    aime,
+    dapo_math,
+    full_hh_rlhf,
+    geo3k,
+    gsm8k_multiturn_sft,
+    gsm8k_multiturn_w_tool,
+    hellaswag,
+    math,
+    multiturn,
+)
+from verl.errors import DataError
+
+Rows = list[dict[str, Any]]
+PROBLEM = {"problem": "What is $1+1$?", "level": "Level 1", "type": "Algebra", "solution": r"It is $\boxed{2}$."}
+DIALOGUE = {"prompt": "Human: Hi Assistant:", "response": " Hello!", "chosen": " Hello!", "rejected": " Go away."}
+ENDINGS = ["peel it.", "throw it [substeps] up.", "sing.", "sleep."]
+STORY = {
+    "ind": 4,
+    "activity_label": "Cooking",
+    "ctx": "[header] A man takes an apple, then he",
+    "endings": ENDINGS,
+    "source_id": "x",
+    "split": "train",
+    "label": "0",
+}
+SUM = {"question": "Tom has 1 apple and buys 2. How many?", "answer": "1+2=<<1+2=3>>3\n#### 3"}
+
+
+def png() -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (4, 3), "red").save(out, format="PNG")
+    return out.getvalue()
+
+
+FIGURE = {"images": [{"bytes": png(), "path": None}], "problem": "<image>Find x.", "answer": "3"}
+DAPO = {"data_source": "math_dapo", "prompt": [{"role": "user", "content": "Solve: 1+1"}], "ability": "MATH",
+        "reward_model": {"ground_truth": "2", "style": "rule"}, "extra_info": {"index": "a1"}}  # fmt: skip
+EXAM = {"ID": "2024-I-1", "Problem": "How many?", "Solution": "...", "Answer": "033"}
+
+
+@pytest.fixture
+def prepare(tmp_path):
+    """Writes splits as parquet files, runs a program on their folder, and reads what it wrote."""
+
+    def go(program, splits: dict[str, Rows], *flags: str) -> dict[str, Rows]:
+        source, out = tmp_path / "source", tmp_path / "out"
+        source.mkdir()
+        for split, rows in splits.items():
+            pq.write_table(pa.Table.from_pylist(rows), source / f"{split}.parquet")
+        program.main(["--local_save_dir", str(out), "--local_dataset_path", str(source), *flags])
+        return {str(p.relative_to(out))[:-8]: pq.read_table(p).to_pylist() for p in sorted(out.rglob("*.parquet"))}
+
+    return go
+
+
+def test_math_takes_the_last_boxed_answer_as_the_truth(prepare):
+    nested = {**PROBLEM, "solution": r"First $\boxed{1}$, no: $\boxed{\frac{1}{2}}$."}
+    found = prepare(math, {"train": [PROBLEM, nested], "test": [PROBLEM]})
+    assert sorted(found) == ["test", "train"]
+    assert [row["reward_model"]["ground_truth"] for row in found["train"]] == ["2", r"\frac{1}{2}"]
+    first = found["train"][0]
+    assert first["data_source"] == "DigitalLearningGmbH/MATH-lighteval" and first["reward_model"]["style"] == "rule"
+    assert first["prompt"][0]["content"].startswith("What is $1+1$?") and r"\boxed{}" in first["prompt"][0]["content"]
+    assert first["extra_info"] == {"index": 0, "level": "Level 1", "split": "train", "type": "Algebra"}
+
+
+def test_math_without_a_boxed_answer_is_an_error_with_file_and_row(prepare):
+    with pytest.raises(DataError, match=r"train\.parquet, row 1: the solution has no \\boxed"):
+        prepare(math, {"train": [PROBLEM, {**PROBLEM, "solution": "2"}], "test": [PROBLEM]})
+
+
+@pytest.mark.parametrize(
+    ("use", "row"),
+    [
+        ("sft", {"prompt": "Human: Hi Assistant:", "response": " Hello!"}),
+        ("rm", {"prompt": "Human: Hi Assistant:", "chosen": " Hello!", "rejected": " Go away."}),
+    ],
+)
+def test_dialogues_for_imitation_and_for_comparison(prepare, use, row):
+    found = prepare(full_hh_rlhf, {"train": [DIALOGUE], "test": [DIALOGUE]}, "--split", use)
+    assert found == {f"{use}/train": [row], f"{use}/test": [row]}
+
+
+def test_dialogues_for_rl_are_prompts_that_a_model_scores(prepare):
+    (row,) = prepare(full_hh_rlhf, {"train": [DIALOGUE], "test": [DIALOGUE]}, "--split", "rl")["rl/train"]
+    assert row["prompt"] == [{"role": "user", "content": "Human: Hi Assistant:"}]
+    assert row["reward_model"] == {"style": "model", "ground_truth": " Hello!"} and row["ability"] == "alignment"
+
+
+def test_a_pair_of_equal_answers_teaches_nothing_and_is_left_out(prepare):
+    same = {**DIALOGUE, "rejected": DIALOGUE["chosen"]}
+    found = prepare(full_hh_rlhf, {"train": [same, DIALOGUE], "test": [DIALOGUE]}, "--split", "rm")
+    assert len(found["rm/train"]) == 1
+
+
+def test_a_geometry_problem_keeps_its_image(prepare):
+    found = prepare(geo3k, {"train": [FIGURE], "validation": [FIGURE], "test": [FIGURE]})
+    (row,) = found["validation"]
+    assert Image.open(io.BytesIO(row["images"][0]["bytes"])).size == (4, 3)
+    assert row["reward_model"]["ground_truth"] == "3" and row["prompt"][0]["content"].startswith("<image>Find x.")
+
+
+def test_a_picture_that_is_open_already_becomes_bytes():
+    made = geo3k.image_bytes(Image.new("RGB", (4, 3)), "row 0")
+    assert Image.open(io.BytesIO(made["bytes"])).size == (4, 3)
+    with pytest.raises(DataError, match="row 0: an image is neither bytes nor a picture"):
+        geo3k.image_bytes("figure.png", "row 0")
+
+
+def test_repeated_problems_of_dapo_are_written_once(prepare):
+    other = {**DAPO, "extra_info": {"index": "b2"}}
+    (first, second) = prepare(dapo_math, {"train": [DAPO, other, DAPO]})["train"]
+    assert (first["extra_info"]["id"], second["extra_info"]["id"]) == ("a1", "b2")
+    assert first["data_source"] == "math_dapo" and first["reward_model"] == {"style": "rule", "ground_truth": "2"}
+
+
+def test_an_answer_of_aime_is_an_integer_without_leading_zeros(prepare):
+    (row,) = prepare(aime, {"train": [EXAM]}, "--agent_name", "tool_agent")["test"]
+    assert row["reward_model"]["ground_truth"] == "33" and row["data_source"] == "aime2024"
+    assert row["agent_name"] == "tool_agent" and row["extra_info"]["id"] == "2024-I-1"
+
+
+def test_an_ending_is_chosen_by_its_number_and_markup_is_gone(prepare):
+    unanswered = {**STORY, "label": ""}
+    (row,) = prepare(hellaswag, {"train": [STORY, unanswered], "validation": [STORY]})["train"]
+    text = row["prompt"][0]["content"]
+    assert text.startswith("Cooking: A man takes an apple, then he") and "1: throw it up." in text
+    assert "[" not in text and row["reward_model"]["ground_truth"] == "0"
+
+
+def test_gsm8k_as_conversations_ends_with_the_worked_solution(prepare):
+    (row,) = prepare(gsm8k_multiturn_sft, {"train": [SUM], "test": [SUM]})["train"]
+    assert [m["role"] for m in row["messages"]] == ["user", "assistant"]
+    assert row["messages"][1]["content"] == SUM["answer"]
+
+
+def test_gsm8k_with_a_tool_carries_the_tools_arguments(prepare):
+    (row,) = prepare(gsm8k_multiturn_w_tool, {"train": [SUM], "test": [SUM]})["test"]
+    assert row["prompt"][0]["role"] == "system" and gsm8k_multiturn_w_tool.TOOL in row["prompt"][0]["content"]
+    assert row["extra_info"]["tools_kwargs"] == {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "3"}}}
+    assert row["extra_info"]["need_tools_kwargs"] is True
+
+
+def test_the_hand_written_conversations_take_turns(tmp_path):
+    multiturn.main(["--local_save_dir", str(tmp_path)])
+    for row in pq.read_table(tmp_path / "train.parquet").to_pylist():
+        roles = [m["role"] for m in row["messages"] if m["role"] != "system"]
+        assert roles == ["user", "assistant"] * (len(roles) // 2)
+
+
+@pytest.mark.parametrize("program", [math, full_hh_rlhf, geo3k, hellaswag], ids=lambda p: p.__name__.split(".")[-1])
+def test_a_file_without_a_column_is_named_with_what_it_has(prepare, program):
+    flags = ["--split", "sft"] if program is full_hh_rlhf else []
+    with pytest.raises(DataError, match=r"train\.parquet: no column .*the file has: text"):
+        prepare(program, {"train": [{"text": "a"}], "validation": [{"text": "a"}], "test": [{"text": "a"}]}, *flags)
+
+
+SCRIPTS = {
+    "aime2024_multiturn_w_tool": [EXAM],
+    "dapo_multiturn_w_tool": [DAPO],
+    "gsm8k_tool_agent_loop": [SUM],
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_of_the_examples_names_the_agent_loop(tmp_path, project_root, script):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SCRIPTS[script]))
+    file = project_root / "examples" / "data_preprocess" / f"{script}.py"
+    words = [sys.executable, str(file), "--local_save_dir", "out", "--local_dataset_path", "."]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    found = pq.read_table(next((tmp_path / "out").glob("*.parquet"))).to_pylist()
+    assert {row["agent_name"] for row in found} == {"tool_agent"}
+
+
+def test_every_script_of_the_examples_is_one_of_the_programs(project_root):
+    programs = {path.stem for path in (project_root / "verl/data/prepare").glob("*.py")}
+    for path in sorted((project_root / "examples/data_preprocess").glob("*.py")):
+        imported = [line for line in path.read_text().splitlines() if line.startswith("from verl.data.prepare.")]
+        assert {Path(line.split()[1].replace(".", "/")).name for line in imported} <= programs

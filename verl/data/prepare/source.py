@@ -1,0 +1,146 @@
+"""Where the examples of a published data set come from: a folder on this machine, or the hub.
+
+A folder may hold the files of its authors (``train.jsonl``) or be a clone of the hub's (``main/train-*.parquet``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.data.files import SUFFIXES, read_files, require_column
+from verl.data.prepare.command import Row, parser, save_dir, write
+from verl.errors import DataError, MissingDependencyError
+from verl.storage import resolve
+
+Example = Mapping[str, Any]
+MakeRow = Callable[[Example, int, str, str], "Row | None"]
+"""(example, its number, split, where it is for a message) -> a row, or None for an example that is of no use."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A data set as it is published.
+
+    Args:
+        name: on the hub.
+        columns: those that are read; a file without one of them is an error.
+        splits: split of the data set -> name of the file that is written without its suffix.
+        config: which of the hub's configurations.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    splits: Mapping[str, str]
+    config: str | None = None
+
+    def examples(self, source: Path | None, split: str) -> Iterator[tuple[str, Example]]:
+        """The examples of a split, each with a name for messages: from a folder, or from the hub where there is none.
+
+        Raises:
+            DataError: no such files, a column is missing, or the hub does not answer.
+        """
+        if source is None:
+            yield from ((f"{self.name}, {split}, row {i}", row) for i, row in enumerate(self._from_hub(split)))
+            return
+        table, origin = read_files(self._file(source, split), key="--local_dataset_path")
+        for column in self.columns:
+            require_column(column, table.column_names, file=origin.files[0], key=None)
+        yield from ((origin.describe(i), row) for i, row in enumerate(table.to_pylist()))
+
+    def _file(self, folder: Path, split: str) -> Path:
+        wanted = ", ".join(f"{name}.jsonl" for name in self.splits)
+        if not folder.is_dir():
+            raise DataError(f"not a folder with {wanted}", key="--local_dataset_path", got=str(folder))
+        places = [self.config, "data", "."] if self.config else ["data", "."]
+        patterns = [f"{split}{suffix}" for suffix in SUFFIXES] + [f"{p}/{split}-*.parquet" for p in places]
+        found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+        return found[0] if found else resolve(folder / f"{split}.jsonl", key="--local_dataset_path")
+
+    def _from_hub(self, split: str) -> Any:
+        from datasets import load_dataset
+
+        try:
+            return load_dataset(self.name, self.config, split=split)
+        except ImportError as failure:
+            raise MissingDependencyError(f"the hub's data set needs more packages: {failure}") from failure
+        except (OSError, ValueError) as failure:
+            wanted = " and ".join(f"{name}.jsonl" for name in self.splits)
+            raise DataError(
+                f"the hub did not give the data set: {failure}",
+                got=self.name,
+                fix=f"Check the network, or give --local_dataset_path, a folder with {wanted}.",
+            ) from failure
+
+
+def convert(module: str, published: Published, make_row: MakeRow, argv: Sequence[str] | None, says: str) -> None:
+    """The whole program of a data set whose every example becomes one row: flags, reading, writing.
+
+    Args:
+        module: of the program, for its usage.
+        says: what it does, for its usage.
+    """
+    made = parser(f"verl.data.prepare.{module}", says)
+    add_source(made, published)
+    made.add_argument("--agent_name", help="agent loop that runs the rows, written as a column of that name")
+    arguments = made.parse_args(argv)
+    folder = save_dir(arguments, made)
+    source = source_folder(arguments)
+    column = {"agent_name": arguments.agent_name} if arguments.agent_name else {}
+    files = {}
+    for split, name in published.splits.items():
+        files[f"{name}.parquet"] = [row | column for row in rows_of(published, source, split, make_row)]
+    write(folder, files, arguments.hdfs_dir)
+
+
+def add_source(made: Any, published: Published) -> None:
+    """The flag that names a folder with the data set."""
+    files = " and ".join(f"{name}.jsonl" for name in published.splits)
+    made.add_argument("--local_dataset_path", help=f"folder with {files}; without it, the hub's {published.name}")
+
+
+def source_folder(arguments: Any) -> Path | None:
+    """The folder that the flag names."""
+    given = arguments.local_dataset_path
+    return resolve(given, key="--local_dataset_path") if given else None
+
+
+def rows_of(published: Published, source: Path | None, split: str, make_row: MakeRow) -> list[Row]:
+    """All rows of a split; an example that makes none is left out."""
+    examples = enumerate(published.examples(source, split))
+    rows = [make_row(example, index, split, where) for index, (where, example) in examples]
+    kept = [row for row in rows if row is not None]
+    if not kept:
+        raise DataError("no example of this split can be used", key=f"{published.name}, {split}", got=len(rows))
+    return kept
+
+
+def text_of(example: Example, column: str, where: str) -> str:
+    """A column's text; an empty one is an error that names the row."""
+    value = example[column]
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"the column {column!r} has no text", key=where, got=value)
+    return value
+
+
+def prompt_row(
+    data_source: str,
+    question: str,
+    truth: str,
+    extra: Mapping[str, Any],
+    *,
+    ability: str = "math",
+    style: str = "rule",
+    system: str | None = None,
+) -> Row:
+    """One row in the schema of the RL dataset."""
+    messages = [{"role": "system", "content": system}] if system else []
+    return {
+        "data_source": data_source,
+        "prompt": [*messages, {"role": "user", "content": question}],
+        "ability": ability,
+        "reward_model": {"style": style, "ground_truth": truth},
+        "extra_info": dict(extra),
+    }
