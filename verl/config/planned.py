@@ -12,8 +12,8 @@ from verl.metrics import notice
 INSTEAD: dict[str, str] = {
     "LoRA of Megatron models": "Set actor_rollout_ref.model.lora_rank, lora_alpha and target_modules.",
     "Megatron-Core training": "Leave it out, with actor_rollout_ref.actor.strategy=auto, to train on one device.",
-    "the server rollout engines": "Leave it out to sample with actor_rollout_ref.rollout.name=hf.",
-    "sampling on several ranks": "Set it to 1 to sample on the trainer's device.",
+    "the server rollout engines": "It belongs to actor_rollout_ref.rollout.name=server; leave it out with this engine.",
+    "sampling on several ranks": "Set it to 1 to sample on the trainer's device, or sample with vLLM: rollout.name=vllm.",
     "profiling": "Leave it out; the seconds of every stage are logged as timing_s/*.",
     "rollout traces": "Leave it out; trainer.rollout_data_dir writes every rollout to JSON lines.",
     "replay of dumped rollouts": "Leave it out; trainer.rollout_data_dir writes every rollout to JSON lines.",

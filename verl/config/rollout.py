@@ -103,7 +103,7 @@ class AgentLoopConfig(ConfigNode):
     )
     custom_async_server: CustomAsyncServerConfig = section(CustomAsyncServerConfig)
     agent_loop_manager_class: str | None = setting(
-        None, "class that replaces the manager of all loops", planned="the server rollout engines"
+        None, "class that replaces the manager of all loops", planned="agent loops from a file"
     )
 
 
@@ -219,7 +219,10 @@ class ServerConfig(ConfigNode):
         path=True,
     )
     timeout: float = setting(
-        60.0, "seconds until an attempt of a request is given up", planned="the server rollout engines", engines=_SERVERS
+        60.0,
+        "seconds until an attempt of a request is given up",
+        planned="the server rollout engines",
+        engines=_SERVERS,
     )
     max_attempts: int = setting(3, "attempts per request", planned="the server rollout engines", engines=_SERVERS)
     retry_delay: float = setting(
@@ -411,13 +414,17 @@ class RolloutConfig(ConfigNode):
         1, "TensorRT-LLM: tensor-parallel size of experts", planned="sampling on several ranks"
     )
     layer_name_map: str | None = setting(
-        None, "names of layers for SGLang servers", planned="the server rollout engines"
+        None, "names of layers for SGLang servers", planned="weights of SGLang by layer names"
     )
-    sglang_engine_mode: str = setting("local", "SGLang: local or server", planned="the server rollout engines")
+    sglang_engine_mode: str = setting(
+        "local",
+        "SGLang: local or server",
+        no_effect="SGLang runs as a server in any case: one that server.url names, or one that is started",
+    )
     server: ServerConfig = section(ServerConfig)
-    custom: str | None = setting(None, "settings of a plug-in of your own", planned="the server rollout engines")
+    custom: str | None = setting(None, "settings of a plug-in of your own", planned="rollout plug-ins")
     checkpoint_manager_class: str | None = setting(
-        None, "class that replaces the hand-over of weights", planned="the server rollout engines"
+        None, "class that replaces the hand-over of weights", planned="weight-sync transports between processes"
     )
     enable_vision: bool = setting(False, "allow images in prompts", planned="vision-language models")
     profiler: ProfilerConfig = section(ProfilerConfig)

@@ -11,16 +11,18 @@ from tests.rollout.server.servers import serving
 from tests.rollout.server.test_kinds import sglang_answer
 from tests.rollout.server.test_sampler import ask
 from tests.support import tiny_model_dir
-from verl.config import ActorRolloutRefConfig, replace
+from verl.config import ActorRolloutRefConfig, PPOTrainerConfig, leaves, record_reads, replace
+from verl.config.loading import read_config
 from verl.errors import MissingDependencyError
 from verl.rollout import Request, SamplingParams
 from verl.rollout.lost import EngineLostError
 from verl.rollout.replicas import Replicas
 from verl.rollout.server.process import ServerProcess, free_port
-from verl.rollout.server.sampler import run_now
+from verl.rollout.server.sampler import ServerSampler, run_now
 from verl.rollout.sglang import sampler as module
 from verl.rollout.sglang.sampler import SGLangSampler, as_flags, command
 
+R = "actor_rollout_ref.rollout"
 STAND_IN = """
 import json, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -107,3 +109,14 @@ def test_running_servers_are_used_and_several_of_them_are_replicas(model):
         assert isinstance(both, Replicas) and not isinstance(single, Replicas)
         for sampler in (single, both):
             assert ask(sampler, Request("a", (40,), SamplingParams(max_tokens=2)))[0].token_ids == (7, 8)
+
+
+def test_every_setting_that_sglang_and_servers_follow_is_read_for_them(model, monkeypatch):
+    config = read_config("ppo_trainer", [f"{R}.name=sglang"])
+    with serving({"/generate": sglang_answer()}) as server:
+        rollout = replace(config.actor_rollout_ref.rollout, **{"server.url": server.url})
+        with record_reads() as reads:
+            command(rollout, config.actor_rollout_ref.model, "cpu", 1)
+            ServerSampler.from_config(rollout, model)
+    followed = {key for key, field in leaves(PPOTrainerConfig) if {"sglang", "server"} & set(field.metadata["engines"])}
+    assert {key for key in followed if key.startswith(R)} - reads == set()

@@ -10,13 +10,16 @@ import pytest
 import torch
 
 from tests.support import tiny_model_dir
-from verl.config import ActorRolloutRefConfig
+from verl.config import ActorRolloutRefConfig, PPOTrainerConfig, leaves, record_reads
+from verl.config.loading import read_config
 from verl.errors import ConfigError, MissingDependencyError, RolloutError
 from verl.metrics import notices, reset_notices
 from verl.rollout.model_facts import ModelFacts
 from verl.rollout.vllm import arguments, hand_over, versions
 from verl.rollout.vllm.extension import buckets
 from verl.weight_sync import chunk_weights
+
+R = "actor_rollout_ref.rollout"
 
 
 @dataclasses.dataclass
@@ -104,7 +107,9 @@ def test_heads_that_the_cpu_kernels_do_not_take_are_refused_there_only():
 
 def test_the_facts_of_a_model_are_read_from_its_folder(tmp_path):
     facts = ModelFacts.of(tiny_model_dir(tmp_path, max_positions=96))
-    assert facts == ModelFacts(vocab_size=259, max_model_len=96, stop_token_ids=(2,), head_dim=8, is_moe=False, is_tied=facts.is_tied)
+    assert facts == ModelFacts(
+        vocab_size=259, max_model_len=96, stop_token_ids=(2,), head_dim=8, is_moe=False, is_tied=facts.is_tied
+    )
     assert ModelFacts.of(tmp_path / "nowhere") == ModelFacts()
 
 
@@ -144,3 +149,11 @@ def test_a_reader_that_died_and_a_sender_that_died_are_not_waited_for_for_ever()
     with pytest.raises(RolloutError, match="the next weights did not come"):
         list(buckets(empty, 0, 0.05))
     hand_over.close_folder(empty)
+
+
+def test_every_setting_that_vllm_follows_is_read_for_it():
+    config = read_config("ppo_trainer", [f"{R}.name=vllm"])
+    with record_reads() as reads:
+        arguments.from_config(config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, "cpu", ModelFacts())
+    followed = {key for key, field in leaves(PPOTrainerConfig) if "vllm" in field.metadata["engines"]}
+    assert {key for key in followed if key.startswith(R)} - reads == set()
