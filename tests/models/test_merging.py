@@ -1,0 +1,137 @@
+"""Checkpoints as Hugging Face folders: ours, adapters, and shards in the form that upstream's FSDP writes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM
+
+from tests.engines.builders import make_engine, ragged_batch
+from tests.support import tiny_model_dir
+from verl.algorithms.losses import SFTLoss
+from verl.checkpoint.part import write_part
+from verl.errors import ModelError
+from verl.models.hf_folder import read_weights
+from verl.models.merging import compare, merge
+
+
+def logits(folder) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(torch.arange(3, 20)[None]).logits
+
+
+def write_shards(folder: Path, weights: dict[str, torch.Tensor], size: int, copies: int = 1) -> None:
+    """What each rank of an FSDP run saves: its piece of dimension 0 of every weight, as a distributed tensor."""
+    for rank in range(size * copies):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size * copies)
+        shape = (size,) if copies == 1 else (copies, size)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ddp", "fsdp")[-len(shape) :])
+        placements = [Shard(0)] if copies == 1 else [Replicate(), Shard(0)]
+        pieces = {}
+        for name, tensor in weights.items():
+            chunks = list(tensor.chunk(size)) + [tensor[:0]] * size
+            local = chunks[rank % size].clone()
+            pieces[name] = DTensor.from_local(
+                local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+            )
+        torch.save(pieces, folder / f"model_world_size_{size * copies}_rank_{rank}.pt")
+        dist.destroy_process_group()
+
+
+def upstream_checkpoint(tmp_path: Path, size: int, copies: int = 1) -> tuple[Path, Path]:
+    """The original model, and a checkpoint of it."""
+    original = tiny_model_dir(tmp_path / "original", tie_word_embeddings=True)
+    folder = tmp_path / "global_step_3" / "actor"
+    AutoModelForCausalLM.from_pretrained(original).config.save_pretrained(folder / "huggingface")
+    weights = read_weights(original)
+    write_shards(folder, {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, size, copies)
+    return original, folder
+
+
+@pytest.mark.parametrize(("size", "copies"), [(1, 1), (2, 1), (3, 1), (2, 2)])
+def test_shards_of_upstream_become_the_model_that_was_cut(tmp_path, size, copies):
+    original, folder = upstream_checkpoint(tmp_path, size, copies)
+    merge(folder, tmp_path / "merged")
+    assert compare(tmp_path / "merged", original) == []
+    assert torch.equal(logits(tmp_path / "merged"), logits(original))
+
+
+def test_a_missing_rank_is_told(tmp_path):
+    _, folder = upstream_checkpoint(tmp_path, 3)
+    (folder / "model_world_size_3_rank_1.pt").unlink()
+    with pytest.raises(ModelError, match=r"not complete.*ranks \[0, 2\].*ranks 0 to 2"):
+        merge(folder, tmp_path / "merged")
+
+
+class Harmful:
+    def __reduce__(self):
+        return os.mkdir, ("harmed",)
+
+
+def test_a_shard_that_holds_code_is_not_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, folder = upstream_checkpoint(tmp_path, 1)
+    torch.save({"model.norm.weight": Harmful()}, folder / "model_world_size_1_rank_0.pt")
+    with pytest.raises(ModelError, match=r"tensors alone.*rank_0\.pt"):
+        merge(folder, tmp_path / "merged")
+    assert not (tmp_path / "harmed").exists()
+
+
+def test_an_adapter_of_upstream_is_merged_and_kept(tmp_path):
+    """One weight with factors of ones: W + alpha / r * B A = W + 8 / 2 * 2."""
+    original, folder = upstream_checkpoint(tmp_path, 1)
+    weights = {f"base_model.model.{name}": tensor for name, tensor in read_weights(original).items()}
+    name = "model.layers.0.self_attn.q_proj"
+    before = weights.pop(f"base_model.model.{name}.weight")
+    weights[f"base_model.model.{name}.base_layer.weight"] = before
+    weights[f"base_model.model.{name}.lora_A.default.weight"] = torch.ones(2, 32)
+    weights[f"base_model.model.{name}.lora_B.default.weight"] = torch.ones(32, 2)
+    write_shards(folder, weights, 1)
+    (folder / "lora_train_meta.json").write_text(json.dumps({"r": 2, "lora_alpha": 8, "task_type": "CAUSAL_LM"}))
+    merge(folder, tmp_path / "merged")
+    merged = read_weights(tmp_path / "merged")
+    torch.testing.assert_close(merged[f"{name}.weight"], before + 8.0)
+    assert set(merged) == set(read_weights(original))
+    settings = json.loads((tmp_path / "merged" / "lora_adapter" / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"], settings["target_modules"]) == (2, 8.0, ["q_proj"])
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["whole", "adapter"])
+def test_our_checkpoint_becomes_the_trained_model(tmp_path, adapter):
+    path = tiny_model_dir(tmp_path / "model")
+    engine = make_engine(path, model={"lora_rank": 4} if adapter else {})
+    engine.train_batch(ragged_batch(), SFTLoss())
+    write_part(tmp_path / "actor", engine.state(), hf=engine.hf_writer())
+    engine.save_hf(tmp_path / "expected")
+    merge(tmp_path / "actor", tmp_path / "merged")
+    assert compare(tmp_path / "merged", tmp_path / "expected") == []
+    torch.testing.assert_close(logits(tmp_path / "merged"), logits(tmp_path / "expected"))
+
+
+def test_a_folder_one_level_too_high_is_told_with_its_roles(tmp_path):
+    _, folder = upstream_checkpoint(tmp_path, 1)
+    with pytest.raises(ModelError, match=r"no weights.*roles: actor"):
+        merge(folder.parent, tmp_path / "merged")
+
+
+def test_the_command_merges_and_tells_a_difference(tmp_path):
+    original, folder = upstream_checkpoint(tmp_path, 2)
+    command = [sys.executable, "-m", "verl.model_merger"]
+    common = ["--backend", "fsdp", "--local_dir", str(folder), "--target_dir", str(tmp_path / "merged")]
+    same = subprocess.run(
+        [*command, "test", *common, "--test_hf_dir", str(original)], capture_output=True, text=True, check=False
+    )
+    assert same.returncode == 0 and "the same model" in same.stdout, same.stderr
+    other = tiny_model_dir(tmp_path / "other", seed=1, tie_word_embeddings=True)
+    assert any("differs by up to" in line for line in compare(tmp_path / "merged", other))
