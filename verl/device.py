@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -96,6 +98,27 @@ def autocast(device: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
     if dtype == torch.float32:
         return nullcontext()
     return torch.autocast(device_type=device, dtype=dtype)
+
+
+def give_memory_back(device: str) -> None:
+    """Return memory that was freed to the machine: allocators keep it otherwise, on the host as on an accelerator."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:  # glibc alone has it
+            trim(0)
+
+
+def memory_now(device: str) -> dict[str, float]:
+    """Memory in use at this moment, in GB: resident on the host, and allocated on the accelerator."""
+    import psutil
+
+    found = {"host_gb": psutil.Process().memory_info().rss / 1e9}
+    if device == "cuda":
+        found["device_gb"] = torch.cuda.memory_allocated() / 1e9
+        found["device_reserved_gb"] = torch.cuda.memory_reserved() / 1e9
+    return found
 
 
 def memory_metrics(device: str) -> dict[str, float]:

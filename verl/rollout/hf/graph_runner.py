@@ -134,8 +134,6 @@ class GraphRunner:
         self._rows, self._promised = [], {}
         # Graphs hold the addresses of the cache: they go with it.
         self._graphs, self._cache = {}, None
-        if self.shape.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def refresh(self) -> None:
         self.native.refresh()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from verl.device import torch_dtype
+from verl.device import give_memory_back, torch_dtype
 from verl.errors import NotBuiltError, RolloutError
 from verl.metrics import notice
 from verl.models import load_causal_lm
@@ -210,6 +210,7 @@ class HFSampler(Sampler):
                 self._runner.release()
                 self._weights.release()
                 self._broken = "its weights were freed by sleep(2); send new ones with update_weights"
+            give_memory_back(self.model.device.type)
 
     async def wake(self) -> None:
         self._weights.restore()
