@@ -69,18 +69,25 @@ def corrects_rollout(cfg: PPOTrainerConfig) -> bool:
     return algorithm.rollout_is_threshold is not None or newer.rollout_is is not None or newer.rollout_rs is not None
 
 
+def updates_once(cfg: PPOTrainerConfig) -> bool:
+    """One mini-batch and one epoch: the policy is where it was, so its own detached log-probs are the old ones.
+
+    Not so in the bypass mode, where the old policy is the sampler, nor with ``trainer.skip_old_log_prob=false``.
+    """
+    actor = cfg.actor_rollout_ref.actor
+    one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= cfg.data.train_batch_size
+    return one_update and cfg.trainer.skip_old_log_prob and not cfg.algorithm.rollout_correction.bypass_mode
+
+
 def skips_old_log_prob(cfg: PPOTrainerConfig) -> bool:
     """Whether the pass over old log-probs is left out.
 
-    That is so in the bypass mode, and where one mini-batch and one epoch keep the policy where it was: its own detached
-    log-probs serve, if nothing else reads them before the update.
+    That is so in the bypass mode, and where the policy `updates_once` and nothing else reads them before.
     """
     if cfg.algorithm.rollout_correction.bypass_mode:
         return True
-    actor = cfg.actor_rollout_ref.actor
-    one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= cfg.data.train_batch_size
     read = cfg.algorithm.use_kl_in_reward or cfg.algorithm.adv_estimator in ON_OLD_LOG_PROBS or corrects_rollout(cfg)
-    return cfg.trainer.skip_old_log_prob and one_update and not read
+    return updates_once(cfg) and not read
 
 
 def uses_reference(cfg: PPOTrainerConfig) -> bool:

@@ -33,7 +33,7 @@ def here(tmp_path_factory):
 @pytest.fixture(scope="module")
 def runs(here) -> dict[str, Seen]:
     return {
-        "none": train(HALF, "trainer.skip_old_log_prob=false"),
+        "none": train(HALF),
         "metrics": train(*IS),
         "truncate": train(*IS, "algorithm.rollout_is=true"),
         "mask": train(*IS, "algorithm.rollout_is=true", "algorithm.rollout_is_mode=mask"),

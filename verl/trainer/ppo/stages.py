@@ -19,6 +19,7 @@ from verl.algorithms.kl import apply_kl_penalty
 from verl.algorithms.masked import masked_mean
 from verl.algorithms.micro_batches import mini_batches
 from verl.algorithms.reweighting import resampled_rows
+from verl.config.root import updates_once
 from verl.metrics import MetricSet
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.base import Roles
@@ -299,7 +300,10 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext) -> None:
     one the rows are dealt out so that every rank gets as many tokens.
     """
     rows = role.mini_batch_size * ctx.samples_per_prompt
-    present = [key for key in TRAIN_KEYS if key in batch.tensors.keys()]
+    # Where there is one update the loss takes its own log-probs as the old ones: a ratio of exactly 1, to the last bit
+    # the same whether or not something else asked for old log-probs.
+    unread = {"old_log_probs"} if updates_once(ctx.config) else set()
+    present = [key for key in TRAIN_KEYS if key in batch.tensors.keys() and key not in unread]
     data = batch.select(batch_keys=present, non_tensor_batch_keys=[])
     if correction.KEPT_MASK in batch.tensors.keys():
         data.tensors["response_mask"] = batch.tensors[correction.KEPT_MASK]
