@@ -102,7 +102,10 @@ def disk(state: EngineState, folder: Path, rounds: int) -> tuple[list[float], li
 
 
 def resume(folder: Path, times: int) -> tuple[list[float], list[float]]:
-    """Seconds of the clock and of the processor from the command to the end of the first step after a resume, on the quickstart's model and data."""
+    """Seconds of the clock and of the processor from the command to the end of the first step after a resume.
+
+    The model, the data and the batch are those of the quickstart.
+    """
     run = [sys.executable, "-m", "verl.trainer.main_ppo"]
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "VERL_FILE_LOGGER_PATH": str(folder / "m.jsonl"),

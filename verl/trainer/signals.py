@@ -75,11 +75,15 @@ class StopSignals:
         if self.requested:
             raise StepDropped
 
-    def stopped(self, sentence: str) -> RunStopped:
-        """The exception that ends the run, after the person has been told."""
-        assert self.signal is not None, "nobody asked the run to stop"
-        _tell(f"{self.signal.name}: {sentence}")
-        return RunStopped(self.signal, sentence)
+    def stopped(self, sentence: str, tell: bool = True) -> RunStopped:
+        """The exception that ends the run, after the person has been told.
+
+        One of several processes may end because another one got the signal; it ends as after SIGTERM.
+        """
+        received = self.signal or signal.SIGTERM
+        if tell:
+            _tell(f"{received.name}: {sentence}")
+        return RunStopped(received, sentence)
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():

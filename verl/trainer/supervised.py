@@ -22,6 +22,7 @@ from verl.observability.tracking import Tracking
 from verl.protocol import DataProto
 from verl.single_controller.spmd import Spmd
 from verl.trainer import rng
+from verl.trainer.signals import StopSignals
 from verl.workers.part import Limits, ModelPart, local_model, make_engine
 
 
@@ -98,12 +99,13 @@ class SupervisedTrainer:
             config, logger = to_dict(self.config), trainer.logger if ctx.is_main else []
             with Tracking(trainer.project_name, trainer.experiment_name, logger, config) as tracking:
                 tracking.start(self.total_steps, self.step)
-                self._run_steps(tracking)
+                with StopSignals(drop_at_once=False) as stop:
+                    self._run_steps(tracking, stop)
         finally:
             if self.writer is not None:
                 self.writer.close()
 
-    def _run_steps(self, tracking: Tracking) -> None:
+    def _run_steps(self, tracking: Tracking, stop: StopSignals) -> None:
         trainer, batches = self.config.trainer, self._batches()
         while self.step < self.total_steps:
             started = time.perf_counter()
@@ -115,8 +117,18 @@ class SupervisedTrainer:
             if self.val_loader is not None and trainer.test_freq > 0 and (last or self.step % trainer.test_freq == 0):
                 metrics["val/loss"] = self.validate()
             tracking.log(metrics, self.step)
-            if trainer.save_freq > 0 and (last or self.step % trainer.save_freq == 0):
+            (asked,) = self.ctx.sum(float(stop.requested))  # every rank stops after the same step
+            ends = asked > 0 and not last
+            if trainer.save_freq > 0 and (last or ends or self.step % trainer.save_freq == 0):
                 self.save_checkpoint()
+            if ends:
+                raise stop.stopped(self._farewell(), tell=self.ctx.is_main)
+
+    def _farewell(self) -> str:
+        trainer = self.config.trainer
+        if trainer.save_freq <= 0:
+            return f"stopped at step {self.step}; nothing is saved, because trainer.save_freq is not set"
+        return f"stopped after step {self.step}, which is saved in {trainer.default_local_dir}/global_step_{self.step}"
 
     def _train(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step on this rank's rows of ``batch``; the metrics of all rows, equal on every rank."""
