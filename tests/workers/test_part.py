@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.support import tiny_model_dir
 from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig
 from verl.engines.plain import PlainEngine
 from verl.errors import ConfigError, WorkerError
 from verl.single_controller.base.worker import WorkerInfo
-from verl.workers.part import make_engine
+from verl.workers.part import make_engine, memory_of
 
 TWO = WorkerInfo(rank=0, world_size=2, master_port=1)
 
@@ -37,3 +38,10 @@ def test_workers_of_one_process_cannot_shard_a_model_and_nobody_waits_for_peers(
 
 def test_one_worker_needs_no_peers(arguments):
     assert isinstance(make_engine("plain", WorkerInfo(), optim=OptimizerConfig(), **arguments), PlainEngine)
+
+
+def test_memory_around_a_phase_is_a_metric():
+    with memory_of("generate", "cpu") as found:
+        held = torch.ones(50 << 20, dtype=torch.uint8)
+    before, after = (found[f"perf/memory/generate/{moment}/host_gb"] for moment in ("before", "after"))
+    assert after.value - before.value > 0.04 and held.numel() and after.reduction == "max"

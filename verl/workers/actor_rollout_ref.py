@@ -21,7 +21,7 @@ from verl.protocol import DataProto
 from verl.registry import SAMPLERS
 from verl.single_controller.base import Dispatch, Worker, register
 from verl.weight_sync import chunk_weights
-from verl.workers.part import Limits, ModelPart, Site, local_model, make_engine, schedule_steps
+from verl.workers.part import Limits, ModelPart, Site, local_model, make_engine, memory_of, schedule_steps
 from verl.workers.training import load_part, save_part, saved_records
 
 ROLES = {
@@ -70,12 +70,15 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Run the agent loop of every row: responses, masks and the sampler's own log-probs."""
-        asyncio.run(self.sampler.wake())
-        try:
-            return self.agent_loops.generate_sequences(prompts)
-        finally:
-            if self._frees_cache():
-                asyncio.run(self.sampler.sleep(level=1))
+        with memory_of("generate", self.site.device) as memory:
+            asyncio.run(self.sampler.wake())
+            try:
+                made = self.agent_loops.generate_sequences(prompts)
+            finally:
+                if self._frees_cache():
+                    asyncio.run(self.sampler.sleep(level=1))
+        made.meta_info["metrics"] = {**made.meta_info.get("metrics", {}), **memory}
+        return made
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:

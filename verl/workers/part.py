@@ -6,6 +6,8 @@ for every role that a recipe adds.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ from verl import distributed, env
 from verl.algorithms.losses import LossFn
 from verl.checkpoint import BackgroundPart
 from verl.config import HFModelConfig, OptimizerConfig, replace
+from verl.device import memory_now
 from verl.engines.base import Engine
 from verl.errors import ConfigError, ModelError, WorkerError
 from verl.metrics import Metric, MetricSet
@@ -126,6 +129,22 @@ class ModelPart:
         if not batch.meta_info.get("more_updates", False):
             self.engine.step_scheduler()
         return metrics
+
+
+@contextmanager
+def memory_of(phase: str, device: str) -> Iterator[dict[str, Metric]]:
+    """Memory around a phase, of the worker that has most: ``perf/memory/<phase>/before/host_gb``, ``.../after/...``.
+
+    The mapping is full once the block has ended. Around sampling it tells about training too: what is there before is
+    what training left, and what is there afterwards is what training must live beside.
+    """
+    found = _memory(phase, "before", device)
+    yield found
+    found.update(_memory(phase, "after", device))
+
+
+def _memory(phase: str, moment: str, device: str) -> dict[str, Metric]:
+    return {f"perf/memory/{phase}/{moment}/{key}": Metric(value, "max") for key, value in memory_now(device).items()}
 
 
 def per_step(metrics: MetricSet) -> MetricSet:
