@@ -64,3 +64,22 @@ def test_the_place_follows_the_environment(monkeypatch, tmp_path):
     assert metrics_path("p", "e") == tmp_path / "root" / "p" / "e.jsonl"
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "x.jsonl"))
     assert write([1]) == tmp_path / "x.jsonl"
+
+
+def test_a_run_that_resumes_keeps_the_step_it_resumes_from_and_nothing_behind_it():
+    write([0, 1, 2, 3, 4])
+    tracker = FileTracker("p", "e")
+    tracker.start(10, first_step=2)
+    tracker.log({"x": 9}, 3)
+    tracker.finish()
+    assert steps_of(tracker.path) == [0, 1, 2, 3]
+
+
+def test_a_new_run_keeps_nothing_of_a_former_one_not_even_its_step_zero():
+    path = write([0, 1, 2])
+    tracker = FileTracker("p", "e")
+    tracker.start(10)
+    tracker.log({"x": 9}, 1)
+    tracker.finish()
+    assert steps_of(path) == [1]
+    assert steps_of(path.with_suffix(".previous.jsonl")) == [0, 1, 2]

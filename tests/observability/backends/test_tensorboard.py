@@ -38,3 +38,20 @@ def test_without_the_package_the_message_names_both_ways_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(MissingDependencyError, match="pip install tensorboard, or leave"):
         TensorboardTracker("p", "e")
+
+
+def test_after_a_kill_a_resumed_run_has_every_step_once(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "tb"))
+    killed = TensorboardTracker("p", "e")
+    killed.start(10)
+    for step in (1, 2, 3):
+        killed.log({"loss": float(step)}, step)  # nothing is closed: the steps must be on the disk all the same
+    resumed = TensorboardTracker("p", "e")
+    resumed.start(10, first_step=1)
+    for step in (2, 3, 4):
+        resumed.log({"loss": 10.0 * step}, step)
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 20.0), (3, 30.0), (4, 40.0)]

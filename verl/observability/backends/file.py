@@ -23,8 +23,9 @@ def metrics_path(project_name: str, experiment_name: str) -> Path:
 class FileTracker(Tracker):
     """One line ``{"step": n, "data": {...}}`` per step, written through at once; NaN and infinity become null.
 
-    A resumed run goes on in the same file and replaces the steps that it repeats. A run that starts again from its
-    first step begins a new file; the former one is kept as ``<experiment>.previous.jsonl``.
+    A resumed run goes on in the same file behind the step that it resumes from, and so replaces the steps that it
+    repeats. A run that starts from its beginning begins a new file; the former one is kept as
+    ``<experiment>.previous.jsonl``.
     """
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any] | None = None):
@@ -32,10 +33,14 @@ class FileTracker(Tracker):
         self.path = metrics_path(project_name, experiment_name)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file: TextIO | None = None
+        self._done: int | None = None
+
+    def start(self, total_steps: int, first_step: int = 0) -> None:
+        self._done = first_step
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         if self._file is None:
-            self._make_room(step)
+            self._make_room(step if self._done is None else self._done + 1 if self._done else 0)
             self._file = self.path.open("a", encoding="utf-8")
         finite = {k: v if math.isfinite(v) else None for k, v in numbers(data).items()}
         self._file.write(json.dumps({"step": int(step), "data": finite}) + "\n")

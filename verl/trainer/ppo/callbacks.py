@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from verl.metrics import notice
 from verl.observability.samples import dump_generations
 from verl.observability.tracker import Sample
 from verl.protocol import DataProto
@@ -73,9 +74,11 @@ class Validate(Callback):
     """Before training, every ``trainer.test_freq`` steps, and after the last one."""
 
     def on_fit_begin(self, trainer: RayPPOTrainer) -> None:
-        if trainer.validator is None or not (
-            trainer.config.trainer.val_before_train or trainer.config.trainer.val_only
-        ):
+        settings, resumed = trainer.config.trainer, trainer.ctx.step > 0
+        if trainer.validator is None or not (settings.val_before_train or settings.val_only):
+            return
+        if resumed and not settings.val_only:
+            notice("trainer.val_before_train", "the run goes on, so the model is validated at the next test_freq only")
             return
         with trainer.ctx.stop.droppable():
             metrics = trainer.validate()
