@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantages.gae import decoupled_gae
-from verl.algorithms.aggregation import loss_norm
+from verl.algorithms.aggregation import LossNorm, loss_norm
 from verl.algorithms.policy_losses.kernel import Inputs, PolicyLoss, evaluate
 from verl.metrics import reset_notices
 from verl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
@@ -77,9 +78,12 @@ def best(function: Callable[[], Any], repeat: int) -> float:
 
 
 def make_batch(rows: int, width: int, seed: int = 0) -> dict[str, Any]:
-    """Float32 tensors (rows, width) with an int64 mask, lengths of a quarter to all of it, groups of 8 in random order."""
+    """Float32 tensors (rows, width), an int64 mask of a quarter to all of the width, groups of 8 in random order."""
     generator = torch.Generator().manual_seed(seed)
-    normal = lambda: torch.randn(rows, width, generator=generator)
+
+    def normal() -> Tensor:
+        return torch.randn(rows, width, generator=generator)
+
     lengths = torch.randint(width // 4, width + 1, (rows, 1), generator=generator)
     mask = (torch.arange(width)[None] < lengths).long()
     rewards = torch.zeros(rows, width)
@@ -97,7 +101,7 @@ def by_row(one: Callable[[Tensor, Tensor, int, Tensor], Tensor]) -> Callable[[di
 
     def loop(batch: dict[str, Any]) -> Tensor:
         scores, mask = batch["rewards"].sum(dim=-1), batch["mask"]
-        lengths, members = mask.sum(dim=-1).float(), {}
+        lengths, members = mask.sum(dim=-1).float(), dict[str, list[int]]()
         for row, uid in enumerate(batch["index"]):
             members.setdefault(uid, []).append(row)
         advantages = torch.zeros(len(scores))
@@ -155,27 +159,28 @@ def copy_bandwidth(a: Tensor, b: Tensor, repeat: int) -> float:
     return 2 * a.nbytes / best(lambda: b.copy_(a), repeat)
 
 
+def run_loss(loss: PolicyLoss, inputs: Inputs, norm: LossNorm, slope: Tensor) -> None:
+    """Value and gradient of a loss, the gradient into ``slope``."""
+    mode = loss.forced_agg_mode or "token-mean"
+    chosen = None if loss.select is None else loss.select(inputs, LOSS_CONFIG)
+    evaluate(loss.terms, inputs, LOSS_CONFIG, mode, norm, slope, chosen, loss.own_weights)
+
+
 def bench_memory(batch: dict[str, Any], repeat: int) -> list[dict[str, Any]]:
     """Seconds and share of the bandwidth of GAE and of every loss with its gradient."""
     rewards, values, mask, new = batch["rewards"], batch["values"], batch["mask"], batch["new"]
     out = torch.zeros_like(values), torch.zeros_like(values)
-    read = lambda *tensors: sum(tensor.nbytes for tensor in tensors)
+    touched = sum(tensor.nbytes for tensor in (rewards, values, mask, *out))
     runs: dict[str, tuple[Callable[[], Any], int, float]] = {
-        "gae": (lambda: decoupled_gae(rewards, values, mask, 0.99, 0.95, 0.95, out), read(rewards, values, mask, *out), GAE_SHARE)
-    }  # fmt: skip
+        "gae": (lambda: decoupled_gae(rewards, values, mask, 0.99, 0.95, 0.95, out), touched, GAE_SHARE)
+    }
     norm, slope = loss_norm(mask), out[0]
     inputs = Inputs(batch["old"], new, batch["advantages"], mask)
-    compulsory = read(batch["old"], new, batch["advantages"], mask, slope)
+    touched = sum(tensor.nbytes for tensor in (batch["old"], new, batch["advantages"], mask, slope))
     for name in POLICY_LOSSES.builtin_targets():
         loss = POLICY_LOSSES.get(name)
         if isinstance(loss, PolicyLoss):
-            mode = loss.forced_agg_mode or "token-mean"
-            runs[f"loss {name}"] = (
-                lambda loss=loss, mode=mode: evaluate(
-                    loss.terms, inputs, LOSS_CONFIG, mode, norm, slope,
-                    None if loss.select is None else loss.select(inputs, LOSS_CONFIG), loss.own_weights,
-                ), compulsory, LOSS_SHARE,
-            )  # fmt: skip
+            runs[f"loss {name}"] = (partial(run_loss, loss, inputs, norm, slope), touched, LOSS_SHARE)
     table = []
     for name, (run, num_bytes, wanted) in runs.items():
         bandwidth = copy_bandwidth(rewards, out[1], repeat)

@@ -1,4 +1,4 @@
-"""``main_ppo`` runs every estimator and every policy loss by configuration alone: two steps each in this one process."""
+"""``main_ppo`` runs every estimator and policy loss by configuration alone, two steps each in this one process."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ COMMON = [
     "trainer.resume_mode=disable",
     "trainer.total_training_steps=2",
 ]
-ESTIMATORS = {
-    **dict.fromkeys(ADVANTAGE_ESTIMATORS.builtin_targets(), []),
+ESTIMATORS: dict[str, list[str]] = {
+    **{name: [] for name in ADVANTAGE_ESTIMATORS.builtin_targets()},
     "gae": ["actor_rollout_ref.rollout.n=1", "critic.ppo_mini_batch_size=4"],
     "vapo": ["critic.ppo_mini_batch_size=4", f"{ALG}.vapo_length_alpha=0.2", f"{ALG}.vapo_lam_critic=0.9"],
     "gdpo": [f"{ALG}.gdpo_reward_keys=[digits,thirds]", f"{ALG}.gdpo_reward_weights=[1.0,0.5]"],
 }
-LOSSES = {
-    **dict.fromkeys(POLICY_LOSSES.builtin_targets(), []),
+LOSSES: dict[str, list[str]] = {
+    **{name: [] for name in POLICY_LOSSES.builtin_targets()},
     "dro": [f"{A}.policy_loss.dro_beta=0.1"],
     "sapo": [f"{A}.tau_pos=1.0", f"{A}.tau_neg=1.1"],
     "clip_cov": [f"{A}.policy_loss.clip_cov_{k}" for k in ("ratio=0.1", "lb=-9.0", "ub=9.0")],
@@ -49,7 +49,8 @@ LOSSES = {
 }
 OTHERS = {
     "dr_grpo": [
-        f"{ALG}.norm_adv_by_std_in_grpo=false", f"{A}.loss_agg_mode=seq-mean-token-sum-norm", f"{A}.loss_scale_factor=6",
+        f"{ALG}.norm_adv_by_std_in_grpo=false", f"{A}.loss_agg_mode=seq-mean-token-sum-norm",
+        f"{A}.loss_scale_factor=6",
     ],
     "pf_ppo": [f"{ALG}.use_pf_ppo=true", f"{ALG}.pf_ppo.reweight_method=pow", f"{ALG}.pf_ppo.weight_pow=1.0"],
     "token_sum_and_k3_in_the_loss": [f"{A}.loss_agg_mode=token-sum", f"{A}.use_kl_loss=true", f"{A}.kl_loss_type=k3+"],

@@ -1,5 +1,6 @@
 """What holds for every policy loss: it equals its float64 oracle, and no cut, order, padding or junk shows in it."""
 
+import copy
 import hashlib
 
 import pytest
@@ -11,6 +12,7 @@ from tests.algorithms.fixtures import actor_config, poison, policy_loss_config, 
 from tests.algorithms.policy_losses import oracles
 from verl.algorithms import blocks
 from verl.algorithms.aggregation import LOSS_AGG_MODES, loss_norm
+from verl.algorithms.calls import name_of
 from verl.algorithms.policy_losses import call_policy_loss
 from verl.metrics import MetricSet
 from verl.registry import POLICY_LOSSES
@@ -157,6 +159,14 @@ def test_a_nan_inside_the_mask_is_not_hidden(name):
     batch = unweighted(batch_of(5, 4, 3))
     batch["log_prob"].data[0, 0] = torch.nan
     assert evaluate(name, batch)[0].isnan()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loss_stays_itself_in_copies_and_is_called_by_its_name(name):
+    loss = POLICY_LOSSES.get(name)
+    assert copy.deepcopy(loss) is loss
+    module = POLICY_LOSSES.builtin_targets()[name].replace(":", ".")
+    assert name_of(loss) == module and loss.__doc__
 
 
 def test_a_wrong_shape_is_an_error_that_says_both_shapes():

@@ -22,6 +22,7 @@ from verl.algorithms.aggregation import LossNorm, check_agg_mode, loss_norm, run
 from verl.algorithms.blocks import cleaned, float_mask, row_blocks
 from verl.algorithms.calls import check_shapes
 from verl.metrics import Metric
+from verl.registry import load_object
 
 LOG_RATIO_BOUND = 20.0
 LOG2_E = math.log2(math.e)
@@ -218,6 +219,9 @@ class PolicyLoss:
 
     def __repr__(self) -> str:
         return f"{self.__module__}.{self.terms.__name__}"
+
+    def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
+        return load_object, (f"{self.__module__}:{self.terms.__name__}",)  # the same object in another process
 
     def __call__(
         self,
