@@ -104,9 +104,7 @@ class HFModelConfig(ConfigNode):
         "compute activations again in the backward pass, for less memory; null: on an accelerator yes, on CPU no",
         upstream=True,
     )
-    enable_activation_offload: bool = setting(
-        False, "keep activations in host memory until the backward pass", planned="activation offloading"
-    )
+    enable_activation_offload: bool = setting(False, "keep activations in host memory until the backward pass")
     use_remove_padding: bool = setting(
         True,
         "pack rows one behind the other, so that no padding is computed; a model that cannot be packed is told",
@@ -118,7 +116,9 @@ class HFModelConfig(ConfigNode):
     lora_adapter_path: str | None = setting(
         None, "folder of an adapter to go on from; its rank, scale and modules count", path=True
     )
-    use_liger: bool = setting(False, "take Liger's kernels", planned="Liger kernels")
+    use_liger: bool = setting(
+        False, "take Liger's kernels for norms, rotary embeddings and MLPs, on a GPU with liger-kernel"
+    )
     use_fused_kernels: bool = setting(
         False, "compute log-probs and entropy without writing out the logits, for less memory"
     )

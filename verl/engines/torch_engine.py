@@ -12,7 +12,7 @@ import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,10 +32,11 @@ from verl.distributed import Ranks
 from verl.distributed.metrics import merged
 from verl.distributed.shards import mirror
 from verl.engines import memory
+from verl.engines.activations import host_activations
 from verl.engines.adapters import adapter_writer
 from verl.engines.base import Engine, HFWriter
 from verl.engines.forward import TokenForward
-from verl.engines.micro_batch import automatic_tokens, plan_padded
+from verl.engines.micro_batch import automatic_tokens, plan_padded, plan_together
 from verl.engines.optimizer import build_optimizer, copied, load_optimizer_state, optimizer_state
 from verl.engines.packing import computed_tokens, pack, plan_packed
 from verl.engines.rng import rng_state, set_rng_state
@@ -46,6 +47,7 @@ from verl.errors import CheckpointError, EngineError, ModelError
 from verl.metrics import MetricSet
 from verl.models import count_parameters, hf_folder, load_causal_lm, load_value_model, lora
 from verl.models.flops import ModelFlops
+from verl.models.liger import apply_liger
 from verl.models.loading import value_head
 from verl.models.lora import LoraSettings
 from verl.models.routers import RouterStatistics
@@ -129,6 +131,9 @@ class TorchEngine(Engine):
         )
         self._after_passes()  # it has tried out what the model can do
         self.routers = RouterStatistics(self.model)
+        self.activations = host_activations(
+            model.enable_activation_offload and optim is not None, self.blueprint.parameters(), device
+        )
         self.optimizer = self.scheduler = None
         if optim is not None:
             parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -241,7 +246,9 @@ class TorchEngine(Engine):
     ) -> MetricSet:
         if self.optimizer is None:
             raise EngineError("this engine is frozen: it was made without an optimizer")
-        work = self._prepare("train_batch", batch, loss_fn.outputs, temperature, micro_batch_size, max_tokens)
+        # A loss need not have the attribute: most look at one row at a time.
+        together = int(getattr(loss_fn, "rows_together", 1))
+        work = self._prepare("train_batch", batch, loss_fn.outputs, temperature, micro_batch_size, max_tokens, together)
         self.onload()
         self.model.train()
         tensors: Any = batch.batch
@@ -268,7 +275,8 @@ class TorchEngine(Engine):
         for number, micro in enumerate(work.micro_batches(self.device), start=1):
             self._before_micro_batch(last=number == len(work.plan))
             with memory.told(micro):
-                outputs = self.forward(micro, loss_fn.outputs, temperature)
+                with self.activations.kept_on_host() if self.activations else nullcontext():
+                    outputs = self.forward(micro, loss_fn.outputs, temperature)
                 if len(micro.index):
                     loss, found = loss_fn(outputs, tensors[micro.index].to(self.device), norm)
                     metrics.merge(found)
@@ -289,13 +297,16 @@ class TorchEngine(Engine):
         temperature: float,
         micro_batch_size: int | None,
         max_tokens: int | None,
+        together: int = 1,
     ) -> Work:
         """Align and cut; what is wrong with one rank's rows is an error on every rank, before anyone waits."""
 
         def cut() -> tuple[tuple[AlignedRows, list[list[int]]], dict[str, Any]]:
             self.forward.check(outputs, temperature)
             rows = AlignedRows.of(batch)
-            plan = self._plan(rows, micro_batch_size, self._budget(rows, micro_batch_size, max_tokens))
+            plan = self._plan(
+                rows, micro_batch_size, self._budget(rows, micro_batch_size, max_tokens, together), together
+            )
             facts = {"call": [call, list(outputs), temperature], "cut": [len(plan), rows.mask.shape[1]]}
             return (rows, plan), facts
 
@@ -304,15 +315,21 @@ class TorchEngine(Engine):
         count, num_responses = (max(fact["cut"][i] for fact in facts) for i in range(2))
         return Work(rows, plan + [[]] * (count - len(plan)), num_responses, self.forward.passes)
 
-    def _plan(self, rows: AlignedRows, micro_batch_size: int | None, max_tokens: int | None) -> list[list[int]]:
+    def _plan(
+        self, rows: AlignedRows, micro_batch_size: int | None, max_tokens: int | None, together: int
+    ) -> list[list[int]]:
         passes = self.forward.passes
+        if together > 1:
+            return plan_together(rows.lengths, together, micro_batch_size, max_tokens)
         if passes.packed:
             return plan_packed(rows, micro_batch_size, max_tokens, passes.share_prompts)
         return plan_padded(rows.lengths, micro_batch_size, max_tokens)
 
-    def _budget(self, rows: AlignedRows, micro_batch_size: int | None, max_tokens: int | None) -> int | None:
+    def _budget(
+        self, rows: AlignedRows, micro_batch_size: int | None, max_tokens: int | None, together: int = 1
+    ) -> int | None:
         if micro_batch_size is None and max_tokens is None:
-            return automatic_tokens(self.forward.logits_per_token, self.device, max(rows.lengths, default=1))
+            return automatic_tokens(self.forward.logits_per_token, self.device, together * max(rows.lengths, default=1))
         return max_tokens
 
     def step_scheduler(self) -> None:
@@ -403,6 +420,8 @@ class TorchEngine(Engine):
             device=device,
         )
         self.architecture = type(loaded).__name__
+        if model.use_liger:
+            apply_liger(loaded, self.device)
         adapter = LoraSettings.of(model)
         if adapter is not None:
             lora.add_adapter(loaded, adapter, seed, also=value_head(loaded) if self.kind == "value" else None)
