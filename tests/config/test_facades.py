@@ -171,3 +171,14 @@ def test_thresholds_of_the_usual_rollout_corrections_can_be_chosen():
     assert RolloutCorrectionConfig.decoupled_token_is(3.0).rollout_is_threshold == 3.0
     made = RolloutCorrectionConfig.decoupled_seq_is_rs(is_threshold=4.0, rs_threshold="0.8_1.2")
     assert (made.rollout_is_threshold, made.rollout_rs_threshold) == (4.0, "0.8_1.2")
+
+
+def test_the_sections_are_found_in_the_modules_that_guides_name():
+    from verl.trainer.config import algorithm
+    from verl.workers.config import actor
+
+    assert algorithm.AlgoConfig is AlgoConfig and algorithm.RolloutCorrectionConfig is RolloutCorrectionConfig
+    fields = ("rollout_is_threshold", "rollout_is", "rollout_is_threshold_lower", "rollout_is_level", "rollout_is_mode")
+    assert [algorithm.AlgoConfig().get(name) for name in fields] == [None, False, None, "token", "truncate"]
+    assert algorithm.AlgoConfig().rollout_is_veto_threshold == 1e-4
+    assert "tis_imp_ratio_cap" not in actor.ActorConfig()
