@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
 from verl.errors import RolloutError
-from verl.weight_sync import chunk_weights
+from verl.weight_sync import DiskTransport, WeightInventory, chunk_weights
 
 
 def weights(*sizes: int):
@@ -40,3 +42,42 @@ def test_nothing_to_send_and_buckets_without_room_are_errors():
         list(chunk_weights([], 10, version=1))
     with pytest.raises(RolloutError, match="bucket"):
         list(chunk_weights(weights(1), 0, version=1))
+
+
+class Watched:
+    """Bytes of the tensors that are alive among those it made, and the most there ever were."""
+
+    def __init__(self):
+        self.alive = self.most = 0
+
+    def make(self, numel: int) -> torch.Tensor:
+        tensor = torch.zeros(numel)
+        self.alive += tensor.nbytes
+        self.most = max(self.most, self.alive)
+        weakref.finalize(tensor, self._gone, tensor.nbytes)
+        return tensor
+
+    def _gone(self, num_bytes: int) -> None:
+        self.alive -= num_bytes
+
+
+@pytest.mark.parametrize("bucket", [400, 1000, 2400])
+def test_the_peak_is_one_bucket_and_one_layer(bucket, tmp_path):
+    layer = [100, 50, 30, 20]  # 800 bytes
+    names = [f"layer{number}.{part}" for number in range(6) for part in range(len(layer))]
+    watched = Watched()
+
+    def gathered():
+        """As the sharded engines export: a layer is whole at once, and gone before the next one is gathered."""
+        for number in range(6):
+            whole = {f"layer{number}.{part}": watched.make(numel) for part, numel in enumerate(layer)}
+            yield from whole.items()
+            del whole
+
+    targets = {name: torch.empty(layer[index % 4]) for index, name in enumerate(names)}
+    WeightInventory(targets).receive(chunk_weights(gathered(), bucket, 1), 1)
+    assert 800 < watched.most <= bucket + 800
+    watched.most = 0
+    DiskTransport(tmp_path).send(chunk_weights(gathered(), bucket, 1))
+    assert 800 < watched.most <= bucket + 800
+    assert watched.alive == 0

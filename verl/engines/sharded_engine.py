@@ -148,6 +148,7 @@ class ShardedEngine(TorchEngine):
         self.onload(optimizer=False)  # one unit at a time moves faster between devices than between hosts
         for unit in self._units(first_only=False):
             yield from names_on_disk(self.blueprint, unit).items()
+            del unit  # before the next one is gathered: one unit is the most that is whole at any time
         self.offload(params=self.idle["params"], optimizer=False)
 
     def load_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:

@@ -75,6 +75,7 @@ class BroadcastTransport(Transport):
                 self._broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device))
                 self._broadcast(body)
                 num_bytes += chunk.num_bytes
+                del chunk  # before the next one is made
         except BaseException:
             self._announce(GAVE_UP, 0)
             raise

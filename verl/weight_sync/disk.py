@@ -56,6 +56,7 @@ class DiskTransport(Transport):
             save_file({key: tensor.clone() for key, tensor in tensors.items()}, target / name)
             files.append({"file": name, "checksum": _checksum(tensors), "names": list(tensors)})
             num_bytes, last = num_bytes + chunk.num_bytes, chunk.last
+            del chunk, tensors  # before the next one is made
         if target is None or not last:
             raise RolloutError("the stream of weights was interrupted")
         _write_whole(target / MANIFEST, json.dumps({"version": version, "files": files}))

@@ -56,6 +56,7 @@ class WeightInventory:
                 self._receive_chunk(chunk, arrived)
                 num_bytes += chunk.num_bytes
                 ended = chunk.last
+                del chunk  # or the sender would hold two buckets: this one, and the one it fills next
         if not ended:
             raise RolloutError("the stream of weights was interrupted", key=f"version {version}")
         missing = sorted(set(self._owner.values()) - arrived)

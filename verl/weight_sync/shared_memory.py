@@ -87,6 +87,7 @@ class SharedMemoryTransport(Transport):
                     )
                 self._fill(chunk, layout)
                 num_bytes += chunk.num_bytes
+                del chunk  # before the next one is made
         except BaseException:
             with suppress(RolloutError):
                 self._await(EMPTY)
