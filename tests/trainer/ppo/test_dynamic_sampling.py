@@ -192,3 +192,18 @@ def test_a_long_answer_costs_what_the_overlong_buffer_says(letters):
     accuracy = torch.tensor(batch.non_tensor_batch["acc"].astype(float), dtype=torch.float32)
     torch.testing.assert_close(batch.batch["token_level_scores"].sum(-1), accuracy + penalty)
     assert penalty.min() == -0.5
+
+
+def test_a_resumed_run_takes_up_what_was_left_over(letters):
+    letters(fails=False)
+    changes = [word for word in FILTER if "metric" not in word]
+    changes += ["trainer.save_freq=1", "trainer.resume_mode=auto", "actor_rollout_ref.actor.optim.lr=1e-2"]
+    whole = train(*changes, "trainer.total_training_steps=2", "trainer.default_local_dir=whole")
+    train(*changes, "trainer.total_training_steps=1", "trainer.default_local_dir=halves")
+    rest = train(*changes, "trainer.total_training_steps=2", "trainer.default_local_dir=halves")
+    assert whole.metrics[0]["training/filter_groups/carried_samples"] > 0
+    (second,) = rest.batches
+    for name, tensor in whole.batches[1].batch.items():
+        assert torch.equal(second.batch[name], tensor), name
+    assert second.non_tensor_batch["uid"].tolist() == whole.batches[1].non_tensor_batch["uid"].tolist()
+    assert rest.metrics[0]["actor/grad_norm"] == whole.metrics[1]["actor/grad_norm"]
