@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from verl.algorithms.policy_losses.clip import Clip
-from verl.algorithms.policy_losses.kernel import Block, Terms, count_above, policy_loss
+from verl.algorithms.policy_losses.kernel import Block, Terms, policy_loss
 
 LOG_SEQUENCE_RATIO_BOUND = 10.0
 
@@ -30,6 +30,7 @@ def gspo(block: Block, config: Any) -> Terms:
     ratio = log_sequence.clamp(max=LOG_SEQUENCE_RATIO_BOUND).exp()
     plain, clipped = cost * ratio, cost * ratio.clamp(1 - clip.low, 1 + clip.high)
     loss = torch.maximum(plain, clipped)
-    sums = {"pg_clipfrac": count_above(clipped, plain)}
-    is_plain = torch.eq(loss, plain, out=clipped).mul_(log_sequence < LOG_SEQUENCE_RATIO_BOUND)
-    return Terms(loss, plain.mul_(is_plain), sums)
+    is_plain = torch.eq(loss, plain, out=clipped)
+    sums = {"pg_clipfrac": plain.numel() - is_plain.sum()}
+    bounded = (log_sequence < LOG_SEQUENCE_RATIO_BOUND).to(plain.dtype)
+    return Terms(loss, plain.mul_(is_plain).mul_(bounded), sums)

@@ -28,10 +28,11 @@ def vanilla(block: Block, config: Any) -> Terms:
     clipped = ratio.clamp(1 - clip.low, 1 + clip.high).mul_(cost)
     plain = ratio.mul_(cost)
     loss = torch.maximum(plain, clipped)
-    sums = {"pg_clipfrac": count_above(clipped, plain), "pg_clipfrac_lower": plain.new_zeros(())}
+    is_plain = torch.eq(loss, plain, out=clipped)
+    sums = {"pg_clipfrac": plain.numel() - is_plain.sum(), "pg_clipfrac_lower": plain.new_zeros(())}
     if block.log_ratio.max() > math.log(clip.c):  # rare, so it is looked for before it is computed
         bound = cost.abs_().mul_(clip.c)  # never binds where A > 0, since the loss is negative there
         sums["pg_clipfrac_lower"] = count_above(loss, bound)
         loss = torch.minimum(loss, bound)
-    is_plain = torch.eq(loss, plain, out=clipped)
+        is_plain = torch.eq(loss, plain, out=is_plain)
     return Terms(loss, plain.mul_(is_plain), sums)
