@@ -62,7 +62,8 @@ def resolve(attempt: Attempt) -> ConfigNode:
     if attempt.yaml:
         Path("config").mkdir(exist_ok=True)
         Path("config/mine.yaml").write_text(attempt.yaml, encoding="utf-8")
-    missing = [] if _names_data(attempt) else ["data.train_files=~/data/gsm8k/train.parquet"]
+    trains = attempt.program not in ("generation", "evaluation")
+    missing = ["data.train_files=~/data/gsm8k/train.parquet"] if trains and not _names_data(attempt) else []
     return load_config(attempt.program, [*attempt.words, *missing])
 
 

@@ -222,6 +222,14 @@ GENERATION_ALIASES = Aliases(
 )  # fmt: skip
 
 
+EVALUATION_ALIASES = Aliases(
+    {"reward.custom_reward_function": _to("custom_reward_function")},
+    {},
+    {"ray_kwargs": "has no effect: it runs in this process", "ray_init": "has no effect: it runs in this process",
+     "hydra": PPO_IGNORED["hydra"]},
+)  # fmt: skip
+
+
 def longest_prefix(key: str, table: dict[str, Any]) -> str | None:
     """The entry of a table that names ``key`` or the closest section around it."""
     parts = key.split(".")

@@ -1,0 +1,86 @@
+"""``python -m verl.trainer.main_eval data.path=answers.parquet ...``: scores what batch generation wrote."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import pyarrow.parquet as pq
+
+from verl.config import load_config
+from verl.config.evaluation import EvaluationConfig
+from verl.errors import VerlError
+from verl.metrics import notice
+from verl.rewards.dispatch import check_data_sources, default_compute_score
+from verl.rewards.function import RewardFunction, load_reward_function
+from verl.rewards.samples import RewardResult
+from verl.rewards.scoring import Limits, Scorer
+from verl.trainer import evaluation
+from verl.trainer.evaluation import Answers
+
+
+def run_eval(config: EvaluationConfig) -> str:
+    """Run a checked configuration: write the files that it names, and return the report."""
+    own = config.custom_reward_function
+    kwargs = dict(own.reward_kwargs)
+    function = (
+        load_reward_function(own.path, own.name, kwargs)
+        if own.path
+        else RewardFunction.of(default_compute_score, kwargs)
+    )
+    scorer = Scorer(function, Limits(timeout=config.report.timeout, num_workers=config.report.num_workers))
+    answers, results = _scored(config, scorer, config.data.path, "data.path")
+    settings = config.report
+    found = evaluation.report(answers, results, settings.right_from, settings.seed)
+    differences = None
+    if settings.compare:
+        other, theirs = _scored(config, scorer, settings.compare, "report.compare")
+        differences = evaluation.compare(answers, results, other, theirs, settings.seed)
+    scorer.close()
+    text = evaluation.markdown(found, differences)
+    if settings.markdown:
+        Path(settings.markdown).write_text(text, encoding="utf-8")
+    if settings.json:
+        numbers: dict[str, Any] = {f"test_score/{source}": one.mean for source, one in found.items()}
+        numbers["data_sources"] = {source: asdict(one) for source, one in found.items()}
+        if differences is not None:
+            numbers["differences"] = {source: asdict(gap) for source, gap in differences.items()}
+        Path(settings.json).write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    if settings.samples:
+        pq.write_table(evaluation.sample_table(answers, results), settings.samples)
+    return text
+
+
+def _scored(config: EvaluationConfig, scorer: Scorer, path: str, key: str) -> tuple[Answers, list[RewardResult]]:
+    """The answers of a file and their scores; the first failure is shown, the others are counted."""
+    builtin = scorer.function.is_builtin
+    answers = evaluation.read_answers(path, config.data, key, needs_source=builtin)
+    if builtin:
+        check_data_sources([sample.data_source for sample in answers.samples], config.data.data_source_key)
+    results = scorer.score(answers.samples)
+    failures = [(sample, r.failure) for sample, r in zip(answers.samples, results) if r.failure is not None]
+    if failures:
+        sample, failure = failures[0]
+        notice(
+            key,
+            f"{len(failures)} of {len(results)} answers have no score; the first, {sample.place}: {failure.message}",
+        )
+    return answers, results
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; an error that is the user's to mend is one message and exit status 2."""
+    try:
+        config = cast(EvaluationConfig, load_config("evaluation", sys.argv[1:] if argv is None else argv))
+        print(run_eval(config))
+    except VerlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
