@@ -28,6 +28,7 @@ from verl.registry import ENGINES
 # Adam divides by the gradient's own size, which makes noise of gradients that are zero by symmetry: eps keeps it small.
 OPTIM = {"lr": 1e-2, "lr_scheduler_type": "cosine", "override_optimizer_config": {"eps": 1e-4}}
 ROWS = 7
+PADDED = {"use_remove_padding": False}
 
 
 @dataclass(frozen=True)
@@ -201,12 +202,12 @@ def offloaded(ranks: Ranks, folder: Path) -> dict:
 
 
 def hybrid(ranks: Ranks, folder: Path) -> dict:
-    return compare(ranks, folder, Case("llama", engine={"fsdp_size": 2}, limits={"micro_batch_size": 2}))
+    return compare(ranks, folder, Case("llama", engine={"fsdp_size": 2}, model=PADDED, limits={"micro_batch_size": 2}))
 
 
 def replicated(ranks: Ranks, folder: Path) -> dict:
     """Shard groups of one rank: every rank has all weights and only gradients travel."""
-    return compare(ranks, folder, Case("qwen2", engine={"fsdp_size": 1}, limits={"micro_batch_size": 2}))
+    return compare(ranks, folder, Case("qwen2", engine={"fsdp_size": 1}, model=PADDED, limits={"micro_batch_size": 2}))
 
 
 def half_precision(ranks: Ranks, folder: Path) -> dict:

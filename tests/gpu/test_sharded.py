@@ -1,4 +1,4 @@
-"""FSDP and FSDP2 on one CUDA device: where weights, optimizer state and activations live, and that no number changes."""
+"""FSDP and FSDP2 on one CUDA device: where weights, optimizer state and activations live; no number changes."""
 
 from __future__ import annotations
 

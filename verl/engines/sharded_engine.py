@@ -18,7 +18,6 @@ from verl.distributed.shards import mirror
 from verl.engines import sharding
 from verl.engines.forward import TokenForward
 from verl.engines.optimizer import move_optimizer_state
-from verl.engines.rows import AlignedRows
 from verl.engines.sequence_parallel import SequenceForward, check_heads, pooled, sequence_peers
 from verl.engines.torch_engine import TorchEngine
 from verl.metrics import MetricSet, log
@@ -126,8 +125,8 @@ class ShardedEngine(TorchEngine):
     def _make_forward(self, *args: Any, **kwargs: Any) -> TokenForward:
         return SequenceForward(self.peers, *args, **kwargs) if self.sharers > 1 else TokenForward(*args, **kwargs)
 
-    def _budget(self, rows: AlignedRows, micro_batch_size: int | None, max_tokens: int | None) -> int | None:
-        budget = super()._budget(rows, micro_batch_size, max_tokens)
+    def _budget(self, *args: Any, **kwargs: Any) -> int | None:
+        budget = super()._budget(*args, **kwargs)
         return None if budget is None else budget * self.sharers  # a budget is what one rank computes
 
     def infer(self, batch: DataProto, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
