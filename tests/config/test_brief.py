@@ -483,7 +483,7 @@ SINGLE = {
     f"{A}.qat.enable=true": refused(f"{LATER}quantization-aware training"),
     f"{R}.enable_vision=true": refused(f"{LATER}vision-language models"),
     f"{R}.multi_turn.enable=true": refused(f"{LATER}multi-turn rollouts and tools"),
-    f"{M}.use_liger=true": refused(f"{LATER}Liger kernels"),
+    f"{M}.use_liger=true": Works({f"{M}.use_liger": True}),
     f"{M}.use_fused_kernels=true": Works({f"{M}.use_fused_kernels": True}),
     f"{M}.lora_rank=16": Works({f"{M}.lora_rank": 16}),
     f"{M}.lora.rank=16": refused(f"{LATER}LoRA of Megatron models"),
@@ -551,7 +551,10 @@ SUPERVISED = {
     "LoRA": ("model.path=model model.lora_rank=32", Works({"model.lora_rank": 32}, (NO_VAL,))),
     "sequence parallel, with Liger": (
         "model.path=model ulysses_sequence_parallel_size=2 model.use_liger=True",
-        refused(f"{LATER}Liger kernels"),
+        Works(
+            {"engine.ulysses_sequence_parallel_size": 2, "model.use_liger": True},
+            ("ulysses_sequence_parallel_size", NO_VAL),
+        ),
     ),
     "Megatron": ("model.path=model engine=megatron", refused("the training backend 'megatron' is not built yet")),
     "eight processes": ("model.path=model trainer.n_gpus_per_node=8", wrong(LAPTOP)),

@@ -35,6 +35,10 @@ READ_ELSEWHERE = {
     "ray_kwargs.ray_init.runtime_env.py_executable",
     "ray_kwargs.timeline_json_file",
     "trainer.ray_wait_register_center_timeout",
+    # They stand for those of fsdp_config, which follow them.
+    "actor_rollout_ref.actor.entropy_checkpointing",
+    "actor_rollout_ref.actor.entropy_from_logits_chunk_size",
+    "actor_rollout_ref.actor.entropy_from_logits_with_chunking",
     # Both stand for fsdp_config.use_torch_compile, which follows the first.
     "actor_rollout_ref.actor.use_torch_compile",
     "actor_rollout_ref.ref.use_torch_compile",

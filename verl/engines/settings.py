@@ -33,12 +33,13 @@ class PassSettings:
     @classmethod
     def of(cls, model: Any, engine: Any, share_prompts: bool = False) -> PassSettings:
         """From the ``model`` section and that of the engine."""
-        chunked = engine.entropy_from_logits_with_chunking
+        chunked, rows = engine.entropy_from_logits_with_chunking, engine.entropy_from_logits_chunk_size
+        fused, backend = model.use_fused_kernels, model.fused_kernel_options.impl_backend
         return cls(
             packed=bool(model.use_remove_padding),
             share_prompts=share_prompts and bool(model.use_remove_padding),
-            fused_head=model.fused_kernel_options.impl_backend if model.use_fused_kernels else None,
-            entropy_chunk=engine.entropy_from_logits_chunk_size if chunked else None,
+            fused_head=backend if fused else None,
+            entropy_chunk=rows if chunked else None,
             entropy_again=bool(engine.entropy_checkpointing),
         )
 

@@ -47,18 +47,17 @@ class LoraSettings:
     @classmethod
     def of(cls, model: Any) -> LoraSettings | None:
         """None where all weights are trained."""
-        if not model.lora_rank and not model.lora_adapter_path:
-            return None
         if model.lora_rank < 0:
             raise ConfigError("the rank of an adapter is positive", key=f"{KEY}.lora_rank", got=model.lora_rank)
         targets, excluded = model.target_modules, model.exclude_modules
-        return cls(
+        found = cls(
             rank=model.lora_rank,
             alpha=model.lora_alpha,
             target_modules=targets if isinstance(targets, str) else tuple(targets),
             exclude_modules=tuple(excluded) if isinstance(excluded, list) else excluded,
             adapter_path=model.lora_adapter_path,
         )
+        return found if found.rank or found.adapter_path else None
 
 
 def add_adapter(model: Any, settings: LoraSettings, seed: int, also: nn.Module | None = None) -> None:
