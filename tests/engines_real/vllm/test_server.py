@@ -21,7 +21,7 @@ from verl.rollout.server.process import ServerProcess, free_port
 from verl.rollout.server.sampler import ServerSampler, run_now
 from verl.weight_sync import chunk_weights
 
-START_SECONDS = 240.0
+START_SECONDS = 600.0
 
 
 @pytest.fixture(scope="module")

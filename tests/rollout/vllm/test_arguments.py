@@ -50,6 +50,15 @@ def test_the_sections_become_engine_arguments():
     assert made("cuda")["dtype"] == "bfloat16" and made("cuda")["enforce_eager"] is False
 
 
+def test_the_context_is_what_a_run_needs_unless_it_is_set():
+    node = {"prompt_length": 30, "response_length": 20}
+    assert made(**node)["max_model_len"] == 50
+    assert made(**node, max_model_len=100)["max_model_len"] == 100
+    assert made(prompt_length=512, response_length=512)["max_model_len"] == 128
+    assert made(**node, enable_chunked_prefill=False, max_num_batched_tokens=40)["max_num_batched_tokens"] == 50
+    assert made(**node, max_num_batched_tokens=40)["max_num_batched_tokens"] == 40
+
+
 def test_weights_start_from_the_folder_where_a_reload_can_be_compared_with_them():
     assert made("cpu")["load_format"] == "auto"
     assert made("cuda")["load_format"] == "dummy"

@@ -28,7 +28,7 @@ def from_config(rollout: Any, model: Any, device: str, facts: ModelFacts) -> dic
         "dtype": auto if rollout.dtype == "auto" else rollout.dtype,
         "seed": int(rollout.seed),
         "load_format": _load_format(rollout.load_format, device, facts),
-        "max_model_len": rollout.max_model_len,
+        "max_model_len": _context(rollout, facts),
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": _batched_tokens(rollout, facts),
         "enable_chunked_prefill": rollout.enable_chunked_prefill,
@@ -116,14 +116,20 @@ def _load_format(asked: str, device: str, facts: ModelFacts) -> str:
     return "auto" if asked == "dummy" and (device == "cpu" or facts.is_moe) else asked
 
 
+def _context(rollout: Any, facts: ModelFacts) -> int:
+    """No longer than a run needs: vLLM wants room in its cache for one sequence of this length."""
+    needed = int(rollout.prompt_length) + int(rollout.response_length)
+    return int(rollout.max_model_len or min(needed, facts.max_model_len))
+
+
 def _batched_tokens(rollout: Any, facts: ModelFacts) -> int:
     """Without chunked prefill vLLM wants a step that holds the longest sequence."""
     asked = int(rollout.max_num_batched_tokens)
-    longest = rollout.max_model_len or facts.max_model_len
-    if rollout.enable_chunked_prefill or longest <= asked or longest > 1 << 20:
+    longest = _context(rollout, facts)
+    if rollout.enable_chunked_prefill or longest <= asked:
         return asked
     notice(
         f"{_R}.max_num_batched_tokens",
         f"raised from {asked} to the context of {longest} tokens, since enable_chunked_prefill=false",
     )
-    return int(longest)
+    return longest

@@ -145,7 +145,9 @@ class VLLMEngine:
                 self._rpc("verl_take", (named for chunk in chunks for named in chunk.tensors))
             else:
                 self._take_files(chunks)
-        except (ValueError, KeyError, AssertionError, NotImplementedError) as error:
+        except RolloutError:  # the stream's own, as it is
+            raise
+        except (ValueError, KeyError, AssertionError, RuntimeError) as error:
             raise RolloutError(f"vLLM does not take the weights: {told(error)}") from error
         self._engine.reset_prefix_cache()
 
