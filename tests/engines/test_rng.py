@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import torch
 
 from verl.distributed import Ranks
@@ -37,12 +40,20 @@ def first_number(seed: int) -> float:
 
 
 def test_one_process_goes_on_where_it_was():
-    torch.manual_seed(4)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(4)
+    draw_one_of_a_pair()
     state = {name: tensor.clone() for name, tensor in rng_state("cpu", Ranks()).items()}
-    expected = torch.rand(1).item()
-    assert list(state) == ["rng/cpu"]
+    expected = draw_one_of_a_pair()
+    assert list(state) == ["rng/cpu", "rng/python", "rng/numpy"]
+    draw_one_of_a_pair()
     set_rng_state(state, "cpu", Ranks())
-    assert torch.rand(1).item() == expected
+    assert draw_one_of_a_pair() == expected
+
+
+def draw_one_of_a_pair() -> tuple[float, ...]:
+    """Gaussians come in pairs in python and numpy, so that one waits; it belongs to the state."""
+    return torch.rand(1).item(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()
 
 
 def test_each_rank_takes_its_own_state():

@@ -91,7 +91,7 @@ class Server:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(60)
 
     def start(self, folder: Path, arguments: list[str], fault: str = "", program: str = "main_ppo") -> Run:
         """Fork a run that works in ``folder``."""

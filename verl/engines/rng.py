@@ -1,15 +1,19 @@
-"""torch's global generators as part of an engine's state: dropout draws from them.
+"""The global generators of a worker as part of its engine's state.
 
-Every rank draws its own numbers. Rank 0's states are called ``rng/cpu`` and ``rng/cuda``, as those of a one-process
-engine are, and rank r's have ``/r`` behind, so that a state moves between world sizes: a rank that has none in it gets
-one that follows from rank 0's.
+Dropout draws from torch's; python's and numpy's are for what a user's code may do in a worker. Every rank draws its own
+numbers. Rank 0's states are called ``rng/cpu``, ``rng/cuda``, ``rng/python`` and ``rng/numpy``, as those of a
+one-process engine are, and rank r's have ``/r`` behind, so that a state moves between world sizes: a rank that has none
+in it gets one that follows from rank 0's.
 """
 
 from __future__ import annotations
 
 import hashlib
+import random
+import struct
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +22,7 @@ from verl.distributed import Ranks
 
 def rng_state(device: str, ranks: Ranks) -> dict[str, Tensor]:
     """The states of all ranks, on rank 0; nothing on the others."""
-    own = {"rng/cpu": torch.get_rng_state()}
+    own = {"rng/cpu": torch.get_rng_state(), "rng/python": _python_state(), "rng/numpy": _numpy_state()}
     if device == "cuda":
         own["rng/cuda"] = torch.cuda.get_rng_state()
     gathered = {name: ranks.gather(state) for name, state in own.items()}
@@ -31,13 +35,50 @@ def set_rng_state(tensors: Mapping[str, Tensor], device: str, ranks: Ranks) -> N
     """Continue from rank 0's `rng_state`; on the other ranks only its names and shapes are read (`mirror`)."""
     received = {name: _received(state, ranks) for name, state in tensors.items()}
     if ranks.rank and "rng/cpu" in received and _name("rng/cpu", ranks.rank) not in received:
-        torch.manual_seed(_derived(received["rng/cpu"], ranks.rank))  # seeds the generators of devices too
+        seed = _derived(received["rng/cpu"], ranks.rank)
+        torch.manual_seed(seed)  # seeds the generators of devices too
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
         return
     for name, state in received.items():
         if name == _name("rng/cpu", ranks.rank):
             torch.set_rng_state(state)
         elif name == _name("rng/cuda", ranks.rank) and device == "cuda":
             torch.cuda.set_rng_state(state)
+        elif name == _name("rng/python", ranks.rank):
+            _set_python_state(state)
+        elif name == _name("rng/numpy", ranks.rank):
+            _set_numpy_state(state)
+
+
+def _python_state() -> Tensor:
+    """Version, 625 words, and the second number of a Gaussian pair that may wait, as int64."""
+    version, words, waiting = random.getstate()
+    return torch.tensor([version, *words, waiting is not None, _bits(waiting or 0.0)])
+
+
+def _set_python_state(state: Tensor) -> None:
+    version, *words, waits, bits = state.tolist()
+    random.setstate((version, tuple(words), _float(bits) if waits else None))
+
+
+def _numpy_state() -> Tensor:
+    """624 words, the place in them, and the waiting Gaussian, as int64."""
+    _, words, place, waits, waiting = np.random.get_state(legacy=True)
+    return torch.tensor([*map(int, words), place, waits, _bits(float(waiting))])
+
+
+def _set_numpy_state(state: Tensor) -> None:
+    *words, place, waits, bits = state.tolist()
+    np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), place, waits, _float(bits)))
+
+
+def _bits(number: float) -> int:
+    return struct.unpack("<q", struct.pack("<d", number))[0]
+
+
+def _float(bits: int) -> float:
+    return struct.unpack("<d", struct.pack("<q", bits))[0]
 
 
 def _received(state: Tensor, ranks: Ranks) -> Tensor:
