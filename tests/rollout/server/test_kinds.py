@@ -132,7 +132,7 @@ def test_weights_that_are_not_whole_never_reach_the_server(model, tmp_path, spoi
 def test_a_server_that_takes_no_weights_is_refused_by_name(model):
     for kind in ("tgi", "openai"):
         with serving({}) as server, pytest.raises(RolloutError, match=f"kind '{kind}' has no call for new weights"):
-            update(over(server, model, api=kind), weights(model))
+            update(over(server, model, api=kind, wants_log_probs=False), weights(model))
 
 
 def test_a_vllm_server_outside_development_mode_says_how_to_start_it(model, tmp_path):

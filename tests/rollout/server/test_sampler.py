@@ -225,6 +225,19 @@ def test_a_server_without_a_call_to_abort_ends_the_request_with_nothing(model):
         assert asyncio.run(run()).finish_reason == "abort"
 
 
+def test_a_request_that_is_aborted_between_two_attempts_is_not_sent_again(model):
+    async def run():
+        task = asyncio.ensure_future(sampler.generate(ASKED))
+        while not server.count(PATH):
+            await asyncio.sleep(0.01)
+        await sampler.abort()
+        return await asyncio.wait_for(task, 10)
+
+    with serving({PATH: (503, {}), "/abort_requests": (200, {})}) as server:
+        sampler = over(server, model, retry_delay=0.3)
+        assert asyncio.run(run()).finish_reason == "abort" and server.count(PATH) == 1
+
+
 def test_the_same_sampler_works_from_one_event_loop_after_another(model):
     with serving({PATH: completion()}) as server:
         sampler = over(server, model)

@@ -107,6 +107,7 @@ class ServerSampler(GatedSampler):
         self._is_verified = False
         self._shapes = shapes_on_disk(model)
         self._tasks: dict[str, tuple[asyncio.Task[Sampled], Request]] = {}
+        self._aborted: set[str] = set()
         self._counts.update(retries=0, nonsense=0)
 
     @classmethod
@@ -151,6 +152,14 @@ class ServerSampler(GatedSampler):
             kind = await self._kind()
             served = self.served_model or await self._served(kind)
             self._dialect = DIALECTS[kind](self._ask, served, self._text)
+            if self._wants_log_probs and not self._dialect.gives_log_probs:
+                self._dialect = None
+                raise RolloutError(
+                    f"{self.url} gives no log-probs of token ids",
+                    key="actor_rollout_ref.rollout.calculate_log_probs",
+                    got=True,
+                    fix="Set it to false for evaluation, or name the server's kind: server.api=vllm.",
+                )
             if not self._dialect.takes_ids:
                 notice(
                     f"{_S}.api",
@@ -164,6 +173,7 @@ class ServerSampler(GatedSampler):
         if not chosen:
             return 0
         dialect = await self.connect()
+        self._aborted |= set(chosen)
         if not await dialect.abort([dialect.key(request) for _, request in chosen.values()]):
             for task, _ in chosen.values():
                 task.cancel()  # the server sees the end of the connection; what it had is lost
@@ -187,6 +197,7 @@ class ServerSampler(GatedSampler):
             raise
         finally:
             self._tasks.pop(request.id, None)
+            self._aborted.discard(request.id)
         return sampled if keeps_log_probs else replace(sampled, log_probs=None)
 
     async def _answer(self, dialect: Dialect, request: Request) -> Sampled:
@@ -194,6 +205,8 @@ class ServerSampler(GatedSampler):
         path, payload = dialect.question(request, stops, request_seed(request, self.seed))
 
         async def attempt() -> Sampled:
+            if request.id in self._aborted:  # between two attempts
+                return Sampled((), (), "abort")
             found = accepted(await self._client.ask("POST", path, payload, self.timeout), f"{self.url}{path}")
             try:
                 sampled = dialect.answer(request, found)
@@ -250,11 +263,6 @@ class ServerSampler(GatedSampler):
         sampling, dialect = request.sampling, await self.connect()
         plain = sampling.temperature == 1 and sampling.top_p == 1 and sampling.top_k < 1
         if not dialect.gives_log_probs:
-            if self._wants_log_probs:
-                raise RolloutError(
-                    f"{self.url} gives no log-probs of token ids", key="actor_rollout_ref.rollout.calculate_log_probs",
-                    got=True, fix="Set it to false for evaluation, or name the server's kind: server.api=vllm.",
-                )  # fmt: skip
             return False
         if plain or sampling.is_greedy or dialect.reports_processed:
             return True
