@@ -87,6 +87,8 @@ WORKS = [
     ),
     ("reward_model.reward_kwargs.max_resp_len", "2048", "reward.reward_kwargs", {"max_resp_len": 2048}),
     ("trainer.val_generations_to_log_to_wandb", "5", "trainer.log_val_generations", 5),
+    ("ray_init.num_cpus", "4", "ray_kwargs.ray_init.num_cpus", 4),
+    ("ray_init.timeline_json_file", "/t.json", "ray_kwargs.timeline_json_file", "/t.json"),
 ]
 
 NOT_BUILT = [
@@ -136,8 +138,6 @@ NOT_BUILT = [
     ("trainer.profile_steps", "[1,2]", "global_profiler.steps", "profiling"),
     ("trainer.controller_nsight_options.trace", "cuda", f"{NSYS}.controller_nsight_options", "profiling"),
     ("trainer.worker_nsight_options.trace", "cuda", f"{NSYS}.worker_nsight_options", "profiling"),
-    ("ray_init.num_cpus", "4", "ray_kwargs.ray_init.num_cpus", "the Ray runtime"),
-    ("ray_init.timeline_json_file", "/t.json", "ray_kwargs.timeline_json_file", "the Ray runtime"),
     ("data.sampler.class_path", "/s.py", "trainer.v1.sampler.custom_sampler.path", "asynchronous schedules"),
     ("data.sampler.class_name", "S", "trainer.v1.sampler.custom_sampler.name", "asynchronous schedules"),
 ]

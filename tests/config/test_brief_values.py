@@ -262,19 +262,19 @@ def test_every_estimator_name_of_the_table_is_a_value(name):
 
 
 ROLLOUT_IS = {
-    "algorithm.rollout_is_threshold": "2.0",
-    "algorithm.rollout_is": "true",
-    "algorithm.rollout_is_threshold_lower": "0.5",
-    "algorithm.rollout_is_level": "geometric",
-    "algorithm.rollout_is_mode": "mask",
-    "algorithm.rollout_is_veto_threshold": "1e-3",
+    "rollout_is_threshold": 2.0,
+    "rollout_is": True,
+    "rollout_is_threshold_lower": 0.5,
+    "rollout_is_level": "geometric",
+    "rollout_is_mode": "mask",
+    "rollout_is_veto_threshold": 1e-3,
 }
 
 
-@pytest.mark.parametrize("key", ROLLOUT_IS)
-def test_rollout_importance_sampling_is_refused_by_name(key):
-    with pytest.raises(NotBuiltError, match="rollout importance sampling"):
-        run(f"{key}={ROLLOUT_IS[key]}")
+@pytest.mark.parametrize("name", ROLLOUT_IS)
+def test_a_setting_of_rollout_importance_sampling_is_taken_as_it_is_printed(name):
+    cfg = run(f"algorithm.{name}={str(ROLLOUT_IS[name]).lower()}")
+    assert cfg.algorithm[name] == ROLLOUT_IS[name]
 
 
 def test_rollout_importance_sampling_switched_off_in_words_is_fine():

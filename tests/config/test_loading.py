@@ -318,7 +318,7 @@ def test_help_lists_what_works_and_leaves(capsys):
         load_config("ppo_trainer", ["--help"])
     text = capsys.readouterr().out
     assert left.value.code == 0 and f"{R}.n=1  responses per prompt" in text
-    assert "use_liger" not in text and "(auto, disable, resume_path)" in text
+    assert "enable_vision" not in text and "(auto, disable, resume_path)" in text
 
 
 def test_loading_checks_the_settings_against_each_other_and_the_machine(shared, tmp_path):
