@@ -37,7 +37,7 @@ def measure(a: argparse.Namespace) -> None:
     """One variant in this process; prints JSON."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(a.tokens, a.hidden, generator=generator).requires_grad_()
-    weight = (torch.randn(a.vocabulary, a.hidden, generator=generator) * a.hidden**-0.5).requires_grad_()
+    weight = torch.randn(a.vocabulary, a.hidden, generator=generator).mul_(a.hidden**-0.5).requires_grad_()
     labels = torch.randint(0, a.vocabulary, (a.tokens,), generator=generator)
     upstream = torch.randn(a.tokens, generator=generator)
     gradients_mib = (hidden.nbytes + weight.nbytes) / (1 << 20)

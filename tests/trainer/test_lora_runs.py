@@ -1,0 +1,106 @@
+"""Whole runs with an adapter, RL and supervised: what they save, and that the reference policy is the base."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support import tiny_model_dir, write_prompts
+from verl.config import load_config
+from verl.models.merging import merge
+from verl.trainer import main_ppo, sft_trainer
+
+SCORER = (
+    "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) % 5\n"
+)
+LORA = ["lora_rank=4", "lora_alpha=8", "target_modules=[q_proj,v_proj,up_proj]"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "logs"))
+    tiny_model_dir("model")
+    write_prompts("train.parquet", 8)
+    Path("scorer.py").write_text(SCORER)
+    return tmp_path
+
+
+def run_ppo(steps: int, folder: str, *more: str) -> list[dict]:
+    config = load_config(
+        "ppo_trainer",
+        [
+            "algorithm.adv_estimator=grpo",
+            "data.train_files=train.parquet",
+            "data.train_batch_size=2",
+            "data.max_prompt_length=64",
+            "data.max_response_length=6",
+            "actor_rollout_ref.model.path=model",
+            *(f"actor_rollout_ref.model.{word}" for word in LORA),
+            "actor_rollout_ref.rollout.n=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "actor_rollout_ref.actor.use_kl_loss=true",
+            "actor_rollout_ref.actor.optim.lr=0.05",
+            "reward.custom_reward_function.path=scorer.py",
+            "trainer.logger=[file]",
+            "trainer.project_name=lora",
+            f"trainer.experiment_name={folder}",
+            f"trainer.default_local_dir={folder}",
+            f"trainer.total_training_steps={steps}",
+            "trainer.save_freq=1",
+            *more,
+        ],
+    )
+    main_ppo.run_ppo(config)
+    lines = Path(f"logs/lora/{folder}.jsonl").read_text().splitlines()
+    return [json.loads(line)["data"] for line in lines]
+
+
+def test_an_rl_run_trains_the_adapter_against_its_own_base_and_resumes(here):
+    first, second, third = run_ppo(3, "whole")[:3]
+    assert abs(first["actor/kl_loss"]) < 1e-6, "the adapter starts as no change"
+    assert second["actor/kl_loss"] > 1e-5 and third["actor/kl_loss"] > 1e-5
+    assert first["actor/prompt_sharing"] > 0.3
+    saved = Path("whole/global_step_3/actor/huggingface")
+    tensors = load_file(saved / "adapter_model.safetensors")
+    assert len(tensors) == 2 * 3 * 2 and not (saved / "model.safetensors").exists()
+    run_ppo(2, "cut", "trainer.resume_mode=disable")
+    run_ppo(3, "cut", "trainer.resume_mode=auto")
+    again = load_file("cut/global_step_3/actor/huggingface/adapter_model.safetensors")
+    assert all(torch.equal(tensor, again[name]) for name, tensor in tensors.items())
+    merge("whole/global_step_3/actor", "merged")
+    weights, base = load_file("merged/model.safetensors"), load_file("model/model.safetensors")
+    changed = {name for name in base if not torch.equal(weights[name], base[name])}
+    assert changed == {name for name in base if any(kind in name for kind in ("q_proj.w", "v_proj.w", "up_proj.w"))}
+
+
+def test_a_supervised_run_trains_the_adapter(here):
+    turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    pq.write_table(pa.Table.from_pylist([{"messages": turns}] * 8), "sft.parquet")
+    config = load_config(
+        "sft_trainer",
+        [
+            "data.train_files=sft.parquet",
+            "data.train_batch_size=2",
+            "model.path=model",
+            *(f"model.{word}" for word in LORA),
+            "optim.lr=0.01",
+            "trainer.total_training_steps=4",
+            "trainer.save_freq=4",
+            "trainer.logger=[file]",
+            "trainer.project_name=lora",
+            "trainer.experiment_name=sft",
+            "trainer.default_local_dir=sft",
+        ],
+    )
+    sft_trainer.run_sft(config)
+    losses = [json.loads(line)["data"]["train/loss"] for line in Path("logs/lora/sft.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0] - 0.1
+    (saved,) = Path("sft").glob("global_step_4/*/huggingface/adapter_model.safetensors")
+    assert len(load_file(saved)) == 2 * 3 * 2
