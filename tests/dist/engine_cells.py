@@ -56,6 +56,7 @@ class Case:
     Args:
         config: fields of the model's configuration.
         engine, model: settings of the two sections for the sharded engine.
+        both: settings of the model section for either engine.
         limits: of its micro-batches; the plain engine takes the whole batch at once.
         idle: ranks without rows.
     """
@@ -65,6 +66,7 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
+    both: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
     idle: tuple[int, ...] = ()
 
@@ -80,8 +82,8 @@ def sharded(path: Path, kind: str = "causal_lm", trains: bool = True, **sections
     )
 
 
-def plain(path: Path, kind: str = "causal_lm", optim: dict[str, Any] | None = None) -> PlainEngine:
-    return make_engine(path, kind, optim={**OPTIM, **(optim or {})}, seed=5)
+def plain(path: Path, kind: str = "causal_lm", optim: dict[str, Any] | None = None, **sections: Any) -> PlainEngine:
+    return make_engine(path, kind, optim={**OPTIM, **(optim or {})}, seed=5, **sections)
 
 
 def shared_model(ranks: Ranks, folder: Path, family: str, **config: Any) -> Path:
@@ -140,14 +142,14 @@ def whole_gradient(engine: ShardedEngine) -> Tensor:
     found = {name: tensor for unit in engine._units(first_only=False) for name, tensor in unit.items()}
     for p, value in kept.items():
         p.copy_(value)
-    return torch.cat([found[name].flatten() for name, _ in engine.blueprint.named_parameters()])
+    return torch.cat([found[name].flatten() for name, p in engine.blueprint.named_parameters() if p.requires_grad])
 
 
 def compare(ranks: Ranks, folder: Path, case: Case) -> dict[str, Any]:
     """Relative errors of outputs, loss, gradient and of the weights after two steps; metrics as each rank has them."""
     path = shared_model(ranks, folder, case.family, **case.config)
     outputs = ("values",) if case.kind == "value" else ("log_probs", "entropy")
-    engine = sharded(path, case.kind, engine=case.engine, model=case.model)
+    engine = sharded(path, case.kind, engine=case.engine, model={**case.both, **case.model})
     batch = ragged_batch(rows=ROWS, seed=1)
     mine, loss_fn = share(ranks, batch, case.idle), loss_of(case.kind)
     found = engine.infer(mine, outputs, temperature=0.9, **case.limits)
@@ -158,7 +160,7 @@ def compare(ranks: Ranks, folder: Path, case: Case) -> dict[str, Any]:
     result = {"metrics": metrics, "rows": len(mine)}
     if not ranks.is_first:
         return result
-    reference = plain(path, case.kind)
+    reference = plain(path, case.kind, model=case.both)
     expected = reference.infer(batch, outputs, temperature=0.9)
     whole = {name: torch.tensor([row for answer in answers for row in answer[name]]) for name in outputs}
     order = order_of(ranks, batch, case.idle)
@@ -208,6 +210,12 @@ def hybrid(ranks: Ranks, folder: Path) -> dict:
 def replicated(ranks: Ranks, folder: Path) -> dict:
     """Shard groups of one rank: every rank has all weights and only gradients travel."""
     return compare(ranks, folder, Case("qwen2", engine={"fsdp_size": 1}, model=PADDED, limits={"micro_batch_size": 2}))
+
+
+def adapter(ranks: Ranks, folder: Path) -> dict:
+    """LoRA: most weights are frozen."""
+    both = {"lora_rank": 4, "lora_alpha": 8}
+    return compare(ranks, folder, Case("qwen3", both=both, limits={"micro_batch_size": 2}, idle=(0,)))
 
 
 def half_precision(ranks: Ranks, folder: Path) -> dict:

@@ -21,6 +21,7 @@ CELLS = {
         cells.a_rank_without_rows,
         cells.value_model,
         cells.mixture,
+        cells.adapter,
         cells.kept_gathered_and_reduced_once,
         cells.offloaded,
         cells.replicated,
@@ -66,7 +67,7 @@ def world(*names: str):
     return pytest.mark.parametrize("size, name", [case for case in cases if case in known])
 
 
-@world("tied_and_uneven", "a_rank_without_rows", "value_model", "mixture", "kept_gathered_and_reduced_once")
+@world("tied_and_uneven", "a_rank_without_rows", "value_model", "mixture", "adapter", "kept_gathered_and_reduced_once")
 def test_outputs_loss_gradient_and_weights_equal_the_plain_engine(runs, size, name):
     errors = runs[size][name][0]["errors"]
     assert {"loss", "gradient", "weights"} < set(errors)

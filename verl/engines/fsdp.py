@@ -80,6 +80,7 @@ class FSDPEngine(ShardedEngine):
         chosen = {unit for _, unit in units}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
+            warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad.*")  # see docs/fsdp.md
             whole = FullyShardedDataParallel(
                 model,
                 auto_wrap_policy=CustomPolicy(lambda module: module in chosen),
