@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-WIDTH = 4096
+WIDTH = 1024
+WORD = 8
 _ODD = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -24,16 +25,22 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 def checksum(tensor: torch.Tensor) -> int:
     """64 bits that depend on every bit of a tensor and on its place; the shape does not count.
 
-    With x_ij the integers of the tensor in rows of `WIDTH`: sum_j w_j sum_i x_ij + sum_i w_i sum_j x_ij (mod 2**64),
-    where w_k is odd and differs for every k.
+    With x_ij the tensor's bytes as 8-byte words in rows of `WIDTH`: sum_j w_j sum_i x_ij + sum_i w_i sum_j x_ij
+    (mod 2**64), where w_k is odd and differs for every k. Bytes that fill no word count as one word, with zeros.
     """
-    bits = as_integers(tensor)
-    whole = bits.numel() // WIDTH * WIDTH
-    total = _weighted(bits[whole:].long(), 1)
+    data = as_integers(tensor).view(torch.uint8)
+    if data.data_ptr() % WORD:
+        data = data.clone()
+    aligned = len(data) // WORD * WORD
+    words, rest = data[:aligned].view(torch.int64), data[aligned:]
+    whole = len(words) // WIDTH * WIDTH
+    total = _weighted(words[whole:], 1)
     if whole:
-        rows = bits[:whole].view(-1, WIDTH)
-        total += _weighted(rows.sum(0, dtype=torch.int64), 2) + _weighted(rows.sum(1, dtype=torch.int64), 3)
-    return total & _MASK
+        rows = words[:whole].view(-1, WIDTH)
+        total += _weighted(rows.sum(0), 2) + _weighted(rows.sum(1), 3)
+    if len(rest):
+        total += _weighted(torch.cat([rest, rest.new_zeros(WORD - len(rest))]).view(torch.int64), 4)
+    return (total + len(data)) & _MASK
 
 
 def combine(parts: list[int]) -> int:

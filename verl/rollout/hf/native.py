@@ -99,7 +99,7 @@ class NativeModel:
         _check(model, max_positions)
         inner: Any = model.model
         self.model, self.max_positions = model, max_positions
-        self._packs = model.device.type == "cpu" and can_pack(model.dtype)
+        self._packs = model.device.type == "cpu" and can_pack(model.dtype, sum(p.nbytes for p in model.parameters()))
         make = PackedProjections if self._packs else FusedProjections
         self.layers = [
             NativeLayer(number, module, flavours[number], make(_modules(module)))

@@ -15,10 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import psutil
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from verl.metrics import log
+
+MEMORY_SHARE = 0.25
+"""Part of the available memory that a second copy of the weights may take."""
 ROWS_HINT = 128
 """Rows that packed weights are laid out for; any number of rows may be multiplied."""
 
@@ -154,9 +159,12 @@ def _best_gate(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
     return kernels.silu_gate
 
 
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of torch has oneDNN's packed products for ``dtype`` on this CPU."""
+def can_pack(dtype: torch.dtype, num_bytes: int) -> bool:
+    """Whether this build of torch has oneDNN's packed products for ``dtype``, and the machine room for a second copy."""
     if not torch.backends.mkldnn.is_available():
+        return False
+    if num_bytes > MEMORY_SHARE * psutil.virtual_memory().available:
+        log.info("rollout.name=hf: too little memory to pack %d MB of weights, so decoding is slower", num_bytes >> 20)
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
