@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import psutil
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -160,7 +159,9 @@ def _best_gate(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def can_pack(dtype: torch.dtype, num_bytes: int) -> bool:
-    """Whether this build of torch has oneDNN's packed products for ``dtype``, and the machine room for a second copy."""
+    """Whether torch was built with oneDNN's packed products for ``dtype``, and a second copy fits into memory."""
+    import psutil
+
     if not torch.backends.mkldnn.is_available():
         return False
     if num_bytes > MEMORY_SHARE * psutil.virtual_memory().available:
