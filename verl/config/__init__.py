@@ -10,6 +10,7 @@ from verl.config.loading import load_config, save_config
 from verl.config.model import HFModelConfig
 from verl.config.node import ConfigNode, leaves, record_reads, replace, section, setting, to_dict, unread
 from verl.config.optim import OptimizerConfig
+from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
 from verl.config.reward import RewardConfig
 from verl.config.rollout import RolloutConfig, SamplingConfig
 from verl.config.root import ActorRolloutRefConfig, PPOTrainerConfig
@@ -25,6 +26,7 @@ __all__ = [
     "CheckpointConfig",
     "ConfigNode",
     "CriticConfig",
+    "DPOTrainerConfig",
     "DataConfig",
     "FSDPEngineConfig",
     "FSDPOptimizerConfig",
@@ -34,6 +36,7 @@ __all__ = [
     "OptimizerConfig",
     "PPOTrainerConfig",
     "PolicyLossConfig",
+    "RMTrainerConfig",
     "RefConfig",
     "RewardConfig",
     "RolloutConfig",

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.aliases import GENERATION_ALIASES, PPO_ALIASES, SFT_ALIASES, Aliases
+from verl.config.aliases import EVALUATION_ALIASES, GENERATION_ALIASES, PPO_ALIASES, SFT_ALIASES, Aliases
+from verl.config.evaluation import EvaluationConfig
 from verl.config.generation import GenerationConfig
 from verl.config.node import ConfigNode
+from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
 from verl.config.root import PPOTrainerConfig
 from verl.config.sft import SFTTrainerConfig
 from verl.errors import ConfigError, suggest
@@ -41,13 +43,19 @@ class Program:
 
 PPO = Program("ppo_trainer", PPOTrainerConfig, PPO_ALIASES, "model_engine", tuple(_ROLES.values()))
 GENERATION = Program("generation", GenerationConfig, GENERATION_ALIASES, "model_engine", ())
+EVALUATION = Program("evaluation", EvaluationConfig, EVALUATION_ALIASES, "model_engine", ())
 SFT = Program("sft_trainer", SFTTrainerConfig, SFT_ALIASES, "engine", ("engine.strategy",), ("optim", "model"))
+DPO = Program("dpo_trainer", DPOTrainerConfig, SFT_ALIASES, "engine", ("engine.strategy",), ("optim", "model"))
+RM = Program("rm_trainer", RMTrainerConfig, SFT_ALIASES, "engine", ("engine.strategy",), ("optim", "model"))
 
 NAMES: dict[str, tuple[Program, str]] = {
     "ppo_trainer": (PPO, "dp"),
     "ppo_megatron_trainer": (PPO, "megatron"),
     "sft_trainer": (SFT, "dp"),
+    "dpo_trainer": (DPO, "dp"),
+    "rm_trainer": (RM, "dp"),
     "generation": (GENERATION, "dp"),
+    "evaluation": (EVALUATION, "dp"),
     "sft_trainer_engine": (SFT, "dp"),
 }
 """Configuration names, upstream's included: the program and the engine each one means."""

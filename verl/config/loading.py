@@ -20,7 +20,7 @@ def load_config(name: str, argv: list[str]) -> ConfigNode:
     """The configuration of a program, checked as a whole.
 
     Args:
-        name: ``ppo_trainer`` or ``sft_trainer`` (or an upstream name of one of them).
+        name: of `verl.config.groups.NAMES`: ``ppo_trainer``, ``sft_trainer``, ``dpo_trainer``, ``rm_trainer``, ...
         argv: the command line without the program: ``a.b=c``, ``--config-path``, ``--config-name``, ``--cfg job``.
 
     Raises:
@@ -92,6 +92,12 @@ def _check_whole(program: Program, config: ConfigNode) -> None:
         from verl.config.validate_generation import validate_generation
 
         validate_generation(config)  # type: ignore[arg-type]
+    elif program.name == "evaluation":
+        from verl.config.validate_evaluation import validate_evaluation
+
+        validate_evaluation(config)  # type: ignore[arg-type]
+    elif program.name in ("dpo_trainer", "rm_trainer"):
+        validate.validate_pairs(config)  # type: ignore[arg-type]
     else:
         validate.validate_sft(config)  # type: ignore[arg-type]
 

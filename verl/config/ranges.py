@@ -6,8 +6,10 @@ from typing import Any
 
 from verl.config.checks import Problems, in_range, one_of
 from verl.config.optim import OptimizerConfig
+from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
 from verl.config.root import PPOTrainerConfig, uses_critic
 from verl.config.sft import SFTTrainerConfig
+from verl.errors import ConfigError
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _DTYPES = ("auto", "fp32", "float32", "float", "bf16", "bfloat16", "fp16", "float16", "half")
@@ -24,6 +26,22 @@ def sft_numbers(cfg: SFTTrainerConfig) -> Problems:
     found = _at_least("data", data, 1, "train_batch_size", "micro_batch_size_per_gpu", "max_token_len_per_gpu")
     found += _at_least("data", data, 2, "max_length") + _at_least("data", data, 0, "num_workers")
     return found + _samples(data) + _engine("engine", cfg.engine) + optimizer("optim", cfg.optim) + _steps(cfg.trainer)
+
+
+def pair_numbers(cfg: DPOTrainerConfig | RMTrainerConfig) -> Problems:
+    """The numbers of a loss on pairs."""
+    if isinstance(cfg, RMTrainerConfig):
+        return _at_least("rm", cfg.rm, 0, "centering")
+    found = _above_zero("dpo", cfg.dpo, "beta")
+    smoothing = cfg.dpo.label_smoothing
+    found += in_range("dpo.label_smoothing", smoothing, "0 or more, below 0.5", 0 <= smoothing < 0.5)
+    if smoothing and cfg.dpo.loss_type != "sigmoid":
+        fix = "Leave it out, or set dpo.loss_type=sigmoid."
+        found.append(ConfigError("only the sigmoid loss has it", key="dpo.label_smoothing", got=smoothing, fix=fix))
+    if cfg.dpo.reference_free and (cfg.dpo.ref_model_path or cfg.dpo.precompute_ref_log_probs):
+        fix = "Leave out dpo.ref_model_path and dpo.precompute_ref_log_probs."
+        found.append(ConfigError("there is no reference policy to load", key="dpo.reference_free", got=True, fix=fix))
+    return found
 
 
 def _at_least(section: str, node: Any, least: float, *names: str) -> Problems:

@@ -11,6 +11,7 @@ from verl import registry
 from verl.config import correcting, losses, machine, notices, ranges
 from verl.config.checks import Problems, collect, known_name, missing_folder, one_of
 from verl.config.node import unrecorded
+from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
 from verl.config.root import ON_VALUES, PPOTrainerConfig, uses_critic, uses_reference
 from verl.config.sft import SFTTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
@@ -41,6 +42,24 @@ def validate_sft(cfg: SFTTrainerConfig) -> None:
     with unrecorded():
         collect(rules, cfg)
         notices.tell_sft(cfg)
+
+
+def validate_pairs(cfg: DPOTrainerConfig | RMTrainerConfig) -> None:
+    """The same for training on pairs of answers."""
+    rules = (machine.trackers, machine.sft_hardware, machine.sft_files, ranges.sft_numbers, _sft_engine, _pair_budget,
+             ranges.pair_numbers, _custom_dataset, _resume)  # fmt: skip
+    with unrecorded():
+        collect(rules, cfg)
+        notices.tell_sft(cfg)
+
+
+def _pair_budget(cfg: DPOTrainerConfig | RMTrainerConfig) -> Problems:
+    data = cfg.data
+    if not data.use_dynamic_bsz:
+        return []
+    return _fits(
+        "data.max_token_len_per_gpu", data.max_token_len_per_gpu, 2 * data.max_length, "two rows of data.max_length"
+    )
 
 
 def _names(cfg: PPOTrainerConfig) -> Problems:

@@ -14,6 +14,7 @@ _HOMES = {
     "stateful_loader": "verl.data.loader",
     "create_rl_dataset": "verl.data.build",
     "create_rl_sampler": "verl.data.build",
+    "create_preference_datasets": "verl.data.build",
     "create_sft_dataset": "verl.data.build",
     "eos_token_ids": "verl.data.tokenizer",
     "hf_processor": "verl.data.tokenizer",

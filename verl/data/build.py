@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, Sampler
 
 from verl.data.files import check_files
 from verl.data.loader import EpochSampler
+from verl.data.preference import PreferenceDataset
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.settings import read
 from verl.data.sft_dataset import MultiTurnSFTDataset
@@ -41,6 +42,20 @@ def create_sft_dataset(
     cls = dataset_class(config, MultiTurnSFTDataset)
     files = check_files(files, "data.train_files")
     return cls(parquet_files=files, tokenizer=tokenizer, config=config, processor=processor, max_samples=max_samples)
+
+
+def create_preference_datasets(config: Any, tokenizer: Any) -> tuple[Any, Any]:
+    """The training and the validation pairs (None without files) as ``data.custom_cls`` or as `PreferenceDataset`."""
+    cls = dataset_class(config, PreferenceDataset)
+    found = []
+    for split in ("train", "val"):
+        files, most = read(config, f"{split}_files"), read(config, f"{split}_max_samples", -1)
+        if not files and split == "val":
+            found.append(None)
+            continue
+        paths = check_files(files, f"data.{split}_files")
+        found.append(cls(parquet_files=paths, tokenizer=tokenizer, config=config, max_samples=most))
+    return found[0], found[1]
 
 
 def create_rl_sampler(config: Any, dataset: Any) -> Sampler[int]:

@@ -49,6 +49,31 @@ def plan_padded(
     return plan
 
 
+def plan_together(
+    lengths: Sequence[int], together: int, micro_batch_size: int | None = None, max_tokens: int | None = None
+) -> list[list[int]]:
+    """As `plan_padded`, with every ``together`` consecutive rows in one micro-batch and in their order.
+
+    Raises:
+        ConfigError: see `plan_padded`; also rows that belong together and exceed the budget.
+    """
+    assert len(lengths) % together == 0, "the last rows lack their fellows"
+    units = [max(lengths[first : first + together]) for first in range(0, len(lengths), together)]
+    if max_tokens is not None and max(units, default=0) * together > max_tokens:
+        raise ConfigError(
+            f"the token budget of a micro-batch is smaller than {together} rows that belong together",
+            key="max_token_len_per_gpu",
+            got=max_tokens,
+            fix=f"Raise it to {max(units) * together} or more.",
+        )
+    plan = plan_padded(
+        units,
+        None if micro_batch_size is None else max(1, micro_batch_size // together),
+        None if max_tokens is None else max_tokens // together,
+    )
+    return [[unit * together + n for unit in part for n in range(together)] for part in plan]
+
+
 def automatic_tokens(logits_per_token: int, device: str, longest: int) -> int:
     """A token budget for runs that set none: logits stay below `LOGITS_BYTES`, and one row always fits."""
     tokens = CPU_TOKENS if device == "cpu" else GPU_TOKENS

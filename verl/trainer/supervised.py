@@ -1,4 +1,4 @@
-"""The one loop of supervised training; SFT is its first use, and a method differs by its dataset and its loss alone.
+"""The one loop of supervised training: SFT as it stands; methods on pairs of answers change its batches (`pairs.py`).
 
 The loop runs alone or, started by torchrun, on every rank: see `verl.single_controller.spmd`.
 """
@@ -37,6 +37,11 @@ class SupervisedTrainer:
         loss_fn: what is minimised.
         ctx: this rank's view of a run on several; None is a run on one.
     """
+
+    kind = "causal_lm"
+    """Of the model: a language model, or one with a scalar head (``value``)."""
+    together = 1
+    """So many consecutive rows of a batch belong together: they go to one rank and one micro-batch."""
 
     def __init__(
         self,
@@ -77,7 +82,7 @@ class SupervisedTrainer:
             model=local_model(c.model, "model.path"),
             engine=c.engine,
             optim=c.optim,
-            kind="causal_lm",
+            kind=self.kind,
             grad_clip=c.optim.clip_grad,
             total_training_steps=c.optim.total_training_steps if c.optim.total_training_steps > 0 else self.total_steps,
             device=devices.resolve_device(c.trainer.device),
@@ -115,7 +120,7 @@ class SupervisedTrainer:
             metrics["train/time(s)"] = time.perf_counter() - started
             last = self.step == self.total_steps
             if self.val_loader is not None and trainer.test_freq > 0 and (last or self.step % trainer.test_freq == 0):
-                metrics["val/loss"] = self.validate()
+                metrics |= self.validate()
             tracking.log(metrics, self.step)
             (asked,) = self.ctx.sum(float(stop.requested))  # every rank stops after the same step
             ends = asked > 0 and not last
@@ -132,31 +137,39 @@ class SupervisedTrainer:
 
     def _train(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step on this rank's rows of ``batch``; the metrics of all rows, equal on every rank."""
-        found = self.part.train(self._share(batch)).values()
+        found = self.part.train(self.complete(self._share(batch))).values()
         (found["tflop"],) = self.ctx.sum(found["tflop"])  # counted over a rank's own rows
         metrics = {f"train/{name}": value for name, value in found.items()}
         metrics["train/global_tokens"] = int(batch.tensors["attention_mask"].sum())
         return metrics
 
     def _share(self, batch: DataProto) -> DataProto:
-        return self.ctx.share(batch, balance=self.config.trainer.balance_batch)
+        return self.ctx.share(batch, balance=self.config.trainer.balance_batch, together=self.together)
 
     def _batches(self) -> Iterator[DataProto]:
         while True:
             for rows in self.train_loader:
-                yield supervised_batch(rows)
+                yield self.make_batch(rows)
 
-    def validate(self) -> float:
-        """Mean negative log-likelihood per trained token over the validation rows."""
+    def make_batch(self, rows: dict[str, torch.Tensor]) -> DataProto:
+        """What the collated rows of a dataset are for the engine."""
+        return supervised_batch(rows)
+
+    def complete(self, batch: DataProto, split: str = "train") -> DataProto:
+        """This rank's rows with what the loss needs besides them; ``split`` is where they are from: train or val."""
+        return batch
+
+    def validate(self) -> dict[str, float]:
+        """``val/loss``: mean negative log-likelihood per trained token over the validation rows."""
         assert self.val_loader is not None, "there is nothing to validate on"
         total, count = 0.0, 0
         for rows in self.val_loader:
-            batch = self._share(supervised_batch(rows))
+            batch = self._share(self.make_batch(rows))
             log_probs = self.part.infer(batch, ("log_probs",))["log_probs"]
             total -= log_probs.sum().item()  # zero where the mask is zero
             count += int(batch.tensors["response_mask"].sum())
         total, everyone = self.ctx.sum(total, count)
-        return total / max(everyone, 1)
+        return {"val/loss": total / max(everyone, 1)}
 
     def save_checkpoint(self) -> None:
         """Write ``global_step_<step>`` with the model as a Hugging Face folder in ``model/huggingface``."""

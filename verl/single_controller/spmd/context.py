@@ -88,13 +88,14 @@ class Spmd:
         """Whether this rank logs and writes."""
         return self.ranks.rank == 0
 
-    def share(self, batch: DataProto, balance: bool = True) -> DataProto:
+    def share(self, batch: DataProto, balance: bool = True, together: int = 1) -> DataProto:
         """This rank's rows of a batch that every rank has: as many as any other's give or take one, and as long.
 
         Rows keep their order. With fewer rows than ranks some ranks get an empty batch, which engines take.
 
         Args:
             balance: deal rows so that ranks have nearly equal tokens; else in turn, whatever their length.
+            together: as many consecutive rows go to the same rank.
 
         Raises:
             EngineError: the ranks do not have the same batch.
@@ -104,7 +105,9 @@ class Spmd:
         tensors: Any = batch.batch
         lengths = tensors["attention_mask"].sum(-1).tolist() if balance else [0] * len(batch)
         self.ranks.agree("the batch", self.ranks.exchange([len(batch), _fingerprint(tensors["input_ids"])]))
-        return batch[deal(lengths, self.world_size)[self.rank]]
+        units = [sum(lengths[first : first + together]) for first in range(0, len(lengths), together)]
+        mine = deal(units, self.world_size)[self.rank]
+        return batch[[unit * together + n for unit in mine for n in range(together)]]
 
     def sum(self, *numbers: float) -> list[float]:
         """Each number summed over ranks, in double precision."""

@@ -1,0 +1,147 @@
+"""Losses on pairs of answers: direct preference optimisation, and the Bradley-Terry loss of reward models.
+
+A batch holds 2 n rows: row 2 i is the chosen answer of pair i, row 2 i + 1 the rejected one. Both must be in one
+micro-batch (`rows_together`). Losses are means over the pairs of the whole mini-batch. Shapes: b = 2 m rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from verl.algorithms.aggregation import LossNorm
+from verl.algorithms.losses import field, optional_field
+from verl.errors import ConfigError
+from verl.metrics import Metric, as_float
+
+DPO_LOSSES = ("sigmoid", "ipo", "hinge")
+REFERENCE_SUMS = "ref_sums"
+"""(b,) log-probability of each answer under the reference policy."""
+MARGIN = "margin"
+
+
+def dpo_loss(margin: Tensor, beta: float, kind: str = "sigmoid", label_smoothing: float = 0.0) -> Tensor:
+    """Loss of each pair (m,) from ``margin`` h = [log pi(y_w) - log pi(y_l)] - [log ref(y_w) - log ref(y_l)].
+
+    sigmoid (Rafailov et al. 2023, arXiv 2305.18290), with smoothing e that of cDPO:
+    ``-(1 - e) log s(beta h) - e log s(-beta h)``; ipo (Azar et al. 2023, arXiv 2310.12036): ``(h - 1 / (2 beta))^2``;
+    hinge (Zhao et al. 2023, arXiv 2305.10425): ``max(0, 1 - beta h)``.
+    """
+    if kind == "ipo":
+        return (margin - 1 / (2 * beta)).square()
+    if kind == "hinge":
+        return torch.relu(1 - beta * margin)
+    if kind != "sigmoid":
+        raise ConfigError("unknown loss of pairs", key="dpo.loss_type", got=kind, allowed=DPO_LOSSES)
+    scaled = beta * margin
+    return -(1 - label_smoothing) * F.logsigmoid(scaled) - label_smoothing * F.logsigmoid(-scaled)
+
+
+def bradley_terry_loss(
+    chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0, centering: float = 0.0
+) -> Tensor:
+    """Loss of each pair (m,): ``-log s(r_w - r_l - margin) + centering (r_w + r_l)^2``.
+
+    Ouyang et al. 2022 (arXiv 2203.02155), margin of Touvron et al. 2023 (arXiv 2307.09288), centring of Eisenstein
+    et al. 2023 (arXiv 2312.09244).
+    """
+    return -F.logsigmoid(chosen - rejected - margin) + centering * (chosen + rejected).square()
+
+
+def answer_sums(log_probs: Tensor, mask: Tensor, mean: bool = False) -> Tensor:
+    """(b,) log-probability of each answer from those of its tokens (b, T); ``mean``: per token."""
+    sums = torch.where(mask.bool(), log_probs, 0.0).sum(-1)
+    return sums / mask.sum(-1).clamp(min=1) if mean else sums
+
+
+class DPOLoss:
+    """Metrics: ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins``, ``rewards/accuracies`` (h > 0),
+    ``logps/chosen``, ``logps/rejected``; a reward is ``beta (log pi - log ref)``.
+
+    Args:
+        beta: strength of the reference policy.
+        kind: of `DPO_LOSSES`.
+        label_smoothing: share of pairs that are taken to be labelled the wrong way round (sigmoid).
+        length_normalised: log-probabilities per token instead of per answer.
+        reference_free: the reference policy gives every answer the same probability.
+    """
+
+    outputs = ("log_probs",)
+    rows_together = 2
+
+    def __init__(
+        self,
+        beta: float = 0.1,
+        kind: str = "sigmoid",
+        label_smoothing: float = 0.0,
+        length_normalised: bool = False,
+        reference_free: bool = False,
+    ):
+        dpo_loss(torch.zeros(1), beta, kind)  # an unknown name is refused here, not in the first step
+        self.beta, self.kind, self.label_smoothing = beta, kind, label_smoothing
+        self.length_normalised, self.reference_free = length_normalised, reference_free
+
+    def __call__(self, outputs: Mapping[str, Tensor], batch: Any, norm: LossNorm) -> tuple[Tensor, dict[str, Metric]]:
+        mask = field(batch, "response_mask")
+        policy = answer_sums(outputs["log_probs"], mask, self.length_normalised)
+        reference = torch.zeros_like(policy)
+        if not self.reference_free:
+            reference = field(batch, REFERENCE_SUMS).to(policy)
+            if self.length_normalised:
+                reference = reference / mask.sum(-1).clamp(min=1)
+        rewards = self.beta * (policy - reference)
+        chosen, rejected = rewards[0::2], rewards[1::2]
+        margin = (policy - reference)[0::2] - (policy - reference)[1::2]
+        loss = dpo_loss(margin, self.beta, self.kind, self.label_smoothing)
+        found = {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "rewards/accuracies": (margin > 0).float(),
+            "logps/chosen": policy[0::2],
+            "logps/rejected": policy[1::2],
+        }
+        return over_pairs(loss, norm), {name: pair_mean(values) for name, values in found.items()}
+
+
+class RewardModelLoss:
+    """Metrics: ``accuracy`` (chosen above rejected), ``margin``, ``score/chosen``, ``score/rejected``.
+
+    The score of an answer is the value at its one asked position (see `verl.data.preference.with_score_token`).
+
+    Args:
+        centering: weight of the squared sum of both scores, which keeps scores around zero.
+    """
+
+    outputs = ("values",)
+    rows_together = 2
+
+    def __init__(self, centering: float = 0.0):
+        self.centering = centering
+
+    def __call__(self, outputs: Mapping[str, Tensor], batch: Any, norm: LossNorm) -> tuple[Tensor, dict[str, Metric]]:
+        scores = answer_sums(outputs["values"], field(batch, "response_mask"))
+        chosen, rejected = scores[0::2], scores[1::2]
+        wanted = optional_field(batch, MARGIN)
+        loss = bradley_terry_loss(chosen, rejected, 0.0 if wanted is None else wanted[0::2].to(scores), self.centering)
+        found = {
+            "accuracy": (chosen > rejected).float(),
+            "margin": chosen - rejected,
+            "score/chosen": chosen,
+            "score/rejected": rejected,
+        }
+        return over_pairs(loss, norm), {name: pair_mean(values) for name, values in found.items()}
+
+
+def over_pairs(losses: Tensor, norm: LossNorm) -> Tensor:
+    """This micro-batch's share of the mean over all pairs of the mini-batch, times the number of ranks."""
+    return losses.sum() * norm.dp_size / (norm.num_sequences / 2)
+
+
+def pair_mean(values: Tensor) -> Metric:
+    """A mean over pairs that merges over micro-batches and ranks by their number."""
+    return Metric(as_float(values.detach().mean()), "mean", float(len(values)))

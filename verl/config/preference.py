@@ -1,0 +1,102 @@
+"""Settings of training on pairs of answers: direct preference optimisation and reward models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.config.node import ABSENT, ConfigNode, section, setting
+from verl.config.optim import OptimizerConfig
+from verl.config.sft import SFTDataConfig, SFTRunConfig, SFTTrainerConfig
+
+_PAIRS = "a pair is read from data.prompt_key, data.chosen_key and data.rejected_key"
+
+
+@dataclass(frozen=True)
+class PreferenceDataConfig(SFTDataConfig):
+    """Prompts with a chosen and a rejected answer each."""
+
+    train_batch_size: int = setting(64, "pairs per optimizer step, over all processes", upstream=ABSENT)
+    micro_batch_size_per_gpu: int = setting(
+        4, "rows per pass of one process, two for each pair, with use_dynamic_bsz=false", upstream=ABSENT
+    )
+    max_token_len_per_gpu: int = setting(
+        8192,
+        "tokens per pass of one process with use_dynamic_bsz; at least a pair of the longest rows",
+        upstream=ABSENT,
+    )
+    train_files: str | list = setting(
+        "~/data/full_hh_rlhf/rm/train.parquet",
+        "parquet, json or jsonl file, or a list of them (local or hdfs://)",
+        upstream=ABSENT,
+        path=True,
+    )
+    prompt_key: str | None = setting("prompt", "column with the prompt: a text or chat messages", upstream=ABSENT)
+    chosen_key: str = setting("chosen", "column with the better answer: a text or chat messages", upstream=ABSENT)
+    rejected_key: str = setting("rejected", "column with the worse answer", upstream=ABSENT)
+    margin_key: str = setting(
+        "margin",
+        "column with how much better the chosen answer is, where there is one (reward models)",
+        upstream=ABSENT,
+    )
+    filter_invalid: bool = setting(
+        False,
+        "leave out, and count, rows that cannot be learned from, instead of stopping at the first",
+        upstream=ABSENT,
+    )
+    messages_key: str = setting("messages", "column with the chat messages", no_effect=_PAIRS)
+    response_key: str | None = setting(None, "column with the answer", no_effect=_PAIRS)
+    prompt_dict_keys: list | None = setting(None, "path to the question inside its column", no_effect=_PAIRS)
+    response_dict_keys: list | None = setting(None, "path to the answer inside its column", no_effect=_PAIRS)
+
+
+@dataclass(frozen=True)
+class DPOConfig(ConfigNode):
+    """The loss on pairs, and the policy that it is measured against."""
+
+    beta: float = setting(0.1, "strength of the reference policy", upstream=ABSENT)
+    loss_type: str = setting("sigmoid", "sigmoid, ipo or hinge", upstream=ABSENT, choices=("sigmoid", "ipo", "hinge"))
+    label_smoothing: float = setting(
+        0.0, "sigmoid: share of pairs that are taken to be labelled the wrong way round", upstream=ABSENT
+    )
+    length_normalised: bool = setting(False, "log-probabilities per token instead of per answer", upstream=ABSENT)
+    reference_free: bool = setting(False, "no reference policy: all answers are equally likely to it", upstream=ABSENT)
+    ref_model_path: str | None = setting(
+        None,
+        "model folder of the reference policy; null: model.path (beside LoRA the model without its adapter)",
+        upstream=ABSENT,
+        path=True,
+    )
+    precompute_ref_log_probs: bool = setting(
+        False,
+        "compute the reference's log-probs once before training, so that it takes no memory then",
+        upstream=ABSENT,
+    )
+
+
+@dataclass(frozen=True)
+class DPOTrainerConfig(SFTTrainerConfig):
+    """A run of direct preference optimisation."""
+
+    data: PreferenceDataConfig = section(PreferenceDataConfig)
+    dpo: DPOConfig = section(DPOConfig)
+    trainer: SFTRunConfig = section(SFTRunConfig, project_name="dpo", total_epochs=1)
+    optim: OptimizerConfig = section(OptimizerConfig, lr=5e-7)
+
+
+@dataclass(frozen=True)
+class RewardTrainingConfig(ConfigNode):
+    """The loss of a reward model."""
+
+    centering: float = setting(
+        0.0, "weight of the squared sum of both scores, which keeps scores around zero", upstream=ABSENT
+    )
+
+
+@dataclass(frozen=True)
+class RMTrainerConfig(SFTTrainerConfig):
+    """Training of a reward model."""
+
+    data: PreferenceDataConfig = section(PreferenceDataConfig)
+    rm: RewardTrainingConfig = section(RewardTrainingConfig)
+    trainer: SFTRunConfig = section(SFTRunConfig, project_name="rm", total_epochs=1)
+    optim: OptimizerConfig = section(OptimizerConfig, lr=9e-6)

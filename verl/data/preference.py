@@ -1,0 +1,198 @@
+"""Pairs of answers to one prompt, for DPO and for reward models: token ids with a mask that is 1 on each answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.data.collate import sft_collate
+from verl.data.files import require_column
+from verl.data.messages import Message, as_messages
+from verl.data.overlong import measure
+from verl.data.settings import read
+from verl.data.sft_dataset import MultiTurnSFTDataset
+from verl.errors import DataError
+from verl.metrics import notice
+
+SIDES = ("chosen", "rejected")
+
+
+class PreferenceDataset(MultiTurnSFTDataset):
+    """Rows of ``chosen``, ``rejected`` (each as a row of `MultiTurnSFTDataset`), ``margin`` () and ``index`` ().
+
+    Columns: ``chosen`` and ``rejected`` hold a text, or chat messages; ``prompt`` holds a text or chat messages and may
+    be left out where both sides are whole conversations. A column ``margin`` (a number) is used where there is one.
+    The loss mask is 1 on the last turn of the assistant, with the token that ends it.
+
+    Args:
+        as for `MultiTurnSFTDataset`, with ``data.{prompt,chosen,rejected,margin}_key`` and ``data.filter_invalid``.
+
+    Raises:
+        DataError: with file, row and column: both answers are the same, an answer is empty, or a row is longer than
+            ``max_length``; with ``data.filter_invalid=true`` such rows are left out and counted in a notice.
+    """
+
+    def __init__(self, parquet_files: Any, tokenizer: Any, config: Any, processor: Any = None, max_samples: int = -1):
+        self._keys = {side: str(read(config, f"{side}_key", side)) for side in ("prompt", *SIDES, "margin")}
+        self._pairs: dict[int, dict[str, Any]] = {}
+        super().__init__(parquet_files, tokenizer, config, processor, max_samples)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        row = int(self._kept[int(item)])
+        if row not in self._pairs:
+            values = self.dataframe[row]
+            found: dict[str, Any] = {side: self._tensors(*self._encode_side(values, row, side)) for side in SIDES}
+            margin = values.get(self._keys["margin"])
+            found["margin"] = torch.tensor(float(0.0 if margin is None else margin))
+            found["index"] = torch.tensor(row)
+            self._pairs[row] = found
+        return self._pairs[row]
+
+    def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """Tensors (2 n, L): chosen and rejected in turn, padded on the right to the longest; ``margin`` (2 n,)."""
+        return preference_collate(rows, self._pad_token_id())
+
+    def describe(self, item: int) -> str:
+        return self._origin.describe(int(self._rows[item]))
+
+    def _load(self, files: Any, max_samples: int) -> None:
+        super()._load(files, max_samples)
+        self._kept = np.arange(len(self.dataframe))
+        self._check_rows(bool(read(self.config, "filter_invalid", False)))
+
+    def _choose_pair(self, columns: list[str]) -> tuple[str, str] | None:
+        for side in SIDES:
+            require_column(self._keys[side], columns, file=self._origin.files[0], key=f"data.{side}_key")
+        return None
+
+    def _refuse_overlong(self) -> None:
+        """`_check_rows` does it, for both sides of a pair."""
+
+    def _check_rows(self, leave_out: bool) -> None:
+        lengths = measure(len(self.dataframe), self._pair_lengths, description="measuring pairs")
+        problems: dict[int, DataError] = {}
+        for row in range(len(self.dataframe)):
+            try:
+                self._check_row(row, int(lengths[row]))
+            except DataError as error:
+                if not leave_out:
+                    raise
+                problems[row] = error
+        if problems:
+            first = next(iter(problems.values()))
+            notice(
+                "data.filter_invalid", f"{len(problems)} of {len(self.dataframe)} pairs are left out; first: {first}"
+            )
+            self._kept = np.array([row for row in range(len(self.dataframe)) if row not in problems], dtype=int)
+        if not len(self._kept):
+            raise DataError("no pair is left to learn from", key=self._origin.files[0])
+
+    def _check_row(self, row: int, length: int) -> None:
+        chosen, rejected = (self._conversation(self.dataframe[row], row, side) for side in SIDES)
+        if chosen == rejected:
+            fix = "Set data.filter_invalid=true to leave such rows out."
+            raise DataError("the chosen and the rejected answer are the same", key=self.describe(row), fix=fix)
+        if length > self.max_length and self.truncation == "error":
+            raise self._too_long(row, length)
+
+    def _pair_lengths(self, chunk: range) -> list[int]:
+        """Tokens of the longer side of each pair; 0 where a pair is broken, which `_check_row` tells."""
+        texts: list[str] = []
+        for row in chunk:
+            values = self.dataframe[row]
+            try:
+                both = [self._conversation(values, row, side) for side in SIDES]
+                texts += [self._template.render(turns, **self._arguments(values, row)) for turns in both]
+            except DataError:
+                texts += ["", ""]
+        sizes = [len(text.encode()) for text in texts]
+        long = [n for n, size in enumerate(sizes) if size > self.max_length]
+        for n, ids in zip(long, self._template.encode_many([texts[n] for n in long])):
+            sizes[n] = len(ids)
+        return [max(sizes[2 * n : 2 * n + 2]) for n in range(len(chunk))]
+
+    def _encode_side(self, row: dict[str, Any], item: int, side: str) -> tuple[torch.Tensor, torch.Tensor]:
+        try:
+            ids, mask = self._turns.encode(self._conversation(row, item, side), **self._arguments(row, item))
+        except DataError as failure:
+            raise self._at(failure, item) from failure
+        answer = last_run(mask)
+        if len(ids) > self.max_length:
+            if self.truncation == "error":
+                raise self._too_long(item, len(ids))
+            cut = slice(-self.max_length, None) if self.truncation == "left" else slice(0, self.max_length)
+            ids, answer = ids[cut], answer[cut]
+        if not any(answer):
+            key = f"{self.describe(item)}, column {self._keys[side]!r}"
+            raise DataError("the answer has no token left after truncation", key=key, fix="Raise data.max_length.")
+        return torch.tensor(ids, dtype=torch.int32), torch.tensor(answer, dtype=torch.bool)
+
+    def _conversation(self, row: dict[str, Any], item: int, side: str) -> list[Message]:
+        """The prompt with one of its answers."""
+        column = self._keys[side]
+        where = f"{self.describe(item)}, column {column!r}"
+        prompt, answer = row.get(self._keys["prompt"]), row[column]
+        before = [] if prompt is None else self._prompt(prompt, item)
+        if isinstance(answer, str):
+            if not answer.strip():
+                raise DataError("the answer is empty", key=where)
+            if not before:
+                fix = "Set data.prompt_key, or write whole conversations as chat messages."
+                raise DataError("an answer that is text needs a prompt", key=where, fix=fix)
+            return [*before, {"role": "assistant", "content": answer}]
+        after = as_messages(answer, lambda: where)
+        found = after if before and after[: len(before)] == before else [*before, *after]
+        if not found or found[-1]["role"] != "assistant":
+            raise DataError("the conversation does not end with a turn of the assistant", key=where)
+        return found
+
+    def _prompt(self, prompt: Any, item: int) -> list[Message]:
+        where = f"{self.describe(item)}, column {self._keys['prompt']!r}"
+        if isinstance(prompt, str):
+            return as_messages([{"role": "user", "content": prompt}], lambda: where)
+        return as_messages(prompt, lambda: where)
+
+
+def last_run(mask: Sequence[int]) -> list[int]:
+    """The mask with only its last run of ones left: the last turn of the assistant."""
+    end = len(mask)
+    while end and not mask[end - 1]:
+        end -= 1
+    start = end
+    while start and mask[start - 1]:
+        start -= 1
+    return [int(start <= place < end) for place in range(len(mask))]
+
+
+def preference_collate(rows: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """Pairs to rows: 2 i is the chosen answer of pair i, 2 i + 1 the rejected one; `margin` and `index` for both."""
+    found = sft_collate([row[side] for row in rows for side in SIDES], pad_token_id)
+    for name in ("margin", "index"):
+        found[name] = torch.stack([row[name] for row in rows]).repeat_interleave(2)
+    return found
+
+
+def with_score_token(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The batch with one more token behind each sequence, the only one whose value is asked for.
+
+    A value is that of the state BEFORE its token, so the state after the whole answer is the value of the token that
+    would follow; which id stands there makes no difference. ``loss_mask`` becomes 1 on it alone.
+    """
+    real = rows["attention_mask"]
+    lengths = real.sum(-1, keepdim=True)
+    places = torch.arange(real.shape[1] + 1)
+    attention = (places <= lengths).to(real.dtype)
+    pad = torch.nn.functional.pad
+    return {
+        **rows,
+        "input_ids": pad(rows["input_ids"], (0, 1)),
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
+        "loss_mask": (places == lengths).to(real.dtype),
+    }

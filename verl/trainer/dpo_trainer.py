@@ -1,0 +1,36 @@
+"""``python -m verl.trainer.dpo_trainer key=value ...``: direct preference optimisation on pairs of answers.
+
+On several processes: ``torchrun --nproc_per_node=N -m verl.trainer.dpo_trainer key=value ...``.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from verl.config import DPOTrainerConfig
+from verl.trainer import launch
+
+if TYPE_CHECKING:
+    from verl.trainer.pairs import DPOTrainer
+
+
+def build(config: DPOTrainerConfig, tokenizer: Any, ctx: Any) -> DPOTrainer:
+    """The trainer of a checked configuration."""
+    from verl.algorithms.preference import DPOLoss
+    from verl.data import create_preference_datasets
+    from verl.trainer.pairs import DPOTrainer
+
+    dpo = config.dpo
+    train, val = create_preference_datasets(config.data, tokenizer)
+    loss = DPOLoss(dpo.beta, dpo.loss_type, dpo.label_smoothing, dpo.length_normalised, dpo.reference_free)
+    return DPOTrainer(config, tokenizer, train, val, train.collate, loss, ctx)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line."""
+    return launch.main("dpo_trainer", build, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

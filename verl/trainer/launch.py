@@ -1,0 +1,80 @@
+"""How a program of supervised training starts: from its command line to a fitted trainer, alone or under torchrun."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl import env
+from verl.config import load_config, save_config
+from verl.errors import VerlError, WorkerError
+
+if TYPE_CHECKING:
+    from verl.distributed import Ranks
+    from verl.trainer.supervised import SupervisedTrainer
+
+Build = Callable[..., "SupervisedTrainer"]
+"""``build(config, tokenizer, ctx)`` makes the trainer of a checked configuration."""
+
+
+def run(config: Any, build: Build, ranks: Ranks | None = None) -> None:
+    """Run a checked configuration.
+
+    Args:
+        ranks: the processes of the run, of which this is one; None joins those that torchrun started, or is alone.
+    """
+    from verl.single_controller.spmd import Spmd
+    from verl.trainer import runtime
+
+    trainer = config.trainer
+    runtime.start(trainer.seed)
+    if ranks is not None:
+        _fit(config, build, Spmd(ranks, trainer.seed))
+        return
+    from verl import device, distributed
+
+    several = env.get_int("WORLD_SIZE", 1) > 1
+    ranks = distributed.start(device=device.resolve_device(trainer.device)) if several else distributed.Ranks()
+    _fit(config, build, Spmd(ranks, trainer.seed))
+    if several:
+        distributed.stop()  # not behind an error: leaving would wait for ranks that are gone
+
+
+def _fit(config: Any, build: Build, ctx: Any) -> None:
+    from verl.data import hf_tokenizer
+
+    model = config.model
+    ctx.only_main(lambda: save_config(config, Path(config.trainer.default_local_dir) / "config.yaml"))
+    tokenizer = hf_tokenizer(
+        model.tokenizer_path or model.path,
+        trust_remote_code=model.trust_remote_code,
+        custom_chat_template=model.custom_chat_template,
+    )
+    build(config, tokenizer, ctx).fit()
+
+
+def main(program: str, build: Build, argv: list[str] | None = None) -> int:
+    """Command line; an error that is the user's to mend is one message and exit status 2."""
+    rank = env.get_int("RANK", 0)
+    if rank:
+        logging.getLogger("verl").setLevel(logging.ERROR)  # what there is to tell about settings, rank 0 tells
+    try:
+        config = load_config(program, sys.argv[1:] if argv is None else argv)
+    except VerlError as error:
+        return _failed(error, tell=rank == 0)  # the same on every rank
+    try:
+        run(config, build)
+    except WorkerError as error:
+        return _failed(error, tell=rank == 0)  # of another rank
+    except VerlError as error:
+        return _failed(error, tell=True)
+    return 0
+
+
+def _failed(error: VerlError, tell: bool) -> int:
+    if tell:
+        print(f"error: {error}", file=sys.stderr)
+    return 2

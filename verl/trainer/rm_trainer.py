@@ -1,0 +1,35 @@
+"""``python -m verl.trainer.rm_trainer key=value ...``: a reward model from pairs of answers (Bradley-Terry).
+
+On several processes: ``torchrun --nproc_per_node=N -m verl.trainer.rm_trainer key=value ...``. The folder it writes
+is a token-classification checkpoint with one label: what reads a reward model or a value function reads it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from verl.config import RMTrainerConfig
+from verl.trainer import launch
+
+if TYPE_CHECKING:
+    from verl.trainer.pairs import RMTrainer
+
+
+def build(config: RMTrainerConfig, tokenizer: Any, ctx: Any) -> RMTrainer:
+    """The trainer of a checked configuration."""
+    from verl.algorithms.preference import RewardModelLoss
+    from verl.data import create_preference_datasets
+    from verl.trainer.pairs import RMTrainer
+
+    train, val = create_preference_datasets(config.data, tokenizer)
+    return RMTrainer(config, tokenizer, train, val, train.collate, RewardModelLoss(config.rm.centering), ctx)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line."""
+    return launch.main("rm_trainer", build, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
