@@ -17,6 +17,7 @@ from verl.config import ActorConfig
 from verl.errors import RolloutError
 from verl.rollout import Request, SamplingParams
 from verl.rollout.lost import EngineLostError
+from verl.rollout.server.openai import EXTENSION
 from verl.rollout.server.process import ServerProcess, free_port
 from verl.rollout.server.sampler import ServerSampler, run_now
 from verl.weight_sync import chunk_weights
@@ -29,7 +30,7 @@ def server(folder):
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"]
-    command += ["--logprobs-mode", "processed_logprobs"]
+    command += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     process = ServerProcess(command, port, environment, name="vLLM's server")
     run_now(process.wait_until_up(START_SECONDS))

@@ -92,8 +92,13 @@ def folder_seen(seen):
     """Records what lies in the folder at the moment the server is told to read it."""
 
     def answer(payload):
-        folder = Path(payload.get("model_path") or payload.get("kwargs", {}).get("weights_path", "/nowhere"))
-        seen.append({p.name for p in folder.iterdir()} if folder.is_dir() else set())
+        folder = Path(
+            payload.get("model_path")
+            or payload.get("kwargs", {}).get("weights_path", "")
+            or "".join(payload.get("args", ["/nowhere"]))
+        )
+        if folder.is_dir():
+            seen.append({p.name for p in folder.iterdir()})
         index = folder / "model.safetensors.index.json"
         if index.exists():
             places = json.loads(index.read_text())["weight_map"]
@@ -152,6 +157,8 @@ def test_a_server_whose_reload_moves_log_probs_is_refused(model, tmp_path):
         return 200, {"choices": [{"prompt_logprobs": entries}]}
 
     def reload(payload):
+        if payload["method"] == "verl_ready":
+            return 500, {"error": "no such method"}
         reloads.append(payload)
         return 200, {}
 
@@ -159,6 +166,30 @@ def test_a_server_whose_reload_moves_log_probs_is_refused(model, tmp_path):
     with serving(paths) as server, pytest.raises(RolloutError, match=r"for this model.*1.0e-02"):
         update(over(server, model, weights_dir=str(tmp_path)), weights(model))
     assert reloads == [{"method": "reload_weights"}]
+
+
+@pytest.mark.parametrize("has_extension", [True, False])
+def test_a_tied_head_that_goes_on_with_old_embeddings_is_refused(tmp_path, has_extension):
+    """With embeddings of zero every token has the probability 1/259; this server says something else."""
+    model = str(tiny_model_dir(tmp_path / "model", max_positions=64, tie_word_embeddings=True))
+    calls = []
+
+    def answer(payload):
+        entries = [None, *({str(t): {"logprob": -1.0}} for t in payload["prompt"][1:])]
+        return 200, {"choices": [{"prompt_logprobs": entries}]}
+
+    def call(payload):
+        calls.append(payload["method"])
+        return (200 if has_extension or payload["method"] != "verl_ready" else 500), {}
+
+    paths = {PATH: answer, "/collective_rpc": call, "/reset_prefix_cache": (200, {})}
+    with (
+        serving(paths) as server,
+        pytest.raises(RolloutError, match=r"goes on with the old ones.*worker-extension-cls"),
+    ):
+        update(over(server, model, weights_dir=str(tmp_path / "weights")), weights(model))
+    extended = ["verl_take_again", "verl_take_folder"]
+    assert calls == ["verl_ready", *(extended if has_extension else ["reload_weights", "reload_weights"])]
 
 
 def test_tgi_takes_text_and_gives_token_ids_and_log_probs(model):

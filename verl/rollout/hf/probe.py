@@ -5,6 +5,7 @@ A family that passes needs no code of its own here. One that does not is served 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -98,9 +99,31 @@ def pool_runner(model: PreTrainedModel, max_model_len: int, policy: PoolPolicy, 
             raise
         raise UnsupportedModelError(f"a trial on a few tokens failed ({type(error).__name__}: {error})") from error
     native = _native(model, flavours, max_model_len) if owned and not policy.exact else None
-    if native is not None:
-        compare(model, PoolRunner(model, shape, policy, native), max_model_len)
+    if native is not None and not _agrees(model, PoolRunner(model, shape, policy, native), max_model_len):
+        native = None
     return PoolRunner(model, shape, policy, native)
+
+
+def _agrees(model: PreTrainedModel, runner: Runner, max_model_len: int) -> bool:
+    """Whether a faster way to compute the same does compute the same here; a notice where it does not."""
+    try:
+        compare(model, runner, max_model_len)
+    except (*FOREIGN_CODE, *_compiler_errors()) as error:
+        notice(
+            f"{type(runner).__name__}, {type(model).__name__}",
+            f"samples more slowly than it could, because a trial failed: {type(error).__name__}: {error}",
+        )
+        return False
+    return True
+
+
+def _compiler_errors() -> tuple[type[Exception], ...]:
+    """What Triton raises over a kernel that it cannot compile here."""
+    if importlib.util.find_spec("triton") is None:
+        return ()
+    from triton.errors import TritonError
+
+    return (TritonError,)
 
 
 def graph_runner(runner: PoolRunner, max_model_len: int, policy: GraphPolicy) -> Runner:
@@ -111,16 +134,10 @@ def graph_runner(runner: PoolRunner, max_model_len: int, policy: GraphPolicy) ->
         return runner
     length = min(max_model_len, PROBE_LENGTH)
     trial = GraphRunner(native, runner.shape, replace(policy, max_rows=4, max_tokens=length, cache_bytes=PROBE_CACHE))
-    try:
-        compare(model, trial, length)
-    except FOREIGN_CODE as error:
-        notice(
-            f"CUDA graphs, {type(model).__name__}",
-            f"it decodes without graphs, because a trial failed: {type(error).__name__}: {error}",
-        )
+    agrees = _agrees(model, trial, length)
+    trial.clear()
+    if not agrees:
         return runner
-    finally:
-        trial.clear()
     return GraphRunner(native, runner.shape, policy)
 
 

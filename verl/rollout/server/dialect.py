@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from verl.errors import RolloutError
 from verl.rollout.base import Request
 from verl.rollout.gated import Sampled
+from verl.rollout.reload_check import FIX
 
 
 class Ask(Protocol):
@@ -40,6 +41,8 @@ class Dialect(ABC):
     gives_log_probs = True
     reports_processed = False
     """Whether its log-probs are known to be those of the distribution that it draws from; else it is asked."""
+    fix_of_reload = FIX
+    """What to do where new weights do not arrive whole."""
     updates_from_folder = False
     """Whether it takes new weights from a folder that it can read."""
 

@@ -12,10 +12,12 @@ from typing import Any
 from verl.errors import RolloutError
 from verl.rollout.base import Request
 from verl.rollout.gated import Sampled
+from verl.rollout.lost import EngineLostError
 from verl.rollout.server.dialect import Dialect, budget_of, log_probs, prompt_of
 
 PATH = "/v1/completions"
 DEV_MODE = "Start it with VLLM_SERVER_DEV_MODE=1 in its environment."
+EXTENSION = "verl.rollout.vllm.extension.WeightReceiver"
 _TOKEN = "token_id:"
 
 
@@ -24,6 +26,8 @@ class VLLMDialect(Dialect):
 
     name = "vllm"
     updates_from_folder = True
+    fix_of_reload = f"Start it with --worker-extension-cls {EXTENSION}, or set rollout.name=hf."
+    _has_extension: bool | None = None
 
     def question(self, request: Request, stops: Sequence[int], seed: int) -> tuple[str, dict[str, Any]]:
         sampling = request.sampling
@@ -61,13 +65,25 @@ class VLLMDialect(Dialect):
         return await self._dev("/abort_requests", {"request_ids": list(keys)})
 
     async def update(self, folder: str, version: int) -> None:
-        call = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        call: dict[str, Any] = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        if await self._extended():
+            call = {"method": "verl_take_folder", "args": [folder]}
         if not await self._dev("/collective_rpc", call):
             raise RolloutError("this vLLM server has no call for new weights", key=f"version {version}", fix=DEV_MODE)
         await self.ask("POST", "/reset_prefix_cache")
 
+    async def _extended(self) -> bool:
+        """Whether this library's class is in the server's workers: it mends what the reload leaves undone."""
+        if self._has_extension is None:
+            try:
+                self._has_extension = await self._dev("/collective_rpc", {"method": "verl_ready"})
+            except EngineLostError:  # an unknown method is an error of the server
+                self._has_extension = False
+        return self._has_extension
+
     async def reload(self) -> bool:
-        done = await self._dev("/collective_rpc", {"method": "reload_weights"})
+        method = "verl_take_again" if await self._extended() else "reload_weights"
+        done = await self._dev("/collective_rpc", {"method": method})
         if done:
             await self.ask("POST", "/reset_prefix_cache")
         return done

@@ -20,6 +20,7 @@ from verl import env
 from verl.data import hf_tokenizer
 from verl.errors import ConfigError, RolloutError
 from verl.metrics import notice
+from verl.rollout import reload_check
 from verl.rollout.base import Request, Sampler, SamplingParams
 from verl.rollout.gated import UNLIMITED, GatedSampler, Sampled, request_seed, what_is_wrong
 from verl.rollout.lost import EngineLostError
@@ -40,7 +41,6 @@ DIALECTS: dict[str, type[Dialect]] = {
 }
 MARKS = {"vllm": "/version", "sglang": "/get_model_info", "tgi": "/info", "verl": INFO}
 """A path that only this kind of server has."""
-RELOAD_TOLERANCE = 1e-3
 UPDATE_SECONDS = 600.0
 POLL_SECONDS = 0.5
 _S = "actor_rollout_ref.rollout.server"
@@ -239,14 +239,12 @@ class ServerSampler(GatedSampler):
         probe = self._probe_tokens()
         before = await dialect.prompt_log_probs(probe)
         if before is not None and await dialect.reload():
-            after = await dialect.prompt_log_probs(probe) or []
-            shift = max((abs(a - b) for a, b in zip(before, after)), default=float("nan"))
-            if not shift <= RELOAD_TOLERANCE:
-                raise RolloutError(
-                    "this server cannot take new weights for this model: loading the weights that it has already moved "
-                    f"log-probs by {shift:.1e}",
-                    allowed=f"at most {RELOAD_TOLERANCE:.0e}",
-                    fix="Set rollout.name=hf for this model.",
+            reload_check.check_same(before, await dialect.prompt_log_probs(probe) or [])
+            if self.facts.is_tied and self._shapes is not None:
+                chunk = WeightChunk(0, list(reload_check.with_zero_embeddings(self.model)), True)
+                await dialect.update(str(self._folder().write([chunk], 0)), 0)
+                reload_check.check_uniform(
+                    await dialect.prompt_log_probs(probe) or [], self.vocab_size, dialect.fix_of_reload
                 )
         self._is_verified = True
 
@@ -294,7 +292,7 @@ class ServerSampler(GatedSampler):
         return True
 
     def _probe_tokens(self) -> list[int]:
-        return [(7 * i + 40) % min(self.vocab_size, 30000) for i in range(12)]
+        return reload_check.probe_tokens(self.vocab_size, 12)
 
     async def _kind(self) -> str:
         await self._until_up()

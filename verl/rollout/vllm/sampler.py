@@ -13,6 +13,7 @@ from typing import Any
 
 from verl.errors import RolloutError
 from verl.metrics import notice
+from verl.rollout import reload_check
 from verl.rollout.base import Request
 from verl.rollout.gated import GatedSampler, Sampled
 from verl.rollout.model_facts import ModelFacts
@@ -21,8 +22,6 @@ from verl.rollout.vllm import arguments, versions
 from verl.rollout.vllm.engine import VLLMEngine, told
 from verl.weight_sync import WeightChunk
 
-RELOAD_TOLERANCE = 1e-3
-"""Largest change of a prompt's log-probs when the weights that are there already are loaded again."""
 _R = "actor_rollout_ref.rollout"
 
 
@@ -40,8 +39,8 @@ class VLLMSampler(GatedSampler):
     """Samples with vLLM in this process.
 
     The engine's own workers are processes of their own where it shards the model (``tensor_parallel_size``). Before
-    the first new weights arrive, the weights that are there are loaded once more and a prompt's log-probs compared:
-    where that changes them, this build cannot be updated at run time and is refused.
+    the first new weights arrive it is checked that they can (`verl.rollout.reload_check`); a build that cannot be
+    updated at run time is refused.
 
     Args:
         engine_arguments: of vLLM's ``EngineArgs``.
@@ -82,7 +81,7 @@ class VLLMSampler(GatedSampler):
         )
         self.stop_token_ids = frozenset(facts.stop_token_ids if stop_token_ids is None else stop_token_ids)
         self._can_verify = engine_arguments.get("load_format", "auto") != "dummy"
-        self._is_verified = False
+        self._is_verified, self._is_tied, self._model = False, facts.is_tied, model
         self._shapes = shapes_on_disk(model)
         self._new: list[tuple[str, Request, tuple[int, ...]]] = []
         self._dropped: list[str] = []
@@ -166,18 +165,13 @@ class VLLMSampler(GatedSampler):
     async def _verify(self) -> None:
         if self._is_verified or not self._can_verify:
             return
-        probe = [(7 * i + 3) % min(self.vocab_size, 30000) for i in range(min(16, self.max_model_len - 1))]
+        probe = reload_check.probe_tokens(self.vocab_size, min(16, self.max_model_len - 1))
         before = await self.engine.prompt_log_probs(probe)
         self.engine.take_again()
-        after = await self.engine.prompt_log_probs(probe)
-        shift = max(abs(a - b) for a, b in zip(before, after))
-        if not shift <= RELOAD_TOLERANCE:
-            raise RolloutError(
-                "this build of vLLM cannot take new weights for this model: loading the weights that it has already "
-                f"moved log-probs by {shift:.1e}",
-                allowed=f"at most {RELOAD_TOLERANCE:.0e}",
-                fix="Set rollout.name=hf for this model.",
-            )
+        reload_check.check_same(before, await self.engine.prompt_log_probs(probe))
+        if self._is_tied and self._shapes is not None:
+            self.engine.take_weights([WeightChunk(0, list(reload_check.with_zero_embeddings(self._model)), True)])
+            reload_check.check_uniform(await self.engine.prompt_log_probs(probe), self.vocab_size)
         self._is_verified = True
 
     def _ensure_running(self) -> None:

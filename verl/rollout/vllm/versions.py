@@ -99,6 +99,24 @@ def reload_weights(worker: Any, weights: Any = None) -> None:
         worker.reload_weights(weights_iterator=weights)
     else:
         runner.model.load_weights(weights)
+    refresh_tied(runner.model)
+
+
+def refresh_tied(model: Any) -> None:
+    """Let heads that share their weight with the embeddings pack it anew.
+
+    The CPU build computes with a packed copy that it makes when a layer is loaded; a tied head is not loaded, and in
+    0.32.0 goes on with the copy of the old weight.
+    """
+    seen: set[int] = set()
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is None:
+            continue
+        is_packed = "cpu_linear" in vars(module)
+        if is_packed and weight.data_ptr() in seen:
+            module.quant_method.process_weights_after_loading(module)
+        seen.add(weight.data_ptr())
 
 
 def is_on_cpu() -> bool:

@@ -1,0 +1,66 @@
+"""Can an engine take new weights at all? Two probes before the first update, for builds that keep weights in two forms.
+
+Seen with vLLM 0.32 on CPU: a mixture of experts whose reload shifts log-probs, and a head that is tied to the
+embeddings and goes on with a packed copy of the old ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from verl.errors import RolloutError
+
+TOLERANCE = 1e-3
+"""Largest change of a log-prob that is no fault."""
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+FIX = "Set rollout.name=hf for this model."
+
+
+def probe_tokens(vocab_size: int, count: int = 16) -> list[int]:
+    """A prompt to measure with."""
+    return [(7 * i + 40) % min(vocab_size, 30000) for i in range(count)]
+
+
+def check_same(before: Sequence[float], after: Sequence[float]) -> None:
+    """Loading the weights that are there already must not change anything.
+
+    Raises:
+        RolloutError: it moved the log-probs of a prompt.
+    """
+    shift = max((abs(a - b) for a, b in zip(before, after)), default=math.nan)
+    if not shift <= TOLERANCE:
+        raise RolloutError(
+            "this engine cannot take new weights for this model: loading the weights that it has already moved "
+            f"log-probs by {shift:.1e}",
+            allowed=f"at most {TOLERANCE:.0e}",
+            fix=FIX,
+        )
+
+
+def check_uniform(found: Sequence[float], vocab_size: int, fix: str = FIX) -> None:
+    """With embeddings of zero a tied head makes every token equally probable, unless it is not the one that was loaded.
+
+    Raises:
+        RolloutError: it is not.
+    """
+    shift = max((abs(value + math.log(vocab_size)) for value in found), default=math.nan)
+    if not shift <= TOLERANCE:
+        raise RolloutError(
+            "this engine cannot take new weights for this model: its head, which is tied to the embeddings, goes on "
+            f"with the old ones (log-probs are {shift:.1e} away from what they must be)",
+            fix=fix,
+        )
+
+
+def with_zero_embeddings(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a model's folder, its embeddings replaced by zeros."""
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as opened:
+            for name in opened.keys():
+                tensor = opened.get_tensor(name)
+                yield name, torch.zeros_like(tensor) if name.endswith(EMBEDDINGS) else tensor
