@@ -10,12 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.ppo.small_runs import Seen, prepare, train
-from verl.config import PPOTrainerConfig, replace
+from verl.config import PPOTrainerConfig, RolloutCorrectionConfig, replace
 from verl.errors import ConfigError, DataError
 from verl.protocol import DataProto
 from verl.trainer.ppo import correction, stages
 from verl.trainer.ppo.context import StepContext
+from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode, compute_rollout_correction_and_add_to_batch
 
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 CAP = 1.002  # ratios of this model are within a few per mille or per cent of 1, so the cap has to be that tight
 HALF = "actor_rollout_ref.rollout.dtype=bfloat16"
 IS = (f"algorithm.rollout_is_threshold={CAP}", "algorithm.rollout_is_level=token", HALF)
@@ -191,6 +193,35 @@ def test_a_rejected_sample_still_counts_in_its_groups_baseline():
         stages.add_advantages(data, context)
     assert batch.batch["rollout_rs_mask"].sum() == 0
     assert torch.equal(batch.batch["advantages"], plain.batch["advantages"])
+
+
+def test_upstreams_form_replaces_the_mask_of_the_batch():
+    batch, _ = hand_made()
+    mask = batch.batch["response_mask"].clone()
+    config = RolloutCorrectionConfig.decoupled_k3_rs_token_tis(is_threshold=1.1, rs_threshold=0.07)
+    returned, metrics = compute_rollout_correction_and_add_to_batch(batch, config)
+    ratio = torch.where(mask.bool(), ratios(batch), 1.0)
+    kept = ((ratio - 1 - ratio.log()).sum(-1) / mask.sum(-1)) <= 0.07
+    assert 0 < kept.sum() < 4 and returned is batch
+    assert torch.equal(batch.batch["response_mask"], mask * kept[:, None])
+    torch.testing.assert_close(batch.batch["rollout_is_weights"], ratio.clamp(max=1.1) * mask)
+    dropped = 1 - kept.float().mean().item()
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(dropped)
+
+
+def test_upstreams_form_of_the_bypass_mode_takes_over_the_log_probs():
+    batch, _ = hand_made()
+    settings: dict = {"loss_mode": "vanilla"}
+    apply_bypass_mode(batch, {"bypass_mode": True}, settings)
+    assert torch.equal(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"])
+    assert settings == {"loss_mode": "bypass_mode", "rollout_correction": {"bypass_mode": True}}
+    with pytest.raises(ConfigError, match="brings its own loss"):
+        apply_bypass_mode(
+            batch, None, replace(PPOTrainerConfig(), **{LOSS: "gspo"}).actor_rollout_ref.actor.policy_loss
+        )
+    del batch.batch["rollout_log_probs"]
+    with pytest.raises(DataError, match="the rollout engine returned none"):
+        apply_bypass_mode(batch)
 
 
 def test_without_the_samplers_log_probs_the_run_says_what_is_missing():
