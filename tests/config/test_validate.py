@@ -298,61 +298,6 @@ def test_more_gpus_than_a_gpu_machine_has_names_both_counts(ppo, machine):
     assert "8 GPUs are asked for, and this machine has 2 GPUs" in said and "Allowed: 1 to 2" in said
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["trainer.nnodes=4", "trainer.n_gpus_per_node=8"],
-        ["trainer.n_gpus_per_node=8", "ray_kwargs.ray_init.address=10.0.0.1:6379"],
-        ["trainer.device=cpu", "trainer.n_gpus_per_node=4"],
-        ["trainer.runtime=ray"],
-    ],
-)
-def test_the_machines_of_a_cluster_are_not_counted_here(ppo, overrides):
-    assert ppo(*overrides).trainer.runtime in ("auto", "ray")
-
-
-def test_a_named_cluster_is_asked_instead_of_this_machine(ppo, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "auto")
-    assert ppo("trainer.n_gpus_per_node=8").trainer.n_gpus_per_node == 8
-    monkeypatch.setenv("RAY_ADDRESS", "local")
-    assert "this machine has no GPU" in message(ppo, "trainer.n_gpus_per_node=8")
-
-
-def test_a_run_in_this_process_has_one_process(ppo):
-    said = message(ppo, "trainer.runtime=local", "trainer.device=cpu", "trainer.n_gpus_per_node=4")
-    assert said.startswith("trainer.runtime: ") and "1 node(s) of 4 process(es)" in said
-    assert "Set trainer.runtime=ray, or trainer.nnodes=1 trainer.n_gpus_per_node=1" in said
-
-
-POOL = "trainer.resource_pools"
-
-
-@pytest.mark.parametrize(
-    "pools, key, words",
-    [
-        ("{a:{roles:[critc],processes:[1]}}", f"{POOL}.a.roles", "Did you mean 'critic'"),
-        ("{a:{roles:[critic]}}", f"{POOL}.a", "not the description of a pool"),
-        ("{a:{roles:[critic],processes:[0]}}", f"{POOL}.a.processes", "not a list of processes"),
-        ("{a:{roles:[critic],processes:2}}", f"{POOL}.a.processes", "not a list of processes"),
-        ("{a:{roles:[],processes:[1]}}", f"{POOL}.a.roles", "not a list of roles"),
-        ("{a:{roles:[critic],processes:[1]},b:{roles:[critic],processes:[1]}}", POOL, "'critic' is in two pools"),
-    ],
-)
-def test_a_pool_says_its_roles_and_its_processes(ppo, pools, key, words):
-    said = message(ppo, f"{POOL}={pools}")
-    assert said.startswith(f"{key}: ") and words in said
-
-
-def test_a_pool_of_its_own_for_the_sampler_is_refused_by_name(ppo):
-    said = message(ppo, f"{POOL}={{a:{{roles:[rollout],processes:[1]}}}}", kind=NotBuiltError)
-    assert "the policy's sampler is not built yet" in said
-
-
-def test_the_mini_batches_of_a_critic_are_shared_by_its_own_processes(ppo):
-    said = message(ppo, "algorithm.adv_estimator=gae", f"{POOL}={{a:{{roles:[critic],processes:[3]}}}}")
-    assert said.startswith("critic.ppo_mini_batch_size: ") and "cannot be shared evenly by 3 processes" in said
-
-
 def test_a_supervised_run_of_several_processes_is_started_by_torchrun(sft, monkeypatch):
     said = message(sft, "trainer.nnodes=2")
     assert "2 processes are asked for, and 1 was started" in said and "torchrun --nnodes=2" in said
