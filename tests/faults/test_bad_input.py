@@ -137,3 +137,18 @@ def test_a_slow_disk_delays_a_run_and_changes_nothing(server: Server, whole, fol
     assert ended.status == 0, ended.output[-2000:]
     assert time.monotonic() - started > 1, "it was slow"
     assert_same_end(whole, folder)
+
+
+def test_a_tracker_without_a_disk_is_told_once_and_training_goes_on(server: Server, folder):
+    (folder / "logs").write_text("a file where the metrics' folder should be")
+    ended = finish(server, folder, [*grpo(3), "trainer.logger=[console,file]"])
+    assert ended.output.count("trainer.logger=file: failed and is off from now on") == 1
+    assert newest_step(folder) == 3
+
+
+def test_a_folder_of_samples_that_cannot_be_written_is_one_error_that_names_its_setting(server: Server, folder):
+    (folder / "samples").write_text("a file where the folder of samples should be")
+    ended = server.start(folder, grpo(3)).wait()
+    assert ended.status == 2, ended.output[-2000:]
+    (told,) = errors(ended.output)
+    assert "trainer.rollout_data_dir" in told and "samples" in told

@@ -11,7 +11,7 @@ from tests.faults.harness import Server, assert_no_process_left, finish, grpo, m
 
 pytestmark = pytest.mark.dist
 
-SETTINGS = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.runtime=ray"]
+SETTINGS = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
 COMPARED = ("actor/pg_loss", "actor/grad_norm", "actor/ppo_kl", "critic/score/mean", "actor/entropy")
 
 

@@ -52,13 +52,17 @@ def dump_generations(
     gts: Sequence[Any],
     scores: Sequence[float],
     reward_extra_infos: Mapping[str, Sequence[Any]] | None = None,
+    key: str = "trainer.rollout_data_dir",
 ) -> Path:
     """Write ``<folder>/<step>.jsonl``: a line per sample with input, output, gts, score, step and every extra value.
 
     The file appears whole or not at all.
 
+    Args:
+        key: the setting that names the folder, for the message.
+
     Raises:
-        DataError: two columns have different lengths.
+        DataError: two columns have different lengths, or the folder cannot be written.
     """
     columns: dict[str, Sequence[Any]] = {"input": inputs, "output": outputs, "gts": gts, "score": scores}
     columns["step"] = [step] * len(inputs)
@@ -67,12 +71,15 @@ def dump_generations(
     if len(set(lengths.values())) > 1:
         raise DataError("the columns of a generation dump must have one length", got=lengths)
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     path, fresh = folder / f"{step}.jsonl", folder / f"{step}.jsonl.part"
-    with fresh.open("w", encoding="utf-8") as file:
-        for row in zip(*columns.values()):
-            file.write(json.dumps(dict(zip(columns, row)), ensure_ascii=False, default=_plain) + "\n")
-    fresh.replace(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with fresh.open("w", encoding="utf-8") as file:
+            for row in zip(*columns.values()):
+                file.write(json.dumps(dict(zip(columns, row)), ensure_ascii=False, default=_plain) + "\n")
+        fresh.replace(path)
+    except OSError as error:
+        raise DataError(f"the samples cannot be written: {error}", key=key, got=str(folder)) from error
     return path
 
 

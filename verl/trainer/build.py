@@ -98,7 +98,7 @@ def report_validation(config: PPOTrainerConfig, tracking: Tracking | None, seen:
     if trainer.validation_data_dir:
         sample_output.dump_generations(
             trainer.validation_data_dir, step, inputs=seen.inputs, outputs=seen.outputs, gts=seen.ground_truths,
-            scores=seen.scores, reward_extra_infos=dict(seen.infos),
+            scores=seen.scores, reward_extra_infos=dict(seen.infos), key="trainer.validation_data_dir",
         )  # fmt: skip
     if trainer.log_val_generations > 0 and tracking is not None:
         rows = list(zip(seen.inputs, seen.outputs, seen.scores))[: trainer.log_val_generations]
