@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.rollout.builders import largest_difference, prompt, requests, sample, tiny_model
+from verl.metrics import notices, reset_notices
 from verl.models import export_weights
 from verl.rollout.hf.native import NativeModel
 from verl.rollout.hf.projections import FusedProjections, PackedProjections
@@ -106,4 +107,14 @@ def test_scaled_rotary_embeddings_come_from_the_model(rope):
     model = tiny_model("llama", scale=2.0, rope_parameters={"rope_theta": 10000.0, **rope})
     sampler = HFSampler(copy.deepcopy(model), owns_model=True)
     assert native(sampler) is not None
+    assert largest_difference(model, WANTED, sample(sampler, WANTED)) < 2e-5
+
+
+def test_a_decoder_that_computes_something_else_here_is_not_used_and_a_notice_says_so(monkeypatch):
+    reset_notices()
+    monkeypatch.setattr("verl.rollout.hf.native.rotate", lambda x, cos, sin: x)
+    model = tiny_model(scale=2.0)
+    sampler = HFSampler(model, owns_model=True)
+    assert native(sampler) is None
+    assert "a trial failed: UnsupportedModelError" in notices()["PoolRunner, Qwen2ForCausalLM"]
     assert largest_difference(model, WANTED, sample(sampler, WANTED)) < 2e-5

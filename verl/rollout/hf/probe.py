@@ -106,9 +106,10 @@ def pool_runner(model: PreTrainedModel, max_model_len: int, policy: PoolPolicy, 
 
 def _agrees(model: PreTrainedModel, runner: Runner, max_model_len: int) -> bool:
     """Whether a faster way to compute the same does compute the same here; a notice where it does not."""
+    expected: tuple[type[Exception], ...] = FOREIGN_CODE + _compiler_errors()
     try:
         compare(model, runner, max_model_len)
-    except (*FOREIGN_CODE, *_compiler_errors()) as error:
+    except expected as error:
         notice(
             f"{type(runner).__name__}, {type(model).__name__}",
             f"samples more slowly than it could, because a trial failed: {type(error).__name__}: {error}",
