@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig
 from verl.engines.plain import PlainEngine
 from verl.engines.rows import AlignedRows
 from verl.engines.settings import PassSettings
+from verl.models.config import quiet_transformers
 from verl.protocol import DataProto
 
 PROMPT, MEDIAN, LONGEST, VOCAB, ROWS_EACH = 16, 96, 1024, 512, 8
@@ -36,7 +38,8 @@ def make_model(folder: Path) -> Path:
         vocab_size=VOCAB, hidden_size=320, num_hidden_layers=4, num_attention_heads=10, num_key_value_heads=5,
         intermediate_size=864, max_position_embeddings=2 * LONGEST, tie_word_embeddings=True,
     )  # fmt: skip
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    with quiet_transformers():
+        Qwen2ForCausalLM(config).save_pretrained(folder)
     return folder
 
 
@@ -61,7 +64,7 @@ def make_batch(rows: int, sigma: float, seed: int = 0) -> DataProto:
 class InOrder(PlainEngine):
     """Micro-batches of neighbouring rows, each padded to its longest."""
 
-    def _plan(self, rows: AlignedRows, micro_batch_size: int | None, max_tokens: int | None) -> list[list[int]]:
+    def _plan(self, rows: AlignedRows, *limits: Any) -> list[list[int]]:
         everyone = list(range(len(rows.lengths)))
         return [everyone[i : i + ROWS_EACH] for i in range(0, len(everyone), ROWS_EACH)]
 
