@@ -1,8 +1,7 @@
 """Weights between two processes on one GPU: buckets in device memory that both have mapped.
 
 The ring, its states and its headers are those of `shared_memory`; only the bodies of the slots lie on the device, in an
-allocation of the trainer's that the sampler opens by its IPC handle. Not run where these lines were written: there was
-no GPU.
+allocation of the trainer's that the sampler opens by its IPC handle.
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ class CudaIpcTransport(SharedMemoryTransport):
         if handle is None:
             self._bodies = torch.empty(SLOTS * self.bucket_bytes, dtype=torch.uint8, device=device)
         else:
+            torch.cuda.init()  # opening a handle before there is a context ends the process without a word
             storage = torch.UntypedStorage._new_shared_cuda(*(_decoded(part) for part in handle))
             self._bodies = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         self._handle = handle
