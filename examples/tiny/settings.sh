@@ -1,6 +1,6 @@
 # Read by the example scripts. With TINY=1 it makes a model of one million parameters and a few additions below
-# ${TINY_DIR:-outputs/tiny} and fills ppo_tiny or sft_tiny with settings that make the command small enough for a CPU;
-# what is trained how stays as the script has it. Without it both are empty.
+# ${TINY_DIR:-outputs/tiny} and fills ppo_tiny, sft_tiny or pairs_tiny with settings that make the command small enough for
+# a CPU; what is trained how stays as the script has it. Without it they are empty.
 #
 #   TINY=1 bash SCRIPT [more settings]        run it in small
 #   SHOW=1 bash SCRIPT                        print the settings, one per line, and run nothing
@@ -8,6 +8,7 @@
 examples="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 ppo_tiny=()
 sft_tiny=()
+pairs_tiny=()
 
 if [[ "${TINY:-0}" == 1 ]]; then
   tiny="${TINY_DIR:-outputs/tiny}"
@@ -15,6 +16,7 @@ if [[ "${TINY:-0}" == 1 ]]; then
     python3 "$examples/quickstart/model.py" "$tiny/model" > /dev/null
     python3 -m verl.data.prepare.arithmetic --local_save_dir "$tiny/data" \
       --train_size 64 --val_size 16 --sft_size 64 > /dev/null
+    python3 "$examples/tiny/pairs.py" "$tiny/data/pairs.parquet"
     touch "$tiny/ready"
   fi
   one_process=(trainer.nnodes=1 trainer.n_gpus_per_node="${TINY_PROCESSES:-1}" trainer.device=cpu
@@ -32,6 +34,11 @@ if [[ "${TINY:-0}" == 1 ]]; then
   sft_tiny=(
     data.train_files="$tiny/data/sft.parquet" data.val_files="$tiny/data/sft.parquet" data.prompt_key=null
     data.response_key=null data.prompt_dict_keys=null data.response_dict_keys=null
+    data.train_batch_size=8 data.max_length=32 model.path="$tiny/model"
+    trainer.total_training_steps=1 trainer.save_freq=-1 trainer.test_freq=1 "${one_process[@]}"
+  )
+  pairs_tiny=(
+    data.train_files="$tiny/data/pairs.parquet" data.val_files="$tiny/data/pairs.parquet"
     data.train_batch_size=8 data.max_length=32 model.path="$tiny/model"
     trainer.total_training_steps=1 trainer.save_freq=-1 trainer.test_freq=1 "${one_process[@]}"
   )

@@ -23,6 +23,8 @@ SCRIPTS = {
     "split_placement/run.sh": "ppo_trainer",
     "sft/gsm8k/run_qwen_05_peft.sh": "sft_trainer",
     "sft/gsm8k/run_qwen_05_sp2_liger.sh": "sft_trainer",
+    "dpo_trainer/run_qwen2.5_0.5b_hh.sh": "dpo_trainer",
+    "rm_trainer/run_qwen2.5_0.5b_hh.sh": "rm_trainer",
 }
 
 
@@ -50,7 +52,7 @@ def bash(project_root: Path, tiny: Path):
 def missing(program: str, words: list[str]) -> str:
     """What of a command is not built; empty if nothing is. torchrun has started eight processes, so it seems."""
     reset_notices()
-    started = {"WORLD_SIZE": "8"} if program == "sft_trainer" else {}
+    started = {} if program == "ppo_trainer" else {"WORLD_SIZE": "8"}
     try:
         with mock.patch.dict(os.environ, started):
             load_config(program, words)
@@ -90,3 +92,11 @@ def test_a_script_runs_in_small_or_is_refused_by_name(bash, tiny, monkeypatch, s
     else:
         assert done.returncode == 0, said[-3000:]
         assert "step:1 - " in said
+
+
+@pytest.mark.e2e
+def test_generation_and_evaluation_leave_a_report(bash, tiny):
+    done = bash("generation/run_generation_and_eval.sh", TINY="1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    folder = tiny / "outputs/tiny/generation"
+    assert "| arithmetic | 16 | 64 |" in (folder / "report.md").read_text() and (folder / "report.json").is_file()

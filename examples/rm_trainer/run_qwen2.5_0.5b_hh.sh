@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# A reward model (Bradley-Terry) of Qwen2.5-0.5B on HH-RLHF. NPROC=8 for eight GPUs. Not run at this size.
+# TINY=1 runs the same command in small on one CPU process: see examples/tiny/settings.sh.
+set -euo pipefail
+source "$(dirname "$0")/../tiny/settings.sh"
+# python examples/data_preprocess/full_hh_rlhf.py --split rm --local_save_dir ~/data/full_hh_rlhf
+data="${DATA:-$HOME/data/full_hh_rlhf/rm}"
+model="${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}"
+launcher=(torchrun --standalone --nnodes=1 --nproc_per_node="${NPROC:-1}")
+
+run verl.trainer.rm_trainer \
+  data.train_files="$data/train.parquet" \
+  data.val_files="$data/test.parquet" \
+  data.train_batch_size=64 \
+  data.max_length=1024 \
+  data.filter_invalid=True \
+  model.path="$model" \
+  model.enable_gradient_checkpointing=True \
+  rm.centering=0.01 \
+  optim.lr=9e-6 \
+  trainer.project_name=rm \
+  trainer.experiment_name=qwen2.5_0.5b_hh \
+  'trainer.logger=[console,file]' \
+  trainer.total_epochs=1 \
+  trainer.save_freq=500 \
+  trainer.test_freq=100 \
+  "${pairs_tiny[@]}" "$@"
