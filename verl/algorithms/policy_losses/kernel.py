@@ -21,6 +21,7 @@ from torch import Tensor
 from verl.algorithms.aggregation import LossNorm, check_agg_mode, loss_norm, running_norm, share_scale
 from verl.algorithms.blocks import cleaned, float_mask, row_blocks
 from verl.algorithms.calls import check_shapes
+from verl.algorithms.masked import zero_outside
 from verl.metrics import Metric
 from verl.registry import load_object
 
@@ -105,7 +106,11 @@ class Inputs:
         """The cleaned rows; ``chosen`` are sorted positions in the flattened micro-batch."""
         mask = float_mask(self.response_mask[rows], self.dtype)
         new = self.log_prob[rows].to(self.dtype)
-        log_ratio = cleaned(new - self.old_log_prob[rows], mask).clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        old = self.old_log_prob[rows]
+        log_ratio = torch.sub(new, old).mul_(mask)
+        if not math.isfinite(log_ratio.sum().item()):  # junk in the padding, or an infinite move
+            log_ratio = zero_outside(new - old, mask)
+        log_ratio.clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         weights = self.rollout_is_weights
         return Block(
             log_ratio,
