@@ -43,7 +43,7 @@ def check_same(before: Sequence[float], after: Sequence[float]) -> None:
 
 
 def check_uniform(found: Sequence[float], vocab_size: int, fix: str = FIX) -> None:
-    """With embeddings of zero a tied head makes every token equally probable, unless it is not the one that was loaded.
+    """With one embedding for all tokens a tied head makes them equally probable, unless it goes on with the old ones.
 
     Raises:
         RolloutError: it is not.
@@ -57,10 +57,13 @@ def check_uniform(found: Sequence[float], vocab_size: int, fix: str = FIX) -> No
         )
 
 
-def with_zero_embeddings(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a model's folder, its embeddings replaced by zeros."""
+def with_one_embedding(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a model's folder, all its embeddings replaced by the longest of them."""
     for file in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as opened:
             for name in opened.keys():
                 tensor = opened.get_tensor(name)
-                yield name, torch.zeros_like(tensor) if name.endswith(EMBEDDINGS) else tensor
+                if name.endswith(EMBEDDINGS):
+                    longest = tensor[tensor.float().norm(dim=-1).argmax()]
+                    tensor = longest.expand_as(tensor).contiguous()
+                yield name, tensor

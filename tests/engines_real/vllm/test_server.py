@@ -87,7 +87,7 @@ def test_what_the_server_refuses_is_said_in_its_words(server, folder):
     sampler = over(server, folder)
     sample(sampler, [Request("a", (5,), SamplingParams(max_tokens=1))])
     sampler.max_model_len = 10**6  # as if nobody had told us the context
-    with pytest.raises(RolloutError, match=r"refuses the request \(400\).*maximum context length"):
+    with pytest.raises(RolloutError, match=r"refuses the request \(400\).*max_model_len"):
         sample(sampler, [Request("a", (5,), SamplingParams(max_tokens=600))])
 
 

@@ -170,7 +170,7 @@ def test_a_server_whose_reload_moves_log_probs_is_refused(model, tmp_path):
 
 @pytest.mark.parametrize("has_extension", [True, False])
 def test_a_tied_head_that_goes_on_with_old_embeddings_is_refused(tmp_path, has_extension):
-    """With embeddings of zero every token has the probability 1/259; this server says something else."""
+    """With one embedding for all tokens each has the probability 1/259; this server says something else."""
     model = str(tiny_model_dir(tmp_path / "model", max_positions=64, tie_word_embeddings=True))
     calls = []
 

@@ -241,7 +241,7 @@ class ServerSampler(GatedSampler):
         if before is not None and await dialect.reload():
             reload_check.check_same(before, await dialect.prompt_log_probs(probe) or [])
             if self.facts.is_tied and self._shapes is not None:
-                chunk = WeightChunk(0, list(reload_check.with_zero_embeddings(self.model)), True)
+                chunk = WeightChunk(0, list(reload_check.with_one_embedding(self.model)), True)
                 await dialect.update(str(self._folder().write([chunk], 0)), 0)
                 reload_check.check_uniform(
                     await dialect.prompt_log_probs(probe) or [], self.vocab_size, dialect.fix_of_reload

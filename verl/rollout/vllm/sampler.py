@@ -170,7 +170,7 @@ class VLLMSampler(GatedSampler):
         self.engine.take_again()
         reload_check.check_same(before, await self.engine.prompt_log_probs(probe))
         if self._is_tied and self._shapes is not None:
-            self.engine.take_weights([WeightChunk(0, list(reload_check.with_zero_embeddings(self._model)), True)])
+            self.engine.take_weights([WeightChunk(0, list(reload_check.with_one_embedding(self._model)), True)])
             reload_check.check_uniform(await self.engine.prompt_log_probs(probe), self.vocab_size)
         self._is_verified = True
 
