@@ -118,6 +118,27 @@ def test_an_aborted_and_a_cancelled_request_give_their_pages_back():
     assert len(set(free_pages(sampler))) == 1
 
 
+def test_a_failing_step_frees_the_cache_and_the_next_requests_work():
+    sampler = paged(tiny_model(), max_num_seqs=2)
+    wanted = requests([prompt(30, n) for n in range(3)], max_tokens=5, ignore_eos=True)
+    step, calls = sampler._runner.step, []
+
+    def broken(chunks):
+        calls.append(len(chunks))
+        if len(calls) == 2:
+            raise MemoryError("the machine is full")
+        return step(chunks)
+
+    sampler._runner.step = broken
+
+    async def run():
+        return await asyncio.gather(*map(sampler.generate, wanted), return_exceptions=True)
+
+    found = asyncio.run(run())
+    assert [type(x) for x in found[:2]] == [MemoryError, MemoryError] and len(found[2].token_ids) == 5
+    assert len(set(free_pages(sampler))) == 1 and len(sample(sampler, wanted)) == 3
+
+
 def test_sleep_frees_the_cache_and_sampling_goes_on_after_waking():
     model = tiny_model()
     sampler = paged(model)

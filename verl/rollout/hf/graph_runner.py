@@ -119,7 +119,9 @@ class GraphRunner:
                     self._take_slot(row, seat)
 
     def remove(self, rows: Sequence[Row]) -> None:
-        cache = self._ready_cache()
+        cache = self._cache
+        if cache is None:
+            return  # cleared: nobody holds anything
         for row in rows:
             if row in self._promised:
                 cache.promise(-self._promised.pop(row))
