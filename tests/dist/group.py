@@ -17,7 +17,7 @@ from typing import Any
 
 Cell = Callable[[Any, Path], Any]
 PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers", "verl.protocol"]
-TIMEOUT = 240.0
+TIMEOUT = 400.0
 
 
 def run_cells(size: int, cells: Sequence[Cell], folder: Path) -> dict[str, list[Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,21 +123,32 @@ class FSDPEngine(ShardedEngine):
     # ---- weights -----------------------------------------------------------------------------------------------
 
     def _units(self, first_only: bool) -> Iterator[dict[str, Tensor]]:
-        for prefix, slots in self.slots:
-            with self._gathered(prefix, write=False):
-                if first_only:
-                    found = {slot.name: slot.tensor.detach().to("cpu", copy=True) for slot in slots if self.is_first}
-                else:
-                    found = {slot.name: slot.tensor.detach().clone() for slot in slots}
-            yield found
+        with self._on_device():
+            for prefix, slots in self.slots:
+                with self._gathered(prefix, write=False):
+                    if first_only:
+                        found = {s.name: s.tensor.detach().to("cpu", copy=True) for s in slots if self.is_first}
+                    else:
+                        found = {s.name: s.tensor.detach().clone() for s in slots}
+                yield found
 
     def _write(self, values: Mapping[str, Tensor]) -> None:
         """As `ShardedEngine._write`, for some or all weights."""
-        for prefix, slots in self.slots:
-            with self._gathered(prefix, write=True), torch.no_grad():
-                for target, whole in [(slot.tensor, values[slot.name]) for slot in slots if slot.name in values]:
-                    given = whole.to(target) if self.is_first else torch.empty_like(target)
-                    target.copy_(self.ranks.broadcast(given.contiguous()))
+        with self._on_device(), torch.no_grad():
+            for prefix, slots in self.slots:
+                with self._gathered(prefix, write=True):
+                    for target, whole in [(s.tensor, values[s.name]) for s in slots if s.name in values]:
+                        given = whole.to(target) if self.is_first else torch.empty_like(target)
+                        target.copy_(self.ranks.broadcast(given.contiguous()))
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Pieces that wait on the host come to the device for the moment, because units are gathered there."""
+        away = next(self.model.parameters()).device.type != self.device
+        self.onload(optimizer=False)
+        yield
+        if away:
+            self.offload(optimizer=False)
 
     def _gathered(self, prefix: str, write: bool) -> Any:
         """A unit's whole weights, on every rank, for the moment; each keeps its piece of what is written."""

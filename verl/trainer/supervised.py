@@ -200,8 +200,10 @@ class SupervisedTrainer:
         self.step = int(state["step"])
         ctx.set_generator(self.step)
         wanted = list(checkpoint.load_contents or checkpoint.save_contents)
-        # Behind the controller's generators, because it holds each rank's own.
+        # Behind the controller's generators, because it holds each rank's own; of which python's and numpy's are the
+        # controller's here, and so the same on all ranks, also on more of them than before.
         self.engine.load_state(ctx.only_main(lambda: reader and reader.load("model", wanted)) or EngineState())
+        rng.set_host_rng_state(state["rng"])
         if reader is not None:
             notice("trainer.resume_mode", f"continues from {reader.folder}")
 

@@ -17,6 +17,7 @@ How a loop uses it (``ranks`` is what `verl.distributed.start` gives; on one ran
             ctx.set_generator(step)
             model = ctx.only_main(lambda: CheckpointReader(folder).load("model"))
             engine.load_state(model or EngineState())          # then each rank's own; rank 0's state is all ranks'
+            rng.set_host_rng_state(state["rng"])               # python's and numpy's are the controller's, on all
         for batch in batches:                                  # the same batch on every rank
             metrics = part.train(ctx.share(batch)).values()    # equal on all ranks: engines reduce them
             tracking.log(metrics, step)
