@@ -114,6 +114,12 @@ def test_a_token_without_mismatch_is_never_rejected():
         assert torch.equal(mask, MASK) and metrics["rollout_rs_masked_fraction"] == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.float32])
+def test_the_mask_keeps_its_dtype(dtype):
+    mask, _ = compute_rollout_rejection_mask(LOG_RATIO, MASK.to(dtype), "token_k1", "0.9_2.0")
+    assert mask.dtype == dtype and mask.sum() == 6
+
+
 def test_extreme_and_empty_rows_give_finite_numbers():
     ratio = torch.tensor([[1e4, -1e4], [float("inf"), float("-inf")], [0.0, 0.0]])
     mask = torch.tensor([[1, 1], [1, 0], [0, 0]])

@@ -59,7 +59,7 @@ def rejection_mask(
         metrics |= rejection_metrics(rejection.option, values, rows, rejection.upper, rejection.lower)
         kept = kept & ~_beyond(_on_tokens(values, rows), rejection.upper, rejection.lower)
     metrics |= _shares("rollout_rs", rows, kept)
-    return torch.where(kept, response_mask, 0), metrics
+    return torch.where(kept, response_mask, torch.zeros_like(response_mask)), metrics
 
 
 def rejection_metrics(
