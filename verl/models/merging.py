@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import pickle
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -106,7 +105,14 @@ def _read_shard(path: Path) -> dict[str, Any]:
 
     try:
         return dict(torch.load(path, map_location="cpu", weights_only=True))
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, TypeError, ValueError) as error:
+    except (
+        torch.serialization.pickle.UnpicklingError,
+        RuntimeError,
+        EOFError,
+        OSError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise ModelError(
             f"this shard cannot be read as tensors alone: {str(error).splitlines()[0]}",
             got=str(path),
