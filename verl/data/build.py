@@ -47,7 +47,7 @@ def create_sft_dataset(
 def create_preference_datasets(config: Any, tokenizer: Any) -> tuple[Any, Any]:
     """The training and the validation pairs (None without files) as ``data.custom_cls`` or as `PreferenceDataset`."""
     cls = dataset_class(config, PreferenceDataset)
-    found = []
+    found: list[Any] = []
     for split in ("train", "val"):
         files, most = read(config, f"{split}_files"), read(config, f"{split}_max_samples", -1)
         if not files and split == "val":

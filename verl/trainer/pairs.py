@@ -14,13 +14,12 @@ from verl.algorithms.preference import MARGIN, REFERENCE_SUMS, answer_sums
 from verl.checkpoint.tensors import read_tensors, write_tensors
 from verl.config import DPOTrainerConfig, replace
 from verl.data.preference import with_score_token
-from verl.engines.adapters import BaseOfAdapter
 from verl.errors import CheckpointError
 from verl.metrics import MetricSet
 from verl.models.lora import LoraSettings
 from verl.protocol import DataProto
 from verl.trainer.supervised import SupervisedTrainer, supervised_batch
-from verl.workers.part import Limits, ModelPart, local_model, make_engine
+from verl.workers.part import Limits, ModelPart, base_of, local_model, make_engine
 
 INDEX = "index"
 STORED = "ref_sums.safetensors"
@@ -98,7 +97,7 @@ class DPOTrainer(PairTrainer):
         c = self.config
         adapter = LoraSettings.of(c.model) is not None and self.dpo.ref_model_path is None
         if adapter:
-            engine: Any = BaseOfAdapter(self.engine)
+            engine: Any = base_of(self.engine)
         else:
             model = replace(c.model, path=self.dpo.ref_model_path or c.model.path, lora_rank=0, lora_adapter_path=None)
             several = "fsdp2" if self.ctx.world_size > 1 else "plain"

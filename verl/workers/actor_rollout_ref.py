@@ -11,7 +11,6 @@ from verl.algorithms.losses import PPOPolicyLoss
 from verl.checkpoint import FileRecord
 from verl.config import ActorRolloutRefConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig, replace
 from verl.data import hf_tokenizer
-from verl.engines.adapters import BaseOfAdapter
 from verl.engines.base import Engine
 from verl.engines.settings import PassSettings
 from verl.errors import WorkerError
@@ -21,7 +20,7 @@ from verl.protocol import DataProto
 from verl.registry import SAMPLERS
 from verl.single_controller.base import Dispatch, Worker, register
 from verl.weight_sync import chunk_weights
-from verl.workers.part import Limits, ModelPart, Site, local_model, make_engine, memory_of, schedule_steps
+from verl.workers.part import Limits, ModelPart, Site, base_of, local_model, make_engine, memory_of, schedule_steps
 from verl.workers.training import load_part, save_part, saved_records
 
 ROLES = {
@@ -168,7 +167,7 @@ class ActorRolloutRefWorker(Worker):
     def _ref_engine(self) -> Any:
         """The reference is the model without its adapter: beside a LoRA actor it needs no weights of its own."""
         if LoraSettings.of(self.model) is not None and "actor" in self.plays:
-            return BaseOfAdapter(self.actor.engine)
+            return base_of(self.actor.engine)
         strategy = self.site.ref_strategy or self.site.strategy
         base = replace(self.model, lora_rank=0, lora_adapter_path=None)
         return self._engine(optim=None, fsdp=self.config.ref.fsdp_config, strategy=strategy, model=base)

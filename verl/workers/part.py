@@ -16,6 +16,7 @@ from verl.algorithms.losses import LossFn
 from verl.checkpoint import BackgroundPart
 from verl.config import HFModelConfig, OptimizerConfig, replace
 from verl.device import memory_now
+from verl.engines.adapters import BaseOfAdapter
 from verl.engines.base import Engine
 from verl.errors import ConfigError, ModelError, WorkerError
 from verl.metrics import Metric, MetricSet
@@ -145,6 +146,11 @@ def memory_of(phase: str, device: str) -> Iterator[dict[str, Metric]]:
 
 def _memory(phase: str, moment: str, device: str) -> dict[str, Metric]:
     return {f"perf/memory/{phase}/{moment}/{key}": Metric(value, "max") for key, value in memory_now(device).items()}
+
+
+def base_of(engine: Engine) -> Any:
+    """The frozen model that an adapter was put on: the same engine, with the adapter off for the moment."""
+    return BaseOfAdapter(engine)
 
 
 def per_step(metrics: MetricSet) -> MetricSet:
