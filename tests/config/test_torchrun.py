@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from verl import device
 from verl.config import SFTTrainerConfig, replace
 from verl.config.torchrun import processes
 
@@ -32,6 +33,16 @@ def test_more_processes_than_were_started_are_refused_with_the_command_that_star
 
 def test_more_processes_than_are_asked_for_are_all_used(check):
     assert check(8, trainer__n_gpus_per_node=1) == []
+
+
+def test_every_process_needs_a_gpu_of_its_own(check, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert check(4) == []
+    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(device, "device_count", lambda kind: 2)
+    (told,) = check(4)
+    assert "--nproc_per_node: torchrun started 4 processes on this machine, which has 2 GPUs" in told
+    assert check(4, trainer__device="cpu") == []
 
 
 def test_the_engine_of_one_device_is_refused_on_several(check):

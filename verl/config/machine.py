@@ -167,7 +167,7 @@ def _too_many(wanted: int, there: int) -> ConfigError:
 def _tell_devices(trainer: Any, kind: str, there: int) -> None:
     if trainer.n_gpus_per_node and trainer.device is None and kind == "cpu" and trainer.nnodes == 1:
         notice(_GPUS, "this machine has no GPU, so the run uses the CPU")
-    if trainer.n_gpus_per_node is None and there > 1:
+    if trainer.n_gpus_per_node is None and there > 1 and env.get_int("WORLD_SIZE", 1) == 1:
         notice(_GPUS, f"not set: the run uses 1 of {there} GPUs; set it to {there} for all of them")
 
 

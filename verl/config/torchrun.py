@@ -26,6 +26,9 @@ def processes(cfg: SFTTrainerConfig) -> Problems:
                 "or leave it out.",
             )
         ]
+    found = _one_device_each(cfg)
+    if found:
+        return found
     if started > 1 and cfg.engine.strategy == "plain":
         return [
             ConfigError(
@@ -36,3 +39,21 @@ def processes(cfg: SFTTrainerConfig) -> Problems:
             )
         ]
     return []
+
+
+def _one_device_each(cfg: SFTTrainerConfig) -> Problems:
+    from verl import device  # torch is loaded only once there is something to validate
+
+    here, kind = env.get_int("LOCAL_WORLD_SIZE", 1), device.resolve_device(cfg.trainer.device)
+    there = here if kind == "cpu" else device.device_count(kind)
+    if here <= there:
+        return []
+    return [
+        ConfigError(
+            f"torchrun started {here} processes on this machine, which has {there} GPU{'s' if there > 1 else ''}",
+            key="--nproc_per_node",
+            got=here,
+            allowed=f"1 to {there}",
+            fix="Or set trainer.device=cpu.",
+        )
+    ]
