@@ -121,9 +121,9 @@ def ends(values: list[float]) -> tuple[float, float]:
 PAGE = """# Learning curves
 
 Every [estimator and policy loss](algorithms.md) on one small task, by configuration alone: a random two-layer model is
-rewarded with the share of digits among the sixteen bytes that it writes. {steps} steps of 16 prompts with 8 samples, two
-mini-batches per step, one seed; the settings are those of `scripts/learning_curves.py`, which makes this page. The task
-shows that a method learns, not which one is better: learning rate and clips were not tuned for any of them.
+rewarded with the share of digits among the sixteen bytes that it writes. {steps} steps of 16 prompts with 8 samples,
+two mini-batches per step, one seed; the settings are those of `scripts/learning_curves.py`, which makes this page. The
+task shows that a method learns, not which one is better: learning rate and clips were not tuned for any of them.
 
 ![mean reward over steps]({plot})
 
