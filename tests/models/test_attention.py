@@ -179,3 +179,9 @@ def test_a_plan_is_what_a_model_is_called_with(tmp_path):
         ).logits[0]
         expected = torch.cat([model(input_ids=row, use_cache=False).logits[0] for row in rows])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_chosen_flash_attention_is_taken_over_where_rows_are_packed(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir(tmp_path / "qwen2"))
+    model.config._attn_implementation = "flash_attention_2"
+    assert attention.enable(model, "cpu") and model.config._attn_implementation == ATTENTION_NAME

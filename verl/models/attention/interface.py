@@ -22,6 +22,7 @@ from verl.models.attention.masked import Flavour, causal_attention, masked_atten
 from verl.models.attention.segments import NO_PREFIX, Segments
 
 ATTENTION_NAME = "verl_packed"
+TAKEN_OVER = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 PROBE_LENGTHS = (7, 5, 3)
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 LOW_PRECISION_TOLERANCE = 0.1
@@ -123,8 +124,8 @@ AttentionMaskInterface.register(ATTENTION_NAME, mask)
 def enable(model: Any, device: torch.device | str) -> bool:
     """Give a model this attention, if a packed row then gives what its sequences give one by one.
 
-    An implementation that somebody chose (anything but transformers' default ones) stays, and so does that of a model
-    that fails. Collective on a sharded model.
+    It does what those of `TAKEN_OVER` do, with FlashAttention's own package where that is installed. Another one that
+    somebody chose stays, and so does that of a model that fails. Collective on a sharded model.
     """
     text = model.config.get_text_config()
     before = getattr(text, "_attn_implementation", None)
@@ -134,7 +135,7 @@ def enable(model: Any, device: torch.device | str) -> bool:
     sideways = any(word in kind for kind in kinds for word in LOOKS_SIDEWAYS)
     if getattr(text, "sliding_window", None) is not None and not getattr(model, "_supports_flash_attn", False):
         return False  # only families that serve flash kernels are sure to name their window to the attention
-    if sideways or before not in ("sdpa", "eager") or not getattr(model, "_supports_attention_backend", False):
+    if sideways or before not in TAKEN_OVER or not getattr(model, "_supports_attention_backend", False):
         return False
     model.set_attn_implementation(ATTENTION_NAME)
     trains = model.training
