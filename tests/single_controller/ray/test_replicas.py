@@ -1,0 +1,55 @@
+"""Replicas that are Ray processes: one is killed while it samples, and every prompt still gets its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections import Counter
+
+import pytest
+
+from tests.rollout.builders import requests, sample
+from tests.support import tiny_model_dir
+from verl.rollout.hf.sampler import HFSampler
+from verl.rollout.replicas import Replicas
+from verl.single_controller.base import ClassWithInitArgs
+from verl.single_controller.ray import host_object, runtime
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture
+def ray():
+    runtime.start([2], "cpu", {"address": "local", "num_cpus": 4, "object_store_memory": 200 << 20})
+    yield
+    runtime.stop()
+
+
+def test_a_killed_actor_costs_no_answer_and_changes_none(ray, tmp_path):
+    folder = str(tiny_model_dir(tmp_path))
+    handles = [
+        host_object(ClassWithInitArgs(HFSampler, folder, device="cpu"), f"sampler[{i}]", timeout=120) for i in range(2)
+    ]
+    replicas = Replicas(handles, [handle.name for handle in handles])
+    wanted = requests([tuple(range(10 + i, 20 + i)) for i in range(6)], 8, max_tokens=450, ignore_eos=True)
+    victim = handles[0]._fleet.members[0].pid
+
+    async def run():
+        tasks = [asyncio.ensure_future(replicas.generate(request)) for request in wanted]
+        while not replicas.replicas[0].load:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.3)
+        busy = replicas.replicas[0].load
+        start = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        while not replicas.stats()["replicas_lost"] and time.monotonic() < start + 30:
+            await asyncio.sleep(0.01)
+        noticed = time.monotonic() - start
+        return busy, noticed, await asyncio.wait_for(asyncio.gather(*tasks), 120)
+
+    busy, noticed, found = asyncio.run(run())
+    assert busy > 0 and noticed < 5
+    assert Counter(done.request_id.split("-")[0] for done in found) == {str(i): 8 for i in range(6)}
+    assert [done.token_ids for done in found] == [d.token_ids for d in sample(HFSampler(folder, device="cpu"), wanted)]
