@@ -45,13 +45,12 @@ def learn(batch: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
         stages.correct_rollout(batch, ctx)  # rollout_is_weights, rollout_rs_mask
     with ctx.timed("adv"):
         stages.add_advantages(batch, ctx)  # token_level_rewards, advantages, returns
-        if ctx.config.algorithm.use_pf_ppo:
-            batch = stages.resample(batch, ctx)  # as many rows, drawn by their scores
+    rows = stages.resample(batch, ctx) if ctx.config.algorithm.use_pf_ppo else batch  # PF-PPO: drawn by their scores
 
     if "critic" in roles:
         with ctx.timed("update_critic"):
-            stages.train(roles["critic"], batch, ctx)
+            stages.train(roles["critic"], rows, ctx)
     if ctx.step >= ctx.config.trainer.critic_warmup:
         with ctx.timed("update_actor"):
-            stages.train(roles["actor"], batch, ctx)
+            stages.train(roles["actor"], rows, ctx)
     return batch
