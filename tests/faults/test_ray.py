@@ -16,7 +16,7 @@ pytestmark = pytest.mark.dist
 
 RAY = [*grpo(), "trainer.runtime=ray"]
 WORKERS_GONE = 10.0
-ALL_GONE = 60.0  # Ray's own agents look for their parent every few seconds, and give it several chances
+ALL_GONE = 150.0  # Ray's own agents look for their parent every few seconds, and give it several chances
 
 
 def shared_memory() -> set[str]:
@@ -58,7 +58,7 @@ def test_whatever_dies_the_run_ends_without_orphans_and_started_again_it_ends_wi
     assert_nothing_left(folder)
     assert list_checkpoints(folder / "run")[0].step in (2, 3)
 
-    finish(server, folder, RAY)
+    finish(server, folder, [*RAY, "actor_rollout_ref.actor.checkpoint.async_save=true"])
     assert_nothing_left(folder)
     assert_same_end(whole, folder)
     assert shared_memory() <= memory
@@ -73,5 +73,5 @@ def test_a_second_signal_ends_the_controller_at_once_and_its_workers_with_it(ser
     started = time.monotonic()
     run.send(signal.SIGINT)
     ended = run.wait(10)
-    assert ended.status == 130 and time.monotonic() - started < 1
+    assert ended.status == 130 and time.monotonic() - started < 3
     assert_nothing_left(folder)

@@ -51,7 +51,7 @@ def test_a_second_signal_ends_the_run_at_once_and_leaves_the_checkpoint_before(s
     started = time.monotonic()
     run.send(signal.SIGTERM)
     ended = run.wait(10)
-    assert time.monotonic() - started < 1, "it left at once"
+    assert time.monotonic() - started < 3, "it left at once"
     assert ended.status == 143
     assert "the second signal: leaving at once" in ended.output
     assert newest_step(folder) == 2

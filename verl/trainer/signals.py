@@ -13,8 +13,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -120,10 +122,28 @@ class StopSignals:
             received, count = signal.Signals(numbers[0]), count + 1
             if count > 1:
                 _tell(f"{received.name}, the second signal: leaving at once; finished checkpoints are untouched")
+                _kill_descendants()
                 os._exit(128 + received)  # nothing may hold it up, no clean-up either; the kernel drops the lock
             self.signal = self.signal or received
             _tell(f"{received.name}: the run saves and stops; a second signal ends it at once")
         os.close(reader)
+
+
+def _kill_descendants() -> None:
+    """End what this process started, and what that started: loader and reward processes, a cluster of its own.
+
+    They would notice sooner or later that their parent is gone; Ray's agents take minutes on a busy machine.
+    """
+    children: dict[int, list[int]] = defaultdict(list)
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            children[int(place.read_text().rpartition(")")[2].split()[1])].append(int(place.parent.name))
+    waiting = list(children[os.getpid()])
+    while waiting:
+        pid = waiting.pop()
+        waiting += children[pid]
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _tell(sentence: str) -> None:
