@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import cast
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -79,13 +80,13 @@ def runs() -> dict[str, list[str]]:
 
 def learn(name: str, settings: list[str], steps: int) -> tuple[list[float], float]:
     """The mean reward of every step of one run, and the seconds it took."""
-    from verl.config import load_config
+    from verl.config import PPOTrainerConfig, load_config
     from verl.trainer import main_ppo
 
     experiment = name.replace(" + ", "_")
     words = [*COMMON, *settings, f"trainer.total_training_steps={steps}", f"trainer.experiment_name={experiment}"]
     began = time.monotonic()
-    main_ppo.run_ppo(load_config("ppo_trainer", words))
+    main_ppo.run_ppo(cast(PPOTrainerConfig, load_config("ppo_trainer", words)))
     lines = Path("logs/curves", f"{experiment}.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["data"]["critic/score/mean"] for line in lines], time.monotonic() - began
 
