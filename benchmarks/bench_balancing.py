@@ -1,4 +1,4 @@
-"""Dealing sequences out to data-parallel ranks: how far the heaviest rank is above the bound, and how long it takes.
+"""Dealing sequences out to ranks: how far the heaviest is above the lower bound, and how long the search takes.
 
     python benchmarks/bench_balancing.py [--rounds 5]
 
