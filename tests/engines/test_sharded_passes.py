@@ -1,4 +1,4 @@
-"""Packed rows, shared prompts and the fused head under sharded engines, in one process: the plain engine's numbers."""
+"""Packed rows, shared prompts and the fused head under the sharded engines: the numbers of the plain engine."""
 
 from __future__ import annotations
 
