@@ -116,9 +116,10 @@ def check_class(optimizer: Optimizer, scalars: Mapping[str, Any]) -> None:
 
 def move_optimizer_state(optimizer: Optimizer, moves: Mapping[str, str]) -> None:
     """Move state tensors between kinds of device: ``{"cuda": "cpu"}``; a counter that lives on the host stays there."""
+    counts_on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     for entries in optimizer.state.values():
         for key, entry in entries.items():
-            if isinstance(entry, Tensor) and entry.numel() > 1 and entry.device.type in moves:
+            if isinstance(entry, Tensor) and (counts_on_device or entry.numel() > 1) and entry.device.type in moves:
                 entries[key] = entry.to(moves[entry.device.type], non_blocking=True)
 
 
