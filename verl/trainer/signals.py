@@ -95,6 +95,7 @@ class StopSignals:
             threading.Thread(target=self._listen, args=(reader,), name="verl-signals", daemon=True).start()
             for number in SIGNALS:
                 self._before[number] = signal.signal(number, self._receive)
+            _watching.append(self)
         return self
 
     def __exit__(
@@ -104,8 +105,20 @@ class StopSignals:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if self._before:
             self._before.clear()
+            _watching.remove(self)
             signal.set_wakeup_fd(self._wakeup[2])
             os.close(self._wakeup[1])  # the thread sees the end of the pipe and closes its side
+
+    def leave_to_parent(self) -> None:
+        """In a forked child (a loader's worker): the parent answers signals, and its pipe is not the child's.
+
+        SIGTERM ends a child as usual; Ctrl-C in a terminal reaches it too, and must not: the parent still needs it.
+        """
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for descriptor in self._wakeup[:2]:
+            os.close(descriptor)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or signal.Signals(number)
@@ -127,6 +140,18 @@ class StopSignals:
             self.signal = self.signal or received
             _tell(f"{received.name}: the run saves and stops; a second signal ends it at once")
         os.close(reader)
+
+
+_watching: list[StopSignals] = []
+
+
+def _after_fork() -> None:
+    for stop in _watching:
+        stop.leave_to_parent()
+    _watching.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _kill_descendants() -> None:
