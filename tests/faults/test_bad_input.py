@@ -118,8 +118,7 @@ def test_a_folder_with_upstreams_checkpoints_is_refused_with_what_to_do(server: 
 def test_a_second_run_in_the_same_folder_is_refused_while_the_first_one_lives(server: Server, folder):
     first = server.start(folder, grpo(), "generation:8:PAUSE")
     first.until_paused()
-    (folder / "paused").rename(folder / "kept")
-    shutil.copytree(folder, folder / "second", ignore=shutil.ignore_patterns("run", "kept"))
+    shutil.copytree(folder, folder / "second", ignore=shutil.ignore_patterns("run", "paused"))
     second = server.start(folder / "second", [*grpo(), f"trainer.default_local_dir={folder}/run"]).wait()
     first.send(signal.SIGKILL)
     first.wait()
