@@ -10,7 +10,6 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.engines.builders import gradients, grouped_batch, make_engine, model_dir, ragged_batch, relative_error
-from verl import distributed
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss, SFTLoss
 from verl.checkpoint.part import read_part, write_part
 from verl.config import ActorConfig, CriticConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig
@@ -189,32 +188,26 @@ def test_it_works_with_the_fused_head_and_with_gradient_checkpointing(path, extr
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_sharded_engines_train_save_and_export_the_same_adapter(path, strategy):
-    distributed.start()
-    try:
-        engines = []
-        for name in ("plain", strategy):
-            engine = ENGINES.get(name)(
-                HFModelConfig(path=str(path), **LORA), FSDPEngineConfig(), OptimizerConfig(lr=1e-2), seed=3
-            )
-            for seed in range(2):
-                engine.train_batch(ragged_batch(seed=seed), SFTLoss())
-            engines.append(engine)
-        plain, ours = engines
-        batch = ragged_batch()
-        expected, found = plain.state().section("model"), ours.state().section("model")
-        assert set(found) == set(expected)
-        assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in expected)
-        weights = dict(plain.export_weights())
-        assert all(torch.allclose(t, weights[name], atol=1e-5) for name, t in ours.export_weights())
-        base, other = BaseOfAdapter(plain).infer(batch), BaseOfAdapter(ours).infer(batch)
-        torch.testing.assert_close(other["log_probs"], base["log_probs"], atol=1e-5, rtol=1e-5)
-        ours.load_state(plain.state())
-        torch.testing.assert_close(
-            ours.infer(batch)["log_probs"], plain.infer(batch)["log_probs"], atol=1e-5, rtol=1e-5
+def test_sharded_engines_train_save_and_export_the_same_adapter(path, strategy, group):
+    engines = []
+    for name in ("plain", strategy):
+        engine = ENGINES.get(name)(
+            HFModelConfig(path=str(path), **LORA), FSDPEngineConfig(), OptimizerConfig(lr=1e-2), seed=3
         )
-    finally:
-        distributed.stop()
+        for seed in range(2):
+            engine.train_batch(ragged_batch(seed=seed), SFTLoss())
+        engines.append(engine)
+    plain, ours = engines
+    batch = ragged_batch()
+    expected, found = plain.state().section("model"), ours.state().section("model")
+    assert set(found) == set(expected)
+    assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in expected)
+    weights = dict(plain.export_weights())
+    assert all(torch.allclose(t, weights[name], atol=1e-5) for name, t in ours.export_weights())
+    base, other = BaseOfAdapter(plain).infer(batch), BaseOfAdapter(ours).infer(batch)
+    torch.testing.assert_close(other["log_probs"], base["log_probs"], atol=1e-5, rtol=1e-5)
+    ours.load_state(plain.state())
+    torch.testing.assert_close(ours.infer(batch)["log_probs"], plain.infer(batch)["log_probs"], atol=1e-5, rtol=1e-5)
 
 
 def test_the_adapter_knows_its_base(path, tmp_path):

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.dist.engine_cells import gathered_gradient
 from tests.engines.builders import gradients, make_engine, model_dir, ragged_batch, relative_error
-from verl import distributed
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.checkpoint import CheckpointReader, CheckpointWriter
 from verl.config import ActorConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig
@@ -21,17 +20,12 @@ from verl.engines.fsdp2 import FSDP2Engine
 from verl.errors import CheckpointError, ConfigError, EngineError
 from verl.metrics import notices, reset_notices
 
+pytestmark = pytest.mark.usefixtures("group")
+
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return model_dir(tmp_path_factory.mktemp("models"), "qwen2", tie_word_embeddings=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    distributed.start()
-    yield
-    distributed.stop()
 
 
 @pytest.fixture(params=[FSDPEngine, FSDP2Engine], ids=["fsdp", "fsdp2"])

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.engines.builders import grouped_batch, make_engine, model_dir
-from verl import distributed
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig
 from verl.engines.settings import PassSettings
@@ -19,11 +18,7 @@ PASSES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    distributed.start()
-    yield
-    distributed.stop()
+pytestmark = pytest.mark.usefixtures("group")
 
 
 @pytest.fixture(scope="module")

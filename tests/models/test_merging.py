@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.engines.builders import make_engine, ragged_batch
 from tests.support import tiny_model_dir
+from verl import distributed
 from verl.algorithms.losses import SFTLoss
 from verl.checkpoint.part import write_part
 from verl.errors import ModelError
@@ -33,6 +34,7 @@ def logits(folder) -> torch.Tensor:
 
 def write_shards(folder: Path, weights: dict[str, torch.Tensor], size: int, copies: int = 1) -> None:
     """What each rank of an FSDP run saves: its piece of dimension 0 of every weight, as a distributed tensor."""
+    distributed.stop()  # one that other tests of this process have left
     for rank in range(size * copies):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size * copies)
         shape = (size,) if copies == 1 else (copies, size)

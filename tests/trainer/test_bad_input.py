@@ -68,7 +68,10 @@ def test_the_run_that_the_cases_below_spoil_is_a_good_one(run):
         ("trainer.logger=[console,swanlab]", ["trainer.logger", "swanlab"]),
         ("trainer.logger=[consol]", ["trainer.logger", "console"]),
         ("reward.custom_reward_function.path=nothere.py", ["reward.custom_reward_function.path", "nothere.py"]),
-        ("actor_rollout_ref.rollout.name=vllm", ["actor_rollout_ref.rollout.name", "vllm", "not built"]),
+        (
+            "actor_rollout_ref.rollout.name=vllm",
+            ["actor_rollout_ref.rollout.name", "vLLM is not installed", "rollout.name=hf"],
+        ),
         ("data.train_batch_size=16", ["8 rows"]),
     ],
 )
