@@ -159,3 +159,15 @@ def test_a_reward_function_that_fails_on_some_rows_is_told_once_and_the_run_goes
 def test_sft_names_a_misspelt_setting_too(capsys):
     assert sft_trainer.main(["data.trian_files=x"]) == 2
     assert "data.train_files" in capsys.readouterr().err
+
+
+def test_a_second_run_in_a_folder_is_refused_and_leaves_the_configuration_of_the_first(run, tmp_path):
+    from verl.checkpoint import RunLock
+
+    folder = tmp_path / "busy"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("of the first run")
+    with RunLock(folder):
+        status, said = run("trainer.default_local_dir=busy", "trainer.save_freq=1")
+    assert status == 2 and "another run writes its checkpoints into this folder" in said
+    assert (folder / "config.yaml").read_text() == "of the first run"

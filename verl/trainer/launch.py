@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl import env
-from verl.config import load_config, save_config
+from verl.config import load_config
 from verl.errors import VerlError, WorkerError
 
 if TYPE_CHECKING:
@@ -45,9 +44,10 @@ def run(config: Any, build: Build, ranks: Ranks | None = None) -> None:
 
 def _fit(config: Any, build: Build, ctx: Any) -> None:
     from verl.data import hf_tokenizer
+    from verl.trainer import runtime
 
     model = config.model
-    ctx.only_main(lambda: save_config(config, Path(config.trainer.default_local_dir) / "config.yaml"))
+    ctx.only_main(lambda: runtime.write_config(config))
     tokenizer = hf_tokenizer(
         model.tokenizer_path or model.path,
         trust_remote_code=model.trust_remote_code,

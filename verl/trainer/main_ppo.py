@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from verl.config import PPOTrainerConfig, load_config, save_config
+from verl.config import PPOTrainerConfig, load_config
 from verl.errors import VerlError
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def run_ppo(config: PPOTrainerConfig, task_runner_class: type[TaskRunner] | None
     from verl.trainer import runtime
 
     with runtime.enter(config) as place:
-        save_config(config, Path(config.trainer.default_local_dir) / "config.yaml")
+        runtime.write_config(config)
         runner = (task_runner_class or TaskRunner)()
         runner.place = place
         runner.run(config)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from verl import device, env
-from verl.config import PPOTrainerConfig, to_dict
+from verl.checkpoint import RunLock
+from verl.config import PPOTrainerConfig, save_config, to_dict
 from verl.metrics import notice, start_logging
 from verl.trainer.placement import Place, pool_sizes
 
@@ -54,6 +56,20 @@ def enter(config: PPOTrainerConfig) -> Iterator[Place]:
         yield place
     finally:
         cluster.stop(config.ray_kwargs.timeline_json_file)
+
+
+def write_config(config: Any) -> None:
+    """Write the resolved configuration beside the run's results.
+
+    Raises:
+        CheckpointError: another run writes into the folder, whose configuration stays as it is.
+        ConfigError: the folder cannot be written.
+    """
+    folder = Path(config.trainer.default_local_dir)
+    if (folder / ".lock").is_file():
+        with suppress(OSError):  # what cannot be opened cannot be written either, and that is told next
+            RunLock(folder).release()
+    save_config(config, folder / "config.yaml")
 
 
 def runtime_of(config: PPOTrainerConfig) -> str:
