@@ -72,19 +72,19 @@ def test_new_weights_reach_hosts_in_other_processes_and_bad_ones_do_not(hosts, f
 def test_every_prompt_gets_exactly_its_samples_when_a_replica_is_killed_in_mid_generation(hosts, folder):
     replicas = Replicas([over(url, folder) for _, url in hosts])
     prompts = [tuple(range(10 + i, 20 + i)) for i in range(6)]
-    wanted = requests(prompts, SAMPLES, max_tokens=120, ignore_eos=True, seed=5)
+    wanted = requests(prompts, SAMPLES, max_tokens=400, ignore_eos=True, seed=5)
     victim = hosts[0][0]
 
     async def run():
         warm = await asyncio.gather(*(replicas.generate(request) for request in requests(prompts[:2], 1, max_tokens=2)))
         tasks = [asyncio.ensure_future(replicas.generate(request)) for request in wanted]
-        while not replicas.replicas[0].load:
+        while not replicas.replicas[0].load and not all(task.done() for task in tasks):
             await asyncio.sleep(0.005)
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.1)
         busy = replicas.replicas[0].load
         start = time.monotonic()
         os.kill(victim.pid, signal.SIGKILL)
-        while not replicas.stats()["replicas_lost"]:
+        while not replicas.stats()["replicas_lost"] and not all(task.done() for task in tasks):
             await asyncio.sleep(0.01)
         noticed = time.monotonic() - start
         return warm, busy, noticed, await asyncio.wait_for(asyncio.gather(*tasks), 120)
