@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 # Before torch is imported anywhere: spinning OpenMP threads beside another busy process are many times slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,6 +33,21 @@ def shared() -> Path:
 def project_root() -> Path:
     """The root of this checkout."""
     return PROJECT_ROOT
+
+
+@pytest.fixture(scope="session")
+def own_ray_folder() -> Iterator[str]:
+    """Ray's files and token in a folder of their own; one for all tests, as Ray keeps a process's first token.
+
+    A short path, because it becomes part of the names of sockets.
+    """
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
+    own = {"RAY_TMPDIR": folder, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    with mock.patch.dict(os.environ, own):
+        for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+            os.environ.pop(name, None)
+        yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

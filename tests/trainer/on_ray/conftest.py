@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.single_controller.ray.conftest import own_ray_folder as own_ray_folder
 from tests.support import tiny_model_dir, write_prompts
 from verl.trainer import main_ppo
 
@@ -57,7 +56,7 @@ class Run:
 
 
 @pytest.fixture(scope="session")
-def two_nodes() -> Iterator[str]:
+def two_nodes(own_ray_folder: str) -> Iterator[str]:
     """The address of a cluster of two nodes with three CPUs each."""
     from ray.cluster_utils import Cluster
 
@@ -71,6 +70,11 @@ def two_nodes() -> Iterator[str]:
         yield cluster.address
     finally:
         cluster.shutdown()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ray_of_our_own(own_ray_folder: str) -> None:
+    """Every test of this folder."""
 
 
 @pytest.fixture(scope="session")
