@@ -95,7 +95,7 @@ def test_token_level_truncate():
     weights, metrics = weigh("token", "truncate")
     is_close(weights, WEIGHTS["token", "truncate"])
     assert weights.dtype == torch.float32 and not weights.requires_grad
-    assert metrics["mismatch/rollout_is_mean"] == pytest.approx(1.111117, abs=1e-5)
+    assert metrics["mismatch/rollout_is_mean"] == pytest.approx(1.111117, rel=1e-5, abs=1e-5)
     assert "mismatch/rollout_is_masked_fraction" not in metrics, "only the mask mode masks"
 
 
@@ -110,7 +110,7 @@ def test_every_metric_of_the_worked_example(level):
     expected = {f"rollout_is_{name}": values[LEVELS.index(level)] for name, values in METRICS.items()} | MISMATCH
     assert {name.removeprefix("mismatch/") for name in metrics} == set(expected)
     for name, value in expected.items():
-        assert metrics[f"mismatch/{name}"] == pytest.approx(value, abs=1e-5), name
+        assert metrics[f"mismatch/{name}"] == pytest.approx(value, rel=1e-5, abs=1e-5), name
 
 
 def test_the_geometric_weight_is_the_root_of_the_sequence_weight():
@@ -236,10 +236,10 @@ def test_shapes_that_differ_are_refused(which):
 
 
 def test_metrics_by_themselves_carry_no_prefix():
-    assert compute_mismatch_metrics(OLD, ROLLOUT, MASK) == pytest.approx(MISMATCH, abs=1e-5)
+    assert compute_mismatch_metrics(OLD, ROLLOUT, MASK) == pytest.approx(MISMATCH, rel=1e-5, abs=1e-5)
     assert set(compute_mismatch_metrics(OLD, None, MASK)) == {"mismatch_training_ppl", "mismatch_training_log_ppl"}
     found = compute_is_metrics(RATIO, RATIO.log(), MASK, "token", 2.0, None)
-    assert found["rollout_is_mean"] == pytest.approx(1.111117, abs=1e-5)
+    assert found["rollout_is_mean"] == pytest.approx(1.111117, rel=1e-5, abs=1e-5)
 
 
 BATCHES = st.integers(1, 6).flatmap(
@@ -266,7 +266,7 @@ def test_row_order_and_padding_change_nothing(drawn):
     wide = [torch.nn.functional.pad(x[order], (0, 3), value=v) for x, v in ((old, NAN), (rollout, INF), (mask, 0))]
     again, same = weigh(level, "mask", old=wide[0], rollout=wide[1], mask=wide[2])
     torch.testing.assert_close(again[:, :5], weights[order], atol=1e-6, rtol=1e-6)
-    assert same == pytest.approx(metrics, abs=1e-5)
+    assert same == pytest.approx(metrics, rel=1e-5, abs=1e-5)
 
 
 @settings(max_examples=25, deadline=None)
