@@ -6,10 +6,9 @@ import json
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from tests.support import tiny_tokenizer
-from verl.data.preference import PreferenceDataset, last_run, with_score_token
+from verl.data.preference import PreferenceDataset, last_run
 from verl.errors import DataError
 from verl.metrics import notices, reset_notices
 
@@ -56,14 +55,6 @@ def test_a_batch_holds_chosen_and_rejected_in_turn(tmp_path):
     texts = [data.tokenizer.decode(ids[m]) for ids, m in zip(batch["input_ids"], real)]
     assert [text.split("assistant\n")[1] for text in texts] == [f"{a}<|im_end|>\n" for a in ("2", "three", "2", "11")]
     assert batch["margin"].tolist() == [0.0, 0.0, 0.5, 0.5] and batch["index"].tolist() == [0, 0, 1, 1]
-
-
-def test_the_score_is_asked_for_behind_the_last_token_of_each_row():
-    rows = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}
-    found = with_score_token(rows)
-    assert found["loss_mask"].tolist() == [[0, 0, 0, 1], [0, 0, 1, 0]]
-    assert found["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
-    assert found["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 2]]
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_a_reward_model_tells_chosen_from_rejected_and_its_folder_serves_as_one(
     from transformers import AutoTokenizer
 
     encode = AutoTokenizer.from_pretrained("model").encode
-    texts = [f"<|im_start|>user\n3+4=<|im_end|>\n<|im_start|>assistant\n{a}<|im_end|>\n" for a in ("7 ok", "no idea 4")]
+    texts = [f"<|im_start|>user\n3+4=<|im_end|>\n<|im_start|>assistant\n{a}<|im_end|>" for a in ("7 ok", "no idea 4")]
     scores = []
     for text in texts:
         ids = torch.tensor([encode(text, add_special_tokens=False)])

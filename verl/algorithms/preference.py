@@ -111,7 +111,7 @@ class DPOLoss:
 class RewardModelLoss:
     """Metrics: ``accuracy`` (chosen above rejected), ``margin``, ``score/chosen``, ``score/rejected``.
 
-    The score of an answer is the value at its one asked position (see `verl.data.preference.with_score_token`).
+    The score of an answer is the value at its one asked position (behind its last token).
 
     Args:
         centering: weight of the squared sum of both scores, which keeps scores around zero.

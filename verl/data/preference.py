@@ -176,23 +176,3 @@ def preference_collate(rows: Sequence[Mapping[str, Any]], pad_token_id: int) -> 
     for name in ("margin", "index"):
         found[name] = torch.stack([row[name] for row in rows]).repeat_interleave(2)
     return found
-
-
-def with_score_token(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The batch with one more token behind each sequence, the only one whose value is asked for.
-
-    A value is that of the state BEFORE its token, so the state after the whole answer is the value of the token that
-    would follow; which id stands there makes no difference. ``loss_mask`` becomes 1 on it alone.
-    """
-    real = rows["attention_mask"]
-    lengths = real.sum(-1, keepdim=True)
-    places = torch.arange(real.shape[1] + 1)
-    attention = (places <= lengths).to(real.dtype)
-    pad = torch.nn.functional.pad
-    return {
-        **rows,
-        "input_ids": pad(rows["input_ids"], (0, 1)),
-        "attention_mask": attention,
-        "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
-        "loss_mask": (places == lengths).to(real.dtype),
-    }

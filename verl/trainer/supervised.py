@@ -14,7 +14,7 @@ import torch
 from verl import device as devices
 from verl.algorithms.losses import LossFn
 from verl.checkpoint import CheckpointReader, CheckpointWriter, EngineState, find_checkpoint
-from verl.config import SFTTrainerConfig, to_dict
+from verl.config import HFModelConfig, SFTTrainerConfig, to_dict
 from verl.data import stateful_loader
 from verl.distributed import Ranks
 from verl.metrics import notice
@@ -22,6 +22,7 @@ from verl.observability.tracking import Tracking
 from verl.protocol import DataProto
 from verl.single_controller.spmd import Spmd
 from verl.trainer import rng
+from verl.trainer.placement import strategy
 from verl.trainer.signals import StopSignals
 from verl.workers.part import Limits, ModelPart, local_model, make_engine
 
@@ -75,23 +76,33 @@ class SupervisedTrainer:
         return self.part.engine
 
     def _make_part(self) -> ModelPart:
-        c = self.config
-        several = "fsdp2" if self.ctx.world_size > 1 else "plain"
-        engine = make_engine(
-            several if c.engine.strategy == "auto" else c.engine.strategy,
-            model=local_model(c.model, "model.path"),
-            engine=c.engine,
-            optim=c.optim,
+        optim = self.config.optim
+        engine = self.make_engine(
+            local_model(self.config.model, "model.path"),
+            optim=optim,
             kind=self.kind,
-            grad_clip=c.optim.clip_grad,
-            total_training_steps=c.optim.total_training_steps if c.optim.total_training_steps > 0 else self.total_steps,
+            grad_clip=optim.clip_grad,
+            total_training_steps=optim.total_training_steps if optim.total_training_steps > 0 else self.total_steps,
+        )
+        return ModelPart(engine, train_limits=self.limits, loss_fn=self.loss_fn)
+
+    def make_engine(self, model: HFModelConfig, **arguments: Any) -> Any:
+        """A model on the run's backend and device; without ``optim`` a frozen one."""
+        c = self.config
+        return make_engine(
+            strategy(c.engine.strategy, self.ctx.world_size),
+            model=model,
+            engine=c.engine,
             device=devices.resolve_device(c.trainer.device),
             seed=c.trainer.seed,
+            **arguments,
         )
-        limits = Limits.of(
-            c.data.micro_batch_size_per_gpu, None, c.data.use_dynamic_bsz, c.data.max_token_len_per_gpu, 1
-        )
-        return ModelPart(engine, train_limits=limits, loss_fn=self.loss_fn)
+
+    @property
+    def limits(self) -> Limits:
+        """Rows or tokens of one forward pass."""
+        data = self.config.data
+        return Limits.of(data.micro_batch_size_per_gpu, None, data.use_dynamic_bsz, data.max_token_len_per_gpu, 1)
 
     def fit(self) -> None:
         """Train to the end; the last step is validated and saved where these are switched on."""

@@ -114,6 +114,10 @@ class Spmd:
         """Each number summed over ranks, in double precision."""
         return self.ranks.sum(torch.tensor(numbers, dtype=torch.float64)).tolist()
 
+    def exchange(self, fact: Any) -> list[Any]:
+        """A JSON value of every rank, by rank."""
+        return self.ranks.exchange(fact)
+
     def on_main(self, work: Callable[[], Any]) -> Any:
         """Run ``work`` on rank 0; its JSON result is everyone's, its error is an error on every rank."""
         return self.ranks.on_first(work)

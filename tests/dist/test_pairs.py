@@ -1,0 +1,79 @@
+"""Training on pairs under torchrun: two ranks give the numbers of one process, also where a rank has no pair."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import tiny_model_dir
+
+pytestmark = pytest.mark.dist
+PROJECT = Path(__file__).resolve().parents[2]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve pairs to train on, and five to validate on: with four at a time, the last batch has one pair."""
+    folder = tmp_path_factory.mktemp("pairs")
+    tiny_model_dir(folder / "model")
+    for name, count in (("train", 12), ("val", 5)):
+        rows = [
+            {"prompt": f"{i}+1=", "chosen": f"{i + 1} ok", "rejected": "no idea " * (i % 3 + 1)} for i in range(count)
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def train(folder: Path, program: str, name: str, launcher: list[str], *changes: str) -> list[dict]:
+    words = [
+        *(sys.executable, *launcher, "-m", f"verl.trainer.{program}"),
+        "data.train_files=train.jsonl",
+        "data.val_files=val.jsonl",
+        "data.train_batch_size=4",
+        "data.max_length=64",
+        "model.path=model",
+        "optim.lr=1e-3",
+        "trainer.device=cpu",
+        "trainer.total_training_steps=3",
+        "trainer.test_freq=3",
+        f"trainer.default_local_dir={name}",
+        f"trainer.experiment_name={name}",
+        "trainer.logger=[file]",
+    ]
+    told = {"PYTHONPATH": str(PROJECT), "VERL_FILE_LOGGER_ROOT": str(folder / "logs"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*words, *changes],
+        cwd=folder,
+        env={**os.environ, **told},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (log,) = (folder / "logs").rglob(f"{name}.jsonl")
+    return [json.loads(line)["data"] for line in log.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "program, changes",
+    [("dpo_trainer", ()), ("dpo_trainer", ("dpo.precompute_ref_log_probs=true",)), ("rm_trainer", ())],
+    ids=["dpo", "dpo with stored references", "rm"],
+)
+def test_two_ranks_give_the_numbers_of_one_process(folder, program, changes):
+    name = f"{program}{len(changes)}"
+    alone = train(folder, program, f"{name}_alone", [], *changes)
+    both = train(folder, program, f"{name}_both", TORCHRUN, *changes)
+    assert len(alone) == len(both) == 3
+    compared = 0
+    for mine, other in zip(both, alone):
+        for key in [key for key in other if key.startswith("val/") or key in ("train/loss", "train/grad_norm")]:
+            assert mine[key] == pytest.approx(other[key], rel=1e-4, abs=1e-6), key
+            compared += 1
+    assert compared > 6 and any(key.startswith("val/") for key in alone[-1])
