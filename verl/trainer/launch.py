@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from verl import env
 from verl.config import load_config
 from verl.errors import VerlError, WorkerError
+from verl.trainer.command import report
 
 if TYPE_CHECKING:
     from verl.distributed import Ranks
@@ -75,6 +76,4 @@ def main(program: str, build: Build, argv: list[str] | None = None) -> int:
 
 
 def _failed(error: VerlError, tell: bool) -> int:
-    if tell:
-        print(f"error: {error}", file=sys.stderr)
-    return 2
+    return report(error) if tell else 2

@@ -19,6 +19,7 @@ from verl.rewards.function import RewardFunction, load_reward_function
 from verl.rewards.samples import RewardResult
 from verl.rewards.scoring import Limits, Scorer
 from verl.trainer import evaluation
+from verl.trainer.command import report
 from verl.trainer.evaluation import Answers
 
 
@@ -77,8 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         config = cast(EvaluationConfig, load_config("evaluation", sys.argv[1:] if argv is None else argv))
         print(run_eval(config))
     except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return report(error)
     return 0
 
 

@@ -8,6 +8,7 @@ from typing import cast
 from verl.config import load_config, replace
 from verl.config.generation import GenerationConfig
 from verl.errors import ModelError, VerlError
+from verl.trainer.command import report
 
 
 def run_generation(config: GenerationConfig) -> str:
@@ -52,8 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         config = cast(GenerationConfig, load_config("generation", sys.argv[1:] if argv is None else argv))
         print(run_generation(config))
     except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return report(error)
     return 0
 
 

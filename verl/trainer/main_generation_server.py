@@ -12,6 +12,7 @@ from typing import cast
 
 from verl.config import PPOTrainerConfig, load_config, replace
 from verl.errors import ConfigError, ModelError, VerlError
+from verl.trainer.command import report
 
 OUTPUT = "data.output_path"
 IN_FLIGHT = 128
@@ -105,8 +106,7 @@ def main(argv: list[str] | None = None) -> int:
         config = cast(PPOTrainerConfig, load_config("ppo_trainer", rest))
         print(run_generation_server(config, output, rest))
     except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return report(error)
     return 0
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from verl.config import PPOTrainerConfig, load_config
 from verl.errors import VerlError
+from verl.trainer.command import report
 
 if TYPE_CHECKING:
     from verl.trainer.placement import Place
@@ -69,10 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         config = load_config("ppo_trainer", sys.argv[1:] if argv is None else argv)
         run_ppo(cast(PPOTrainerConfig, config))
     except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        if error.__cause__ is not None:
-            print(f"  caused by {type(error.__cause__).__name__}: {error.__cause__}", file=sys.stderr)
-        return 2
+        return report(error)
     return 0
 
 

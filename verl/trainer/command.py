@@ -1,0 +1,15 @@
+"""What every program does with an error that is the user's to mend: one message, and exit status 2."""
+
+from __future__ import annotations
+
+import sys
+
+from verl.errors import VerlError
+
+
+def report(error: VerlError) -> int:
+    """Print the message, and what it was caused by; returns the exit status."""
+    print(f"error: {error}", file=sys.stderr)
+    if error.__cause__ is not None:
+        print(f"  caused by {type(error.__cause__).__name__}: {error.__cause__}", file=sys.stderr)
+    return 2
