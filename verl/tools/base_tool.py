@@ -1,0 +1,6 @@
+"""Upstream's module of the base class; it lives in `verl.tools.base`."""
+
+from verl.tools.base import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+
+__all__ = ["BaseTool", "OpenAIFunctionToolSchema", "ToolResponse"]
