@@ -65,6 +65,18 @@ async def read_message(reader: asyncio.StreamReader, *, is_answer: bool) -> Mess
     Raises:
         WireError: what comes is not a whole message.
     """
+    message = await read_head(reader, is_answer=is_answer)
+    if message is not None:
+        await read_body(reader, message, is_answer=is_answer)
+    return message
+
+
+async def read_head(reader: asyncio.StreamReader, *, is_answer: bool) -> Message | None:
+    """The next message without its body; None if the connection ended before it began.
+
+    Raises:
+        WireError: what comes is not the head of a message.
+    """
     try:
         head = await reader.readuntil(b"\r\n\r\n")
     except asyncio.IncompleteReadError as error:
@@ -76,11 +88,21 @@ async def read_message(reader: asyncio.StreamReader, *, is_answer: bool) -> Mess
     message = _parse_head(head)
     if is_answer and (not message.start[0].startswith("HTTP/") or len(message.start) < 2):
         raise WireError(f"not an HTTP answer: {head[:80]!r}")
+    return message
+
+
+async def read_body(
+    reader: asyncio.StreamReader, message: Message, *, is_answer: bool, max_body: int = MAX_BODY
+) -> None:
+    """Read the rest of a message whose head was read.
+
+    Raises:
+        WireError: it is not whole, or longer than ``max_body`` bytes.
+    """
     try:
-        message.body = await _read_body(reader, message, is_answer)
+        message.body = await _read_body(reader, message, is_answer, max_body)
     except (asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
         raise WireError("the connection ended inside the body") from error
-    return message
 
 
 def _parse_head(head: bytes) -> Message:
@@ -97,24 +119,24 @@ def _parse_head(head: bytes) -> Message:
     return message
 
 
-async def _read_body(reader: asyncio.StreamReader, message: Message, is_answer: bool) -> bytes:
+async def _read_body(reader: asyncio.StreamReader, message: Message, is_answer: bool, max_body: int) -> bytes:
     if message.headers.get("transfer-encoding", "").lower() == "chunked":
-        return await _read_chunks(reader)
+        return await _read_chunks(reader, max_body)
     length = message.headers.get("content-length")
     if length is not None:
-        if not length.isdigit() or int(length) > MAX_BODY:
+        if not length.isdigit() or int(length) > max_body:
             raise WireError(f"content-length {length!r}")
         return await reader.readexactly(int(length))
     if not is_answer or message.status in (204, 304):
         return b""
     message.headers["connection"] = "close"  # the body ends where the connection does
-    body = await reader.read(MAX_BODY + 1)
-    if len(body) > MAX_BODY:
+    body = await reader.read(max_body + 1)
+    if len(body) > max_body:
         raise WireError("the body is too long")
     return body
 
 
-async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
+async def _read_chunks(reader: asyncio.StreamReader, max_body: int) -> bytes:
     parts, total = [], 0
     while True:
         line = (await reader.readuntil(b"\r\n")).split(b";")[0].strip()
@@ -123,7 +145,7 @@ async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
         except ValueError as error:
             raise WireError(f"not a chunk size: {line[:20]!r}") from error
         total += size
-        if size < 0 or total > MAX_BODY:
+        if size < 0 or total > max_body:
             raise WireError("the body is too long")
         parts.append((await reader.readexactly(size + 2))[:-2])
         if size == 0:
