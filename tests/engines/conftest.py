@@ -1,4 +1,4 @@
-"""One process group for all tests of sharded engines in this process."""
+"""A process group for the tests of sharded engines in this process."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from verl import distributed
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def group() -> Iterator[None]:
-    """A group of one rank. It is left only once: torch remembers the mesh of a group that is gone under its name."""
+    """A group of one rank; the next module starts another one."""
     distributed.start()
     yield
     distributed.stop()

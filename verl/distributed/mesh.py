@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import weakref
+
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl.distributed.ranks import Ranks
 from verl.errors import ConfigError
 
 REPLICATE, SHARD = "replicate", "shard"
+_group: weakref.ref | None = None
+_generation = 0
+
+
+def new_mesh(device: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
+    """A mesh over all ranks of the group that this process is in. Collective.
+
+    torch remembers how it computed on a mesh, together with its process groups, and takes two meshes for one where
+    ranks and axis names are equal. So in a process that leaves a group and joins another one, the axes have a number
+    behind their names, and nothing of a group that is gone is used again.
+    """
+    global _group, _generation
+    world = dist.group.WORLD
+    if _group is None or _group() is not world:
+        _group = weakref.ref(world)
+        _generation += 1
+    suffix = "" if _generation == 1 else f"_{_generation}"
+    return init_device_mesh(device, shape, mesh_dim_names=tuple(f"{axis}{suffix}" for axis in axes))
 
 
 def data_parallel_mesh(ranks: Ranks, device: str, fsdp_size: int = -1) -> DeviceMesh:
@@ -32,5 +53,5 @@ def data_parallel_mesh(ranks: Ranks, device: str, fsdp_size: int = -1) -> Device
             fix="-1 shards over all of them.",
         )
     if size == ranks.size:
-        return init_device_mesh(device, (size,), mesh_dim_names=(SHARD,))
-    return init_device_mesh(device, (ranks.size // size, size), mesh_dim_names=(REPLICATE, SHARD))
+        return new_mesh(device, (size,), (SHARD,))
+    return new_mesh(device, (ranks.size // size, size), (REPLICATE, SHARD))

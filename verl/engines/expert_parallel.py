@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from verl.distributed import Ranks
 from verl.distributed.experts import ExpertExchange
+from verl.distributed.mesh import new_mesh
 from verl.distributed.shards import gather
 from verl.errors import ConfigError
 
@@ -53,9 +54,9 @@ class ExpertRanks:
         if whole.ndim > 1:
             fix = "Leave fsdp_config.fsdp_size out."
             raise ConfigError("experts cannot be shared beside hybrid sharding", key=KEY, got=size, fix=fix)
-        mesh = init_device_mesh(device, (ranks.size // size, size), mesh_dim_names=("same_experts", "experts"))
-        peers = Ranks(ranks.rank % size, size, mesh.get_group("experts"))
-        return cls(ranks, peers, mesh["same_experts"])
+        mesh = new_mesh(device, (ranks.size // size, size), ("same_experts", "experts"))
+        same, experts = mesh.mesh_dim_names or ()
+        return cls(ranks, Ranks(ranks.rank % size, size, mesh.get_group(experts)), mesh[same])
 
     def holds(self, tensor: Any) -> bool:
         """Whether this is a weight of experts, or laid out like one."""
