@@ -6,9 +6,12 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from verl.errors import NotBuiltError, RewardError, suggest
+from verl.errors import RewardError, suggest
 from verl.metrics import notice
-from verl.rewards.scorers import geo3k, gsm8k, math_boxed, math_dapo, search_qa
+from verl.rewards.execution import CodeRunner
+from verl.rewards.local_sandbox import LocalSandbox
+from verl.rewards.sandbox_fusion import SandboxFusion
+from verl.rewards.scorers import code, geo3k, gsm8k, math_boxed, math_dapo, numina, search_qa
 
 BuiltinScorer = Callable[..., "float | dict[str, Any]"]
 
@@ -21,10 +24,19 @@ SCORERS: dict[str, BuiltinScorer] = {
     "math": math_dapo.compute_score,
     "math_dapo_reasoning": math_dapo.compute_score,
     "hiyouga/geometry3k": geo3k.compute_score,
+    "codecontests": code.compute_score,
+    "apps": code.compute_score,
+    "codeforces": code.compute_score,
+    "taco": code.compute_score,
 }
-PREFIXES: dict[str, BuiltinScorer] = {"aime": math_dapo.compute_score, "searchR1_": search_qa.compute_score}
-NOT_BUILT = ("codecontests", "apps", "codeforces", "taco")
-NOT_BUILT_PREFIXES = ("numina_",)
+PREFIXES: dict[str, BuiltinScorer] = {
+    "aime": math_dapo.compute_score,
+    "searchR1_": search_qa.compute_score,
+    "numina_": numina.compute_score,
+}
+WAITING = (code.compute_score, numina.compute_score)
+"""Scorers that wait for another process: several answers are better scored at once."""
+CODE_OPTIONS = ("sandbox_fusion_url", "concurrent_semaphore", "memory_limit_mb", "max_concurrent")
 
 OWN_FUNCTION = (
     "Set reward.custom_reward_function.path to a Python file with a function "
@@ -41,20 +53,13 @@ def find_scorer(data_source: Any) -> BuiltinScorer:
     """The built-in scorer of a data source.
 
     Raises:
-        NotBuiltError: the source is known, its grader is not part of this version.
         RewardError: the source is unknown or missing; the message names both ways out.
     """
     if not isinstance(data_source, str) or not data_source:
         raise missing_data_source(f"a row has no data_source (it holds {data_source!r})")
-    if data_source in SCORERS:
-        return SCORERS[data_source]
-    for prefix, scorer in PREFIXES.items():
-        if data_source.startswith(prefix):
-            return scorer
-    if data_source in NOT_BUILT or data_source.startswith(NOT_BUILT_PREFIXES):
-        raise NotBuiltError(
-            f"the grader for data_source {data_source!r} is not built yet", key="data_source", fix=f"{OWN_FUNCTION}."
-        )
+    scorer = _known(data_source)
+    if scorer is not None:
+        return scorer
     raise RewardError(
         "no built-in scorer for this data_source",
         key="data_source",
@@ -90,16 +95,45 @@ def default_compute_score(
     sandbox_fusion_url: str | None = None,
     concurrent_semaphore: Any = None,
     memory_limit_mb: int | None = None,
+    max_concurrent: int = 64,
     **kwargs: Any,
 ) -> float | dict[str, Any]:
     """The score of one answer by the scorer of its ``data_source``: a float, or a dict with ``score``.
 
-    ``kwargs`` reach the scorer that has them (``method``, ``lenient``, ``strict_box_verify``, ...). The three sandbox
-    parameters belong to the code graders.
+    ``kwargs`` reach the scorer that has them (``method``, ``lenient``, ``strict_box_verify``, ...).
+
+    Args:
+        sandbox_fusion_url: a service that runs programs; without it the local sandbox does.
+        concurrent_semaphore: held while the service is asked, instead of one of ``max_concurrent`` places.
+        memory_limit_mb: memory of a program.
     """
     scorer = find_scorer(data_source)
     options = _options_of(scorer, kwargs) if kwargs else {}
+    if scorer is code.compute_score:
+        options.setdefault("continuous", True)
+        options["runner"] = code_runner(sandbox_fusion_url, max_concurrent, memory_limit_mb, concurrent_semaphore)
     return scorer(solution_str, ground_truth, **options)
+
+
+def waits(data_source: Any) -> bool:
+    """Whether the scorer of a data source waits for another process."""
+    return isinstance(data_source, str) and _known(data_source) in WAITING
+
+
+def _known(data_source: str) -> BuiltinScorer | None:
+    scorer = SCORERS.get(data_source)
+    if scorer is None:
+        scorer = next((one for prefix, one in PREFIXES.items() if data_source.startswith(prefix)), None)
+    return scorer
+
+
+def code_runner(
+    url: str | None, max_concurrent: int = 64, memory_limit_mb: int | None = None, places: Any = None
+) -> CodeRunner:
+    """What runs programs: the service at ``url``, else the sandbox of this machine."""
+    if url:
+        return SandboxFusion(url, max_concurrent, memory_limit_mb or 1024, places)
+    return LocalSandbox(memory_limit_mb)
 
 
 def _options_of(scorer: BuiltinScorer, kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from verl.metrics import notice
 from verl.rewards.forms import Form
 from verl.rewards.function import RewardFunction
 from verl.rewards.invoke import invoke, invoke_async
-from verl.rewards.runners import InlineRunner, LoopRunner, ProcessRunner, Runner, ThreadRunner
+from verl.rewards.runners import BuiltinRunner, InlineRunner, LoopRunner, ProcessRunner, Runner, ThreadRunner
 from verl.rewards.samples import RewardResult, RewardSample
 from verl.rewards.wire import NotPlainError
 
@@ -35,7 +35,8 @@ class Limits:
     """``mask``: a failing sample gets no score and is counted. ``raise``: the run stops."""
     isolation: Isolation = "auto"
     """``auto``: child processes for functions from files, threads for others, an event loop for async ones, nothing
-    for the built-in scorers. ``none`` runs everything in place without a time limit, for breakpoints."""
+    for the built-in scorers (threads for those that wait for another process). ``none`` runs everything in place
+    without a time limit, for breakpoints."""
     num_workers: int = 8
     """Most processes (never more than cores) or threads."""
 
@@ -73,8 +74,13 @@ class Scorer:
             return []
         if self.function.form is not Form.SINGLE:
             return self._score_together(samples)
-        if isinstance(self._runner, InlineRunner):  # a future for each would cost more than the scorer itself
+        runner = self._runner
+        if isinstance(runner, InlineRunner):  # a future for each would cost more than the scorer itself
             return [invoke(self.function, [sample])[0] for sample in samples]
+        if isinstance(runner, BuiltinRunner):
+            slow = [self._submit([sample]) if runner.waits(sample) else None for sample in samples]
+            quick = [invoke(self.function, [s])[0] if future is None else None for s, future in zip(samples, slow)]
+            return [now or future.result()[0] for now, future in zip(quick, slow)]  # type: ignore[union-attr]
         waiting = [self._submit([sample]) for sample in samples]
         return [future.result()[0] for future in waiting]
 
@@ -128,8 +134,10 @@ class Scorer:
 
     def _make_runner(self) -> Runner:
         function, isolation, workers = self.function, self.limits.isolation, self.limits.num_workers
-        if isolation == "none" or (isolation == "auto" and function.is_builtin):
+        if isolation == "none":
             return InlineRunner(function)
+        if isolation == "auto" and function.is_builtin:
+            return BuiltinRunner(function, self.timeout, workers)
         if function.is_async:
             return LoopRunner(lambda samples: invoke_async(function, samples), self.timeout)
         workers = workers if function.form is Form.SINGLE else 1

@@ -7,6 +7,7 @@ that hangs leaves no process behind; its default action ends the process even wh
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 from contextlib import suppress
@@ -19,6 +20,10 @@ from verl.rewards.function import load_reward_function
 from verl.rewards.invoke import invoke, raised
 
 GRACE = 5.0
+DENIED = ("subprocess.", "os.system", "os.exec", "os.spawn", "os.posix_spawn", "os.fork", "socket.", "ctypes.dlopen",
+          "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod",
+          "os.chown", "os.kill", "shutil.", "pty.", "urllib.")  # fmt: skip
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def main() -> None:
@@ -33,12 +38,27 @@ def main() -> None:
     except (VerlError, SystemExit) as error:
         wire.send(answers, {"failure": wire.pack_failure(raised(error))})
         return
+    if start["memory_mb"] is not None:
+        _seal(start["memory_mb"])
     wire.send(answers, {"failure": None})
     while (call := wire.receive(calls)) is not None:
         signal.setitimer(signal.ITIMER_REAL, start["timeout"] + GRACE)
         results = invoke(function, wire.unpack_samples(call))
         signal.setitimer(signal.ITIMER_REAL, 0)
         wire.send(answers, wire.pack_results(results))
+
+
+def _seal(memory_mb: int) -> None:
+    """A limit of memory, and from now on no programs, connections and files to write: for graders of untrusted text."""
+    size = memory_mb << 20
+    resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sys.addaudithook(_deny)
+
+
+def _deny(event: str, arguments: tuple[Any, ...]) -> None:
+    if event.startswith(DENIED) or (event == "open" and (arguments[2] or 0) & WRITING):
+        raise PermissionError(f"a grader may not do this: {event}")
 
 
 def _take_pipes() -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.rewards.files import Letters, batch, reward_file, samples
-from verl.errors import ConfigError, DataError, NotBuiltError, RewardError
+from verl.errors import ConfigError, DataError, RewardError
 from verl.metrics import notices, reset_notices
 from verl.registry import REWARD_MANAGERS
 from verl.rewards import Limits, load_reward_function
@@ -76,8 +76,8 @@ def test_a_batch_without_data_source_works_with_a_function_and_not_without():
 def test_unknown_sources_and_missing_truths_stop_the_run_instead_of_being_masked():
     with pytest.raises(RewardError, match="Did you mean 'openai/gsm8k'"):
         NaiveRewardManager(Letters(), 0)(batch(["a", "b"], ["1", "2"], source="openai/gsm8"))
-    with pytest.raises(NotBuiltError, match="taco"):
-        NaiveRewardManager(Letters(), 0)(batch(["a"], ["1"], source="taco"))
+    with pytest.raises(RewardError, match="no built-in scorer"):
+        NaiveRewardManager(Letters(), 0)(batch(["a"], ["1"], source="haiku"))
     with pytest.raises(DataError, match=r"reward_model\.ground_truth.*row 1"):
         NaiveRewardManager(Letters(), 0)(batch(["a", "b"], ["1", None]))
     with pytest.raises(DataError, match="no such column"):

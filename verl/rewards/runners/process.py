@@ -32,12 +32,16 @@ BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from verl.rewar
 class ProcessRunner(Runner):
     """At most ``num_processes`` children, started when calls wait; each call may take ``timeout`` seconds.
 
+    Args:
+        memory_mb: the address space of a child. A child with a limit is sealed, too: once the function is loaded it can
+            start no program, open no connection and write no file.
+
     Raises:
         RewardError: another process could not load the function (a lambda, a method, a closure), or could not be sent
             its ``reward_kwargs``.
     """
 
-    def __init__(self, function: RewardFunction, timeout: float, num_processes: int):
+    def __init__(self, function: RewardFunction, timeout: float, num_processes: int, memory_mb: int | None = None):
         if function.origin is None:
             raise RewardError(
                 f"{function.label} cannot run in a process of its own: no file or module holds it under its name",
@@ -52,6 +56,7 @@ class ProcessRunner(Runner):
                 allowed="plain values",
             ) from error
         start = {"origin": function.origin, "name": function.name, "reward_kwargs": kwargs, "timeout": timeout}
+        start["memory_mb"] = memory_mb
         broken: list[RewardFailure] = []
         self._pool = Pool(lambda: Child(start, timeout, broken), num_processes)
         weakref.finalize(self, self._pool.close)

@@ -1,0 +1,91 @@
+"""The rules of PRM800K, by hand: which answers are the same, which are not, and what the answer of a text is."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from verl.rewards.scorers import formulas, symbolic
+from verl.rewards.scorers.numina import compute_score, extract_answer, normalize, same_answer
+from verl.utils.reward_score import prime_math
+
+SAME = [
+    ("1,000", "1000"), ("3 cm", "3"), (r"10\%", "10"), ("(1, 2)", "(1,2)"), ("1 or 2", "1,2"), (r"\text{Yes}", "yes"),
+    (r"7\frac{3}{4}", "31/4"), ("7 3/4", "7.75"), ("2 million", "2000000"), ("x=7", "7"), ("3.0", "3"),
+    (r"\frac{\sqrt{8}}{2}", r"\sqrt{2}"), ("(x+1)^2", "x^2+2x+1"), (r"(\frac12, \sqrt{9})", "(0.5,3)"),
+    ("2.00005", "2"), (r"50\%", "0.5"), ("12.56", r"4\pi"), (r"3\pi", "9.42"), ("x+1=2", "2=x+1"), ("x-1=0", "1-x=0"),
+    (r"\begin{pmatrix}1&2\\3&\sqrt4\end{pmatrix}", r"\begin{pmatrix} 1 & 2 \\ 3 & 2 \end{pmatrix}"),
+    (r"\$5", "5"), (r"[0, \infty)", r"[0,\infty)"), (r"\sin^2 x+\cos^2 x", "1"),
+]  # fmt: skip
+OTHER = [
+    ("2/4", "1/2"), ("50", "0.5"), ("[1,2)", "(1,2)"), ("2,1", "1,2"), ("3.5", "3"), ("x", "|x|"), ("1,2,3", "1,2"),
+    ("", "1"), ("2.001", "2"), (r"\begin{pmatrix}1&2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    ("sin(x)", "cos(x)"), ("x^2", "x^3"), ("yes", "no"), (r"\pi", "3"), ("9^9^9", "1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "truth"), SAME)
+def test_these_answers_are_the_same_either_way_round(answer, truth):
+    assert same_answer(answer, truth)
+    assert same_answer(truth, answer)
+
+
+@pytest.mark.parametrize(("answer", "truth"), OTHER)
+def test_these_answers_are_not_the_same(answer, truth):
+    assert not same_answer(answer, truth)
+    assert answer == "" or not same_answer(truth, answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "answer"),
+    [
+        (r"First \boxed{1}, then \boxed{\frac{1}{2}}. The answer is 3.", True, r"\frac{1}{2}"),
+        ("Therefore the answer is 42. That was easy.", True, "42"),
+        ("Answer: $x=7$", True, "7"),
+        ("The answers are 1 and 2", True, "1 and 2"),
+        ("We add them.\nSo 17 is the answer", True, "17"),
+        ("So x = 5", True, "5"),
+        ("no idea at all", False, "no idea at all"),
+        ("", False, ""),
+    ],
+)
+def test_the_answer_of_a_text(text, found, answer):
+    assert extract_answer(text) == (found, answer)
+
+
+def test_a_score_tells_whether_an_answer_was_found():
+    assert compute_score(r"\boxed{5}", 5) == {"score": 1.0, "acc": True, "pred": "5", "format": 1.0}
+    assert compute_score("who knows", "5") == {"score": 0.0, "acc": False, "pred": "who knows", "format": 0.0}
+
+
+def test_upstreams_path_returns_three_values():
+    assert prime_math.compute_score(r"\boxed{5}", "5") == (True, True, "5")
+
+
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [("7 3/4", "(7+3/4)"), ("2 million", "2*10^6"), ("-1 1/2", "-(1+1/2)"), ("x=5", "5"), ("2=x", "2=x")],
+)
+def test_spellings_are_normalised(text, normal):
+    assert normalize(text) == normal
+
+
+def test_a_formula_that_sympy_does_not_finish_is_given_up_and_the_next_is_compared(monkeypatch):
+    symbolic.equal("x+x", "2x")  # started
+    runner = symbolic.start(0.7)
+    start = time.monotonic()
+    hanging = "(sin(x)+cos(x)+tan(x))^(x)*(sin(y)+1)^(y*x)"
+    monkeypatch.setattr(symbolic, "_runner", runner)
+    # The two differ by the order of a product that the values at a point do not tell apart.
+    assert symbolic.equal(hanging, hanging.replace("sin(x)+cos(x)", "cos(x)+sin(x)")) in (True, False)
+    assert time.monotonic() - start < 10
+    assert symbolic.equal("x+x", "2x")
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    "pair", [("1/0", "1"), ("0^{-1}", "1"), (r"\ln 0", "1"), (r"\infty", r"\infty+1"), ("1e999", "1")]
+)
+def test_formulas_without_a_value_are_not_equal(pair):
+    assert formulas.compute_score(*pair) == 0.0

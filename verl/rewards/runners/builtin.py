@@ -1,0 +1,32 @@
+"""The built-in scorers: most answer at once, in place; those that wait for another process wait in threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from verl.rewards.dispatch import waits
+from verl.rewards.function import RewardFunction
+from verl.rewards.runners.base import InlineRunner, Results, Runner
+from verl.rewards.runners.thread import ThreadRunner
+from verl.rewards.samples import RewardSample
+
+
+class BuiltinRunner(Runner):
+    """Each call has one sample; ``num_threads`` of those that wait run at once, each for at most ``timeout`` s."""
+
+    def __init__(self, function: RewardFunction, timeout: float, num_threads: int):
+        self._inline = InlineRunner(function)
+        self._threads = ThreadRunner(function, timeout, num_threads)
+
+    def submit(self, samples: Sequence[RewardSample]) -> Future[Results]:
+        runner = self._threads if self.waits(samples[0]) else self._inline
+        return runner.submit(samples)
+
+    @staticmethod
+    def waits(sample: RewardSample) -> bool:
+        """Whether scoring it takes more than a moment of this process."""
+        return waits(sample.data_source)
+
+    def close(self) -> None:
+        self._threads.close()

@@ -1,0 +1,236 @@
+r"""Programs against tests: APPS [2105.09938], TACO, CodeContests, Codeforces, by ``stdin`` or by calling a function.
+
+The program is what the last fence of the answer holds. It runs elsewhere (`verl.rewards.execution`), once per test; the
+outputs that are expected never leave this process, so that a program can only pass by computing them.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.errors import DataError
+from verl.rewards.execution import CodeRunner, Outcome, Program
+
+SECONDS = 5.0
+MOST_SECONDS = 25.0
+PARTIAL_TESTS = 10
+RELATIVE = 1e-5
+LONGEST_NUMBERS = 100_000
+FENCE = "```"
+OPENING = re.compile(r"```(?:python|py)\b", re.IGNORECASE)
+NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")
+IMPORTS = (
+    "import sys, os, re, math, random, string, bisect, heapq, itertools, functools, collections, operator, copy, json\n"
+    "from math import *\nfrom collections import *\nfrom itertools import *\nfrom functools import *\n"
+    "from heapq import *\nfrom bisect import *\nfrom typing import *\nsys.setrecursionlimit(100000)\n"
+)
+CALL = """
+
+def _call_of_the_test():
+    import json as j, sys as s
+    given = j.loads(s.stdin.read())
+    name, scope = given["name"], globals()
+    target = getattr(scope["Solution"](), name) if name not in scope and "Solution" in scope else scope[name]
+    result = target(*given["arguments"])
+    s.stdout.flush()
+    s.stdout.write("\\n" + given["mark"] + j.dumps(result, default=list) + "\\n")
+    s.stdout.flush()
+
+
+_call_of_the_test()
+"""
+
+
+@dataclass(frozen=True)
+class Test:
+    """One test: what the program reads or is called with, and what is expected."""
+
+    given: Any
+    expected: Any
+
+
+@dataclass(frozen=True)
+class Tests:
+    """The tests of a problem; ``name`` of the function, None for programs that read and print."""
+
+    tests: list[Test]
+    name: str | None
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    runner: CodeRunner,
+    continuous: bool = False,
+    seconds: float = SECONDS,
+    most_seconds: float = MOST_SECONDS,
+) -> dict[str, Any]:
+    """``{"score", "acc", "passed", "tests", "pred"}``: 1.0 if every test passes.
+
+    Args:
+        ground_truth: ``{"inputs": [...], "outputs": [...]}``, with ``fn_name`` for tests that call a function, or that
+            as JSON.
+        continuous: otherwise the share of the first ten tests that pass, instead of 0.
+        seconds: for one test.
+        most_seconds: for all tests; those that do not get their turn have failed.
+
+    Raises:
+        DataError: the ground truth holds no tests.
+        RewardError: the runner failed; the sample has no score.
+    """
+    problem = read_tests(ground_truth)
+    code = extract_code(solution_str)
+    passed, deadline, verdict = [], time.monotonic() + most_seconds, "passed"
+    for number, test in enumerate(problem.tests):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            passed.append(False)
+            verdict = "timeout"
+            continue
+        right, said = _try(code, test, problem.name, runner, min(seconds, left))
+        passed.append(right)
+        verdict = verdict if right else said
+        if said == "not compiled" or (not right and (not continuous or number + 1 >= PARTIAL_TESTS)):
+            break
+    complete = all(passed) and len(passed) == len(problem.tests)
+    share = sum(passed[:PARTIAL_TESTS]) / min(len(problem.tests), PARTIAL_TESTS)
+    score = 1.0 if complete else (share if continuous else 0.0)
+    if not complete and score == 1.0:  # the first ten passed, a later one did not
+        score = (len(problem.tests) - 1) / len(problem.tests)
+    return {"score": score, "acc": complete, "passed": sum(passed), "tests": len(problem.tests), "pred": verdict}
+
+
+def extract_code(text: str) -> str:
+    """What the last ``python`` fence holds, else the last fence of any kind, else the whole text."""
+    opened = list(OPENING.finditer(text))
+    if opened:
+        start = opened[-1].end()
+    else:
+        pieces = text.split(FENCE)
+        if len(pieces) < 3:
+            return text
+        return pieces[-2 if len(pieces) % 2 else -1].partition("\n")[2]
+    end = text.find(FENCE, start)
+    return text[start:].partition("\n")[2] if end < 0 else text[start:end].partition("\n")[2]
+
+
+def read_tests(ground_truth: Any) -> Tests:
+    """The tests of a row, from JSON or as they are."""
+    found = ground_truth
+    if isinstance(found, (str, bytes)):
+        try:
+            found = json.loads(found)
+        except ValueError as error:
+            raise DataError("the tests of a program are not valid JSON", key="reward_model.ground_truth") from error
+    if not isinstance(found, Mapping) or found.get("inputs") is None or found.get("outputs") is None:
+        raise DataError(
+            "a program needs tests",
+            key="reward_model.ground_truth",
+            allowed='{"inputs": [...], "outputs": [...]} of equal length, with "fn_name" for a function',
+        )
+    inputs, outputs = _listed(found["inputs"]), _listed(found["outputs"])
+    if not inputs or len(inputs) != len(outputs):
+        raise DataError(
+            "inputs and outputs of the tests do not match",
+            key="reward_model.ground_truth",
+            got=f"{len(inputs)} inputs, {len(outputs)} outputs",
+        )
+    return Tests([Test(a, b) for a, b in zip(inputs, outputs)], found.get("fn_name") or None)
+
+
+def _listed(value: Any) -> list[Any]:
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _try(code: str, test: Test, name: str | None, runner: CodeRunner, seconds: float) -> tuple[bool, str]:
+    """Whether the program passes one test, and what is to be said if not."""
+    if name is None:
+        text = "\n".join(map(str, test.given)) if isinstance(test.given, list) else str(test.given)
+        outcome = runner.run(Program(IMPORTS + code, text, seconds))
+        right = outcome.status == "finished" and same_output(outcome.stdout, _text(test.expected))
+    else:
+        mark = f"<{secrets.token_hex(8)}>"
+        call = {"name": name, "arguments": _arguments(test.given), "mark": mark}
+        outcome = runner.run(Program(IMPORTS + code + CALL, json.dumps(call), seconds))
+        right = outcome.status == "finished" and _returned(outcome, mark, test.expected)
+    return right, "passed" if right else ("wrong" if outcome.status == "finished" else outcome.status)
+
+
+def _arguments(given: Any) -> list[Any]:
+    """The arguments of a call: a list, or a JSON value per line."""
+    if isinstance(given, str):
+        return [_value(line) for line in given.splitlines() if line.strip()]
+    return _listed(given)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        try:
+            return ast.literal_eval(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return text
+
+
+def _returned(outcome: Outcome, mark: str, expected: Any) -> bool:
+    """Whether the value behind the mark is the expected one; some data sets put that into a list of one."""
+    line = outcome.stdout.rpartition(mark)[2].partition("\n")[0] if mark in outcome.stdout else ""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    expected = _value(expected) if isinstance(expected, str) else expected
+    expected = json.loads(json.dumps(expected, default=list))  # tuples as lists, as the value has them
+    wrapped = isinstance(expected, list) and len(expected) == 1
+    return _same_value(value, expected) or (wrapped and _same_value(value, expected[0]))
+
+
+def _same_value(value: Any, expected: Any) -> bool:
+    if isinstance(value, bool) != isinstance(expected, bool):
+        return False
+    if isinstance(value, list) and isinstance(expected, list):
+        return len(value) == len(expected) and all(map(_same_value, value, expected))
+    if isinstance(value, float) or isinstance(expected, float):
+        numbers = isinstance(value, (int, float)) and isinstance(expected, (int, float))
+        return numbers and math.isclose(value, expected, rel_tol=RELATIVE, abs_tol=1e-9)
+    return value == expected
+
+
+def _text(expected: Any) -> str:
+    return "\n".join(map(str, expected)) if isinstance(expected, (list, tuple)) else str(expected)
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Equal line by line without blanks at the ends, else word by word, numbers within 1e-5 of each other."""
+    ours, theirs = _lines(printed), _lines(expected)
+    if ours == theirs:
+        return True
+    words, wanted = " ".join(ours).split(), " ".join(theirs).split()
+    if words == wanted:
+        return True
+    if len(words) != len(wanted) or not words or len(words) > LONGEST_NUMBERS:
+        return False
+    return all(a == b or _same_number(a, b) for a, b in zip(words, wanted))
+
+
+def _lines(text: str) -> Sequence[str]:
+    return [line.strip() for line in text.strip().splitlines() if line.strip()]
+
+
+def _same_number(first: str, second: str) -> bool:
+    """Two decimals that are near; two whole numbers have to be the same, however long they are."""
+    if len(first) > 60 or len(second) > 60 or not (NUMBER.fullmatch(first) and NUMBER.fullmatch(second)):
+        return False
+    if first.lstrip("+-").isdigit() and second.lstrip("+-").isdigit():
+        return int(first) == int(second)
+    return math.isclose(float(first), float(second), rel_tol=RELATIVE, abs_tol=RELATIVE * RELATIVE)

@@ -1,0 +1,53 @@
+r"""Whether two formulas have the same value: ``\frac{\sqrt{8}}{2}`` and ``\sqrt2``, ``(x+1)^2`` and ``x^2+2x+1``.
+
+A process is asked that is killed when it takes too long or too much memory. What runs there (`formulas`) reads texts
+with a reader of its own (`expression`), tells most unequal pairs apart by their values at fixed points, and lets sympy
+prove the rest. What is not proved in time is not equal.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from typing import Any
+
+from verl.errors import RewardError
+from verl.rewards.samples import RewardSample
+from verl.rewards.scorers.expression import UnreadableError, parse
+
+TIMEOUT = 5.0
+MEMORY_MB = 1024
+PROCESSES = 2
+_lock = threading.Lock()
+_runner: Any = None
+
+
+def equal(first: str, second: str) -> bool:
+    """Whether the two are proved equal, by a process that is given `TIMEOUT` seconds. Safe to call from any thread."""
+    try:
+        if parse(first) == parse(second):
+            return True
+    except UnreadableError:  # decided here, without a process
+        return False
+    result = _process().submit([RewardSample(None, first, second)]).result()[0]
+    if result.failure is not None and result.failure.kind == "start":
+        raise RewardError(f"the process that compares formulas did not start: {result.failure.message}")
+    return result.score == 1.0
+
+
+def start(timeout: float = TIMEOUT) -> Any:
+    """Processes that compare formulas; they start with the first pair."""
+    from verl.rewards.function import RewardFunction
+    from verl.rewards.runners.process import ProcessRunner
+    from verl.rewards.scorers.formulas import compute_score  # loads sympy
+
+    return ProcessRunner(RewardFunction.of(compute_score), timeout, PROCESSES, memory_mb=MEMORY_MB)
+
+
+def _process() -> Any:
+    global _runner
+    with _lock:
+        if _runner is None:
+            _runner = start()
+            atexit.register(_runner.close)
+        return _runner
