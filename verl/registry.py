@@ -236,9 +236,28 @@ SAMPLERS = Registry(
 )
 AGENT_LOOPS = Registry(
     "agent loop",
-    {"single_turn_agent": "verl.agent_loop.single_turn:SingleTurnAgentLoop"},
-    planned=("tool_agent",),
+    {
+        "single_turn_agent": "verl.agent_loop.single_turn:SingleTurnAgentLoop",
+        "tool_agent": "verl.agent_loop.tool_agent:ToolAgentLoop",
+    },
     key="actor_rollout_ref.rollout.agent.default_agent_loop",
+)
+TOOL_PARSERS = Registry(
+    "tool-call format",
+    {
+        "hermes": "verl.agent_loop.parsers.json_calls:HermesToolParser",
+        "llama3_json": "verl.agent_loop.parsers.json_calls:Llama3JsonToolParser",
+        "kimi": "verl.agent_loop.parsers.json_calls:KimiToolParser",
+        "deepseek_v3": "verl.agent_loop.parsers.json_calls:DeepSeekV3ToolParser",
+        "gpt-oss": "verl.agent_loop.parsers.json_calls:GptOssToolParser",
+        "qwen3_coder": "verl.agent_loop.parsers.tagged:Qwen3CoderToolParser",
+        "seed": "verl.agent_loop.parsers.tagged:SeedToolParser",
+        "minimax": "verl.agent_loop.parsers.tagged:MiniMaxToolParser",
+        "deepseek_v4": "verl.agent_loop.parsers.tagged:DeepSeekV4ToolParser",
+        "glm": "verl.agent_loop.parsers.tagged:GlmToolParser",
+        "gemma4": "verl.agent_loop.parsers.gemma:Gemma4ToolParser",
+    },
+    key="actor_rollout_ref.rollout.multi_turn.format",
 )
 TRACKERS = Registry(
     "tracker",
@@ -266,6 +285,7 @@ ALL_REGISTRIES = (
     ENGINES,
     SAMPLERS,
     AGENT_LOOPS,
+    TOOL_PARSERS,
     TRACKERS,
     SCHEDULES,
 )

@@ -4,6 +4,9 @@ One object of a tool serves all trajectories of a process. What belongs to one t
 an id: ``create`` makes it before the trajectory's first call, ``execute`` runs once per call (calls of one turn run
 side by side), ``calc_reward`` is asked once at the end, ``release`` follows in any case, also after a failure or a time
 limit.
+
+All of them run on one event loop in a thread of its own, which lives as long as the process (`verl.tools.runner`): a
+tool may keep connections open between calls. A call that takes longer than ``multi_turn.tool_timeout`` is cancelled.
 """
 
 from __future__ import annotations
@@ -44,6 +47,15 @@ class BaseTool:
             self.tool_schema = OpenAIFunctionToolSchema.model_validate(tool_schema)
         self.tool_schema = OpenAIFunctionToolSchema.model_validate(self.get_openai_tool_schema())
         self.name: str = self.tool_schema.function.name
+
+    @classmethod
+    def from_config(cls, entry: Mapping[str, Any]) -> list[BaseTool]:
+        """The tools of one entry of the YAML file; a class that stands for several (a server's) overrides this.
+
+        Args:
+            entry: the whole entry: ``class_name``, ``config``, ``tool_schema`` and whatever else it holds.
+        """
+        return [cls(entry.get("config"), entry.get("tool_schema"))]
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """What the model is shown; a class that knows its own schema overrides this."""

@@ -1,0 +1,137 @@
+"""Gemma 4: a notation of its own, ``call:name{key:value}``, with a special token as the quote around text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from verl.agent_loop.parsers.base import (
+    MAX_DEPTH,
+    MOST_CALLS,
+    FunctionCall,
+    Malformed,
+    Parsed,
+    ToolParser,
+    as_json,
+    read_json,
+)
+
+QUOTE = '<|"|>'
+
+
+@ToolParser.register("gemma4")
+class Gemma4ToolParser(ToolParser):
+    """``<|tool_call>call:name{key:<|"|>text<|"|>,other:42}<tool_call|>``, calls one after the other."""
+
+    form = f"<|tool_call>call:function-name{{key:{QUOTE}text{QUOTE},other:42}}<tool_call|>"
+    stop_tokens = ("<|tool_response>",)
+    _start, _end = "<|tool_call>", "<tool_call|>"
+    _name: ClassVar[re.Pattern[str]] = re.compile(r"\s*call:([^\s{]+)\s*(?=\{)")
+
+    def parse_text(self, text: str, tools: Sequence[Any] | None = None) -> Parsed:
+        content, *blocks = text.removesuffix("<|tool_response>").split(self._start)
+        items: list[FunctionCall | Malformed] = []
+        for block in blocks[:MOST_CALLS]:
+            inside, closed, after = block.partition(self._end)
+            items.append(self._read(inside) if closed else Malformed(f"it is not closed by {self._end}"))
+            content += after
+        return Parsed(content.strip() if blocks else content, items)
+
+    def _read(self, inside: str) -> FunctionCall | Malformed:
+        name = self._name.match(inside)
+        if name is None:
+            return Malformed("it does not begin with call:function-name{")
+        reader = Notation(inside, name.end())
+        try:
+            arguments = reader.value(0)
+            reader.finish()
+        except ValueError as error:
+            return Malformed(f"its arguments cannot be read ({error})")
+        return FunctionCall(as_json(arguments), name[1])
+
+
+class Notation:
+    """Reads one value of the notation.
+
+    Args:
+        text: holds it.
+        at: where it begins.
+    """
+
+    _bare: ClassVar[re.Pattern[str]] = re.compile(r"[^\s,:{}\[\]<]+")
+    _space: ClassVar[re.Pattern[str]] = re.compile(r"\s*")
+
+    def __init__(self, text: str, at: int):
+        self.text, self.at = text, at
+
+    def value(self, depth: int) -> Any:
+        """The value that begins here.
+
+        Raises:
+            ValueError: there is none, or it is nested too deeply.
+        """
+        if depth > MAX_DEPTH:
+            raise ValueError("nested too deeply")
+        if self._take("{"):
+            return self._object(depth)
+        if self._take("["):
+            return self._list(depth)
+        if self._take(QUOTE):
+            return self._quoted()
+        bare = self._bare.match(self.text, self._skip())
+        if bare is None:
+            raise ValueError(f"a value is missing at character {self.at}")
+        self.at = bare.end()
+        return read_json(bare[0])
+
+    def finish(self) -> None:
+        """Refuse what follows the value."""
+        if self._skip() != len(self.text):
+            raise ValueError(f"something follows at character {self.at}")
+
+    def _object(self, depth: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        while not self._take("}"):
+            if found:
+                self._need(",")
+            key = self._quoted() if self._take(QUOTE) else self._key()
+            self._need(":")
+            found[key] = self.value(depth + 1)
+        return found
+
+    def _list(self, depth: int) -> list[Any]:
+        found: list[Any] = []
+        while not self._take("]"):
+            if found:
+                self._need(",")
+            found.append(self.value(depth + 1))
+        return found
+
+    def _key(self) -> str:
+        bare = self._bare.match(self.text, self._skip())
+        if bare is None:
+            raise ValueError(f"a key is missing at character {self.at}")
+        self.at = bare.end()
+        return bare[0].strip('"')
+
+    def _quoted(self) -> str:
+        end = self.text.find(QUOTE, self.at)
+        if end < 0:
+            raise ValueError("a text is not closed")
+        text, self.at = self.text[self.at : end], end + len(QUOTE)
+        return text
+
+    def _take(self, mark: str) -> bool:
+        found = self.text.startswith(mark, self._skip())
+        self.at += len(mark) if found else 0
+        return found
+
+    def _need(self, mark: str) -> None:
+        if not self._take(mark):
+            raise ValueError(f"{mark!r} is missing at character {self.at}")
+
+    def _skip(self) -> int:
+        space = self._space.match(self.text, self.at)
+        self.at = space.end() if space else self.at
+        return self.at

@@ -1,0 +1,189 @@
+"""Families that write every argument in a tag of its own: Qwen3-Coder, Seed-OSS, MiniMax, DeepSeek V4, GLM.
+
+Text stands in these tags as it is, so what else an argument is (a number, a list) is told by the tool's schema, or in
+DeepSeek V4 and GLM by the call itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from verl.agent_loop.parsers.base import (
+    MOST_CALLS,
+    FunctionCall,
+    Malformed,
+    Parsed,
+    ToolParser,
+    argument_types,
+    as_json,
+    read_json,
+    typed,
+)
+
+
+class TaggedToolParser(ToolParser):
+    """What these families share: a block, functions in it, parameters in these."""
+
+    block: ClassVar[tuple[str, ...]]
+    """Tags that open a block of calls."""
+    block_end: ClassVar[tuple[str, ...]]
+    """Tags that close it, in the same order."""
+    function: ClassVar[re.Pattern[str]]
+    """Opens a call; group 1 is its name."""
+    function_end: ClassVar[str]
+    parameter: ClassVar[re.Pattern[str]]
+    """Opens an argument; groups ``name``, and where the family has it ``string`` (true or false)."""
+    parameter_end: ClassVar[str]
+    framed = False
+    """Whether a line break stands between an argument and each of its tags."""
+
+    def parse_text(self, text: str, tools: Sequence[Any] | None = None) -> Parsed:
+        starts = [text.find(tag) for tag in self.block if tag in text]
+        if not starts:
+            return Parsed(text)
+        first, after = min(starts), max(text.rfind(end) + len(end) if end in text else 0 for end in self.block_end)
+        content = (text[:first] + (text[after:] if after > first else "")).strip()
+        body = text[first : after if after > first else len(text)]
+        opened = list(self.function.finditer(body))
+        if not opened:
+            return Parsed(content, [Malformed("its block holds no function")])
+        ends = [found.start() for found in opened[1:]] + [len(body)]
+        items = [self._read(found[1], body[found.end() : end], tools) for found, end in zip(opened, ends)]
+        return Parsed(content, items[:MOST_CALLS])
+
+    def _read(self, name: str, body: str, tools: Sequence[Any] | None) -> FunctionCall | Malformed:
+        inside, closed, _ = body.rpartition(self.function_end)
+        if not closed:
+            return Malformed(f"it is not closed by {self.function_end}")
+        types, arguments = argument_types(tools, name), {}
+        opened = self._parameters(inside)
+        ends = [found.start() for found in opened[1:]] + [len(inside)]
+        for found, end in zip(opened, ends):
+            value, closed, _ = inside[found.end() : end].rpartition(self.parameter_end)
+            if not closed:
+                return Malformed(f"its argument {found['name']!r} is not closed by {self.parameter_end}")
+            try:
+                arguments[found["name"]] = self._value(found, value, types.get(found["name"], set()))
+            except ValueError as error:
+                return Malformed(f"its argument {found['name']!r} is not valid JSON ({error})")
+        return FunctionCall(as_json(arguments), name)
+
+    def _parameters(self, inside: str) -> list[re.Match[str]]:
+        """Where arguments begin: at the first tag, and at each one that follows the end of an argument."""
+        found: list[re.Match[str]] = []
+        for match in self.parameter.finditer(inside):
+            before = inside[: match.start()].rstrip()
+            if not found or before.endswith(self.parameter_end):
+                found.append(match)
+        return found
+
+    def _value(self, found: re.Match[str], text: str, types: set[str]) -> Any:
+        if self.framed:
+            text = text.removeprefix("\n").removesuffix("\n")
+        return typed(text, types)
+
+
+@ToolParser.register("qwen3_coder")
+class Qwen3CoderToolParser(TaggedToolParser):
+    """Qwen3-Coder: ``<function=...>`` and ``<parameter=...>``, each argument on lines of its own."""
+
+    form = (
+        "<tool_call>\n<function=function-name>\n<parameter=parameter-name>\nvalue\n</parameter>\n</function>\n"
+        "</tool_call>"
+    )
+    block, block_end = ("<tool_call>", "<function="), ("</tool_call>", "</function>")
+    function, function_end = re.compile(r"<function=([^>\n]+)>"), "</function>"
+    parameter, parameter_end = re.compile(r"<parameter=(?P<name>[^>\n]+)>"), "</parameter>"
+    framed = True
+
+
+@ToolParser.register("seed")
+class SeedToolParser(TaggedToolParser):
+    """Seed-OSS: as Qwen3-Coder, in blocks of its own name, without line breaks around an argument."""
+
+    form = (
+        "<seed:tool_call>\n<function=function-name>\n<parameter=parameter-name>value</parameter>\n</function>\n"
+        "</seed:tool_call>"
+    )
+    block, block_end = ("<seed:tool_call>",), ("</seed:tool_call>",)
+    function, function_end = re.compile(r"<function=([^>\n]+)>"), "</function>"
+    parameter, parameter_end = re.compile(r"<parameter=(?P<name>[^>\n]+)>"), "</parameter>"
+
+
+@ToolParser.register("minimax")
+class MiniMaxToolParser(TaggedToolParser):
+    """MiniMax M2: ``<invoke name="...">`` and ``<parameter name="...">``."""
+
+    form = (
+        '<minimax:tool_call>\n<invoke name="function-name">\n<parameter name="parameter-name">value</parameter>\n'
+        "</invoke>\n</minimax:tool_call>"
+    )
+    block, block_end = ("<minimax:tool_call>",), ("</minimax:tool_call>",)
+    function, function_end = re.compile(r'<invoke name="([^"\n]+)">'), "</invoke>"
+    parameter, parameter_end = re.compile(r'<parameter name="(?P<name>[^"\n]+)">'), "</parameter>"
+
+
+@ToolParser.register("deepseek_v4")
+class DeepSeekV4ToolParser(TaggedToolParser):
+    """DeepSeek V4 (and V3.2, whose block has another name): every argument says whether it is text or JSON."""
+
+    form = (
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="function-name">\n'
+        '<｜DSML｜parameter name="parameter-name" string="true|false">value</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
+    )
+    block = ("<｜DSML｜tool_calls>", "<｜DSML｜function_calls>")
+    block_end = ("</｜DSML｜tool_calls>", "</｜DSML｜function_calls>")
+    function, function_end = re.compile(r'<｜DSML｜invoke name="([^"\n]+)">'), "</｜DSML｜invoke>"
+    parameter = re.compile(r'<｜DSML｜parameter name="(?P<name>[^"\n]+)"(?: string="(?P<string>true|false)")?>')
+    parameter_end = "</｜DSML｜parameter>"
+
+    def _value(self, found: re.Match[str], text: str, types: set[str]) -> Any:
+        if found["string"] == "false":
+            return read_json(text)
+        return text if found["string"] else typed(text, types)
+
+
+@ToolParser.register("glm")
+class GlmToolParser(ToolParser):
+    """GLM 4.5: the name, then keys and values in tags; text as it is, everything else as JSON."""
+
+    form = "<tool_call>function-name\n<arg_key>key</arg_key>\n<arg_value>value</arg_value>\n</tool_call>"
+    _start, _end = "<tool_call>", "</tool_call>"
+    _pair: ClassVar[re.Pattern[str]] = re.compile(
+        r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|$))", re.DOTALL
+    )
+
+    def parse_text(self, text: str, tools: Sequence[Any] | None = None) -> Parsed:
+        content, *blocks = text.split(self._start)
+        items: list[FunctionCall | Malformed] = []
+        for block in blocks[:MOST_CALLS]:
+            inside, closed, after = block.rpartition(self._end)
+            items.append(self._read(inside, tools) if closed else Malformed(f"it is not closed by {self._end}"))
+            content += after if closed else ""
+        return Parsed(content.strip() if blocks else content, items)
+
+    def _read(self, inside: str, tools: Sequence[Any] | None) -> FunctionCall | Malformed:
+        name, tag, rest = inside.partition("<arg_key>")
+        name, rest = name.strip(), tag + rest
+        if not name:
+            return Malformed("it names no function")
+        types, arguments, at = argument_types(tools, name), {}, 0
+        while rest[at:].strip():
+            pair = self._pair.match(rest, at)
+            if pair is None:
+                return Malformed("a key or a value is not closed")
+            arguments[pair[1].strip()] = self._value(pair[2], types.get(pair[1].strip()))
+            at = pair.end()
+        return FunctionCall(as_json(arguments), name)
+
+    @staticmethod
+    def _value(text: str, types: set[str] | None) -> Any:
+        if types:
+            return typed(text, types)
+        try:
+            return read_json(text)
+        except ValueError:
+            return text
