@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.agent_loop.base import AgentLoopOutput
+from verl.agent_loop.failed import failure_metrics
 from verl.errors import RolloutError
 from verl.metrics import Metric
 from verl.protocol import DataProto
@@ -128,4 +129,4 @@ def loop_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, Metric]:
     for reason in ("stop", "length", "abort"):
         share = sum(o.finish_reason == reason for o in outputs) / len(outputs)
         found[f"rollout/finish_reason/{reason}"] = Metric(share, weight=len(outputs))
-    return found
+    return {**found, **failure_metrics(outputs)}

@@ -13,6 +13,7 @@ from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.agent_loop.batch import checked, loop_metrics, to_batch
 from verl.agent_loop.client import SamplerClient
 from verl.agent_loop.early_stop import Stop, gather_most
+from verl.agent_loop.failed import check_some_worked
 from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.registry import AGENT_LOOPS
@@ -76,6 +77,7 @@ class AgentLoopManager:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
+        check_some_worked(outputs)
         pad = self.tokenizer.pad_token_id
         pad = self.tokenizer.eos_token_id if pad is None else pad
         batch = to_batch(outputs, 0 if pad is None else int(pad), with_log_probs=self.config.calculate_log_probs)

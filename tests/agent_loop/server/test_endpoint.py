@@ -1,0 +1,203 @@
+"""The stock client against the endpoint: what it samples is what is in the batch, token for token."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from tests.agent_loop.server.scripted import END, TOKENIZER, Scripted, ids, rollout, rows
+from verl.errors import RolloutError
+
+USER = {"role": "user", "content": "hi"}
+PROMPT = ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+SCHEMA = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+
+
+def client(base_url: str, api_key: str, **options) -> openai.OpenAI:
+    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, **options)
+
+
+def test_calls_that_go_on_from_one_another_are_one_row_with_mask_1_on_sampled_tokens_only():
+    def agent(base_url, api_key, row, model):
+        found = client(base_url, api_key)
+        first = found.chat.completions.create(model=model, messages=[USER])
+        more = [USER, first.choices[0].message, {"role": "user", "content": "go on"}]
+        second = found.chat.completions.create(model=model, messages=more)
+        assert (first.choices[0].message.content, second.choices[0].message.content) == ("one", "two")
+        return 0.75
+
+    batch = rollout(Scripted("one", "two"), agent).batch
+    between = ids("\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n")
+    assert batch["prompts"][0].tolist() == PROMPT
+    assert batch["responses"][0].tolist() == [*ids("one"), END, *between, *ids("two"), END]
+    assert batch["response_mask"][0].tolist() == [1] * 4 + [0] * len(between) + [1] * 4
+    logs = [-0.25, -0.5, -0.75, -1.0]
+    assert batch["rollout_log_probs"][0].tolist() == [*logs, *[0.0] * len(between), *logs]
+    assert batch["token_versions"][0].tolist() == [7] * 4 + [-1] * len(between) + [7] * 4
+    assert batch["rm_scores"][0].tolist() == [0.0] * (7 + len(between)) + [0.75]
+
+
+def test_the_second_prompt_that_is_sampled_from_begins_with_the_tokens_of_the_first_answer():
+    sampler = Scripted("one", "two")
+
+    def agent(base_url, api_key, row, model):
+        found = client(base_url, api_key)
+        first = found.chat.completions.create(model=model, messages=[USER]).choices[0].message
+        shown = {"role": "assistant", "content": f"  {first.content}\n"}  # agents strip and pad what they got
+        found.chat.completions.create(model=model, messages=[USER, shown, USER])
+
+    rollout(sampler, agent)
+    one, two = (list(request.token_ids) for request in sampler.requests)
+    assert two[: len(one) + 4] == [*one, *ids("one"), END]
+    assert [r.uid for r in sampler.requests] == ["u0", "u0/1"], "each call draws numbers of its own"
+
+
+def test_an_answer_that_was_cut_by_its_length_gets_the_end_of_turn_as_an_inserted_token():
+    def agent(base_url, api_key, row, model):
+        found = client(base_url, api_key)
+        first = found.chat.completions.create(model=model, messages=[USER], max_tokens=2).choices[0]
+        assert (first.message.content, first.finish_reason) == ("on", "length")
+        found.chat.completions.create(model=model, messages=[USER, first.message, USER])
+
+    batch = rollout(Scripted("one", "two"), agent).batch
+    between = [END, *ids("\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")]
+    assert batch["responses"][0].tolist() == [*ids("on"), *between, *ids("two"), END]
+    assert batch["response_mask"][0].tolist() == [1] * 2 + [0] * len(between) + [1] * 4
+
+
+def test_a_stop_text_ends_the_answer_with_the_token_that_completes_it():
+    def agent(base_url, api_key, row, model):
+        found = client(base_url, api_key).chat.completions.create(
+            model=model, messages=[USER], stop=["STOP", "never"], logprobs=True
+        )
+        choice = found.choices[0]
+        assert (choice.message.content, choice.finish_reason) == ("ab", "stop")
+        assert [entry.token for entry in choice.logprobs.content] == list("abSTOP")
+        assert choice.logprobs.content[-1].logprob == -1.5
+
+    batch = rollout(Scripted("abSTOPcd"), agent).batch
+    assert batch["responses"][0].tolist() == ids("abSTOP")
+
+
+def test_a_streamed_answer_is_the_same_as_a_whole_one():
+    def agent(base_url, api_key, row, model):
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        parts = list(client(base_url, api_key).chat.completions.create(model=model, messages=[USER], **options))
+        deltas = [part.choices[0].delta.content or "" for part in parts if part.choices]
+        assert "".join(deltas) == "one"
+        assert [p.choices[0].finish_reason for p in parts if p.choices][-1] == "stop"
+        assert (parts[-1].usage.prompt_tokens, parts[-1].usage.completion_tokens) == (len(PROMPT), 4)
+
+    batch = rollout(Scripted("one"), agent).batch
+    assert batch["responses"][0].tolist() == [*ids("one"), END]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_calls_are_parsed_and_their_answers_go_on_in_the_same_row(stream):
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+    def agent(base_url, api_key, row, model):
+        found = client(base_url, api_key)
+        if stream:
+            parts = found.chat.completions.create(model=model, messages=[USER], tools=[SCHEMA], stream=True)
+            deltas = [c.choices[0].delta for c in parts]
+            (made,) = [d.tool_calls[0] for d in deltas if d.tool_calls]
+            shown = {"role": "assistant", "content": None, "tool_calls": [made.model_dump(exclude={"index"})]}
+        else:
+            choice = found.chat.completions.create(model=model, messages=[USER], tools=[SCHEMA]).choices[0]
+            assert choice.finish_reason == "tool_calls"
+            (made,) = choice.message.tool_calls
+            shown = choice.message
+        assert (made.function.name, made.function.arguments) == ("add", '{"a": 1}')
+        answer = {"role": "tool", "tool_call_id": made.id, "content": "2"}
+        found.chat.completions.create(model=model, messages=[USER, shown, answer], tools=[SCHEMA])
+
+    batch = rollout(Scripted(call, "2"), agent).batch
+    between = ids("\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n")
+    assert batch["responses"][0].tolist() == [*ids(call), END, *between, *ids("2"), END]
+    assert batch["response_mask"][0].sum() == len(ids(call)) + 1 + 2
+
+
+def test_completions_of_text_and_of_token_ids_go_on_from_what_they_begin_with():
+    def text(base_url, api_key, row, model):
+        found = client(base_url, api_key)
+        first = found.completions.create(model=model, prompt="Q:", max_tokens=2, logprobs=1)
+        assert first.choices[0].logprobs.token_logprobs == [-0.25, -0.5]
+        found.completions.create(model=model, prompt=f"Q:{first.choices[0].text}!", max_tokens=3)
+
+    def tokens(base_url, api_key, row, model):
+        found = client(base_url, api_key)
+        first = found.completions.create(model=model, prompt=ids("Q:"), max_tokens=2)
+        got = first.choices[0].model_extra["token_ids"]
+        found.completions.create(model=model, prompt=[*ids("Q:"), *got, *ids("!")], max_tokens=3)
+
+    for agent in (text, tokens):
+        batch = rollout(Scripted("onward", "two"), agent).batch
+        assert TOKENIZER.decode(batch["prompts"][0]) == "Q:"
+        assert TOKENIZER.decode(batch["responses"][0]) == "on!two"
+        assert batch["response_mask"][0].tolist() == [1, 1, 0, 1, 1, 1]
+
+
+def test_one_of_several_choices_can_be_gone_on_from_when_branches_are_allowed():
+    def agent(base_url, api_key, row, model):
+        found = client(base_url, api_key)
+        choices = found.chat.completions.create(model=model, messages=[USER], n=3).choices
+        assert [c.message.content for c in choices] == ["a", "bb", "c"]
+        found.chat.completions.create(model=model, messages=[USER, choices[1].message, USER])
+
+    made = rollout(Scripted("a", "bb", "c", "d"), agent, branches="last")
+    assert TOKENIZER.decode(made.batch["responses"][0]).startswith("bb<|im_end|>")
+    assert TOKENIZER.decode(made.batch["responses"][0]).endswith("d<|im_end|>")
+    assert made.non_tensor_batch["agent_dropped_tokens"].tolist() == [4], "'a' and 'c' with their end tokens"
+
+
+def test_a_history_that_was_rewritten_fails_the_row_and_shows_the_tokens_of_both_sides():
+    def agent(base_url, api_key, row, model):
+        found = client(base_url, api_key)
+        found.chat.completions.create(model=model, messages=[USER])
+        found.chat.completions.create(model=model, messages=[{"role": "user", "content": "ha"}])
+
+    with pytest.raises(RolloutError, match="2 conversations that do not go on from one another: they part at token"):
+        rollout(Scripted("one", "two"), agent)
+
+
+def test_the_models_are_listed_and_each_can_be_looked_up():
+    def agent(base_url, api_key, row, model):
+        found = client(base_url, api_key)
+        assert [m.id for m in found.models.list()] == ["policy", "gpt-x"]
+        assert found.models.retrieve("gpt-x").id == "gpt-x"
+        found.chat.completions.create(model="gpt-x", messages=[USER])
+
+    rollout(Scripted("one"), agent, models=["policy", "gpt-x"])
+
+
+def test_the_runs_own_sampling_is_used_unless_requests_are_to_decide():
+    def agent(base_url, api_key, row, model):
+        client(base_url, api_key).chat.completions.create(model=model, messages=[USER], temperature=0.1, seed=5)
+
+    sampler = Scripted("one")
+    made = rollout(sampler, agent)
+    assert (sampler.requests[0].sampling.temperature, sampler.requests[0].sampling.seed) == (0.7, 42)
+    assert made.non_tensor_batch["agent_overridden_requests"].tolist() == [1]
+    sampler = Scripted("one")
+    rollout(sampler, agent, sampling="request")
+    assert (sampler.requests[0].sampling.temperature, sampler.requests[0].sampling.seed) == (0.1, 5)
+
+
+def test_an_async_client_works_and_rows_run_at_the_same_time_under_keys_of_their_own():
+    keys = set()
+
+    async def agent(base_url, api_key, row, model):
+        keys.add(api_key)
+        found = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        got = await found.chat.completions.create(model=model, messages=[USER])
+        return {"score": 1.0, "said": got.choices[0].message.content}
+
+    made = rollout(Scripted(*"abcd"), agent, rows(4))
+    assert len(keys) == 4
+    assert sorted(made.non_tensor_batch["said"]) == list("abcd")
+    for row in range(4):
+        assert TOKENIZER.decode(made.batch["responses"][row]) == made.non_tensor_batch["said"][row] + "<|im_end|>"

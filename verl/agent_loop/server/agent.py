@@ -1,0 +1,150 @@
+"""Runs a user's agent: each in a thread of its own, so that code which blocks or hangs holds up nobody else.
+
+The sampler lives in the event loop of the rollout. An agent may be a plain function with the blocking client or a
+coroutine function; a coroutine gets an event loop of its own in its thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import numbers
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.errors import ConfigError, suggest
+from verl.registry import load_module, load_object
+from verl.rewards.runners.thread import interrupt
+
+PARAMETERS = ("base_url", "api_key", "row", "model")
+USUAL_NAMES = ("agent", "run")
+
+
+class AgentFailure(Exception):
+    """The agent did something wrong; the cause is its own exception, if there is one."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an agent returned: a reward or None, and further values of its row."""
+
+    reward: float | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def load_agent(path: str) -> Callable[..., Any]:
+    """The function at ``file.py:name``, ``my_pkg.mod:name``, or the only one in ``file.py``.
+
+    Raises:
+        ConfigError: no such file or function, or its parameters are not those of an agent.
+    """
+    head, colon, name = path.rpartition(":")
+    file, name = (head, name) if colon and head.endswith(".py") else (path, "")
+    if file.endswith(".py"):
+        members = vars(load_module(file))
+        found = members.get(name) if name else next((members[n] for n in USUAL_NAMES if callable(members.get(n))), None)
+        if not callable(found):
+            functions = [n for n, m in members.items() if inspect.isfunction(m) and n[0] != "_"]
+            raise ConfigError(
+                f"{file} has no function {name or 'agent'!r}",
+                key="agent",
+                got=path,
+                allowed=functions or "none found",
+                fix=suggest(name or "agent", functions) or "Name it: agent: file.py:my_function.",
+            )
+    else:
+        found = load_object(path)
+    _check(found, path)
+    return found
+
+
+def _check(function: Callable[..., Any], path: str) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    needed = [p.name for p in parameters if p.default is p.empty and p.name in named and p.name not in PARAMETERS]
+    if needed or not (takes_any or {"base_url", "api_key"} <= set(named)):
+        raise ConfigError(
+            f"{path} is not an agent: its parameters are ({', '.join(named)})",
+            key="agent",
+            allowed="base_url and api_key, and of row and model what it needs",
+            fix="def agent(base_url, api_key, row): ...",
+        )
+
+
+async def run_agent(function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float) -> Outcome:
+    """Call the agent with those of ``arguments`` that it takes.
+
+    Raises:
+        AgentFailure: it raised, took longer than ``timeout`` seconds, or returned something that is no reward.
+    """
+    parameters = inspect.signature(function).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    call = _Call(function, {name: value for name, value in arguments.items() if takes_any or name in parameters})
+    try:
+        returned = await asyncio.wait_for(asyncio.wrap_future(call.start()), timeout)
+    except asyncio.TimeoutError as error:
+        raise AgentFailure(f"took longer than {timeout:g} s and was given up") from error
+    finally:
+        call.stop()
+    if isinstance(returned, BaseException):
+        raise AgentFailure(f"{type(returned).__name__}: {returned}") from returned
+    return read_outcome(returned)
+
+
+def read_outcome(returned: Any) -> Outcome:
+    """A number, a bool, None, or a dict with ``score`` or ``reward`` and further values."""
+    extra: dict[str, Any] = {}
+    if isinstance(returned, Mapping):
+        extra = {str(name): value for name, value in returned.items()}
+        scores = [extra.pop(name) for name in ("reward", "score") if name in extra]
+        returned = scores[0] if scores else None
+    if returned is None:
+        return Outcome(None, extra)
+    if not isinstance(returned, numbers.Real) or not math.isfinite(returned):
+        wanted = "a finite number, None, or a dict with 'score'"
+        raise AgentFailure(f"returned {returned!r:.80}, which is no reward: {wanted}")
+    return Outcome(float(returned), extra)
+
+
+class _Call:
+    """One call in a daemon thread; its future gets what it returned or the exception that it raised."""
+
+    def __init__(self, function: Callable[..., Any], arguments: dict[str, Any]):
+        self._function, self._arguments = function, arguments
+        self._future: Future[Any] = Future()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._thread = threading.Thread(target=self._work, name="verl-agent", daemon=True)
+
+    def start(self) -> Future[Any]:
+        self._future.set_running_or_notify_cancel()  # from here on it cannot be cancelled from outside, only stopped
+        self._thread.start()
+        return self._future
+
+    def stop(self) -> None:
+        """End it if it still runs: its task is cancelled, plain code gets an exception at its next instruction."""
+        if self._future.done():
+            return
+        loop, task = self._loop, self._task
+        if loop is not None and task is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(task.cancel)
+        elif self._thread.ident is not None:
+            interrupt(self._thread.ident)
+
+    def _work(self) -> None:
+        try:
+            found = self._function(**self._arguments)
+            if inspect.isawaitable(found):
+                found = asyncio.run(self._turn(found))
+        except BaseException as error:  # boundary: the user's code, which may even call sys.exit
+            found = error
+        self._future.set_result(found)
+
+    async def _turn(self, work: Any) -> Any:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        return await work

@@ -1,0 +1,206 @@
+"""One conversation of an agent: checked requests become calls of the sampler, and what is delivered is recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import inspect
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from verl.agent_loop.client import SamplerClient
+from verl.agent_loop.server.errors import ApiError, bad, refused, unknown_model
+from verl.agent_loop.server.prompts import Prompts
+from verl.agent_loop.server.protocol import Ask
+from verl.agent_loop.server.record import Answer, Record
+from verl.errors import DataError, RolloutError
+from verl.metrics import notice
+from verl.rollout.base import Completion
+from verl.rollout.lost import EngineLostError
+
+ANY_MODEL = "*"
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call as the client gets it; ``arguments`` is JSON text as far as the model wrote JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One answer to a request, with what a client is shown of it."""
+
+    answer: Answer
+    text: str
+    calls: tuple[ToolCall, ...]
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """All answers to a request; `Conversation.delivered` records them."""
+
+    ask: Ask
+    choices: tuple[Choice, ...]
+    prompt_tokens: int
+
+
+@dataclass(eq=False)
+class Conversation:
+    """What one agent samples under its own key.
+
+    Args:
+        client: the sampler as this trajectory sees it.
+        sampling: parameters of the run.
+        budget: most tokens after the first prompt.
+        prompts: messages to tokens.
+        models: names under which the policy is served; ``*`` takes any.
+        follows_request: whether temperature, top_p, top_k and seed of a request count, or the run's own.
+        parser: finds tool calls in an answer: ``extract_tool_calls(token_ids, tools) -> (text, calls)``.
+        key: what authorizes a client.
+    """
+
+    client: SamplerClient
+    sampling: Mapping[str, Any]
+    budget: int
+    prompts: Prompts
+    models: tuple[str, ...] = ("policy",)
+    follows_request: bool = False
+    parser: Any = None
+    key: str = field(default_factory=lambda: f"sk-verl-{secrets.token_hex(24)}")
+    record: Record = field(default_factory=Record)
+    lost: EngineLostError | None = None
+    overridden: int = 0
+
+    async def answer(self, ask: Ask) -> Reply:
+        """Sample the answers to a request.
+
+        Raises:
+            ApiError: it cannot be followed, or the rollout is over.
+        """
+        if ask.model not in self.models and ANY_MODEL not in self.models:
+            raise unknown_model(ask.model, self.models)
+        try:
+            parent, inserted = self.prompts.locate(ask, self.record)
+        except (DataError, RolloutError) as error:
+            raise bad("messages" if ask.messages is not None else "prompt", str(error)) from error
+        parameters = self._parameters(ask, parent, len(inserted))
+        before = () if parent is None else parent.tokens
+        dones = await self._sample([*before, *inserted], parameters, ask.n)
+        if any(done.finish_reason == "abort" for done in dones):
+            raise ApiError(410, "The rollout has ended: enough samples of this batch are done.", "rollout_over")
+        choices = [await self._choice(ask, parent, inserted, done) for done in dones]
+        return Reply(ask, tuple(choices), len(before) + len(inserted))
+
+    def delivered(self, reply: Reply) -> None:
+        """Record answers that go to the client; what never arrives is no part of its conversation."""
+        for choice in reply.choices:
+            self.record.add(choice.answer)
+
+    def undelivered(self, reply: Reply) -> None:
+        """Forget answers whose client has gone before it got them: it will ask again."""
+        for choice in reply.choices:
+            self.record.drop(choice.answer)
+
+    async def _sample(self, prompt: Sequence[int], parameters: Mapping[str, Any], n: int) -> list[Completion]:
+        tasks = [
+            asyncio.ensure_future(self.client.generate("agent", prompt_ids=prompt, sampling_params=parameters))
+            for _ in range(n)
+        ]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except EngineLostError as error:
+            self.lost = error
+            raise ApiError(503, "The sampler is gone; the rollout has ended.", "sampler_lost") from error
+        except RolloutError as error:
+            raise refused(error) from error
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _parameters(self, ask: Ask, parent: Answer | None, inserted: int) -> dict[str, Any]:
+        used = 0 if parent is None else parent.response_length + inserted
+        left = self.budget - used
+        if ask.max_tokens is not None and ask.max_tokens > self.budget:
+            raise bad("max_tokens", f"max_tokens={ask.max_tokens} is more than the {self.budget} tokens that a whole "
+                      "rollout may have after its first prompt (data.max_response_length).")  # fmt: skip
+        if left < 1:
+            raise ApiError(
+                400,
+                f"This conversation has used up its {self.budget} tokens after the first prompt "
+                f"(data.max_response_length): {used} are sampled or inserted.",
+                "context_length_exceeded",
+                "messages" if ask.messages is not None else "prompt",
+            )
+        found = {**self.sampling, "max_tokens": min(left, ask.max_tokens or left)}
+        stops = [ids[0] for ids in map(self._ids, ask.stops) if len(ids) == 1]
+        if stops:
+            found["stop_token_ids"] = tuple(stops)
+        return {**found, **self._asked(ask)}
+
+    def _asked(self, ask: Ask) -> dict[str, Any]:
+        """What of the request's own sampling counts."""
+        if self.follows_request:
+            return ask.sampling
+        other = {k: v for k, v in ask.sampling.items() if k in self.sampling and self.sampling[k] != v}
+        if other:
+            self.overridden += 1
+            named = ", ".join(f"{name}={value}" for name, value in sorted(other.items()))
+            notice(
+                "the agent's requests",
+                f"ask for {named}; sampled is with the run's own settings, whose log-probs are trained on. "
+                "sampling: request in the loop's YAML lets the requests decide.",
+            )
+        return {}
+
+    def _ids(self, text: str) -> list[int]:
+        return self.prompts.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    async def _choice(self, ask: Ask, parent: Answer | None, inserted: tuple[int, ...], done: Completion) -> Choice:
+        done, text = cut_at(done, ask.stops, self.prompts.text)
+        calls: tuple[ToolCall, ...] = ()
+        if ask.parses_calls and self.parser is not None:
+            text, calls = await self._calls(done.token_ids, ask.tools, text)
+        key = self.prompts.key(ask, text, [(call.name, call.arguments) for call in calls])
+        counted = sum(message["role"] != "system" for message in ask.messages or ()) + 1
+        turns = counted if ask.messages is not None else 2 * (1 + (0 if parent is None else len(parent.path)))
+        reason = "tool_calls" if calls and done.finish_reason == "stop" else done.finish_reason
+        return Choice(Answer(parent, inserted, done, key, turns), text, calls, reason)
+
+    async def _calls(self, tokens: Sequence[int], tools: Sequence[Any], text: str) -> tuple[str, tuple[ToolCall, ...]]:
+        found = self.parser.extract_tool_calls(list(tokens), list(tools))
+        rest, calls = await found if inspect.isawaitable(found) else found
+        if not calls:
+            return text, ()  # what looks like a broken call stays visible
+        made = (ToolCall(f"call_{secrets.token_hex(12)}", str(call.name), str(call.arguments)) for call in calls)
+        return rest, tuple(made)
+
+
+def cut_at(done: Completion, stops: Sequence[str], text_of: Callable[[Sequence[int]], str]) -> tuple[Completion, str]:
+    """The completion up to the token that completes the first stop text, and its text without that."""
+    text = text_of(done.token_ids)
+    places = [text.find(stop) for stop in stops]
+    found = [(place, stop) for place, stop in zip(places, stops) if place >= 0]
+    if not found:
+        return done, text
+    place, stop = min(found)
+    end = place + len(stop)
+
+    def is_complete(count: int) -> bool:
+        return text_of(done.token_ids[:count])[:end] == text[:end]
+
+    count = 1 + bisect.bisect_left(range(1, len(done.token_ids)), True, key=is_complete)
+    kept = replace(
+        done,
+        token_ids=done.token_ids[:count],
+        log_probs=done.log_probs[:count],
+        token_versions=done.token_versions[:count],
+        finish_reason="stop",
+    )
+    return kept, text[:place]

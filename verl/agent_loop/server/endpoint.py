@@ -1,0 +1,92 @@
+"""One endpoint per event loop: up while any conversation is open on it, with one key per conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+from verl.agent_loop.server import replies
+from verl.agent_loop.server.conversation import Conversation
+from verl.agent_loop.server.errors import unknown_model
+from verl.agent_loop.server.http import Answered, Handle, Limits, Server
+from verl.agent_loop.server.protocol import Ask, read_chat, read_text
+from verl.rollout.server.wire import Message
+
+
+class Endpoint:
+    """OpenAI's chat completions, completions and models over the samplers of its conversations."""
+
+    def __init__(self, limits: Limits | None = None):
+        self._conversations: dict[str, Conversation] = {}
+        self._lock = asyncio.Lock()
+        routes: dict[tuple[str, str], Handle] = {
+            ("POST", "/v1/chat/completions"): self._chat,
+            ("POST", "/v1/completions"): self._text,
+            ("GET", "/v1/models"): self._models,
+            ("GET", "/v1/models/*"): self._model,
+        }
+        self.server = Server(routes, self._owner, limits or Limits())
+
+    @asynccontextmanager
+    async def open(self, conversation: Conversation) -> AsyncIterator[str]:
+        """Serve a conversation; gives the base URL. Its key is worth nothing afterwards."""
+        async with self._lock:
+            if not self._conversations:
+                await self.server.start()
+            self._conversations[conversation.key] = conversation
+        try:
+            yield self.server.base_url
+        finally:
+            async with self._lock:
+                del self._conversations[conversation.key]
+                if not self._conversations:
+                    await self.server.close()
+
+    def _owner(self, token: str) -> Conversation | None:
+        """Compares with every key in constant time, so that a guess tells nothing by how long it took."""
+        given, found = token.encode(), None
+        for key, conversation in self._conversations.items():
+            if hmac.compare_digest(key.encode(), given):
+                found = conversation
+        return found
+
+    async def _chat(self, owner: Conversation, message: Message) -> Answered:
+        return await self._complete(owner, read_chat(message.json()))
+
+    async def _text(self, owner: Conversation, message: Message) -> Answered:
+        return await self._complete(owner, read_text(message.json()))
+
+    async def _complete(self, owner: Conversation, ask: Ask) -> Answered:
+        reply = await owner.answer(ask)
+
+        notes = {"sent": partial(owner.delivered, reply), "unsent": partial(owner.undelivered, reply)}
+        if ask.stream:
+            return Answered(events=_events(reply, owner), **notes)
+        return Answered(replies.whole(reply, owner.prompts), **notes)
+
+    async def _models(self, owner: Conversation, message: Message) -> Answered:
+        return Answered(replies.models(owner.models))
+
+    async def _model(self, owner: Conversation, message: Message) -> Answered:
+        name = message.start[1].partition("?")[0].removeprefix("/v1/models/")
+        if name not in owner.models:
+            raise unknown_model(name, owner.models)
+        return Answered(replies.model(name))
+
+
+async def _events(reply: Any, owner: Conversation) -> AsyncIterator[bytes]:
+    for event in replies.chunks(reply, owner.prompts):
+        yield event
+
+
+_ENDPOINTS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Endpoint] = weakref.WeakKeyDictionary()
+
+
+def shared_endpoint() -> Endpoint:
+    """The endpoint of the running event loop: all conversations of a batch share one port."""
+    return _ENDPOINTS.setdefault(asyncio.get_running_loop(), Endpoint())

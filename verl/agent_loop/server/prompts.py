@@ -1,0 +1,133 @@
+"""From the messages of a call to tokens that go on from what was sampled before; only what is new is templated.
+
+The answers that a client sends back are recognised as messages; their tokens are those that were sampled, never what
+the template or the tokenizer would make of the text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from verl.agent_loop.server.protocol import Ask
+from verl.agent_loop.server.record import Answer, Record
+from verl.data.chat_template import ChatTemplate
+from verl.data.messages import Message
+from verl.errors import RolloutError
+
+MARK = "verlMarksThisPlace"
+"""A content that no template changes: letters only."""
+
+
+class Prompts:
+    """Finds the tokens of a call's prompt.
+
+    Args:
+        tokenizer: of the policy.
+        end_ids: tokens that end an answer.
+        template_kwargs: arguments of the chat template in every call.
+    """
+
+    def __init__(self, tokenizer: Any, end_ids: Sequence[int], template_kwargs: Mapping[str, Any] | None = None):
+        self.tokenizer, self.end_ids = tokenizer, frozenset(end_ids)
+        self.template_kwargs = dict(template_kwargs or {})
+        self._template: ChatTemplate | None = None
+
+    def locate(self, ask: Ask, record: Record) -> tuple[Answer | None, tuple[int, ...]]:
+        """(the answer that the prompt goes on from, or None; the tokens after it, or all of the prompt)."""
+        if ask.messages is not None:
+            return self._in_chat(ask, ask.messages, record)
+        if isinstance(ask.prompt, str):
+            return self._in_text(ask.prompt, record)
+        return _in_tokens(ask.prompt or (), record)
+
+    def key(self, ask: Ask, text: str, calls: Sequence[tuple[str, str]] = ()) -> Hashable:
+        """What a later call begins with if it goes on from this answer to ``ask``."""
+        if ask.messages is not None:
+            calls = [(name, _canonical(arguments)) for name, arguments in calls]
+            return _chat_key(ask, [*map(_message_key, ask.messages), ("assistant", text.strip(), tuple(calls))])
+        return ask.prompt + text if isinstance(ask.prompt, str) else None
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Sampled tokens as text, without special tokens."""
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+    def _in_chat(self, ask: Ask, messages: Sequence[Message], record: Record) -> tuple[Answer | None, tuple[int, ...]]:
+        keys = [_message_key(message) for message in messages]
+        for count in range(len(messages) - 1, 0, -1):
+            if messages[count - 1]["role"] != "assistant":
+                continue
+            answer = record.find(_chat_key(ask, keys[:count]))
+            if answer is not None:
+                return answer, self._after(ask, messages, count, answer)
+        text = self._render(ask, messages)
+        return None, tuple(self._chat().encode(text))
+
+    def _after(self, ask: Ask, messages: Sequence[Message], count: int, answer: Answer) -> tuple[int, ...]:
+        """The tokens that the template writes after the answer that is message ``count - 1``."""
+        marked = [*messages[: count - 1], {"role": "assistant", "content": MARK}, *messages[count:]]
+        text = self._render(ask, marked)
+        if text.count(MARK) != 1:
+            raise RolloutError("the chat template leaves an earlier answer out, so it cannot be gone on from")
+        rest = self._chat().encode(text[text.index(MARK) + len(MARK) :])
+        sampled = answer.done.token_ids
+        if sampled and rest and sampled[-1] in self.end_ids and rest[0] == sampled[-1]:
+            rest = rest[1:]  # the answer's own end token
+        return tuple(rest)
+
+    def _render(self, ask: Ask, messages: Sequence[Message]) -> str:
+        arguments = {**self.template_kwargs, **dict(ask.template_kwargs)}
+        if ask.tools:
+            arguments["tools"] = list(ask.tools)
+        return self._chat().render(messages, add_generation_prompt=True, **arguments)
+
+    def _in_text(self, prompt: str, record: Record) -> tuple[Answer | None, tuple[int, ...]]:
+        known = [a for a in record.answers if isinstance(a.key, str) and prompt.startswith(a.key) and a.key != prompt]
+        answer = max(known, key=lambda a: len(str(a.key)), default=None)
+        rest = prompt if answer is None else prompt.removeprefix(str(answer.key))
+        return answer, tuple(self._encode(rest))
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _chat(self) -> ChatTemplate:
+        if self._template is None:
+            self._template = ChatTemplate(self.tokenizer)
+        return self._template
+
+
+def _in_tokens(prompt: Sequence[int], record: Record) -> tuple[Answer | None, tuple[int, ...]]:
+    prompt = tuple(prompt)
+    best: Answer | None = None
+    length = 0
+    for answer in record.answers:
+        tokens = answer.tokens
+        if length < len(tokens) < len(prompt) and prompt[: len(tokens)] == tokens:
+            best, length = answer, len(tokens)
+    return best, prompt[length:]
+
+
+def _chat_key(ask: Ask, keys: Sequence[Hashable]) -> Hashable:
+    """Messages and what else of a request is in its prompt."""
+    return (_canonical(list(ask.tools)), _canonical(dict(ask.template_kwargs)), tuple(keys))
+
+
+def _message_key(message: Message) -> Hashable:
+    """A message as it is recognised: an answer by its text without outer white space and its calls."""
+    if message["role"] != "assistant":
+        return _canonical(message)
+    calls = [call.get("function", call) for call in message.get("tool_calls", []) if isinstance(call, Mapping)]
+    found = tuple((str(call.get("name")), _canonical(call.get("arguments"))) for call in calls)
+    return ("assistant", message["content"].strip(), found)
+
+
+def _canonical(value: Any) -> str:
+    """JSON text that is the same for equal values; a text that is JSON stands for its value."""
+    if isinstance(value, str):
+        try:
+            parsed = json.loads(value)
+        except (ValueError, RecursionError):
+            parsed = value
+        value = parsed if isinstance(parsed, dict) else value
+    return json.dumps(value, sort_keys=True, default=str)

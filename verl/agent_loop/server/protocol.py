@@ -1,0 +1,233 @@
+"""OpenAI's requests, read and checked field by field before anything is sampled.
+
+A field that would change the answer and cannot be followed is refused by name; one that cannot change it (``user``,
+``metadata``) is let through. The form: https://platform.openai.com/docs/api-reference/chat and .../completions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.agent_loop.server.errors import bad
+from verl.data.messages import Message, as_messages, as_tools
+from verl.errors import DataError, NotBuiltError, suggest
+
+MOST_CHOICES = 64
+MOST_STOPS = 16
+MOST_MESSAGES = 10_000
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+WITHOUT_EFFECT = {
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+    "prompt_cache_retention",
+}  # fmt: skip
+ONLY_DEFAULT: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+}
+"""Fields of OpenAI's that this endpoint cannot follow, with the values that ask for nothing."""
+SHARED = {"model", "stream", "stream_options", "n", "stop", "temperature", "top_p", "top_k", "seed", "max_tokens",
+          "logprobs"}  # fmt: skip
+CHAT = SHARED | {"messages", "max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs"}
+TEXT = SHARED | {"prompt"}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request that was checked; exactly one of ``messages`` and ``prompt`` is set.
+
+    Args:
+        sampling: of temperature, top_p, top_k and seed those that the request names.
+        prompt: a text or token ids.
+        parses_calls: whether tool calls are looked for in the answer.
+        template_kwargs: further arguments of the chat template.
+    """
+
+    model: str
+    messages: tuple[Message, ...] | None
+    prompt: str | tuple[int, ...] | None
+    n: int
+    max_tokens: int | None
+    stops: tuple[str, ...]
+    sampling: dict[str, Any]
+    logprobs: bool
+    stream: bool
+    usage_in_stream: bool
+    tools: tuple[dict[str, Any], ...] = ()
+    parses_calls: bool = False
+    template_kwargs: tuple[tuple[str, Any], ...] = ()
+
+
+def read_chat(given: Any) -> Ask:
+    """The request in the body of ``/v1/chat/completions``.
+
+    Raises:
+        ApiError: naming the field.
+    """
+    body = _body(given, CHAT)
+    tools = _tools(body.get("tools"))
+    choice = body.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        raise bad("tool_choice", f"tool_choice {choice!r} is not supported: 'auto' or 'none'.", "unsupported_value")
+    further = body.get("chat_template_kwargs") or {}
+    if not isinstance(further, Mapping) or not all(isinstance(name, str) for name in further):
+        raise bad("chat_template_kwargs", "chat_template_kwargs must be an object.")
+    logprobs = body.get("logprobs", False)
+    if not isinstance(logprobs, bool):
+        raise bad("logprobs", "logprobs must be true or false.")
+    limits = [name for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
+    return Ask(
+        messages=tuple(_messages(body.get("messages"))),
+        prompt=None,
+        max_tokens=_whole(body, limits[0], 1) if limits else None,
+        logprobs=logprobs,
+        tools=tools,
+        parses_calls=bool(tools) and choice == "auto",
+        template_kwargs=tuple(sorted(further.items())),
+        **_shared(body),
+    )
+
+
+def read_text(given: Any) -> Ask:
+    """The request in the body of ``/v1/completions``; without max_tokens it gets OpenAI's 16."""
+    body = _body(given, TEXT)
+    wanted = body.get("logprobs")
+    if isinstance(wanted, bool) or not (wanted is None or wanted in (0, 1)):
+        raise bad("logprobs", "logprobs must be 0 or 1: the log-prob of each chosen token.", "unsupported_value")
+    return Ask(
+        messages=None,
+        prompt=_prompt(body.get("prompt")),
+        max_tokens=16 if body.get("max_tokens") is None else _whole(body, "max_tokens", 1),
+        logprobs=wanted is not None,
+        **_shared(body),
+    )
+
+
+def _body(given: Any, known: set[str]) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise bad("body", "The body must be a JSON object.")
+    for name, value in given.items():
+        if name in known or name in WITHOUT_EFFECT or value is None:
+            continue
+        if name not in ONLY_DEFAULT:
+            raise bad(name, f"Unknown field {name!r}. {suggest(name, known)}", "unknown_parameter")
+        if value not in ONLY_DEFAULT[name]:
+            raise bad(name, f"{name}={_short(value)} is not supported; leave it out.", "unsupported_parameter")
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
+    model = body.get("model")
+    if not isinstance(model, str) or not model:
+        raise bad("model", "model must be the name of a model.", "missing_required_parameter")
+    stream = body.get("stream", False)
+    if not isinstance(stream, bool):
+        raise bad("stream", "stream must be true or false.")
+    options = body.get("stream_options", {})
+    if not isinstance(options, Mapping):
+        raise bad("stream_options", "stream_options must be an object.")
+    return {
+        "model": model,
+        "n": _whole(body, "n", 1, MOST_CHOICES) if "n" in body else 1,
+        "stops": _stops(body.get("stop", [])),
+        "sampling": _sampling(body),
+        "stream": stream,
+        "usage_in_stream": bool(options.get("include_usage", False)),
+    }
+
+
+def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, low, high in (("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0)):
+        if name in body:
+            value = body[name]
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise bad(name, f"{name} must be a number.")
+            if not low <= value <= high or (name == "top_p" and value == 0):
+                raise bad(name, f"{name}={value} is outside its range ({low:g} to {high:g}).")
+            found[name] = float(value)
+    if "top_k" in body:
+        found["top_k"] = _whole(body, "top_k", -1)
+    if "seed" in body:
+        found["seed"] = _whole(body, "seed", 0, 2**63 - 1)
+    return found
+
+
+def _whole(body: Mapping[str, Any], name: str, low: int, high: int = 2**31 - 1) -> int:
+    value = body[name]
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise bad(name, f"{name} must be a whole number from {low} to {high}, got {_short(value)}.")
+    return value
+
+
+def _stops(given: Any) -> tuple[str, ...]:
+    stops = [given] if isinstance(given, str) else given
+    if not isinstance(stops, list) or len(stops) > MOST_STOPS:
+        raise bad("stop", f"stop must be a text or a list of at most {MOST_STOPS} texts.")
+    if not all(isinstance(stop, str) and stop for stop in stops):
+        raise bad("stop", "each stop must be a text that is not empty.")
+    return tuple(stops)
+
+
+def _messages(given: Any) -> list[Message]:
+    if not isinstance(given, list) or not given:
+        raise bad("messages", "messages must be a list with at least one message.")
+    if len(given) > MOST_MESSAGES:
+        raise bad("messages", f"{len(given)} messages are more than the {MOST_MESSAGES} that are allowed.")
+    try:
+        found = as_messages(given, where=lambda: "messages")
+    except (DataError, NotBuiltError, TypeError) as error:
+        raise bad("messages", str(error)) from error
+    for number, message in enumerate(found):
+        if message["role"] not in ROLES:
+            raise bad(f"messages[{number}].role", f"unknown role {_short(message['role'])}; known: {', '.join(ROLES)}.")
+    return found
+
+
+def _tools(given: Any) -> tuple[dict[str, Any], ...]:
+    try:
+        found = as_tools(given if isinstance(given, list) else None, where=lambda: "tools")
+    except DataError as error:
+        raise bad("tools", str(error)) from error
+    if given is not None and not isinstance(given, list):
+        raise bad("tools", "tools must be a list.")
+    for number, tool in enumerate(found or []):
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, Mapping) or not _is_name(function.get("name")):
+            raise bad(f"tools[{number}]", 'each tool must be {"type": "function", "function": {"name": ...}}.')
+        parameters = function.get("parameters", {})
+        if not isinstance(parameters, Mapping) or not isinstance(parameters.get("properties", {}), Mapping):
+            raise bad(f"tools[{number}].function.parameters", "parameters must be the JSON schema of an object.")
+    return tuple(found or [])
+
+
+def _prompt(given: Any) -> str | tuple[int, ...]:
+    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], (str, list)):
+        given = given[0]
+    if isinstance(given, str) and given:
+        return given
+    if isinstance(given, Sequence) and given and all(isinstance(i, int) and not isinstance(i, bool) for i in given):
+        return tuple(given)
+    raise bad("prompt", "prompt must be one text or one list of token ids, and not empty.")
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= 256
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:60] + "..."

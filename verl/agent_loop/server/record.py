@@ -1,0 +1,151 @@
+"""What a conversation has sampled, as a tree: a call goes on from an earlier answer, or begins a branch of its own.
+
+One path from a root to a leaf is one trajectory: the first prompt, then sampled tokens (mask 1) and what the agent put
+between them (mask 0). An agent that rewrites its history, samples a prompt twice or starts a second conversation under
+the same key makes branches; what becomes of these is the caller's choice, and never silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from verl.agent_loop.base import AgentLoopMetrics, AgentLoopOutput
+from verl.errors import RolloutError
+from verl.rollout.base import Completion
+
+
+@dataclass(eq=False)
+class Answer:
+    """One sampled answer.
+
+    Args:
+        parent: the answer it goes on from; None for the first of a conversation.
+        inserted: the tokens between the two; of a first answer its whole prompt.
+        done: what the sampler gave, cut where a stop sequence ended it.
+        key: the conversation up to and with this answer, as a later call shows it again.
+        num_messages: messages so far without system prompts.
+    """
+
+    parent: Answer | None
+    inserted: tuple[int, ...]
+    done: Completion
+    key: Hashable
+    num_messages: int
+    children: list[Answer] = field(default_factory=list)
+
+    @property
+    def path(self) -> list[Answer]:
+        """From the first answer to this one."""
+        found: list[Answer] = []
+        node: Answer | None = self
+        while node is not None:
+            found.append(node)
+            node = node.parent
+        return found[::-1]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt and everything after it, this answer included."""
+        return tuple(token for node in self.path for token in (*node.inserted, *node.done.token_ids))
+
+    @property
+    def response_length(self) -> int:
+        """Tokens after the first prompt."""
+        first, *rest = self.path
+        return len(first.done.token_ids) + sum(len(node.inserted) + len(node.done.token_ids) for node in rest)
+
+
+class Record:
+    """The answers of one conversation, in the order in which they reached the agent."""
+
+    def __init__(self) -> None:
+        self.answers: list[Answer] = []
+
+    def add(self, answer: Answer) -> None:
+        """Keep an answer that the agent gets."""
+        self.answers.append(answer)
+        if answer.parent is not None:
+            answer.parent.children.append(answer)
+
+    def drop(self, answer: Answer) -> None:
+        """Forget an answer that the agent did not get."""
+        self.answers.remove(answer)
+        if answer.parent is not None:
+            answer.parent.children.remove(answer)
+
+    def find(self, key: Hashable) -> Answer | None:
+        """The newest answer with this key."""
+        return next((answer for answer in reversed(self.answers) if answer.key == key), None)
+
+    @property
+    def leaves(self) -> list[Answer]:
+        """Answers from which no call went on."""
+        return [answer for answer in self.answers if not answer.children]
+
+    def chosen(self, keep_last: bool) -> tuple[Answer, int]:
+        """The end of the trajectory that is trained on, and how many sampled tokens are in other branches.
+
+        Raises:
+            RolloutError: no call at all, or branches that must not be (``keep_last`` is False).
+        """
+        leaves = self.leaves
+        if not leaves:
+            raise RolloutError("the agent called no model, so there is nothing to train on")
+        if len(leaves) > 1 and not keep_last:
+            raise RolloutError(
+                f"the agent's {len(self.answers)} calls are {len(leaves)} conversations that do not go on from one "
+                f"another: {_difference(leaves)}",
+                key="branches",
+                got="error",
+                allowed="error, last",
+                fix="Send the earlier messages back as they were; or set branches: last in the loop's YAML, which "
+                "trains on the last conversation and counts what is left out.",
+            )
+        last = leaves[-1]
+        kept = {id(answer) for answer in last.path}
+        return last, sum(len(a.done.token_ids) for a in self.answers if id(a) not in kept)
+
+
+def trajectory(last: Answer) -> AgentLoopOutput:
+    """The path to ``last`` as one row of a batch."""
+    first, *rest = last.path
+    output = AgentLoopOutput(
+        prompt_ids=list(first.inserted),
+        response_ids=[],
+        response_mask=[],
+        response_logprobs=[],
+        token_versions=[],
+        num_turns=last.num_messages,
+        finish_reason=last.done.finish_reason,
+        metrics=AgentLoopMetrics(num_preempted=sum(max(a.done.num_preempted, 0) for a in last.path)),
+    )
+    _sampled(output, first.done)
+    for answer in rest:
+        _inserted(output, answer.inserted)
+        _sampled(output, answer.done)
+    return output
+
+
+def _sampled(output: AgentLoopOutput, done: Completion) -> None:
+    count = len(done.token_ids)
+    output.response_ids += done.token_ids
+    output.response_mask += [1] * count
+    if output.response_logprobs is not None:
+        output.response_logprobs = [*output.response_logprobs, *done.log_probs] if done.log_probs or not count else None
+    output.token_versions = [*(output.token_versions or []), *done.token_versions]
+
+
+def _inserted(output: AgentLoopOutput, tokens: Sequence[int]) -> None:
+    output.response_ids += tokens
+    output.response_mask += [0] * len(tokens)
+    if output.response_logprobs is not None:
+        output.response_logprobs += [0.0] * len(tokens)
+    output.token_versions = [*(output.token_versions or []), *([-1] * len(tokens))]
+
+
+def _difference(leaves: Sequence[Answer]) -> str:
+    """Where the last two branches part, with the tokens of both sides."""
+    one, other = leaves[-2].tokens, leaves[-1].tokens
+    at = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    return f"they part at token {at}, where one has {list(one[at : at + 8])} and the other {list(other[at : at + 8])}"
