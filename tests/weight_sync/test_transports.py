@@ -21,6 +21,7 @@ from verl.weight_sync import (
     DeltaDecoder,
     DeltaEncoder,
     DiskTransport,
+    ResidentTransport,
     SharedMemoryTransport,
     Transport,
     WeightChunk,
@@ -179,13 +180,93 @@ def test_a_half_written_or_damaged_version_on_disk_is_never_used(tmp_path):
         DiskTransport(tmp_path).send(chunks[:-1])
     with pytest.raises(RolloutError, match="waited 0 s for version 5"):
         taken(DiskTransport(tmp_path, version=5, timeout=0.05).receive())
-    DiskTransport(tmp_path).send(chunks)
+    DiskTransport(tmp_path, checksums=True).send(chunks)
     victim = sorted((tmp_path / "version_5").glob("*.safetensors"))[0]
     data = bytearray(victim.read_bytes())
     data[-1] ^= 1
     victim.write_bytes(bytes(data))
     with pytest.raises(RolloutError, match="checksum differs"):
         taken(DiskTransport(tmp_path, version=5).receive())
+    DiskTransport(tmp_path).send(stream(6))
+    last = sorted((tmp_path / "version_6").glob("*.safetensors"))[-1]
+    last.write_bytes(last.read_bytes()[:-1])
+    with pytest.raises(RolloutError, match="cannot be read"):
+        taken(DiskTransport(tmp_path, version=6).receive())
+
+
+def test_files_of_old_versions_are_written_over_and_a_reader_that_is_too_slow_hears_of_it(tmp_path):
+    ours = DiskTransport(tmp_path)
+    ours.send(stream(1))
+    slow = DiskTransport(tmp_path, version=1).receive()
+    next(slow)
+    first = {file.stat().st_ino for file in (tmp_path / "version_1").glob("*.safetensors")}
+    ours.send(stream(2))
+    ours.send(chunk_weights([*WEIGHTS.items()][:2], 1 << 20, 3))
+    assert {file.stat().st_ino for file in (tmp_path / "version_3").glob("*.safetensors")} < first
+    assert taken(DiskTransport(tmp_path, version=3).receive())[1].keys() == {"a", "b"}
+    with pytest.raises(RolloutError, match="replaced while it was read"):
+        list(slow)
+
+
+@pytest.fixture
+def resident() -> Iterator[tuple[ResidentTransport, ResidentTransport]]:
+    ours = ResidentTransport(timeout=20)
+    theirs = ResidentTransport(**json.loads(json.dumps(ours.address)), timeout=20)
+    yield ours, theirs
+    theirs.close()
+    ours.close()
+    assert not [path for path in os.listdir(os.path.dirname(ours.path)) if path.startswith(os.path.basename(ours.path))]
+
+
+def test_resident_weights_stay_where_they_are_and_the_next_stream_writes_into_them(resident):
+    ours, theirs = resident
+    kept: dict[str, torch.Tensor] = {}
+    for version in (1, 2):
+        weights = {name: tensor * version for name, tensor in WEIGHTS.items()}
+        thread, outcome = in_thread(lambda: ours.send(chunk_weights(weights.items(), BUCKET, version)))  # noqa: B023
+        found = {name: tensor for chunk in theirs.receive() for name, tensor in chunk.tensors}
+        thread.join(20)
+        assert outcome == [sum(t.nbytes for t in WEIGHTS.values())]
+        kept = kept or found
+        assert all(kept[name].data_ptr() == found[name].data_ptr() for name in found)
+        assert all(torch.equal(kept[n].nan_to_num(7.0), weights[n].nan_to_num(7.0)) for n in weights)
+    larger = [("b", torch.ones(900))]
+    thread, _ = in_thread(lambda: ours.send(chunk_weights(larger, BUCKET, 3)))
+    assert taken(theirs.receive())[1]["b"].sum() == 900
+    thread.join(20)
+
+
+def test_the_trainer_writes_nothing_before_the_sampler_has_asked(resident):
+    ours, theirs = resident
+    thread, _ = in_thread(lambda: ours.send(stream(1)))
+    kept = {name: tensor for chunk in theirs.receive() for name, tensor in chunk.tensors}
+    thread.join(20)
+    thread, _ = in_thread(lambda: ours.send(chunk_weights([(n, t + 1) for n, t in WEIGHTS.items()], BUCKET, 2)))
+    thread.join(0.3)
+    assert thread.is_alive() and torch.equal(kept["b"], WEIGHTS["b"]), "sampling with version 1 may still go on"
+    taken(theirs.receive())
+    thread.join(20)
+    assert torch.equal(kept["b"], WEIGHTS["b"] + 1)
+
+
+def test_the_hf_sampler_keeps_resident_weights_as_its_own(resident):
+    ours, theirs = resident
+    wanted = requests([prompt(5, 1)], samples=3, max_tokens=8, ignore_eos=True)
+    sampler = HFSampler(tiny_model())
+    for version in (1, 2, 3):
+        trainer = tiny_model(seed=version)
+        thread, _ = in_thread(lambda: ours.send(chunk_weights(export_weights(trainer), 9000, version)))  # noqa: B023
+        asyncio.run(sampler.update_weights(theirs.receive(), version))
+        thread.join(20)
+        assert largest_difference(trainer, wanted, sample(sampler, wanted)) < 2e-5
+    norm = sampler.model.model.norm.weight
+    assert norm.untyped_storage().nbytes() > norm.nbytes and not norm.untyped_storage().resizable()
+    asyncio.run(sampler.sleep(level=2))
+    asyncio.run(sampler.wake())
+    thread, _ = in_thread(lambda: ours.send(chunk_weights(export_weights(trainer), 9000, 4)))
+    asyncio.run(sampler.update_weights(theirs.receive(), 4))
+    thread.join(20)
+    assert largest_difference(trainer, wanted, sample(sampler, wanted)) < 2e-5
 
 
 def _rank(rank: int, address: str, folder: str) -> None:

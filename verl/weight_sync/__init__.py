@@ -6,6 +6,7 @@ from verl.weight_sync.cuda_ipc import CudaIpcTransport
 from verl.weight_sync.delta import DeltaDecoder, DeltaEncoder
 from verl.weight_sync.disk import DiskTransport
 from verl.weight_sync.inventory import WeightInventory
+from verl.weight_sync.resident import ResidentTransport
 from verl.weight_sync.same_process import SameProcessTransport, WeightReceiver
 from verl.weight_sync.shared_memory import SharedMemoryTransport
 from verl.weight_sync.transport import Transport
@@ -16,6 +17,7 @@ __all__ = [
     "DeltaDecoder",
     "DeltaEncoder",
     "DiskTransport",
+    "ResidentTransport",
     "SameProcessTransport",
     "SharedMemoryTransport",
     "Transport",

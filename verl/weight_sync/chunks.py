@@ -21,11 +21,14 @@ class WeightChunk:
     Args:
         version: the same in every chunk of a stream.
         last: whether the stream ends here; a stream without a last chunk was interrupted.
+        lasts: whether the tensors stay valid after the next chunk was asked for: the receiver may keep them as its
+            own, and the next stream writes into them.
     """
 
     version: int
     tensors: list[tuple[str, torch.Tensor]]
     last: bool
+    lasts: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -59,6 +62,19 @@ def chunk_weights(
     if not bucket:
         raise RolloutError("the trainer exported no weights", key=f"version {version}")
     yield WeightChunk(version, bucket, last=True)
+
+
+def pieces(chunk: WeightChunk, piece_bytes: int) -> Iterator[WeightChunk]:
+    """A chunk cut between its tensors into smaller ones, of at most ``piece_bytes`` where a tensor is not larger.
+
+    What has just been written by one process is still in the processor's cache when another one reads it, if there is
+    not too much of it.
+    """
+    if chunk.num_bytes <= piece_bytes:
+        yield chunk
+        return
+    for part in chunk_weights(chunk.tensors, piece_bytes, chunk.version):
+        yield WeightChunk(chunk.version, part.tensors, chunk.last and part.last)
 
 
 @contextmanager

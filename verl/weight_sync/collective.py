@@ -1,12 +1,15 @@
 """Weights by broadcast in a process group: from one trainer to any number of samplers (gloo on CPU, NCCL on GPUs).
 
-Every rank of the group takes part: the source sends, all others receive. Per bucket two small broadcasts say what
-comes, one large one brings it. Buffers are reused, so that a stream of any length costs one bucket of memory per side.
+Every rank of the group takes part: the source sends, all others receive. Small broadcasts say what comes, a large
+one brings it. Two buffers per side take turns: while one is on its way the trainer fills the other one, and the
+sampler empties it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -14,11 +17,14 @@ import torch
 import torch.distributed as dist
 
 from verl.errors import RolloutError
-from verl.weight_sync.chunks import WeightChunk
+from verl.weight_sync.chunks import WeightChunk, pieces
 from verl.weight_sync.transport import Transport
 from verl.weight_sync.wire import MAX_HEADER, Layout, chunk_of, write_into
 
 GAVE_UP = -1
+PIECE_BYTES = 8 << 20
+"""A broadcast takes so much at once, or one larger tensor."""
+BUFFERS = 2
 
 
 class BroadcastTransport(Transport):
@@ -42,7 +48,7 @@ class BroadcastTransport(Transport):
     ):
         super().__init__(timeout)
         self.group, self.source, self.device = group, source, torch.device(device)
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=self.device) for _ in range(BUFFERS)]
 
     @classmethod
     def join(
@@ -56,68 +62,127 @@ class BroadcastTransport(Transport):
         limit = timedelta(seconds=timeout)
         host, _, port = address.rpartition(":")
         store = dist.TCPStore(host, int(port), world_size, is_master=rank == 0, timeout=limit)
-        named = dist.PrefixStore("verl-weights", store)
-        if not device.startswith("cuda"):
-            return cls(dist.ProcessGroupGloo(named, rank, world_size, limit), 0, device, timeout)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        return cls(dist.ProcessGroupNCCL(named, rank, world_size, options), 0, device, timeout)
+        return cls(_group(store, rank, world_size, device, limit), 0, device, timeout)
 
     def send(self, chunks: Iterable[WeightChunk]) -> int:
-        num_bytes = 0
+        num_bytes, number = 0, 0
+        under_way = Broadcast()
         try:
             for chunk in chunks:
-                layout = Layout.of(chunk)
-                body = self._room(layout.num_bytes)
-                write_into(chunk, layout, body)
-                text = layout.encode()
-                self._announce(len(text), layout.num_bytes)
-                self._broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device))
-                self._broadcast(body)
+                for piece in pieces(chunk, PIECE_BYTES):
+                    layout = Layout.of(piece)
+                    body = self._room(number % BUFFERS, layout.num_bytes)
+                    write_into(piece, layout, body)
+                    under_way.wait()
+                    self._announce(layout)
+                    under_way = self._start(body)
+                    number += 1
                 num_bytes += chunk.num_bytes
-                del chunk  # before the next one is made
+                del chunk, piece  # before the next one is made
+            under_way.wait()
         except BaseException:
-            self._announce(GAVE_UP, 0)
+            under_way.wait()
+            self._start(self._numbers(GAVE_UP, 0)).wait()
             raise
         return num_bytes
 
     def receive(self) -> Iterator[WeightChunk]:
-        ended = False
-        while not ended:
-            lengths = torch.empty(2, dtype=torch.int64, device=self.device)
-            self._broadcast(lengths)
-            header_bytes, body_bytes = (int(x) for x in lengths)
-            if header_bytes == GAVE_UP:
-                raise RolloutError("the trainer gave up in the middle of a transfer of weights")
-            if not 0 < header_bytes <= MAX_HEADER or body_bytes < 0:
-                raise RolloutError("a header of weights has an impossible length", got=header_bytes)
-            text = torch.empty(header_bytes, dtype=torch.uint8, device=self.device)
-            self._broadcast(text)
-            body = self._room(body_bytes)
-            self._broadcast(body)
-            layout, _ = Layout.decode(text.cpu().numpy().tobytes())
-            yield chunk_of(layout, body)
-            ended = layout.last
-
-    def drain(self, chunks: Iterator[WeightChunk]) -> None:
-        """Take part in the rest of a stream of which nothing is wanted, so that the other ranks can go on."""
-        for _ in chunks:
-            pass
+        number = 0
+        layout, body = self._next(number)
+        try:
+            while True:
+                body.wait()
+                here = chunk_of(layout, body.tensor)
+                if layout.last:
+                    break
+                number += 1
+                layout, body = self._next(number)  # on its way while this one is used
+                yield here
+        except GeneratorExit:
+            self._drain(layout, body, number)
+            raise
+        yield here
 
     def close(self) -> None:
-        self._buffer = self._buffer[:0].clone()
+        self._buffers = [buffer[:0].clone() for buffer in self._buffers]
 
-    def _announce(self, header_bytes: int, body_bytes: int) -> None:
-        self._broadcast(torch.tensor([header_bytes, body_bytes], dtype=torch.int64, device=self.device))
+    def _next(self, number: int) -> tuple[Layout, Broadcast]:
+        """What comes next, already on its way."""
+        lengths = self._numbers(0, 0)
+        self._start(lengths).wait()
+        header_bytes, body_bytes = (int(x) for x in lengths)
+        if header_bytes == GAVE_UP:
+            raise RolloutError("the trainer gave up in the middle of a transfer of weights")
+        if not 0 < header_bytes <= MAX_HEADER or body_bytes < 0:
+            raise RolloutError("a header of weights has an impossible length", got=header_bytes)
+        text = torch.empty(header_bytes, dtype=torch.uint8, device=self.device)
+        self._start(text).wait()
+        layout, _ = Layout.decode(text.cpu().numpy().tobytes())
+        return layout, self._start(self._room(number % BUFFERS, body_bytes))
 
-    def _broadcast(self, tensor: torch.Tensor) -> None:
-        if tensor.numel():
-            options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor = self.source, 0
-            group: Any = dist.group.WORLD if self.group is None else self.group
-            group.broadcast([tensor], options).wait()
+    def _drain(self, layout: Layout, body: Broadcast, number: int) -> None:
+        """The rest of a stream of which nothing is wanted any more: the other ranks take part in it."""
+        with suppress(RolloutError):
+            body.wait()
+            while not layout.last:
+                number += 1
+                layout, body = self._next(number)
+                body.wait()
 
-    def _room(self, num_bytes: int) -> torch.Tensor:
-        if self._buffer.numel() < num_bytes:
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        return self._buffer[:num_bytes]
+    def _announce(self, layout: Layout) -> None:
+        text = layout.encode()
+        self._start(self._numbers(len(text), layout.num_bytes)).wait()
+        self._start(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)).wait()
+
+    def _start(self, tensor: torch.Tensor) -> Broadcast:
+        if not tensor.numel():
+            return Broadcast(tensor)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = self.source, 0
+        if callable(self.group):
+            self.group = self.group()
+        group: Any = dist.group.WORLD if self.group is None else self.group
+        return Broadcast(tensor, group.broadcast([tensor], options))
+
+    def _numbers(self, *values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _room(self, which: int, num_bytes: int) -> torch.Tensor:
+        if self._buffers[which].numel() < num_bytes:
+            self._buffers[which] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return self._buffers[which][:num_bytes]
+
+
+@dataclass
+class Broadcast:
+    """A broadcast that is under way."""
+
+    tensor: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    work: Any = None
+
+    def wait(self) -> None:
+        """Until the tensor was sent, or has arrived.
+
+        Raises:
+            RolloutError: the group broke, or the other ranks were not heard of in time.
+        """
+        work, self.work = self.work, None
+        if work is None:
+            return
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RolloutError(
+                f"weight transfer: the broadcast failed: {str(error).splitlines()[0][:200]}",
+                fix="Did the process at the other end die? Its log says more.",
+            ) from error
+
+
+def _group(store: dist.Store, rank: int, world_size: int, device: str, limit: timedelta) -> Any:
+    """A group beside whatever groups the process is in."""
+    named = dist.PrefixStore("verl-weights", store)
+    if not device.startswith("cuda"):
+        return dist.ProcessGroupGloo(named, rank, world_size, limit)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    return dist.ProcessGroupNCCL(named, rank, world_size, options)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from verl.errors import RolloutError
-from verl.weight_sync.chunks import WeightChunk
+from verl.weight_sync.chunks import WeightChunk, pieces
 from verl.weight_sync.transport import Transport
 from verl.weight_sync.wire import Layout, chunk_of, write_into
 
@@ -24,12 +24,14 @@ EMPTY, FULL, GAVE_UP = 0, 1, 2
 """States of a slot."""
 CONTROL = 64
 """Bytes in front of a slot: words of 8 bytes."""
-STATE, LENGTH, REFUSED = 0, 1, 2
-"""Words: the state of the slot, the length of its header; in the first slot whether the reader has given up, which the
-reader alone writes."""
+STATE, LENGTH, REFUSED, WANTED = 0, 1, 2, 3
+"""Words: the state of the slot, the length of its header; in the first slot whether the reader has given up, and how many
+streams it has asked for, which the reader alone writes."""
 HEADER_SHARE = 1 << 20
 """Bytes of a slot for the header."""
-SLOTS = 2
+SLOTS = 3
+PIECE_BYTES = 2 << 20
+"""A slot is handed over as soon as it holds so much; the same cached memory is used again and again."""
 
 
 class SharedMemoryTransport(Transport):
@@ -47,12 +49,13 @@ class SharedMemoryTransport(Transport):
     """
 
     keeps_bodies = True
+    lasts = False
 
     def __init__(self, path: str | None = None, bucket_bytes: int = 512 << 20, timeout: float = 300.0):
         super().__init__(timeout)
         self.bucket_bytes = -(-bucket_bytes // CONTROL) * CONTROL
         self._slot_bytes = CONTROL + HEADER_SHARE + (self.bucket_bytes if self.keeps_bodies else 0)
-        self._is_owner = path is None
+        self._is_owner, self._most_bytes = path is None, self.bucket_bytes
         self._next = 0
         if path is None:
             folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -76,18 +79,12 @@ class SharedMemoryTransport(Transport):
     def send(self, chunks: Iterable[WeightChunk]) -> int:
         num_bytes = 0
         try:
+            self._begin()
             for chunk in chunks:
-                layout = Layout.of(chunk)
-                if layout.num_bytes > self.bucket_bytes:
-                    raise RolloutError(
-                        "a weight is larger than a bucket of shared memory",
-                        key="update_weights_bucket_megabytes",
-                        got=layout.num_bytes,
-                        allowed=f"at most {self.bucket_bytes}",
-                    )
-                self._fill(chunk, layout)
+                for piece in self._pieces(chunk):
+                    self._fill(piece)
                 num_bytes += chunk.num_bytes
-                del chunk  # before the next one is made
+                del chunk, piece  # before the next one is made
         except BaseException:
             with suppress(RolloutError):
                 self._await(EMPTY)
@@ -99,6 +96,7 @@ class SharedMemoryTransport(Transport):
 
     def receive(self) -> Iterator[WeightChunk]:
         ended = False
+        self._word(0, WANTED).add_(1)
         try:
             while not ended:
                 self._await(FULL, GAVE_UP)
@@ -106,7 +104,7 @@ class SharedMemoryTransport(Transport):
                 if self._state(number) == GAVE_UP:
                     raise RolloutError("the trainer gave up in the middle of a transfer of weights")
                 layout, body = self._read(number)
-                yield chunk_of(layout, body)
+                yield chunk_of(layout, body, self.lasts)
                 ended = layout.last
                 self._settle(body)
                 self._set_state(number, EMPTY)
@@ -122,6 +120,12 @@ class SharedMemoryTransport(Transport):
         if self._is_owner:
             Path(self.path).unlink(missing_ok=True)
 
+    def _begin(self) -> None:
+        """Before the first chunk of a stream is made."""
+
+    def _pieces(self, chunk: WeightChunk) -> Iterator[WeightChunk]:
+        return pieces(chunk, min(PIECE_BYTES, self.bucket_bytes))
+
     def _read(self, number: int) -> tuple[Layout, torch.Tensor]:
         header, body = self._slot(number)
         length = int(self._word(number, LENGTH))
@@ -129,7 +133,15 @@ class SharedMemoryTransport(Transport):
             raise RolloutError("a header of weights has an impossible length", got=length)
         return Layout.decode(header[:length].numpy().tobytes())[0], body
 
-    def _fill(self, chunk: WeightChunk, layout: Layout) -> None:
+    def _fill(self, chunk: WeightChunk) -> None:
+        layout = Layout.of(chunk)
+        if layout.num_bytes > self._most_bytes:
+            raise RolloutError(
+                "a weight is larger than a bucket of shared memory",
+                key="update_weights_bucket_megabytes",
+                got=layout.num_bytes,
+                allowed=f"at most {self._most_bytes}",
+            )
         self._await(EMPTY)
         header, body = self._slot(self._next)
         text = layout.encode()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from verl.errors import RolloutError
 from verl.weight_sync.chunks import WeightChunk
 
-SHORTEST_NAP, LONGEST_NAP = 2e-5, 2e-3
+SHORTEST_NAP, LONGEST_NAP, PATIENCE = 1e-5, 2e-3, 0.05
 
 
 class Transport(ABC):
@@ -46,17 +46,19 @@ class Transport(ABC):
         """Free what this end holds."""
 
     def wait_until(self, ready: Callable[[], bool], what: str) -> None:
-        """Poll, at first often and then more slowly.
+        """Poll, for the first `PATIENCE` seconds often and then more slowly.
 
         Raises:
             RolloutError: not within ``timeout`` seconds.
         """
-        deadline, nap = time.monotonic() + self.timeout, SHORTEST_NAP
+        begin, nap = time.monotonic(), SHORTEST_NAP
         while not ready():
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - begin
+            if waited > self.timeout:
                 raise RolloutError(
                     f"weight transfer: waited {self.timeout:.0f} s for {what}",
                     fix="Did the process at the other end die? Its log says more.",
                 )
             time.sleep(nap)
-            nap = min(nap * 1.5, LONGEST_NAP)
+            if waited > PATIENCE:
+                nap = min(nap * 1.5, LONGEST_NAP)

@@ -110,8 +110,8 @@ def views(layout: Layout, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Ten
         yield e.name, buffer[e.offset : e.offset + e.num_bytes].view(e.dtype).view(e.shape)
 
 
-def chunk_of(layout: Layout, buffer: torch.Tensor) -> WeightChunk:
-    return WeightChunk(layout.version, list(views(layout, buffer)), layout.last)
+def chunk_of(layout: Layout, buffer: torch.Tensor, lasts: bool = False) -> WeightChunk:
+    return WeightChunk(layout.version, list(views(layout, buffer)), layout.last, lasts)
 
 
 def checked(chunks: Iterable[WeightChunk], version: int) -> Iterator[WeightChunk]:

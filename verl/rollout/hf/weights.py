@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from transformers import PreTrainedModel
@@ -25,6 +25,7 @@ class ModelWeights:
     def __init__(self, model: PreTrainedModel, share: bool = False):
         self.model, self.share = model, share
         self.num_bytes = 0
+        self._lasts = False
         targets = dict(model.state_dict(keep_vars=True))
         # Families that fuse weights in memory have other names on disk: those arrive whole and are converted.
         names = {name for name, _ in export_weights(model)}
@@ -34,7 +35,7 @@ class ModelWeights:
     def receive(self, chunks: Iterable[WeightChunk], version: int) -> None:
         """Take a whole stream; raises `RolloutError` and leaves mixed weights if it is not one."""
         if self._inventory is not None:
-            self.num_bytes += self._inventory.receive(chunks, version)
+            self.num_bytes += self._inventory.receive(self._noted(chunks), version)
             return
         whole: dict[str, torch.Tensor] = {}
         ended = False
@@ -55,7 +56,8 @@ class ModelWeights:
         if self._emptied or self.share:
             return
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self.model.state_dict().values()}
-        self._emptied = [(storage, storage.nbytes()) for storage in storages.values()]
+        # What lies in shared memory cannot be given back from here.
+        self._emptied = [(storage, storage.nbytes()) for storage in storages.values() if storage.resizable()]
         for storage, _ in self._emptied:
             storage.resize_(0)
 
@@ -66,9 +68,22 @@ class ModelWeights:
             storage.resize_(num_bytes)
         return bool(emptied)
 
+    def _noted(self, chunks: Iterable[WeightChunk]) -> Iterator[WeightChunk]:
+        """The chunks as they come; those whose memory lasts are kept instead of copied."""
+        with taking(chunks) as stream:
+            for chunk in stream:
+                self._lasts = chunk.lasts
+                yield chunk
+                del chunk
+
     def _put(self, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
         same = target.dtype == value.dtype and target.device == value.device and value.is_contiguous()
-        if self.share and same:
+        if same and (self.share or (self._lasts and _is_alone(target))):
             target.data = value.detach()
         else:
             copy_into(name, target, value)
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    """Whether its memory holds nothing else; a part of a fused weight must stay where it is."""
+    return tensor.untyped_storage().nbytes() == tensor.nbytes
