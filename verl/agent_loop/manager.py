@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
@@ -18,6 +17,7 @@ from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.registry import AGENT_LOOPS
 from verl.rollout.base import Sampler
+from verl.rollout.from_sync import run_now
 
 Score = Callable[[dict[str, Any], AgentLoopOutput], Awaitable[float]]
 
@@ -59,7 +59,7 @@ class AgentLoopManager:
         Raises:
             RolloutError: a loop failed; the message names the row and the loop, the cause is the loop's own exception.
         """
-        return _run(self.generate(prompts))
+        return run_now(self.generate(prompts))
 
     async def generate(self, prompts: DataProto) -> DataProto:
         """The same inside a running event loop."""
@@ -147,26 +147,3 @@ def sample_streams(rows: Sequence[Mapping[str, Any]], meta_info: Mapping[str, An
     if streams.count((uid, index)) > 1:
         raise RolloutError(f"two rows of uid {uid} would draw the same random numbers", key="sample_index", got=index)
     return streams
-
-
-def _run(work: Coroutine[Any, Any, DataProto]) -> DataProto:
-    """Run to the end from synchronous code, also where this thread already runs an event loop (a notebook)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    result: list[DataProto] = []
-    failure: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            result.append(asyncio.run(work))
-        except BaseException as error:  # carried over to the calling thread
-            failure.append(error)
-
-    thread = threading.Thread(target=target, name="agent-loops")
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return result[0]

@@ -16,10 +16,11 @@ from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
 from verl.errors import RolloutError
 from verl.rollout import Request, SamplingParams
+from verl.rollout.from_sync import run_now
 from verl.rollout.lost import EngineLostError
 from verl.rollout.server.openai import EXTENSION
 from verl.rollout.server.process import ServerProcess, free_port
-from verl.rollout.server.sampler import ServerSampler, run_now
+from verl.rollout.server.sampler import ServerSampler
 from verl.weight_sync import chunk_weights
 
 START_SECONDS = 600.0

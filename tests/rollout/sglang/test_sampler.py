@@ -15,10 +15,11 @@ from verl.config import ActorRolloutRefConfig, PPOTrainerConfig, leaves, record_
 from verl.config.loading import read_config
 from verl.errors import MissingDependencyError
 from verl.rollout import Request, SamplingParams
+from verl.rollout.from_sync import run_now
 from verl.rollout.lost import EngineLostError
 from verl.rollout.replicas import Replicas
 from verl.rollout.server.process import ServerProcess, free_port
-from verl.rollout.server.sampler import ServerSampler, run_now
+from verl.rollout.server.sampler import ServerSampler
 from verl.rollout.sglang import sampler as module
 from verl.rollout.sglang.sampler import SGLangSampler, as_flags, command
 

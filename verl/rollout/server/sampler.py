@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import re
 import tempfile
-import threading
 import time
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from verl.errors import ConfigError, RolloutError
 from verl.metrics import notice
 from verl.rollout import reload_check
 from verl.rollout.base import Request, Sampler, SamplingParams
+from verl.rollout.from_sync import run_now
 from verl.rollout.gated import UNLIMITED, GatedSampler, Sampled, request_seed, what_is_wrong
 from verl.rollout.lost import EngineLostError
 from verl.rollout.model_facts import ModelFacts
@@ -378,25 +378,6 @@ def over_addresses(urls: Sequence[str], rollout: Any, model: Any, api: str | Non
     # Another replica answers sooner than one that is asked again.
     samplers = [ServerSampler.one_of(rollout, model, url, api=api, max_attempts=1) for url in urls]
     return Replicas(samplers, urls, max_resends=rollout.server.max_attempts)
-
-
-def run_now(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run to the end from synchronous code, also where this thread already runs an event loop."""
-    result: list[Any] = []
-    failure: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            result.append(asyncio.run(work))
-        except BaseException as error:  # carried over to the calling thread
-            failure.append(error)
-
-    thread = threading.Thread(target=target, name="server-connect")
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return result[0]
 
 
 def _api_key(variable: str | None) -> str | None:
