@@ -7,6 +7,7 @@ coroutine function; a coroutine gets an event loop of its own in its thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
 import numbers
@@ -21,6 +22,8 @@ from verl.registry import load_module, load_object
 from verl.rewards.runners.thread import interrupt
 
 PARAMETERS = ("base_url", "api_key", "row", "model")
+GRACE_SECONDS = 1.0
+"""How long a cancelled coroutine may take to clean up."""
 USUAL_NAMES = ("agent", "run")
 
 
@@ -131,9 +134,17 @@ class _Call:
         if self._future.done():
             return
         loop, task = self._loop, self._task
-        if loop is not None and task is not None and not loop.is_closed():
+        if loop is None or task is None:
+            self._interrupt()
+            return
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(task.cancel)
-        elif self._thread.ident is not None:
+        later = threading.Timer(GRACE_SECONDS, self._interrupt)  # a coroutine that blocks its loop is not cancelled
+        later.daemon = True
+        later.start()
+
+    def _interrupt(self) -> None:
+        if self._thread.ident is not None and not self._future.done():
             interrupt(self._thread.ident)
 
     def _work(self) -> None:

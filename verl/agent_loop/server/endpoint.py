@@ -64,10 +64,12 @@ class Endpoint:
     async def _complete(self, owner: Conversation, ask: Ask) -> Answered:
         reply = await owner.answer(ask)
 
-        notes = {"sent": partial(owner.delivered, reply), "unsent": partial(owner.undelivered, reply)}
+        answered = Answered(sent=partial(owner.delivered, reply), unsent=partial(owner.undelivered, reply))
         if ask.stream:
-            return Answered(events=_events(reply, owner), **notes)
-        return Answered(replies.whole(reply, owner.prompts), **notes)
+            answered.events = _events(reply, owner)
+        else:
+            answered.payload = replies.whole(reply, owner.prompts)
+        return answered
 
     async def _models(self, owner: Conversation, message: Message) -> Answered:
         return Answered(replies.models(owner.models))

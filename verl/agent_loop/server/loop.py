@@ -13,7 +13,7 @@ from verl.agent_loop.server.agent import AgentFailure, Outcome, load_agent, run_
 from verl.agent_loop.server.conversation import Conversation
 from verl.agent_loop.server.endpoint import shared_endpoint
 from verl.agent_loop.server.prompts import Prompts
-from verl.agent_loop.server.record import trajectory
+from verl.agent_loop.server.record import Answer, trajectory
 from verl.errors import ConfigError, RolloutError, suggest
 
 SAMPLING = ("run", "request")
@@ -115,10 +115,11 @@ class OpenAIAgentLoop(AgentLoopBase):
         self, conversation: Conversation, outcome: Outcome | AgentFailure, row: dict[str, Any]
     ) -> AgentLoopOutput:
         record, error = conversation.record, outcome if isinstance(outcome, AgentFailure) else None
+        last: Answer | None
         try:
             last, dropped = record.chosen(keep_last=self.keep_last or error is not None)
         except RolloutError as problem:
-            last, dropped = (record.leaves or [None])[-1], 0
+            last, dropped = (record.leaves[-1] if record.leaves else None), 0
             error = error or AgentFailure(str(problem))
         if last is None:
             output = AgentLoopOutput(await self.prompt_ids(row), [], [], [], token_versions=[], num_turns=1)
