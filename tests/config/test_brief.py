@@ -170,7 +170,10 @@ COMMANDS = {
     ),
     "upgrade to FSDP2": (
         FSDP2_EVERYWHERE,
-        Works({"critic.strategy": "fsdp2", f"{REF}.strategy": "fsdp2"}, (NO_VAL, NO_MICRO, "reward_model.strategy")),
+        Works(
+            {"critic.strategy": "fsdp2", f"{REF}.strategy": "fsdp2"},
+            (NO_VAL, NO_MICRO, "reward_model.strategy", "reward.reward_model.strategy"),
+        ),
     ),
     "FSDP2 with CPU offloading": (
         f"{A}.fsdp_config.offload_policy=True",
@@ -487,8 +490,9 @@ SINGLE = {
     f"{M}.use_fused_kernels=true": Works({f"{M}.use_fused_kernels": True}),
     f"{M}.lora_rank=16": Works({f"{M}.lora_rank": 16}),
     f"{M}.lora.rank=16": refused(f"{LATER}LoRA of Megatron models"),
-    "reward.reward_model.enable=true": refused(f"{LATER}served reward models"),
-    "reward_model.enable=true": refused(f"{LATER}served reward models"),
+    "reward.reward_model.enable=true": wrong("reward.reward_model.model_path"),
+    "reward_model.enable=true": wrong("reward.reward_model.model_path"),
+    "reward.reward_model.rollout.top_p=0.5": refused(f"{LATER}served reward models"),
     "sandbox_fusion.url=http://a": refused(f"{LATER}code rewards"),
     "trainer.async_weight_update=true": refused(f"{LATER}asynchronous weight updates"),
     "trainer.v1.trainer_mode=separate_async": refused(f"{LATER}asynchronous schedules"),

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support import tiny_model_dir, write_prompts
+from tests.trainer.ppo.reward_models import reward_model_dir
 from verl.config import PPOTrainerConfig, SFTTrainerConfig, leaves, load_config, record_reads
 from verl.trainer import main_ppo, sft_trainer
 
@@ -35,6 +36,8 @@ READ_ELSEWHERE = {
     "ray_kwargs.ray_init.runtime_env.py_executable",
     "ray_kwargs.timeline_json_file",
     "trainer.ray_wait_register_center_timeout",
+    # Only a reward model on a server has one: tests/trainer/ppo/test_reward_model.py.
+    "reward.reward_model.rollout.server.url",
     # They stand for those of fsdp_config, which follow them.
     "actor_rollout_ref.actor.entropy_checkpointing",
     "actor_rollout_ref.actor.entropy_from_logits_chunk_size",
@@ -98,6 +101,12 @@ PPO_RUNS = {
         "reward.reward_manager.name=Mine",
         "reward.reward_manager.module.path=manager.py",
     ],
+    "a reward model": [
+        "algorithm.adv_estimator=grpo",
+        "trainer.total_training_steps=1",
+        "reward.reward_model.enable=true",
+        "reward.reward_model.model_path=rm",
+    ],
     "ppo with a critic for one epoch": [
         "algorithm.adv_estimator=gae",
         "trainer.total_epochs=1",
@@ -119,6 +128,7 @@ PPO_RUNS = {
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     tiny_model_dir("model")
+    reward_model_dir("rm")
     write_prompts("train.parquet", 8)
     for name, text in {"scorer": SCORER, "manager": MANAGER, "dataset": DATASET, "sft_dataset": SFT_DATASET}.items():
         Path(f"{name}.py").write_text(text)

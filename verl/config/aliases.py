@@ -103,6 +103,32 @@ _REWARD = {
     "reward_model.n_gpus_per_node": _to("reward.reward_model.n_gpus_per_node"),
     "reward_model.nnodes": _to("reward.reward_model.nnodes"),
     "reward_model.model.path": _to("reward.reward_model.model_path"),
+    **{
+        f"reward_model.{name}": _to(f"reward.reward_model.{name}")
+        for name in (
+            "strategy",
+            "micro_batch_size",
+            "micro_batch_size_per_gpu",
+            "max_length",
+            "use_dynamic_bsz",
+            "forward_max_token_len_per_gpu",
+        )
+    },
+    "reward_model.ulysses_sequence_parallel_size": _to(
+        "reward.reward_model.fsdp_config.ulysses_sequence_parallel_size"
+    ),
+    **{
+        f"reward_model.model.{name}": _to(f"reward.reward_model.{name}")
+        for name in (
+            "input_tokenizer",
+            "trust_remote_code",
+            "external_lib",
+            "override_config",
+            "use_shm",
+            "use_remove_padding",
+            "fsdp_config",
+        )
+    },
     "reward_model.rollout": _to("reward.reward_model.rollout"),
     "reward_model.num_workers": _to("reward.num_workers"),
     "reward_model.reward_manager": _to("reward.reward_manager.name"),
@@ -154,17 +180,9 @@ PPO_REMOVED: dict[str, str] = {
     for step in ("step_start", "step_end")
 }
 
-_NO_REWARD_WORKER = (
-    "has no effect: there is no reward worker with a training backend; a reward model is served by an engine "
-    "(reward.reward_model.*)"
-)
 PPO_IGNORED: dict[str, str] = {
-    f"reward_model.{name}": _NO_REWARD_WORKER
-    for name in (
-        "strategy", "micro_batch_size", "micro_batch_size_per_gpu", "max_length", "use_dynamic_bsz", "model",
-        "forward_max_token_len_per_gpu", "ulysses_sequence_parallel_size", "profiler",
-    )
-} | {
+    "reward_model.model.use_fused_kernels": "has no effect: a reward model has no language-model head",
+    "reward_model.profiler": "has no effect: the seconds of the reward model are logged as timing_s/reward_model",
     "reward_model.launch_reward_fn_async": "has no effect: when samples are scored is no longer a setting",
     "reward_model.use_reward_loop": "has no effect: there is one way of scoring, with reward.reward_manager",
     f"{_A}.sum_pi_squared_checkpointing": "has no effect: the sum of squared probabilities is never recomputed",

@@ -24,7 +24,7 @@ from verl.config.sft import SFTTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 
-POOLED_ROLES = ["critic", "ref"]
+POOLED_ROLES = ["critic", "ref", "rm"]
 """Roles that may have processes of their own."""
 _GPUS, _NODES = "trainer.n_gpus_per_node", "trainer.nnodes"
 _PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "mlflow": "mlflow", "swanlab": "swanlab"}
@@ -107,6 +107,9 @@ def _local_processes(cfg: PPOTrainerConfig) -> Problems:
     trainer = cfg.trainer
     counts = [[trainer.n_gpus_per_node or 1] * trainer.nnodes]
     counts += [pool["processes"] for pool in trainer.resource_pools.values()]
+    model = cfg.reward.reward_model
+    if model.enable and model.enable_resource_pool:
+        counts.append([model.n_gpus_per_node] * model.nnodes)
     if trainer.runtime != "local" or all(pool == [1] for pool in counts):
         return []
     return [

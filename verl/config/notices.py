@@ -210,6 +210,11 @@ def _reward(cfg: PPOTrainerConfig) -> None:
             notice(key, "has no effect without reward.custom_reward_function.path")
     if manager.source == "register" and manager.module.path is not None:
         notice("reward.reward_manager.module.path", "has no effect without reward.reward_manager.source=importlib")
+    model = cfg.reward.reward_model
+    changed = [] if model.enable else _changed(model)
+    if changed:
+        also = f"; nor have {', '.join(changed[1:])}" if changed[1:] else ""
+        notice(f"reward.reward_model.{changed[0]}", f"has no effect without reward.reward_model.enable=true{also}")
 
 
 def _resume(cfg: Any) -> None:

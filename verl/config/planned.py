@@ -17,7 +17,7 @@ INSTEAD: dict[str, str] = {
     "profiling": "Leave it out; the seconds of every stage are logged as timing_s/*.",
     "rollout traces": "Leave it out; trainer.rollout_data_dir writes every rollout to JSON lines.",
     "replay of dumped rollouts": "Leave it out; trainer.rollout_data_dir writes every rollout to JSON lines.",
-    "served reward models": "Score with a function: reward.custom_reward_function.path.",
+    "served reward models": "Leave it out: the reward model runs on the engines that train, or on your own server.",
     "code rewards": "Score with a function: reward.custom_reward_function.path.",
     "remote checkpoints": "Leave it out to keep checkpoints in trainer.default_local_dir.",
     "asynchronous schedules": "Leave it out to sample and train in turn.",

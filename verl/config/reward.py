@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.config.engine import FSDPEngineConfig
 from verl.config.node import ABSENT, ConfigNode, section, setting
 
 
@@ -61,10 +62,25 @@ class RewardRolloutDisaggregationConfig(ConfigNode):
 
 
 @dataclass(frozen=True)
-class RewardRolloutConfig(ConfigNode):
-    """The engine that serves a reward model; settings as in actor_rollout_ref.rollout."""
+class RewardServerConfig(ConfigNode):
+    """A server of a generative reward model that runs already."""
 
-    name: str = setting("hf", "engine that serves the reward model", upstream="???", planned="served reward models")
+    url: str | None = setting(
+        None, "address of a server that a reward function asks (rollout.name=server)", upstream=ABSENT
+    )
+
+
+@dataclass(frozen=True)
+class RewardRolloutConfig(ConfigNode):
+    """The engine of the reward model; settings as in actor_rollout_ref.rollout."""
+
+    name: str = setting(
+        "hf",
+        "hf: a scalar head on the engines that train; server: a language model at rollout.server.url, which a reward "
+        "function asks",
+        upstream="???",
+    )
+    server: RewardServerConfig = section(RewardServerConfig)
     dtype: str = setting(
         "auto",
         "dtype of the engine; auto: float32 on CPU, bfloat16 on an accelerator",
@@ -144,15 +160,56 @@ class RewardRolloutConfig(ConfigNode):
 
 @dataclass(frozen=True)
 class RewardModelConfig(ConfigNode):
-    """A reward model that scores samples, served by an engine."""
+    """A reward model that scores samples."""
 
-    enable: bool = setting(False, "serve a reward model", planned="served reward models")
-    enable_resource_pool: bool = setting(False, "give it GPUs of its own", planned="served reward models")
-    n_gpus_per_node: int = setting(8, "GPUs per node of that pool", planned="served reward models")
-    nnodes: int = setting(0, "nodes of that pool", planned="served reward models")
+    enable: bool = setting(False, "score samples with a reward model")
+    enable_resource_pool: bool = setting(False, "give it processes of its own, reward_model.nnodes x n_gpus_per_node")
+    n_gpus_per_node: int = setting(8, "processes per node of that pool, one per GPU")
+    nnodes: int = setting(0, "nodes of that pool")
     model_path: str | None = setting(
-        None, "folder or hub name of the reward model", planned="served reward models", path=True
+        None,
+        "folder or hub name of the reward model: a token or sequence classification checkpoint with one label",
+        path=True,
     )
+    input_tokenizer: str | None = setting(
+        None,
+        "tokenizer in which samples are written; null: the policy's. Where it is not the reward model's own, each "
+        "conversation is written anew with the reward model's chat template",
+        upstream=ABSENT,
+        path=True,
+    )
+    trust_remote_code: bool = setting(
+        False, "run Python code that comes with the reward model or its tokenizer", upstream=ABSENT
+    )
+    external_lib: str | None = setting(
+        None, "module to import before the reward model is loaded, or several with commas", upstream=ABSENT
+    )
+    override_config: dict = setting({}, "entries of the reward model's config.json to replace", upstream=ABSENT)
+    use_shm: bool = setting(False, "copy the reward model to shared memory before it is read", upstream=ABSENT)
+    use_remove_padding: bool = setting(True, "pack rows one behind the other", upstream=ABSENT)
+    strategy: str = setting("auto", "backend that holds it: auto, plain, fsdp or fsdp2", upstream=ABSENT)
+    micro_batch_size: int | None = setting(None, "older form of micro_batch_size_per_gpu", upstream=ABSENT)
+    micro_batch_size_per_gpu: int | None = setting(
+        None, "samples per pass of one process; null: an automatic token budget", upstream=ABSENT
+    )
+    use_dynamic_bsz: bool = setting(
+        False,
+        "cut micro-batches by tokens",
+        follows="actor_rollout_ref.actor.use_dynamic_bsz",
+        upstream=ABSENT,
+    )
+    forward_max_token_len_per_gpu: int = setting(
+        32768,
+        "tokens per micro-batch of one process with use_dynamic_bsz; at least the longest sample",
+        upstream=ABSENT,
+    )
+    max_length: int | None = setting(
+        None,
+        "longest conversation in the reward model's own tokens; of a longer one the beginning is cut off, and counted. "
+        "null: no limit",
+        upstream=ABSENT,
+    )
+    fsdp_config: FSDPEngineConfig = section(FSDPEngineConfig)
     rollout: RewardRolloutConfig = section(RewardRolloutConfig)
 
 

@@ -93,3 +93,9 @@ def skips_old_log_prob(cfg: PPOTrainerConfig) -> bool:
 def uses_reference(cfg: PPOTrainerConfig) -> bool:
     """A KL term in the loss or in the reward needs the reference policy."""
     return cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
+
+
+def uses_reward_model(cfg: PPOTrainerConfig) -> bool:
+    """Whether a reward model is a role of the run; one on a server is asked by the reward function instead."""
+    model = cfg.reward.reward_model
+    return model.enable and model.rollout.name == "hf"

@@ -12,6 +12,7 @@ from verl.config import correcting, losses, machine, notices, ranges
 from verl.config.checks import Problems, collect, known_name, missing_folder, one_of
 from verl.config.node import unrecorded
 from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
+from verl.config.reward_model import reward_model
 from verl.config.root import ON_VALUES, PPOTrainerConfig, uses_critic, uses_reference
 from verl.config.sft import SFTTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
@@ -29,7 +30,7 @@ _ONE_DEVICE = "Leave it out (auto) to train on one device."
 def validate(cfg: PPOTrainerConfig) -> None:
     """All problems of an RL configuration in one `ConfigError`; settings without effect get a notice each."""
     rules = (_names, _kl, machine.trackers, machine.rollout_engine, machine.hardware, machine.files, ranges.numbers, losses.problems, _groups, _values, _batches,
-             _ranks, _micro_batches, _sampling, _mirrors, _budgets, correcting.rollout, correcting.groups, _plugins, _resume, _validation)  # fmt: skip
+             _ranks, _micro_batches, _sampling, _mirrors, _budgets, reward_model, correcting.rollout, correcting.groups, _plugins, _resume, _validation)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
         notices.tell(cfg)

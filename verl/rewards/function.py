@@ -115,14 +115,25 @@ def load_reward_function(
     Raises:
         RewardError: no such file or function, a file that fails, or parameters that match no form.
     """
+    source, file, found, fn = _locate(path, name)
+    origin = source if source.startswith("pkg://") else file
+    return replace(_make(fn, found, file, reward_kwargs or {}, origin), is_loaded=True)
+
+
+def find_reward_function(path: str, name: str | None = None) -> Callable[..., Any]:
+    """The function itself, its parameters not yet looked at; arguments and errors as for `load_reward_function`."""
+    return _locate(path, name)[-1]
+
+
+def _locate(path: str, name: str | None) -> tuple[str, str, str, Callable[..., Any]]:
+    """Source, file and name of a user's function, and the function."""
     if not path:
         raise RewardError("a Python file is needed", key=PATH_KEY, got=path)
     source, inner = _source(str(path))
     module = load_user_code(source, PATH_KEY)
     file = module.__file__ or source
     found = _find(module, name or inner, file)
-    origin = source if source.startswith("pkg://") else file
-    return replace(_make(vars(module)[found], found, file, reward_kwargs or {}, origin), is_loaded=True)
+    return source, file, found, vars(module)[found]
 
 
 def _source(path: str) -> tuple[str, str | None]:

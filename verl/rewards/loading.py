@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from verl.errors import ConfigError, suggest
 from verl.metrics import notice
 from verl.registry import REWARD_MANAGERS
 from verl.rewards.dispatch import check_data_sources
-from verl.rewards.function import RewardFunction, load_reward_function
+from verl.rewards.function import RewardFunction, find_reward_function, load_reward_function
 from verl.rewards.scoring import Limits
 from verl.rewards.user_file import load_user_code
 
@@ -18,9 +19,34 @@ USUAL_NAME = "compute_score"
 LIMIT_NAMES = ("timeout", "on_error", "isolation", "num_workers")
 NAME_KEY = "reward.reward_manager.name"
 MODULE_KEY = "reward.reward_manager.module.path"
+ROUTER, RM_TOKENIZER = "reward_router_address", "reward_model_tokenizer"
+"""Parameters of functions and managers under which upstream hands them a served reward model."""
 
 
-def get_custom_reward_fn(config: Any) -> RewardFunction | None:
+@dataclass(frozen=True)
+class ServedModel:
+    """A generative reward model on a server, as functions and managers are told of it.
+
+    Args:
+        address: host and port (``reward_router_address``).
+        tokenizer: loads its tokenizer (``reward_model_tokenizer``); called only where somebody asks for it.
+    """
+
+    address: str
+    tokenizer: Callable[[], Any]
+
+    def arguments(self, parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+        """What of it these parameters name; all of them take the address."""
+        takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        found: dict[str, Any] = {}
+        if takes_all or ROUTER in parameters:
+            found[ROUTER] = self.address
+        if RM_TOKENIZER in parameters:
+            found[RM_TOKENIZER] = self.tokenizer()
+        return found
+
+
+def get_custom_reward_fn(config: Any, served: ServedModel | None = None) -> RewardFunction | None:
     """The user's reward function of ``reward.custom_reward_function``, None where no file is named.
 
     The section may also stand at the top level, as in the evaluation program. The name ``compute_score`` is upstream's
@@ -31,7 +57,10 @@ def get_custom_reward_fn(config: Any) -> RewardFunction | None:
     if not path:
         return None
     name = _at(section, "name")
-    return load_reward_function(path, None if name == USUAL_NAME else name, _dict(_at(section, "reward_kwargs")))
+    name, kwargs = None if name == USUAL_NAME else name, _dict(_at(section, "reward_kwargs"))
+    if served is not None:
+        kwargs |= served.arguments(inspect.signature(find_reward_function(path, name)).parameters)
+    return load_reward_function(path, name, kwargs)
 
 
 def resolve_reward_manager_cls(config: Any) -> type:
@@ -62,12 +91,13 @@ def resolve_reward_manager_cls(config: Any) -> type:
     )
 
 
-def load_reward_manager(config: Any, tokenizer: Any, **reward_kwargs: Any) -> Any:
+def load_reward_manager(config: Any, tokenizer: Any, *, served: ServedModel | None = None, **reward_kwargs: Any) -> Any:
     """The reward manager of a run, ready to be called with a batch.
 
     Args:
         config: the whole configuration (``reward``, and ``data`` for the name of the column and the longest response).
         tokenizer: decodes responses.
+        served: a generative reward model that the function or the manager asks.
         reward_kwargs: further arguments of the manager; they win over ``reward.reward_kwargs``. ``num_examine`` is the
             number of samples per data source that are logged (0).
 
@@ -79,8 +109,11 @@ def load_reward_manager(config: Any, tokenizer: Any, **reward_kwargs: Any) -> An
     limits = Limits(**_limits(config, kwargs))
     kwargs.setdefault("num_examine", 0)
     kwargs.setdefault("reward_fn_key", _at(config, "data.reward_fn_key") or "data_source")
-    kwargs.update(config=config, tokenizer=tokenizer, compute_score=get_custom_reward_fn(config))
+    kwargs.update(config=config, tokenizer=tokenizer, compute_score=get_custom_reward_fn(config, served))
     parameters = inspect.signature(cls).parameters
+    if served is not None:
+        named = {name: p for name, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+        kwargs.update(served.arguments(named))
     if "max_resp_len" in parameters and kwargs.get("max_resp_len") is None:
         kwargs["max_resp_len"] = _at(config, "data.max_response_length")
     from verl.rewards.managers.foreign import adopt  # loads torch
@@ -89,7 +122,7 @@ def load_reward_manager(config: Any, tokenizer: Any, **reward_kwargs: Any) -> An
 
 
 def check_reward_data(config: Any, data_sources: Iterable[Any] | None) -> None:
-    """Raise before a run if its rows name no scorer; a function or manager of the user's own scores anything.
+    """Raise before a run if its rows name no scorer; a reward model, a function or manager of the user's own need none.
 
     Args:
         data_sources: the column of ``data.reward_fn_key``; None where the data has no such column.
@@ -98,7 +131,9 @@ def check_reward_data(config: Any, data_sources: Iterable[Any] | None) -> None:
     own_manager = _at(manager, "source") == "importlib" or (
         (_at(manager, "name") or "naive") not in REWARD_MANAGERS.builtin_targets()
     )
-    if own_manager or get_custom_reward_fn(config) is not None:
+    if own_manager or _at(config, "reward.reward_model.enable"):
+        return
+    if get_custom_reward_fn(config) is not None:
         return
     sources = None if data_sources is None else list(data_sources)
     nothing = sources is None or all(source is None for source in sources)

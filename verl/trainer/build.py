@@ -6,18 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl import device
-from verl.config import PPOTrainerConfig
-from verl.config.root import uses_critic, uses_reference
-from verl.data import RLHFDataset, create_rl_dataset
+from verl.config import HFModelConfig, PPOTrainerConfig, replace
+from verl.config.root import uses_critic, uses_reference, uses_reward_model
+from verl.data import RLHFDataset, create_rl_dataset, hf_tokenizer
 from verl.models.flops import device_peak_flops
 from verl.observability import samples as sample_output
 from verl.observability.tracking import Tracking
 from verl.rewards import check_reward_data
+from verl.rewards.loading import ServedModel
 from verl.rewards.managers import load_reward_manager
 from verl.single_controller.base import Role
 from verl.trainer.placement import strategy
 from verl.trainer.ppo.validation import Sampled
-from verl.workers.part import Site
+from verl.workers.part import Limits, Site
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ def need_critic(config: PPOTrainerConfig) -> bool:
 
 
 def need_reward_model(config: PPOTrainerConfig) -> bool:
-    """A served reward model scores the samples."""
-    return bool(config.reward.reward_model.enable)
+    """A reward model with a scalar head scores the samples."""
+    return uses_reward_model(config)
 
 
 def worker_arguments(
@@ -57,6 +58,8 @@ def worker_arguments(
     if role == Role.Critic:
         site = Site(device_name, strategy(config.critic.strategy, processes), seed, total_steps, length)
         return {"config": config.critic, "site": site}
+    if role == Role.RewardModel:
+        return _reward_model_arguments(config, device_name, processes)
     policy = config.actor_rollout_ref
     site = Site(
         device_name,
@@ -67,6 +70,34 @@ def worker_arguments(
         strategy(policy.ref.strategy, processes),
     )
     return {"config": config.actor_rollout_ref, "role": str(role), "site": site}
+
+
+def _reward_model_arguments(config: PPOTrainerConfig, device_name: str, processes: int) -> dict[str, Any]:
+    settings, policy = config.reward.reward_model, config.actor_rollout_ref.model
+    model = HFModelConfig(
+        path=str(settings.model_path),
+        trust_remote_code=settings.trust_remote_code,
+        external_lib=settings.external_lib,
+        override_config=settings.override_config,
+        use_shm=settings.use_shm,
+        use_remove_padding=settings.use_remove_padding,
+    )
+    if settings.input_tokenizer is not None:
+        policy = replace(policy, tokenizer_path=settings.input_tokenizer, custom_chat_template=None)
+    return {
+        "model": model,
+        "engine": settings.fsdp_config,
+        "limits": Limits.of(
+            settings.micro_batch_size_per_gpu,
+            settings.micro_batch_size,
+            settings.use_dynamic_bsz,
+            settings.forward_max_token_len_per_gpu,
+            processes,
+        ),
+        "site": Site(device_name, strategy(settings.strategy, processes), config.trainer.seed),
+        "policy": policy,
+        "max_length": settings.max_length,
+    }
 
 
 def dataset(config: PPOTrainerConfig, tokenizer: Any, processor: Any, is_train: bool) -> Any:
@@ -88,8 +119,24 @@ def check_rewards(config: PPOTrainerConfig, dataset: Any) -> None:
 
 
 def reward_manager(config: PPOTrainerConfig, tokenizer: Any, num_examine: int) -> Any:
-    """The reward manager of ``reward.reward_manager`` with the scorer of ``reward.custom_reward_function``."""
-    return load_reward_manager(config, tokenizer, num_examine=num_examine)
+    """The reward manager of ``reward.reward_manager`` with the scorer of ``reward.custom_reward_function``.
+
+    With a reward model on a server both are told its address, and get its tokenizer if they ask for it.
+    """
+    model = config.reward.reward_model
+    if not model.enable or model.rollout.name != "server":
+        return load_reward_manager(config, tokenizer, num_examine=num_examine)
+    served = ServedModel(
+        address=str(model.rollout.server.url).split("://")[-1].rstrip("/"),
+        tokenizer=lambda: (
+            hf_tokenizer(
+                model.model_path, key="reward.reward_model.model_path", trust_remote_code=model.trust_remote_code
+            )
+            if model.model_path
+            else tokenizer
+        ),
+    )
+    return load_reward_manager(config, tokenizer, served=served, num_examine=num_examine)
 
 
 def report_validation(config: PPOTrainerConfig, tracking: Tracking | None, seen: Sampled, step: int) -> None:

@@ -12,12 +12,13 @@ from typing import Any
 
 from verl import device
 from verl.config import PPOTrainerConfig
-from verl.config.root import uses_critic, uses_reference
+from verl.config.root import uses_critic, uses_reference, uses_reward_model
 from verl.single_controller.base import ResourcePool, ResourcePoolManager, Role
 from verl.single_controller.local import LocalWorkerGroup
-from verl.workers import ActorRolloutRefWorker, CriticWorker
+from verl.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 
 GLOBAL_POOL = "global_pool"
+REWARD_POOL = "reward_pool"
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ def pool_sizes(config: PPOTrainerConfig) -> dict[str, list[int]]:
     used = set(_pool_of_roles(config).values())
     sizes = {GLOBAL_POOL: [processes_per_node(config)] * config.trainer.nnodes}
     sizes |= {name: list(pool["processes"]) for name, pool in config.trainer.resource_pools.items()}
+    model = config.reward.reward_model
+    sizes[REWARD_POOL] = [model.n_gpus_per_node] * model.nnodes
     return {name: counts for name, counts in sizes.items() if name in used}
 
 
@@ -69,6 +72,8 @@ def role_worker_mapping(config: PPOTrainerConfig) -> dict[Role, type]:
         mapping = {Role.ActorRolloutRef: ActorRolloutRefWorker}
     if uses_critic(config):
         mapping[Role.Critic] = CriticWorker
+    if uses_reward_model(config):
+        mapping[Role.RewardModel] = RewardModelWorker
     return mapping
 
 
@@ -94,7 +99,8 @@ def _pool_of_roles(config: PPOTrainerConfig) -> Mapping[Role | str, str]:
 
 
 def _named_roles(config: PPOTrainerConfig) -> dict[str, str]:
-    return dict(_roles_and_pools(config.trainer.resource_pools))
+    own = {str(Role.RewardModel): REWARD_POOL} if config.reward.reward_model.enable_resource_pool else {}
+    return own | dict(_roles_and_pools(config.trainer.resource_pools))
 
 
 def _roles_and_pools(pools: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

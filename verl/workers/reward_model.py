@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from verl.config import FSDPEngineConfig, HFModelConfig
+from verl.config.reward_model import headless
+from verl.data import hf_tokenizer
+from verl.data.rewriting import Rewriter, speaks_alike
+from verl.engines.settings import PassSettings
+from verl.errors import ModelError
+from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.single_controller.base import Dispatch, Worker, register
 from verl.workers.part import Limits, ModelPart, Site, local_model, make_engine
+
+MODEL_KEY = "reward.reward_model.model_path"
+TRUNCATED = "rm_truncated"
+"""Column (B,) bool of a rewritten batch: the beginning of the conversation was cut off."""
 
 
 class RewardModelWorker(Worker):
@@ -18,6 +31,9 @@ class RewardModelWorker(Worker):
         engine: how it is held.
         limits: rows or tokens of one forward pass.
         site: device, training backend and seed.
+        policy: the model section in whose tokens the samples are written, None for the reward model's own. Where the
+            two tokenizers differ, conversations are written anew with the reward model's chat template.
+        max_length: longest conversation written anew, in tokens; of a longer one the beginning is cut off.
     """
 
     def __init__(
@@ -26,39 +42,93 @@ class RewardModelWorker(Worker):
         engine: FSDPEngineConfig | None = None,
         limits: Limits | None = None,
         site: Site | None = None,
+        policy: HFModelConfig | None = None,
+        max_length: int | None = None,
     ):
         super().__init__()
         self.model_config, self.engine_config = model, engine or FSDPEngineConfig()
         self.limits, self.site = limits or Limits(), site or Site()
+        self.policy, self.max_length = policy, max_length
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the reward model, frozen."""
+        model = local_model(self.model_config, MODEL_KEY)
+        for problem in headless(model.path):
+            raise problem
+        self.rewriter = self._make_rewriter(model)
         engine = make_engine(
             self.site.strategy,
             self.info,
-            model=local_model(self.model_config, "reward.reward_model.model_path"),
+            model=model,
             engine=self.engine_config,
             optim=None,
             kind="value",
             device=self.site.device,
             seed=self.site.seed,
+            passes=PassSettings.of(model, self.engine_config, share_prompts=True),
         )
         self.part = ModelPart(engine, infer_limits=self.limits)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """``rm_scores`` (B, T): the model's scalar on the last response token, 0 elsewhere."""
+        """``rm_scores`` (B, T): the model's scalar on the last response token, 0 elsewhere; NaN where it has none.
+
+        Where conversations are written anew, also the column ``rm_truncated``.
+        """
         mask = data.tensors["response_mask"]
-        values = self.part.infer(with_end_column(data), ("values",))["values"]
+        columns: dict[str, Any] = {}
+        if self.rewriter is None:
+            found = self._scores(data)
+        else:
+            anew = self.rewriter.rewrite(data)
+            found, columns[TRUNCATED] = self._scores(anew.batch), anew.cut
+            for row, error in anew.refused.items():
+                notice("reward.reward_model", f"a conversation cannot be written for the reward model: {error}")
+                found[row] = float("nan")
         scores = torch.zeros_like(mask, dtype=torch.float32)
         rows = mask.bool().any(-1)
-        last = last_positions(mask)[rows]
-        scores[rows, last] = values[rows, last + 1]
-        return DataProto.from_dict(tensors={"rm_scores": scores})
+        scores[rows, last_positions(mask)[rows]] = found[rows]
+        return DataProto.from_dict(tensors={"rm_scores": scores}, non_tensors=columns)
+
+    def _scores(self, data: DataProto) -> Tensor:
+        """(B,) the state behind each row's last response token; 0 for a row without one."""
+        mask = data.tensors["response_mask"]
+        values = self.part.infer(with_end_column(data), ("values",))["values"]
+        rows = mask.bool().any(-1)
+        found = torch.zeros(len(mask), dtype=torch.float32)
+        found[rows] = values[rows, last_positions(mask)[rows] + 1]
+        return found
+
+    def _make_rewriter(self, model: HFModelConfig) -> Rewriter | None:
+        if self.policy is None:
+            return None
+        source = _tokenizer(local_model(self.policy, "actor_rollout_ref.model.path"), "actor_rollout_ref.model.path")
+        try:
+            target = _tokenizer(model, MODEL_KEY)
+        except ModelError as error:
+            message = f"its tokenizer cannot be read, so the policy's tokens are taken for its own: {error.message}"
+            notice("reward.reward_model", message)
+            return None
+        if speaks_alike(source, target):
+            return None
+        notice(
+            "reward.reward_model",
+            "its tokenizer or chat template is not the policy's: conversations are written anew with its chat template",
+        )
+        return Rewriter(source, target, self.max_length)
 
 
-def last_positions(mask: torch.Tensor) -> torch.Tensor:
+def _tokenizer(model: HFModelConfig, key: str) -> Any:
+    return hf_tokenizer(
+        model.tokenizer_path or model.path,
+        key=key,
+        trust_remote_code=model.trust_remote_code,
+        custom_chat_template=model.custom_chat_template,
+    )
+
+
+def last_positions(mask: Tensor) -> Tensor:
     """Index of the last 1 of each row (B, T); 0 for a row without one."""
     return (mask * torch.arange(1, mask.shape[-1] + 1)).argmax(-1)
 

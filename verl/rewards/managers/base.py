@@ -15,8 +15,9 @@ from verl.rewards.dispatch import check_data_sources, default_compute_score
 from verl.rewards.failures import failure_metrics, report_failures
 from verl.rewards.forms import Form
 from verl.rewards.function import RewardFunction
+from verl.rewards.invoke import result_of
 from verl.rewards.managers.abstract import AbstractRewardManager
-from verl.rewards.managers.rows import Row, has, prompt_text, read_rows, tensor
+from verl.rewards.managers.rows import RM_SCORE, Row, given, prompt_text, read_rows, tensor
 from verl.rewards.samples import RewardResult, RewardSample
 from verl.rewards.scoring import Isolation, Limits, Scorer
 
@@ -28,7 +29,9 @@ class RewardManager(AbstractRewardManager):
 
     Calling it returns ``reward_tensor`` (B, T) float32 with each score on the last sampled token of its row,
     ``reward_extra_info`` (name -> list of B, None where a row has nothing), ``unscorable`` (list of B bools) and
-    ``metrics``. If the batch holds ``rm_scores`` already, these are used.
+    ``metrics``. If the batch was scored while it was sampled (``rm_scores``), these scores are used. Those of a reward
+    model (column ``rm_score``) are the scores where no function of the user's is given; else the function reads them in
+    ``extra_info["rm_score"]`` and what it returns counts.
 
     Args:
         tokenizer: decodes the responses.
@@ -68,19 +71,21 @@ class RewardManager(AbstractRewardManager):
         Raises:
             RewardError: every sample failed, or one did and ``on_error`` is ``raise``, or a ``data_source`` is unknown.
         """
-        if has(data, "rm_scores"):
+        if given(data):
             found = given_scores(data)
             return found if return_dict else found["reward_tensor"]
-        rows = read_rows(data, self.tokenizer, self.reward_fn_key, self._function.is_builtin)
+        by_model = self._function.is_builtin and RM_SCORE in data.non_tensor_batch
+        rows = read_rows(data, self.tokenizer, self.reward_fn_key, self._function.is_builtin and not by_model)
         samples = [row.sample for row in rows]
-        if self._function.is_builtin:
-            sources = [s.data_source for s in samples] if self.reward_fn_key in data.non_tensor_batch else None
-            check_data_sources(sources, self.reward_fn_key)
+        if by_model:
+            raw = [result_of(score) for score in data.non_tensor_batch[RM_SCORE]]
+        else:
+            raw = self._score(samples, self.reward_fn_key in data.non_tensor_batch)
         results = [
-            result if result.failure else self.adjust(row, result)
-            for row, result in zip(rows, self._scorer.score(samples), strict=True)
+            result if result.failure else self.adjust(row, result) for row, result in zip(rows, raw, strict=True)
         ]
-        report_failures(samples, results, self._function.label, self.limits.on_error)
+        label = "the reward model" if by_model else self._function.label
+        report_failures(samples, results, label, self.limits.on_error)
         scores = torch.zeros(tensor(data, "responses").shape, dtype=torch.float32)
         for i, (row, result) in enumerate(zip(rows, results, strict=True)):
             if result.score is not None and row.last is not None:
@@ -94,6 +99,11 @@ class RewardManager(AbstractRewardManager):
             "unscorable": [result.failure is not None for result in results],
             "metrics": failure_metrics(results),
         }
+
+    def _score(self, samples: Sequence[RewardSample], has_sources: bool) -> list[RewardResult]:
+        if self._function.is_builtin:
+            check_data_sources([s.data_source for s in samples] if has_sources else None, self.reward_fn_key)
+        return self._scorer.score(samples)
 
     def adjust(self, row: Row, result: RewardResult) -> RewardResult:
         """A hook of subclasses: the result of a row, changed by what the manager knows beyond the function."""

@@ -13,7 +13,7 @@ from verl.protocol import DataProto
 from verl.rewards.failures import failure_metrics, report_failures
 from verl.rewards.managers.base import RewardManager, given_scores
 from verl.rewards.managers.loop import RewardManagerBase
-from verl.rewards.managers.rows import has, tensor
+from verl.rewards.managers.rows import given, tensor
 from verl.rewards.samples import RewardFailure, RewardResult, RewardSample
 from verl.rewards.scoring import Limits
 
@@ -26,7 +26,7 @@ class ForeignManager:
         self._takes_return_dict = "return_dict" in inspect.signature(manager).parameters
 
     def __call__(self, data: DataProto, return_dict: bool = True) -> torch.Tensor | dict[str, Any]:
-        if has(data, "rm_scores"):
+        if given(data):
             found = given_scores(data)
             return found if return_dict else found["reward_tensor"]
         raw = self.manager(data, return_dict=True) if self._takes_return_dict else self.manager(data)

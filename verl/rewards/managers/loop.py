@@ -14,7 +14,7 @@ from verl.rewards.dispatch import default_compute_score
 from verl.rewards.failures import failure_metrics, report_failures
 from verl.rewards.invoke import raised, result_of
 from verl.rewards.managers.base import gather_extra, given_scores
-from verl.rewards.managers.rows import has, last_sampled, tensor
+from verl.rewards.managers.rows import given, last_sampled, tensor
 from verl.rewards.runners import LoopRunner
 from verl.rewards.samples import RewardResult, RewardSample
 from verl.rewards.scoring import SAMPLE_TIMEOUT, Limits
@@ -77,7 +77,7 @@ class RewardManagerBase(ABC):
 
     def __call__(self, data: DataProto, return_dict: bool = True) -> torch.Tensor | dict[str, Any]:
         """Score a batch; the same contract as the other managers."""
-        if has(data, "rm_scores"):
+        if given(data):
             found = given_scores(data)
             return found if return_dict else found["reward_tensor"]
         waiting = [self._runner.submit(data[i : i + 1]) for i in range(len(data))]

@@ -13,6 +13,9 @@ from verl.errors import DataError
 from verl.protocol import DataProto
 from verl.rewards.samples import RewardSample
 
+RM_SCORE = "rm_score"
+"""Column (B,): what a reward model says of each sample, before a function has its say."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -73,6 +76,11 @@ def has(data: DataProto, name: str) -> bool:
     return data.batch is not None and name in data.batch.keys()
 
 
+def given(data: DataProto) -> bool:
+    """Whether the batch was scored while it was sampled; scores of a reward model are only part of a reward."""
+    return has(data, "rm_scores") and RM_SCORE not in data.non_tensor_batch
+
+
 def tensor(data: DataProto, name: str) -> torch.Tensor:
     """A tensor of the batch; a `DataError` says which one is missing."""
     if data.batch is None or not has(data, name):
@@ -122,10 +130,11 @@ def _ground_truth(columns: Mapping[str, np.ndarray], row: int, needed: bool) -> 
 
 
 def _extra_info(columns: Mapping[str, np.ndarray], row: int) -> dict[str, Any]:
-    """The row's ``extra_info`` (a copy) with what the rollout knows: number of turns, rewards of its tools."""
+    """The row's ``extra_info`` (a copy) with what the run knows: turns, rewards of tools, the reward model's score."""
     info = _cell(columns, "extra_info", row)
     known = dict(info) if isinstance(info, Mapping) else {}
-    for column, name in (("__num_turns__", "num_turns"), ("reward_scores", "rollout_reward_scores")):
+    more = (("__num_turns__", "num_turns"), ("reward_scores", "rollout_reward_scores"), (RM_SCORE, RM_SCORE))
+    for column, name in more:
         if column in columns:
             known[name] = columns[column][row]
     return known

@@ -156,6 +156,8 @@ class RayPPOTrainer:
                 RoleHandle("critic", "trainable", groups["critic"], critic.ppo_mini_batch_size, critic.ppo_epochs,
                            critic.shuffle, critic.data_loader_seed)
             )  # fmt: skip
+        if "rm" in groups:
+            add_role(self.roles, RoleHandle("rm", "scorer", groups["rm"]))
 
     # ---- running -----------------------------------------------------------------------------------------------
 

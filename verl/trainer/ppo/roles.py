@@ -51,6 +51,11 @@ class RoleHandle:
         method = getattr(self.group, _TRAIN.get(self.name, "train_mini_batch"))
         return merge_ranks(method(replace_meta(mini_batch, more_updates=more_updates)))
 
+    def score(self, batch: DataProto) -> DataProto:
+        """``rm_scores`` (B, T) float32, each on the last sampled token of its row."""
+        self._require("scorer")
+        return self.group.compute_rm_score(batch)
+
     def _require(self, *kinds: RoleKind) -> None:
         if self.kind not in kinds:
             raise WorkerError(f"the role {self.name!r} is {self.kind}", allowed=f"a role that is {' or '.join(kinds)}")

@@ -26,6 +26,7 @@ from verl.single_controller.base import Roles
 from verl.trainer.ppo import correction, group_filter
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.roles import RoleHandle
+from verl.trainer.ppo.scoring import score_samples
 
 
 def prompt_uid(epoch: int, row: Any) -> str:
@@ -108,7 +109,7 @@ def score(samples: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
 
     So is one that the sampler gave up (``finish_reason`` abort): it is no answer, right or wrong.
     """
-    scored = ctx.reward(samples)
+    scored = score_samples(samples, roles, ctx.reward, ctx.metrics)
     samples.tensors["token_level_scores"] = scored["reward_tensor"]
     for name, values in scored.get("reward_extra_info", {}).items():
         samples.non_tensor_batch[name] = np.array(values, dtype=object)
@@ -138,7 +139,7 @@ def add_reward_baselines(samples: DataProto, prompts: DataProto, roles: Roles, c
     columns = {name: column for name, column in prompts.non_tensor_batch.items() if name != "sample_index"}
     asked = DataProto(prompts.batch, columns, {**prompts.meta_info, "global_steps": ctx.step, "do_sample": False})
     greedy = sample(asked, roles["rollout"], MetricSet())
-    scored = ctx.reward(greedy)
+    scored = score_samples(greedy, roles, ctx.reward, MetricSet())
     rewards = scored["reward_tensor"].sum(-1)
     failed = np.array(scored.get("unscorable", [False] * len(greedy)), dtype=bool)
     if not failed.all():

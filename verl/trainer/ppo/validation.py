@@ -14,6 +14,7 @@ from verl.metrics import MetricSet
 from verl.protocol import DataProto
 from verl.single_controller.base import Roles
 from verl.trainer.ppo.metric_utils import process_validation_metrics
+from verl.trainer.ppo.scoring import score_samples
 from verl.trainer.ppo.stages import give_uids, sample
 
 VALIDATION_EPOCH = -1  # keeps validation uids, hence their random numbers, apart from those of training
@@ -58,7 +59,7 @@ class Validator:
         prompts = prompts.repeat(self.config.actor_rollout_ref.rollout.val_kwargs.n, interleave=True)
         prompts.meta_info = {"validate": True, "global_steps": step}
         samples = sample(prompts, roles["rollout"], MetricSet())
-        scored = self.reward(samples)
+        scored = score_samples(samples, roles, self.reward, MetricSet())
         scores = scored["reward_tensor"].sum(-1).tolist()
         seen.scores += scores
         seen.infos["reward"] += scores

@@ -1,0 +1,112 @@
+"""Rules about the reward model: what it has to be given, and which forms of it are not built."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from verl import env, registry
+from verl.config.checks import Problems, bad_model_folder, in_range, known_name, one_of
+from verl.config.root import PPOTrainerConfig
+from verl.errors import ConfigError, NotBuiltError
+
+_KEY = "reward.reward_model"
+_PATH, _NAME, _URL = f"{_KEY}.model_path", f"{_KEY}.rollout.name", f"{_KEY}.rollout.server.url"
+ENGINES = ("hf", "server")
+STRATEGIES = ("auto", "plain", "fsdp", "fsdp2")
+_HINT = "Train one with `python -m verl.trainer.rm_trainer`, or name a classification checkpoint with one label."
+
+
+def reward_model(cfg: PPOTrainerConfig) -> Problems:
+    """What is wrong with ``reward.reward_model``; without ``enable`` nothing is."""
+    model = cfg.reward.reward_model
+    if not model.enable:
+        return []
+    found = _engine(cfg) + _pool(cfg)
+    if model.rollout.name != "hf":
+        return found
+    if model.model_path is None:
+        found.append(ConfigError("a reward model needs a folder or a hub name", key=_PATH, fix=_HINT))
+    else:
+        found += bad_model_folder(_PATH, model.model_path, _HINT) or headless(model.model_path)
+    if model.strategy not in STRATEGIES:
+        found += known_name(registry.ENGINES, f"{_KEY}.strategy", model.strategy, "Leave it out.") or one_of(
+            f"{_KEY}.strategy", model.strategy, STRATEGIES
+        )
+    for name in ("micro_batch_size", "micro_batch_size_per_gpu", "max_length", "forward_max_token_len_per_gpu"):
+        value = model[name]
+        found += in_range(f"{_KEY}.{name}", value, "1 or more", value is None or value >= 1)
+    return found + _limits(cfg)
+
+
+def _engine(cfg: PPOTrainerConfig) -> Problems:
+    rollout = cfg.reward.reward_model.rollout
+    if rollout.name in ("vllm", "sglang"):
+        fix = f"Start a server of your own and set {_NAME}=server {_URL}=http://host:port, or leave {_NAME} out."
+        message = "served reward models: a run does not start the server of its reward model itself"
+        return [NotBuiltError(message, key=_NAME, got=rollout.name, allowed=ENGINES, fix=fix)]
+    if rollout.name != "server":
+        return one_of(_NAME, rollout.name, ENGINES)
+    found: Problems = []
+    if not rollout.server.url:
+        found.append(ConfigError("needs the address of a server", key=_URL, fix=f"Set {_URL}=http://host:port."))
+    manager = cfg.reward.reward_manager
+    own_manager = manager.source == "importlib" or manager.name not in registry.REWARD_MANAGERS.builtin_targets()
+    if cfg.reward.custom_reward_function.path is None and not own_manager:
+        message = "a generative reward model needs a function that asks it and reads its answer"
+        fix = "It gets reward_router_address; docs/rewards.md has one."
+        found.append(ConfigError(message, key="reward.custom_reward_function.path", fix=fix))
+    return found
+
+
+def headless(path: str) -> Problems:
+    """A language model has no scalar head: a new one would score at random."""
+    file = Path(env.expand(path)) / "config.json"
+    try:
+        architectures = json.loads(file.read_text(encoding="utf-8")).get("architectures") or []
+    except (OSError, ValueError, AttributeError):
+        return []  # a hub name, or told when it is loaded
+    if not any(str(name).endswith("ForCausalLM") for name in architectures):
+        return []
+    message = "this is a language model without a scalar head, which would score at random"
+    fix = f"{_HINT} A language model that judges is asked through a server: {_NAME}=server."
+    return [ConfigError(message, key=_PATH, got=path, fix=fix)]
+
+
+def _pool(cfg: PPOTrainerConfig) -> Problems:
+    model, named = cfg.reward.reward_model, cfg.trainer.resource_pools
+    if not model.enable_resource_pool:
+        return []
+    found: Problems = []
+    for name in ("nnodes", "n_gpus_per_node"):
+        key = f"{_KEY}.{name}"
+        found += in_range(key, model[name], "1 or more, with enable_resource_pool=true", model[name] >= 1)
+    if any("rm" in pool["roles"] for pool in named.values() if isinstance(pool, dict) and "roles" in pool):
+        message = "trainer.resource_pools has a pool for the reward model as well"
+        found.append(ConfigError(message, key=f"{_KEY}.enable_resource_pool", fix="Keep one of the two."))
+    if model.rollout.name != "hf":
+        message = "a reward model on a server has no processes in this run"
+        found.append(ConfigError(message, key=f"{_KEY}.enable_resource_pool", got=True, fix="Leave it out."))
+    return found
+
+
+def _limits(cfg: PPOTrainerConfig) -> Problems:
+    model = cfg.reward.reward_model
+    total, per_gpu = model.micro_batch_size, model.micro_batch_size_per_gpu
+    found: Problems = []
+    if total is not None and per_gpu is not None and total != per_gpu:
+        key = f"{_KEY}.micro_batch_size_per_gpu"
+        message = f"{_KEY}.micro_batch_size={total} and {key}={per_gpu} contradict each other"
+        found.append(ConfigError(message, key=key, fix="Keep this one and leave the other out."))
+    needed = model.max_length or cfg.data.max_prompt_length + cfg.data.max_response_length
+    if model.use_dynamic_bsz and model.forward_max_token_len_per_gpu < needed:
+        found.append(
+            ConfigError(
+                f"one conversation may have {needed} tokens, which do not fit into a micro-batch",
+                key=f"{_KEY}.forward_max_token_len_per_gpu",
+                got=model.forward_max_token_len_per_gpu,
+                allowed=f"{needed} or more",
+                fix=f"Set it to {needed}.",
+            )
+        )
+    return found

@@ -1,0 +1,71 @@
+"""How samples get their scores: from a reward model where the run has one, and from the reward manager.
+
+The model's scores stand in the batch when the manager is asked. What becomes of both is the manager's choice: without a
+function of the user's the model's score is the reward, a function of the user's reads it and has the last word.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.metrics import MetricSet, notice
+from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.single_controller.base import Role, Roles
+
+RM = str(Role.RewardModel)
+SCORE = "rm_score"
+READ = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
+
+
+def score_samples(
+    samples: DataProto, roles: Roles, reward: Callable[..., dict[str, Any]], metrics: MetricSet
+) -> dict[str, Any]:
+    """What the reward manager returns for these samples, with ``rm_score`` among the details of each.
+
+    Args:
+        metrics: gets ``reward_model/*``.
+    """
+    if RM not in roles:
+        return reward(samples)
+    scores = add_rm_scores(samples, roles, metrics)
+    found = reward(samples)
+    details = dict(found.get("reward_extra_info", {}))
+    details.setdefault(SCORE, [score if math.isfinite(score) else None for score in scores])
+    return {**found, "reward_extra_info": details}
+
+
+def add_rm_scores(samples: DataProto, roles: Roles, metrics: MetricSet) -> list[float]:
+    """Adds ``rm_scores`` (B, T) and the column ``rm_score`` (B,), which is returned: NaN where the model has none."""
+    if "rm_scores" in samples.tensors.keys():
+        notice("reward.reward_model.enable", "the agent loop's own scores give way to those of the reward model")
+        samples.tensors.pop("rm_scores")
+    columns = [name for name in ("raw_prompt",) if name in samples.non_tensor_batch]
+    asked = samples.select(batch_keys=list(READ), non_tensor_batch_keys=columns)
+    asked.meta_info = {}
+    role = roles[RM]
+    padded, added = pad_dataproto_to_divisor(asked, role.group.world_size)
+    found = unpad_dataproto(role.score(padded), added)
+    samples.tensors["rm_scores"] = found.tensors["rm_scores"]
+    scores = found.tensors["rm_scores"].sum(-1)
+    samples.non_tensor_batch[SCORE] = np.array(scores.tolist(), dtype=object)
+    _measure(scores[samples.tensors["response_mask"].bool().any(-1)], metrics)
+    cut = found.non_tensor_batch.get("rm_truncated")
+    if cut is not None:
+        metrics.add("reward_model/truncated", int(np.sum(cut.astype(bool))), "sum")
+    return scores.tolist()
+
+
+def _measure(scores: torch.Tensor, metrics: MetricSet) -> None:
+    """Over the samples that have a response; what the model could not score is only counted."""
+    finite = scores[scores.isfinite()]
+    metrics.add("reward_model/failed", len(scores) - len(finite), "sum")
+    if len(finite):
+        metrics.add("reward_model/score/mean", finite.mean().item(), weight=len(finite))
+        metrics.add("reward_model/score/max", finite.max().item(), "max")
+        metrics.add("reward_model/score/min", finite.min().item(), "min")
+        metrics.add("reward_model/score/std", finite.std(correction=0).item(), weight=len(finite))
