@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from verl.rewards import Limits, RewardFunction, RewardSample, Scorer, default_compute_score, load_reward_function
+from verl.rewards.runners.process import ProcessRunner
 from verl.rewards.scorers import formulas, symbolic
 from verl.rewards.scorers.numina import compute_score, extract_answer, normalize, same_answer
 from verl.utils.reward_score import prime_math
@@ -71,17 +73,35 @@ def test_spellings_are_normalised(text, normal):
     assert normalize(text) == normal
 
 
-def test_a_formula_that_sympy_does_not_finish_is_given_up_and_the_next_is_compared(monkeypatch):
-    symbolic.equal("x+x", "2x")  # started
-    runner = symbolic.start(0.7)
-    start = time.monotonic()
-    hanging = "(sin(x)+cos(x)+tan(x))^(x)*(sin(y)+1)^(y*x)"
+@pytest.fixture
+def slow_process(tmp_path, monkeypatch):
+    """A process that never answers for one pair of formulas, given a second."""
+    file = tmp_path / "slow.py"
+    file.write_text(
+        "from verl.rewards.scorers import formulas\n\n\n"
+        "def compute_score(solution_str, ground_truth):\n"
+        "    while 'w' in solution_str:\n        pass\n"
+        "    return formulas.compute_score(solution_str, ground_truth)\n"
+    )
+    runner = ProcessRunner(load_reward_function(str(file)), 1.0, 2, memory_mb=1024)
+    runner.prepare()
     monkeypatch.setattr(symbolic, "_runner", runner)
-    # The two differ by the order of a product that the values at a point do not tell apart.
-    assert symbolic.equal(hanging, hanging.replace("sin(x)+cos(x)", "cos(x)+sin(x)")) in (True, False)
-    assert time.monotonic() - start < 10
-    assert symbolic.equal("x+x", "2x")
+    symbolic.equal.cache_clear()
+    yield runner
     runner.close()
+    symbolic.equal.cache_clear()
+
+
+def test_a_formula_that_is_not_decided_in_time_is_not_equal_and_delays_others_by_that_time_at_most(slow_process):
+    rows = [("numina_a", r"\boxed{y+y}", "2y"), ("numina_a", r"\boxed{w+w}", "2w"), ("openai/gsm8k", "#### 1", "1")]
+    samples = [RewardSample(*rows[i % 3]) for i in range(12)]
+    scorer = Scorer(RewardFunction.of(default_compute_score), Limits(num_workers=12))
+    start = time.monotonic()
+    results = scorer.score(samples)
+    spent = time.monotonic() - start
+    assert [result.score for result in results] == [1.0, 0.0, 1.0] * 4
+    assert spent < 4 * 1.0 / 2 + 4, "four that hang, two processes, one second each"
+    scorer.close()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from verl.rewards.scorers.math_boxed import is_equiv, last_boxed
 from verl.rewards.scorers.symbolic import equal
 from verl.rewards.scorers.text import text_of
 
+WINDOW = 4000
 LONGEST_ANSWER = 400
 MOST_ELEMENTS = 24
 RELATIVE = 1e-4
@@ -40,12 +41,16 @@ def extract_answer(solution_str: str) -> tuple[bool, str]:
     r"""Whether an answer was found, and its text.
 
     The inside of the last ``\boxed{}``; else what follows the last "answer is" (or stands before "is the answer"), its
-    first sentence, from its last "is", "=" or the like. Without a box it has to hold a digit to count as found.
+    first sentence, from its last "is", "=" or the like. Without a box only the last 4000 characters are read, and the
+    answer has to hold a digit to count as found.
     """
     boxed = last_boxed(solution_str)
     if boxed is not None:
         return True, boxed.strip()
+    solution_str = solution_str[-WINDOW:]
     low = solution_str.lower()
+    if len(low) != len(solution_str):  # a few letters change their length
+        low = solution_str
     places = [(low.rfind(words), len(words)) for words in INTRODUCTIONS]
     start, length = max(places)
     if start >= 0:

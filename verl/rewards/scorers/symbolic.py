@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+from functools import lru_cache
 from typing import Any
 
 from verl.errors import RewardError
@@ -22,6 +23,7 @@ _lock = threading.Lock()
 _runner: Any = None
 
 
+@lru_cache(maxsize=8192)  # the answers of a group are often the same
 def equal(first: str, second: str) -> bool:
     """Whether the two are proved equal, by a process that is given `TIMEOUT` seconds. Safe to call from any thread."""
     try:

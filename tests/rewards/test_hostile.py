@@ -1,0 +1,132 @@
+"""Hostile answers run nothing and cost a second at most, all of them together, in every built-in scorer."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.rewards.hostile import answers
+from verl.rewards.execution import Outcome
+from verl.rewards.scorers import code, geo3k, gsm8k, math_boxed, math_dapo, numina, search_qa, symbolic
+from verl.rewards.scorers.text import text_of
+
+TELLING = (
+    "exec",
+    "compile",
+    "import",
+    "open",
+    "subprocess.Popen",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "socket.connect",
+)
+MOST_SECONDS = 1.0
+MOST_MEMORY = 200 << 20
+
+
+class Refuses:
+    """Stands for a sandbox: it is shown the program and runs nothing."""
+
+    def run(self, program):
+        return Outcome("failed")
+
+
+TESTS = {"inputs": ["1"], "outputs": ["18"]}
+SCORERS: dict[str, Callable[[str], Any]] = {
+    "gsm8k": lambda text: gsm8k.compute_score(text, "18"),
+    "gsm8k, flexible": lambda text: gsm8k.compute_score(text, "18", method="flexible"),
+    "gsm8k, lenient": lambda text: gsm8k.compute_score(text, "18", method="flexible", lenient=True),
+    "math": lambda text: math_boxed.compute_score(text, "18"),
+    "dapo": lambda text: math_dapo.compute_score(text, "18")["acc"],
+    "dapo, strict": lambda text: math_dapo.compute_score(text, "18", strict_box_verify=True)["acc"],
+    "geo3k": lambda text: geo3k.compute_score(text, "18") > 0.5,
+    "search": lambda text: search_qa.compute_score(text, {"target": ["eighteen"]}),
+    "search, part": lambda text: search_qa.compute_score_subem(text, {"target": ["eighteen"]}),
+    "numina": lambda text: numina.compute_score(text, "18")["score"],
+    "numina, formula": lambda text: numina.compute_score(text, r"\frac{\sqrt{x}}{18}")["score"],
+    "formulas": lambda text: symbolic.equal(text, "18+x"),
+    "code": lambda text: code.compute_score(text, TESTS, Refuses())["score"],
+    "text": lambda text: text_of(text) == "18",
+}
+_seen: list[str] | None = None
+
+
+def _watch(event: str, arguments: tuple[Any, ...]) -> None:
+    if _seen is not None and event in TELLING:
+        _seen.append(f"{event} {arguments[:1]!r}"[:200])
+
+
+sys.addaudithook(_watch)  # for the life of the process; it costs nothing while nobody listens
+
+
+@contextmanager
+def watched() -> Iterator[list[str]]:
+    """What ran in this process meanwhile."""
+    global _seen
+    _seen = found = []
+    try:
+        yield found
+    finally:
+        _seen = None
+
+
+def grader_seconds() -> float:
+    """Processor time of the processes that compare formulas, and of this one."""
+    children = psutil.Process().children(recursive=True)
+    return time.process_time() + sum(sum(child.cpu_times()[:2]) for child in children)
+
+
+def test_there_are_two_hundred_different_ones(tmp_path):
+    assert len(list(answers(str(tmp_path / "canary")))) >= 200
+
+
+@pytest.mark.parametrize("name", SCORERS)
+def test_hostile_answers_run_nothing_and_cost_a_second_together(name, tmp_path):
+    canary = tmp_path / "canary"
+    texts = list(answers(str(canary)))
+    score = SCORERS[name]
+    score("18"), score(r"\boxed{(x+18)^2}"), symbolic.equal("x+x", "2x")  # modules and processes are there
+    before, size = grader_seconds(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with watched() as seen:
+        right = [text for text in texts if score(text) not in (0, 0.0, False)]
+    spent = grader_seconds() - before
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - size) << 10
+    assert seen == []
+    assert not canary.exists()
+    assert spent < MOST_SECONDS, f"{spent:.2f} s"
+    assert grown < MOST_MEMORY
+    assert all("18" in text or "⑱" in text for text in right), [text[:60] for text in right]
+
+
+def test_a_grader_that_is_made_to_run_code_can_neither_start_nor_write_nor_connect(tmp_path):
+    from verl.rewards.function import load_reward_function
+    from verl.rewards.runners.process import ProcessRunner
+    from verl.rewards.samples import RewardSample
+
+    file = tmp_path / "grader.py"
+    file.write_text("def compute_score(solution_str):\n    exec(solution_str)\n    return 1.0\n")
+    runner = ProcessRunner(load_reward_function(str(file)), 20.0, 1, memory_mb=1024)
+    canary = tmp_path / "canary"
+    for text in (
+        f"open({str(canary)!r}, 'w')",
+        f"import os; os.system('touch {canary}')",
+        f"import os; os.open({str(canary)!r}, os.O_CREAT | os.O_RDWR)",
+        f"import subprocess; subprocess.run(['touch', {str(canary)!r}])",
+        "import socket; socket.create_connection(('127.0.0.1', 1))",
+        "import os; os.fork()",
+    ):
+        (result,) = runner.submit([RewardSample(None, text, "")]).result(60)
+        assert result.failure is not None and "a grader may not do this" in result.failure.message, text
+    (result,) = runner.submit([RewardSample(None, "x = bytearray(4 << 30)", "")]).result(60)
+    assert result.failure is not None and "MemoryError" in result.failure.message
+    runner.close()
+    assert not Path(canary).exists()
