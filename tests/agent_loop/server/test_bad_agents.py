@@ -98,7 +98,7 @@ def test_an_agent_that_was_given_up_leaves_no_thread_behind(stuck):
     def worker():
         return [t for t in threading.enumerate() if t.name == "verl-agent"]
 
-    with pytest.raises(RolloutError, match="took longer than 0.3 s"):
+    with pytest.raises(RolloutError, match=r"took longer than 0\.3 s"):
         rollout(Scripted("a"), stuck, timeout=0.3, on_error="raise")
     until = time.monotonic() + 20
     while worker() and time.monotonic() < until:
@@ -107,7 +107,7 @@ def test_an_agent_that_was_given_up_leaves_no_thread_behind(stuck):
 
 
 def test_an_agent_without_a_call_has_nothing_to_train_on():
-    with pytest.raises(RolloutError, match="all 1 rollouts of a batch failed.*called no model"):
+    with pytest.raises(RolloutError, match=r"all 1 rollouts of a batch failed.*called no model"):
         rollout(Scripted(), calls_nothing)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import http.client
 import json
 import socket
@@ -14,6 +16,7 @@ import pytest
 
 from tests.agent_loop.server.scripted import Scripted, rollout
 from verl.agent_loop.server import http as door
+from verl.rollout.base import check_request
 
 USER = {"role": "user", "content": "hi"}
 GOOD = {"model": "policy", "messages": [USER]}
@@ -103,8 +106,6 @@ def test_what_the_sampler_itself_refuses_comes_back_as_a_400():
         for prompt in ("", [], [1.5], [[1], [2]], None, {}):
             assert ask(base_url, key, {"model": "policy", "prompt": prompt}, "/v1/completions")[0] == 400
 
-    from verl.rollout.base import check_request
-
     class Checked(Scripted):
         async def generate(self, request):
             check_request(request, vocab_size=300, max_model_len=1000)
@@ -138,7 +139,7 @@ def test_web_pages_other_hosts_and_unknown_paths_are_turned_away():
 
 def test_an_unknown_model_is_a_404_that_says_what_is_served():
     def check(base_url, key):
-        with pytest.raises(openai.NotFoundError, match="'gpt-4o' does not exist. Served here: 'policy'"):
+        with pytest.raises(openai.NotFoundError, match=r"'gpt-4o' does not exist\. Served here: 'policy'"):
             openai.OpenAI(base_url=base_url, api_key=key).chat.completions.create(model="gpt-4o", messages=[USER])
 
     visit(check)
@@ -164,10 +165,8 @@ def test_a_body_of_100_mb_is_refused_before_it_is_read():
 
 
 def _send(line: socket.socket, data: bytes) -> None:
-    try:
+    with contextlib.suppress(OSError):
         line.sendall(data)
-    except OSError:
-        pass
 
 
 def test_garbage_and_a_client_that_sends_nothing_hurt_nobody():
@@ -195,8 +194,6 @@ def test_a_client_that_goes_in_the_middle_frees_the_sampler_and_leaves_no_trace(
             else:
                 self.gate = None
             return await super().generate(request)
-
-    import asyncio
 
     sampler = Slow("fine")
 

@@ -168,10 +168,14 @@ class Conversation:
         if ask.parses_calls and self.parser is not None:
             text, calls = await self._calls(done.token_ids, ask.tools, text)
         key = self.prompts.key(ask, text, [(call.name, call.arguments) for call in calls])
-        counted = sum(message["role"] != "system" for message in ask.messages or ()) + 1
-        turns = counted if ask.messages is not None else 2 * (1 + (0 if parent is None else len(parent.path)))
         reason = "tool_calls" if calls and done.finish_reason == "stop" else done.finish_reason
-        return Choice(Answer(parent, inserted, done, key, turns), text, calls, reason)
+        answer = Answer(parent, inserted, done, key, 2 * (1 + (0 if parent is None else len(parent.path))))
+        if ask.messages is not None:
+            answer.num_messages = sum(message["role"] != "system" for message in ask.messages) + 1
+            answer.place = len(ask.messages)
+            made = [(call.id, call.name, call.arguments) for call in calls]
+            answer.message = self.prompts.message(done.token_ids, text, made)
+        return Choice(answer, text, calls, reason)
 
     async def _calls(self, tokens: Sequence[int], tools: Sequence[Any], text: str) -> tuple[str, tuple[ToolCall, ...]]:
         found = self.parser.extract_tool_calls(list(tokens), list(tools))

@@ -101,7 +101,7 @@ class OpenAIAgentLoop(AgentLoopBase):
             client=client,
             sampling=parameters,
             budget=client.response_length,
-            prompts=Prompts(self.tokenizer, client.stop_token_ids, kwargs),
+            prompts=Prompts(self.tokenizer, kwargs),
             models=self.models,
             follows_request=self.follows_request,
             parser=ToolParser.get_tool_parser(name, self.tokenizer),

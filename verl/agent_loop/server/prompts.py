@@ -10,14 +10,11 @@ import json
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from verl.agent_loop.extend import Extender, assistant_message
 from verl.agent_loop.server.protocol import Ask
 from verl.agent_loop.server.record import Answer, Record
-from verl.data.chat_template import ChatTemplate
 from verl.data.messages import Message
-from verl.errors import RolloutError
-
-MARK = "verlMarksThisPlace"
-"""A content that no template changes: letters only."""
+from verl.metrics import notice
 
 
 class Prompts:
@@ -25,14 +22,13 @@ class Prompts:
 
     Args:
         tokenizer: of the policy.
-        end_ids: tokens that end an answer.
         template_kwargs: arguments of the chat template in every call.
     """
 
-    def __init__(self, tokenizer: Any, end_ids: Sequence[int], template_kwargs: Mapping[str, Any] | None = None):
-        self.tokenizer, self.end_ids = tokenizer, frozenset(end_ids)
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None):
+        self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
-        self._template: ChatTemplate | None = None
+        self._extenders: dict[str, Extender] = {}
 
     def locate(self, ask: Ask, record: Record) -> tuple[Answer | None, tuple[int, ...]]:
         """(the answer that the prompt goes on from, or None; the tokens after it, or all of the prompt)."""
@@ -53,34 +49,44 @@ class Prompts:
         """Sampled tokens as text, without special tokens."""
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
+    def message(self, tokens: Sequence[int], said: str, calls: Sequence[tuple[str, str, str]]) -> Message:
+        """An answer as the extender understands it; ``calls`` are (id, name, arguments)."""
+        made = [
+            {"id": name_of, "type": "function", "function": {"name": name, "arguments": _parsed(arguments)}}
+            for name_of, name, arguments in calls
+        ]
+        return assistant_message(self._extender({}).text(tokens), said, made)
+
     def _in_chat(self, ask: Ask, messages: Sequence[Message], record: Record) -> tuple[Answer | None, tuple[int, ...]]:
         keys = [_message_key(message) for message in messages]
+        extender = self._extender(dict(ask.template_kwargs))
+        shown = [self._defused(message, extender) for message in messages]
         for count in range(len(messages) - 1, 0, -1):
             if messages[count - 1]["role"] != "assistant":
                 continue
             answer = record.find(_chat_key(ask, keys[:count]))
-            if answer is not None:
-                return answer, self._after(ask, messages, count, answer)
-        text = self._render(ask, messages)
-        return None, tuple(self._chat().encode(text))
+            if answer is None or answer.message is None:
+                continue
+            for before in answer.path:
+                if before.message is not None:
+                    shown[before.place] = before.message
+            sampled, tools = answer.done.token_ids, list(ask.tools)
+            return answer, tuple(extender.after(sampled, shown[: count - 1], answer.message, shown[count:], tools))
+        return None, tuple(extender.prompt(shown, list(ask.tools)))
 
-    def _after(self, ask: Ask, messages: Sequence[Message], count: int, answer: Answer) -> tuple[int, ...]:
-        """The tokens that the template writes after the answer that is message ``count - 1``."""
-        marked = [*messages[: count - 1], {"role": "assistant", "content": MARK}, *messages[count:]]
-        text = self._render(ask, marked)
-        if text.count(MARK) != 1:
-            raise RolloutError("the chat template leaves an earlier answer out, so it cannot be gone on from")
-        rest = self._chat().encode(text[text.index(MARK) + len(MARK) :])
-        sampled = answer.done.token_ids
-        if sampled and rest and sampled[-1] in self.end_ids and rest[0] == sampled[-1]:
-            rest = rest[1:]  # the answer's own end token
-        return tuple(rest)
+    def _defused(self, message: Message, extender: Extender) -> Message:
+        """The message without special tokens in its text: a tool's answer must not end its own turn."""
+        text, changed = extender.defused(message["content"])
+        if changed:
+            notice("the agent's messages", "contain special tokens as text; they are taken apart with a space")
+        return {**message, "content": text} if changed else message
 
-    def _render(self, ask: Ask, messages: Sequence[Message]) -> str:
-        arguments = {**self.template_kwargs, **dict(ask.template_kwargs)}
-        if ask.tools:
-            arguments["tools"] = list(ask.tools)
-        return self._chat().render(messages, add_generation_prompt=True, **arguments)
+    def _extender(self, kwargs: dict[str, Any]) -> Extender:
+        merged = {**self.template_kwargs, **kwargs}
+        key = _canonical(merged)
+        if key not in self._extenders:
+            self._extenders[key] = Extender(self.tokenizer, merged)
+        return self._extenders[key]
 
     def _in_text(self, prompt: str, record: Record) -> tuple[Answer | None, tuple[int, ...]]:
         known = [a for a in record.answers if isinstance(a.key, str) and prompt.startswith(a.key) and a.key != prompt]
@@ -90,11 +96,6 @@ class Prompts:
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-    def _chat(self) -> ChatTemplate:
-        if self._template is None:
-            self._template = ChatTemplate(self.tokenizer)
-        return self._template
 
 
 def _in_tokens(prompt: Sequence[int], record: Record) -> tuple[Answer | None, tuple[int, ...]]:
@@ -124,10 +125,15 @@ def _message_key(message: Message) -> Hashable:
 
 def _canonical(value: Any) -> str:
     """JSON text that is the same for equal values; a text that is JSON stands for its value."""
-    if isinstance(value, str):
-        try:
-            parsed = json.loads(value)
-        except (ValueError, RecursionError):
-            parsed = value
-        value = parsed if isinstance(parsed, dict) else value
-    return json.dumps(value, sort_keys=True, default=str)
+    return json.dumps(_parsed(value), sort_keys=True, default=str)
+
+
+def _parsed(value: Any) -> Any:
+    """The object that a text holds as JSON, else the value itself."""
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return parsed if isinstance(parsed, dict) else value

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from verl.agent_loop.base import AgentLoopMetrics, AgentLoopOutput
+from verl.data.messages import Message
 from verl.errors import RolloutError
 from verl.rollout.base import Completion
 
@@ -25,6 +26,8 @@ class Answer:
         done: what the sampler gave, cut where a stop sequence ended it.
         key: the conversation up to and with this answer, as a later call shows it again.
         num_messages: messages so far without system prompts.
+        place: messages before it, system prompts included.
+        message: the answer as a chat template is shown it; None for completions.
     """
 
     parent: Answer | None
@@ -32,6 +35,8 @@ class Answer:
     done: Completion
     key: Hashable
     num_messages: int
+    place: int = 0
+    message: Message | None = None
     children: list[Answer] = field(default_factory=list)
 
     @property
