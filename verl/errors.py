@@ -83,6 +83,10 @@ class RewardError(VerlError, RuntimeError):
     """A reward function is missing, has the wrong form, or failed."""
 
 
+class SandboxError(VerlError, RuntimeError):
+    """The sandbox cannot run a program, or broke; never a fault of the program, which is an outcome."""
+
+
 class EngineError(VerlError, RuntimeError):
     """A training backend cannot do what was asked."""
 

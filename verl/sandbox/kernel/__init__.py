@@ -1,0 +1,1 @@
+"""The kernel's own walls, called directly: namespaces, mounts, Landlock, seccomp. Standard library only."""

@@ -1,0 +1,131 @@
+"""seccomp: the list of system calls that a program may make; every other one fails with EPERM.
+
+A list of what is allowed, so that a call which a later kernel adds is refused without anybody having heard of it. Calls
+whose arguments matter are looked into: ``clone`` must make no namespace, ``prctl`` and ``ioctl`` only harmless things,
+``prlimit`` only one's own. No socket can be made at all (``socketpair`` can: its ends lead nowhere else).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import struct
+from dataclasses import dataclass, field
+
+from verl.sandbox.kernel import calls
+from verl.sandbox.kernel.numbers import ARCHITECTURES, NUMBERS
+
+_LOAD, _JEQ, _JGE, _JSET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_SYSCALL, _ARCH, _FIRST_ARGUMENT = 0, 4, 16
+_X32_BIT = 0x40000000
+_NEW_NAMESPACES = 0x7E020000
+_CLONE_THREAD = 0x00010000
+_SET_MODE_FILTER = 1
+_SECCOMP = {"x86_64": 317, "aarch64": 277}
+
+_PRCTL_OPTIONS = (1, 2, 3, 15, 16, 21, 23, 38, 39, 0x53564D41)
+"""Parent-death signal (read, set), dumpable (read), thread name, seccomp mode, capability (read), no-new-privs,
+names of memory areas."""
+_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+"""Is it a terminal, its size, bytes to read, non-blocking, close-on-exec."""
+_NEW_PROCESSES = ("fork", "vfork", "execve", "execveat")
+_SIGNALS = ("kill", "tkill", "tgkill")
+
+
+@dataclass
+class _Program:
+    """Instructions of classic BPF; ``code`` ends each rule with a return."""
+
+    code: list[tuple[int, int, int, int]] = field(default_factory=list)
+
+    def add(self, operation: int, value: int, if_true: int = 0, if_false: int = 0) -> None:
+        self.code.append((operation, if_true, if_false, value & 0xFFFFFFFF))
+
+    def answer(self, action: int) -> None:
+        self.add(_RETURN, action)
+
+    def when(self, number: int, rule: list[tuple[int, int, int, int]]) -> None:
+        """``rule``, which must return on every path, where the call has this number."""
+        self.add(_JEQ, number, 0, len(rule))
+        self.code += rule
+
+    def packed(self) -> bytes:
+        return b"".join(struct.pack("=HBBI", *one) for one in self.code)
+
+
+def build(forks: bool, pid: int) -> bytes:
+    """The filter for this machine. Without ``forks`` a program cannot start processes, and signals only ``pid``.
+
+    Raises OSError where the numbers of this machine are unknown.
+    """
+    machine = platform.machine()
+    if machine not in ARCHITECTURES:
+        raise OSError(errno.ENOSYS, f"seccomp: the system calls of {machine} are not listed")
+    numbers = NUMBERS[machine]
+    program = _Program()
+    program.add(_LOAD, _ARCH)
+    program.add(_JEQ, ARCHITECTURES[machine], 1, 0)
+    program.answer(_KILL)
+    program.add(_LOAD, _SYSCALL)
+    program.add(_JGE, _X32_BIT, 0, 1)
+    program.answer(_ERRNO | errno.ENOSYS)
+    special = _special_rules(numbers, forks, pid)
+    for number, rule in special.items():
+        program.when(number, rule)
+    plain = [number for number in numbers.values() if number not in special]
+    for number in sorted(plain):
+        program.when(number, [(_RETURN, 0, 0, _ALLOW)])
+    program.answer(_ERRNO | errno.EPERM)
+    return program.packed()
+
+
+def install(program: bytes) -> None:
+    """Put the filter on this thread and all it will start. Needs `PR_SET_NO_NEW_PRIVS`; cannot be undone."""
+    code = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("@HxxxxxxQ", len(program) // 8, ctypes.addressof(code))
+    calls.syscall("seccomp", _SECCOMP[platform.machine()], _SET_MODE_FILTER, 0, ctypes.create_string_buffer(header))
+
+
+def is_offered() -> None:
+    """Raises OSError where the kernel has no filters or the machine is not listed."""
+    build(True, os.getpid())
+    result = ctypes.create_string_buffer(struct.pack("=I", _ALLOW))
+    calls.syscall("seccomp", _SECCOMP[platform.machine()], 2, 0, result)
+
+
+def _special_rules(numbers: dict[str, int], forks: bool, pid: int) -> dict[int, list[tuple[int, int, int, int]]]:
+    """Rules of the calls whose arguments decide, by number."""
+    allow, deny = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERRNO | errno.EPERM)
+    missing = (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)
+    first, second = (_LOAD, 0, 0, _FIRST_ARGUMENT), (_LOAD, 0, 0, _FIRST_ARGUMENT + 8)
+    rules = {
+        numbers["clone"]: [first, (_JSET, 0, 1, _NEW_NAMESPACES), deny, allow],
+        # Its flags lie in memory, where a filter cannot look: the C library falls back to clone.
+        numbers["clone3"]: [missing],
+        numbers["prctl"]: [first, *_any_of(_PRCTL_OPTIONS), deny],
+        numbers["ioctl"]: [second, *_any_of(_IOCTLS), deny],
+        numbers["prlimit64"]: [first, (_JEQ, 0, 1, 0), allow, deny],
+    }
+    if not forks:
+        rules[numbers["clone"]] = [
+            first,
+            (_JSET, 1, 0, _CLONE_THREAD),
+            deny,
+            (_JSET, 0, 1, _NEW_NAMESPACES),
+            deny,
+            allow,
+        ]
+        rules |= {numbers[name]: [deny] for name in _NEW_PROCESSES if name in numbers}
+        rules |= {numbers[name]: [first, (_JEQ, 0, 1, pid), allow, deny] for name in _SIGNALS}
+    return rules
+
+
+def _any_of(values: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
+    """Allow where the loaded value is one of these; go on behind them otherwise."""
+    rule: list[tuple[int, int, int, int]] = []
+    for value in values:
+        rule += [(_JEQ, 0, 1, value & 0xFFFFFFFF), (_RETURN, 0, 0, _ALLOW)]
+    return rule

@@ -1,0 +1,202 @@
+"""A warm pool of sandboxes: programs start within milliseconds, because a prepared interpreter is forked for each."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from verl.errors import ConfigError
+from verl.sandbox.answers import to_outcome
+from verl.sandbox.channel import Channel
+from verl.sandbox.judge import Compare, judge
+from verl.sandbox.layers import check_names
+from verl.sandbox.limits import CallCase, Limits, StdinCase
+from verl.sandbox.outcome import CaseResult, Outcome
+from verl.sandbox.process import KeeperProcess
+
+
+class Pool:
+    """Runs programs in sandboxes, at most ``size`` at once. Safe to use from several threads.
+
+    Nothing starts before the first run (or `prepare`). What a program does is an `Outcome`; an error is raised only
+    where no program could be run, so that a sample is then left unscored and not held against the policy.
+
+    Args:
+        size: programs that run at once; None: one for each core that this process may use.
+        allow_missing: layers of the sandbox that may be missing on this machine, by name. Without a name here a missing
+            layer is refused.
+        packages: whether programs can import the packages installed here. They can then read them.
+        preload: modules imported once for all programs, such as ``numpy``.
+        without: layers that are left out even where the machine has them; each must also be in ``allow_missing``.
+
+    Raises:
+        SandboxRefused: at the first run, where the machine lacks a layer that may not be missing.
+
+    Example:
+        >>> with Pool() as pool:
+        ...     pool.run("print(input()[::-1])", stdin="abc").stdout
+        'cba\\n'
+    """
+
+    def __init__(
+        self,
+        size: int | None = None,
+        *,
+        allow_missing: Sequence[str] = (),
+        packages: bool = True,
+        preload: Sequence[str] = (),
+        without: Sequence[str] = (),
+    ):
+        if size is not None and size < 1:
+            raise ConfigError("must be at least 1", key="sandbox pool size", got=size)
+        self.size = size or len(os.sched_getaffinity(0))
+        self._options = (check_names(allow_missing), packages, tuple(preload), check_names(without))
+        self._lock, self._slots = threading.Lock(), threading.BoundedSemaphore(self.size)
+        self._keepers: list[KeeperProcess] = []
+        self._threads: ThreadPoolExecutor | None = None
+        self._finalizer = weakref.finalize(self, _close_all, self._keepers)
+
+    def run(self, program: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
+        """Run a program with this standard input, to its end or to its limit.
+
+        Raises:
+            SandboxError: no sandbox could be had; `SandboxRefused` where this machine does not offer one.
+        """
+        return next(self._outcomes(program, [StdinCase(stdin)], limits or Limits()))
+
+    def run_cases(
+        self,
+        program: str,
+        cases: Sequence[StdinCase | CallCase],
+        limits: Limits | None = None,
+        *,
+        compare: Compare | None = None,
+        stop_at_failure: bool = False,
+    ) -> list[CaseResult]:
+        """Run a program on each case and judge its answers, here, where the program cannot see what is expected.
+
+        Each case gets a fresh process and an empty temporary folder, and the limits for itself.
+
+        Args:
+            compare: whether an answer (text for a `StdinCase`, a value for a `CallCase`) is the expected one; default:
+                `verl.sandbox.judge.same_text` and `same_value`.
+            stop_at_failure: end at the first case that is not passed; the list then ends with it.
+
+        Raises:
+            SandboxError: as `run`.
+        """
+        results = []
+        outcomes = self._outcomes(program, cases, limits or Limits())
+        for case, outcome in zip(cases, outcomes):
+            results.append(judge(case, outcome, compare))
+            if stop_at_failure and not results[-1].passed:
+                outcomes.close()
+                break
+        return results
+
+    async def run_async(self, program: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
+        """`run` without blocking the event loop."""
+        return await self.in_thread(self.run, program, stdin, limits)
+
+    async def run_cases_async(
+        self, program: str, cases: Sequence[StdinCase | CallCase], limits: Limits | None = None, **options: Any
+    ) -> list[CaseResult]:
+        """`run_cases` without blocking the event loop."""
+        return await self.in_thread(lambda: self.run_cases(program, cases, limits, **options))
+
+    async def in_thread(self, function: Any, *arguments: Any) -> Any:
+        """Call a blocking function of this pool in one of its threads."""
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(self.size, thread_name_prefix="sandbox")
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    def prepare(self) -> dict[str, str]:
+        """Start what the first run would start. Returns the layers that are missing (and allowed to), with reasons."""
+        return dict(self._keeper().missing)
+
+    def open_channel(self, limits: Limits, request: dict[str, Any]) -> Channel:
+        """A new run with this request on its way; for sessions."""
+        channel = Channel(self._keeper().new_run(), limits)
+        channel.send({**request, "limits": limits.to_plain()})
+        return channel
+
+    @contextmanager
+    def slot(self) -> Iterator[None]:
+        """Hold one of the ``size`` places."""
+        with self._slots:
+            yield
+
+    @property
+    def has_own_files(self) -> bool:
+        """Whether programs have a file system of their own, and need no folder of this machine."""
+        return "namespaces" not in self._keeper().missing
+
+    def close(self) -> None:
+        """End all runs and processes. The pool starts again with the next run."""
+        with self._lock:
+            _close_all(self._keepers)
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=False)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _outcomes(
+        self, program: str, cases: Sequence[StdinCase | CallCase], limits: Limits
+    ) -> Generator[Outcome, None, None]:
+        with self.slot(), temporary_folder(self) as folder:
+            request = {"kind": "cases", "code": program, "cases": list(map(_to_plain, cases)), "folder": folder}
+            channel = self.open_channel(limits, request)
+            try:
+                for case in cases:
+                    yield to_outcome(channel.receive(), limits, case)
+            except BaseException:
+                channel.close()
+                raise
+            channel.finish()
+
+    def _keeper(self) -> KeeperProcess:
+        with self._lock:
+            if not self._keepers or not self._keepers[-1].alive:
+                _close_all(self._keepers)
+                self._keepers.append(KeeperProcess(*self._options))
+            return self._keepers[-1]
+
+
+@contextmanager
+def temporary_folder(pool: Pool) -> Iterator[str | None]:
+    """A folder of this machine for a run that cannot have a file system of its own; None for all others."""
+    if pool.has_own_files:
+        yield None
+        return
+    folder = tempfile.mkdtemp(prefix="sandbox-")
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):
+            shutil.rmtree(folder)
+
+
+def _close_all(keepers: list[KeeperProcess]) -> None:
+    while keepers:
+        keepers.pop().close()
+
+
+def _to_plain(case: StdinCase | CallCase) -> dict[str, Any]:
+    """What the program may know of a case: everything but the expected answer."""
+    if isinstance(case, StdinCase):
+        return {"stdin": case.stdin}
+    return {"function": case.function, "arguments": list(case.arguments), "keywords": case.keywords}

@@ -1,0 +1,35 @@
+"""One pool for the whole process, for callers that have no reason to hold their own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from verl.sandbox.limits import CallCase, Limits, StdinCase
+from verl.sandbox.outcome import CaseResult, Outcome
+from verl.sandbox.pool import Pool
+
+_lock = threading.Lock()
+_pools: dict[tuple[str, ...], Pool] = {}
+
+
+def default_pool(allow_missing: Sequence[str] = ()) -> Pool:
+    """The pool of this process with these concessions; it starts with its first run and ends with the process."""
+    key = tuple(sorted(allow_missing))
+    with _lock:
+        if key not in _pools:
+            _pools[key] = Pool(allow_missing=key)
+        return _pools[key]
+
+
+def run(program: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
+    """`Pool.run` in the pool of this process."""
+    return default_pool().run(program, stdin, limits)
+
+
+def run_cases(
+    program: str, cases: Sequence[StdinCase | CallCase], limits: Limits | None = None, **options: Any
+) -> list[CaseResult]:
+    """`Pool.run_cases` in the pool of this process."""
+    return default_pool().run_cases(program, cases, limits, **options)
