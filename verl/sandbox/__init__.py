@@ -9,6 +9,8 @@ from verl.sandbox.layers import LAYERS, SandboxRefused
 from verl.sandbox.limits import CallCase, Limits, StdinCase
 from verl.sandbox.outcome import CaseResult, Outcome
 from verl.sandbox.pool import Pool
+from verl.sandbox.remote import RemoteSandbox
+from verl.sandbox.session import Session
 from verl.sandbox.shared import default_pool, run, run_cases
 
 __all__ = [
@@ -18,7 +20,9 @@ __all__ = [
     "Limits",
     "Outcome",
     "Pool",
+    "RemoteSandbox",
     "SandboxRefused",
+    "Session",
     "StdinCase",
     "default_pool",
     "judge",

@@ -51,7 +51,7 @@ class _Run:
         if request is None:
             return
         os.setsid()
-        self._limits = {**request["limits"], "base": walls.address_space()}
+        self._limits = {**request["limits"], "base": walls.address_space(), "session": request["kind"] == "session"}
         self._folder = request["folder"] or root.TEMPORARY
         self._proc = walls.enter_run(self._walls)
         if request["kind"] == "session":

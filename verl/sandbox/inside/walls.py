@@ -108,11 +108,12 @@ def address_space() -> int:
 
 
 def _set_limits(limits: Mapping[str, Any], count_processes: bool) -> None:
-    seconds = math.ceil(limits["seconds"]) + 1
+    if not limits["session"]:  # whose cells have a wall-clock limit each, and no bound on their sum
+        seconds = math.ceil(limits["seconds"]) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     if count_processes:  # elsewhere the kernel would count all processes of this user on the machine
         resource.setrlimit(resource.RLIMIT_NPROC, (limits["processes"],) * 2)
     for kind, value in (
-        (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_AS, limits["base"] + limits["memory_mb"] * MIB),
         (resource.RLIMIT_FSIZE, limits["disk_mb"] * MIB),
         (resource.RLIMIT_NOFILE, limits["open_files"]),
