@@ -18,10 +18,8 @@ INSTEAD: dict[str, str] = {
     "rollout traces": "Leave it out; trainer.rollout_data_dir writes every rollout to JSON lines.",
     "replay of dumped rollouts": "Leave it out; trainer.rollout_data_dir writes every rollout to JSON lines.",
     "served reward models": "Leave it out: the reward model runs on the engines that train, or on your own server.",
-    "code rewards": "Score with a function: reward.custom_reward_function.path.",
     "remote checkpoints": "Leave it out to keep checkpoints in trainer.default_local_dir.",
     "asynchronous schedules": "Leave it out to sample and train in turn.",
-    "asynchronous weight updates": "Leave it out; weights are handed over in the same process, without a copy to disk.",
     "multi-turn rollouts and tools": "Leave it out for single-turn rollouts.",
 }
 """What works today, by the feature that is missing."""

@@ -215,11 +215,13 @@ class RewardModelConfig(ConfigNode):
 
 @dataclass(frozen=True)
 class SandboxFusionConfig(ConfigNode):
-    """A service that runs code to score it."""
+    """Where programs run to be scored."""
 
-    url: str | None = setting(None, "address of a service that runs code to score it", planned="code rewards")
-    max_concurrent: int = setting(64, "programs that run there at once", planned="code rewards")
-    memory_limit_mb: int = setting(1024, "memory of one program in MB", planned="code rewards")
+    url: str | None = setting(
+        None, "address of a service that runs programs to score them; null: the sandbox of this machine"
+    )
+    max_concurrent: int = setting(64, "programs that run at the service at once")
+    memory_limit_mb: int = setting(1024, "memory of one program in MB, there and here")
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ PREFIXES: dict[str, BuiltinScorer] = {
 }
 WAITING = (code.compute_score, numina.compute_score)
 """Scorers that wait for another process: several answers are better scored at once."""
-CODE_OPTIONS = ("sandbox_fusion_url", "concurrent_semaphore", "memory_limit_mb", "max_concurrent")
 
 OWN_FUNCTION = (
     "Set reward.custom_reward_function.path to a Python file with a function "
@@ -118,6 +117,11 @@ def default_compute_score(
 def waits(data_source: Any) -> bool:
     """Whether the scorer of a data source waits for another process."""
     return isinstance(data_source, str) and _known(data_source) in WAITING
+
+
+def runs_programs(data_source: Any) -> bool:
+    """Whether answers of a data source are programs."""
+    return isinstance(data_source, str) and _known(data_source) is code.compute_score
 
 
 def _known(data_source: str) -> BuiltinScorer | None:

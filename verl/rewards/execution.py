@@ -43,3 +43,6 @@ class CodeRunner(Protocol):
     """
 
     def run(self, program: Program) -> Outcome: ...
+
+    def check(self) -> None:
+        """Find out before a run whether programs can be run at all."""

@@ -10,7 +10,7 @@ from typing import Any
 from verl.errors import ConfigError, suggest
 from verl.metrics import notice
 from verl.registry import REWARD_MANAGERS
-from verl.rewards.dispatch import check_data_sources
+from verl.rewards.dispatch import check_data_sources, code_runner, default_compute_score, runs_programs
 from verl.rewards.function import RewardFunction, find_reward_function, load_reward_function
 from verl.rewards.scoring import Limits
 from verl.rewards.user_file import load_user_code
@@ -19,6 +19,8 @@ USUAL_NAME = "compute_score"
 LIMIT_NAMES = ("timeout", "on_error", "isolation", "num_workers")
 NAME_KEY = "reward.reward_manager.name"
 MODULE_KEY = "reward.reward_manager.module.path"
+SHARE_FOR_TESTS = 0.8
+"""Of the time that scoring a sample may take: what the tests of a program get."""
 ROUTER, RM_TOKENIZER = "reward_router_address", "reward_model_tokenizer"
 """Parameters of functions and managers under which upstream hands them a served reward model."""
 
@@ -109,7 +111,8 @@ def load_reward_manager(config: Any, tokenizer: Any, *, served: ServedModel | No
     limits = Limits(**_limits(config, kwargs))
     kwargs.setdefault("num_examine", 0)
     kwargs.setdefault("reward_fn_key", _at(config, "data.reward_fn_key") or "data_source")
-    kwargs.update(config=config, tokenizer=tokenizer, compute_score=get_custom_reward_fn(config, served))
+    function = get_custom_reward_fn(config, served) or _builtin(config, limits)
+    kwargs.update(config=config, tokenizer=tokenizer, compute_score=function)
     parameters = inspect.signature(cls).parameters
     if served is not None:
         named = {name: p for name, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
@@ -138,6 +141,23 @@ def check_reward_data(config: Any, data_sources: Iterable[Any] | None) -> None:
     sources = None if data_sources is None else list(data_sources)
     nothing = sources is None or all(source is None for source in sources)
     check_data_sources(None if nothing else sources, _at(config, "data.reward_fn_key") or "data_source")
+    if any(map(runs_programs, sources or ())):
+        code_runner(**_sandbox(config)).check()
+
+
+def _builtin(config: Any, limits: Limits) -> RewardFunction:
+    """The built-in scorers with the settings of those that run programs; their time is within the limit of a sample."""
+    most = {} if limits.timeout is None else {"most_seconds": SHARE_FOR_TESTS * limits.timeout}
+    settings = _sandbox(config)
+    settings["sandbox_fusion_url"] = settings.pop("url")
+    return RewardFunction.of(default_compute_score, {**settings, **most})
+
+
+def _sandbox(config: Any) -> dict[str, Any]:
+    """The settings of ``reward.sandbox_fusion`` that are set."""
+    section = _at(config, "reward.sandbox_fusion")
+    found = {name: _at(section, name) for name in ("max_concurrent", "memory_limit_mb")}
+    return {"url": _at(section, "url"), **{name: value for name, value in found.items() if value is not None}}
 
 
 def _limits(config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -70,6 +70,10 @@ class SandboxFusion:
         with self._places:
             return _outcome(self._ask(json.dumps(body).encode(), program.seconds + EXTRA_SECONDS), self.url)
 
+    def check(self) -> None:
+        """Ask the service for the smallest program."""
+        self.run(Program("pass"))
+
     def _ask(self, body: bytes, seconds: float) -> Any:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         problem = ""

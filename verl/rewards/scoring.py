@@ -137,7 +137,7 @@ class Scorer:
         if isolation == "none":
             return InlineRunner(function)
         if isolation == "auto" and function.is_builtin:
-            return BuiltinRunner(function, self.timeout, workers)
+            return BuiltinRunner(function, self.timeout)
         if function.is_async:
             return LoopRunner(lambda samples: invoke_async(function, samples), self.timeout)
         workers = workers if function.form is Form.SINGLE else 1

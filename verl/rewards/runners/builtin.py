@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -13,11 +14,13 @@ from verl.rewards.samples import RewardSample
 
 
 class BuiltinRunner(Runner):
-    """Each call has one sample; ``num_threads`` of those that wait run at once, each for at most ``timeout`` s."""
+    """Each call has one sample. Those that wait are at once as many as there are cores, or places of a service."""
 
-    def __init__(self, function: RewardFunction, timeout: float, num_threads: int):
+    def __init__(self, function: RewardFunction, timeout: float):
+        settings = function.reward_kwargs
+        places = settings.get("max_concurrent", 64) if settings.get("sandbox_fusion_url") else 0
         self._inline = InlineRunner(function)
-        self._threads = ThreadRunner(function, timeout, num_threads)
+        self._threads = ThreadRunner(function, timeout, places or len(os.sched_getaffinity(0)))
 
     def submit(self, samples: Sequence[RewardSample]) -> Future[Results]:
         runner = self._threads if self.waits(samples[0]) else self._inline

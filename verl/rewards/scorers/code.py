@@ -233,4 +233,5 @@ def _same_number(first: str, second: str) -> bool:
         return False
     if first.lstrip("+-").isdigit() and second.lstrip("+-").isdigit():
         return int(first) == int(second)
-    return math.isclose(float(first), float(second), rel_tol=RELATIVE, abs_tol=RELATIVE * RELATIVE)
+    a, b = float(first), float(second)
+    return math.isfinite(a) and math.isclose(a, b, rel_tol=RELATIVE, abs_tol=RELATIVE * RELATIVE)
