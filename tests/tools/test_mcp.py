@@ -1,0 +1,173 @@
+"""A real MCP server as a set of tools: over standard input and over HTTP, when it works and when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from verl.errors import ConfigError
+from verl.metrics import notices, reset_notices
+from verl.tools.loading import load_tools
+from verl.tools.mcp_base_tool import MCPBaseTool, text_of
+
+pytestmark = pytest.mark.dist
+
+SERVER = str(Path(__file__).with_name("mcp_example_server.py"))
+STDIO = {"command": sys.executable, "args": [SERVER], "env": {"GIVEN": "a gift"}}
+
+
+def tools_of(folder: Path, server: dict, selected=None, **config):
+    """The tools by name of one server, through upstream's two files."""
+    (folder / "servers.json").write_text(json.dumps({"mcpServers": {"example": server}}))
+    entry = {
+        "class_name": "verl.tools.mcp_base_tool.MCPBaseTool",
+        "config": {"type": "mcp", **config},
+        "mcp": {"mcp_servers_config_path": str(folder / "servers.json"), "tool_selected_list": selected or []},
+    }
+    (folder / "tools.yaml").write_text(json.dumps({"tools": [entry]}))
+    return load_tools(str(folder / "tools.yaml"))
+
+
+def call(tool, **arguments):
+    answer, reward, metrics = asyncio.run(tool.execute("one", arguments))
+    assert reward is None
+    return answer.text, metrics
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory):
+    found = tools_of(tmp_path_factory.mktemp("mcp"), STDIO, timeout=20)
+    yield found
+    asyncio.run(found["multiply"].close())
+
+
+def test_the_tools_of_a_server_are_found_with_their_schemas(tools):
+    assert list(tools) == ["multiply", "who", "fail", "sleep", "die", "much"]
+    schema = tools["multiply"].get_openai_tool_schema().for_template()["function"]
+    assert schema["description"] == "The product of two numbers."
+    assert {n: p["type"] for n, p in schema["parameters"]["properties"].items()} == {"a": "integer", "b": "integer"}
+    assert schema["parameters"]["required"] == ["a", "b"]
+
+
+def test_a_call_is_answered_and_all_calls_share_one_server(tools):
+    assert call(tools["multiply"], a=6, b=7) == ("42", {"mcp_failed": 0.0, "mcp_restarts": 0})
+
+    async def many():
+        return await asyncio.gather(*(tools["multiply"].execute("i", {"a": i, "b": i}) for i in range(50)))
+
+    assert [answer.text for answer, _, _ in asyncio.run(many())] == [str(i * i) for i in range(50)]
+    assert call(tools["who"])[0] == call(tools["who"])[0]
+
+
+def test_the_server_gets_the_variables_that_it_is_given_and_none_of_ours(tmp_path, monkeypatch):
+    monkeypatch.setenv("CANARY", "a secret")
+    found = tools_of(tmp_path, STDIO, ["who"])
+    assert list(found) == ["who"]
+    assert call(found["who"])[0].split(" ", 1)[1] == "no canary a gift"
+    asyncio.run(found["who"].close())
+
+
+def test_errors_of_a_tool_and_wrong_arguments_are_messages_to_the_model(tools):
+    text, metrics = call(tools["fail"])
+    assert text.startswith("Error:") and metrics["mcp_failed"] == 1.0
+    assert call(tools["multiply"], a="x")[0].startswith("Error:")
+    assert call(tools["multiply"], a=2, b=3)[0] == "6"
+
+
+def test_a_slow_call_is_given_up_and_the_server_goes_on(tmp_path):
+    found = tools_of(tmp_path, STDIO, timeout=0.5)
+    assert call(found["sleep"], seconds=30)[0] == "Error: sleep did not answer within 0.5 seconds"
+    assert call(found["multiply"], a=2, b=3) == ("6", {"mcp_failed": 0.0, "mcp_restarts": 0})
+    asyncio.run(found["sleep"].close())
+
+
+def test_a_server_that_dies_is_started_again_so_often_and_then_no_more(tmp_path):
+    reset_notices()
+    found = tools_of(tmp_path, STDIO, max_restarts=1)
+    before = call(found["who"])[0]
+    assert call(found["die"])[0] == "Error: the server 'example' died during this call"
+    after, metrics = call(found["who"])
+    assert after.split()[0] != before.split()[0] and metrics == {"mcp_failed": 0.0, "mcp_restarts": 1}
+    call(found["die"])
+    assert call(found["multiply"], a=1, b=1)[0] == "Error: the server 'example' died 2 times and is not started again"
+    assert any("the end is near" in text for text in notices().values()), "its last words are shown"
+    for process in (before, after):
+        assert not Path("/proc", process.split()[0]).exists(), "nothing is left behind"
+
+
+def test_closing_ends_the_process_of_the_server(tmp_path):
+    found = tools_of(tmp_path, STDIO, ["who"])
+    process = Path("/proc", call(found["who"])[0].split()[0])
+    assert process.exists()
+    asyncio.run(found["who"].close())
+    assert not process.exists()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def test_a_server_is_reached_over_streamable_http_and_its_death_is_a_message(tmp_path):
+    port = free_port()
+    process = subprocess.Popen([sys.executable, SERVER, "http", str(port)], stderr=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            with socket.socket() as line:
+                if line.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        found = tools_of(tmp_path, {"url": f"http://127.0.0.1:{port}/mcp", "auth_token": "t"}, timeout=10)
+        assert call(found["multiply"], a=6, b=7)[0] == "42"
+        assert call(found["fail"])[0].startswith("Error:")
+        process.kill()
+        process.wait(20)
+        text, metrics = call(found["multiply"], a=6, b=7)
+        assert text.startswith("Error:") and metrics["mcp_failed"] == 1.0
+    finally:
+        process.kill()
+        process.wait(20)
+
+
+@pytest.mark.parametrize(
+    "server, said",
+    [
+        ({"command": "no-such-program-anywhere"}, "cannot be reached"),
+        ({"command": sys.executable, "args": ["-c", "print('not MCP')"]}, "cannot be reached"),
+        ({"command": "x", "url": "http://y"}, "either started by a command or reached at a url"),
+        ({"command": "x", "arg": ["y"]}, "Did you mean 'args'"),
+    ],
+)
+def test_a_server_that_cannot_work_is_an_error_before_the_run(tmp_path, server, said):
+    with pytest.raises(ConfigError, match=said):
+        tools_of(tmp_path, server, start_timeout=20)
+
+
+def test_a_tool_that_no_server_offers_is_an_error_with_the_nearest_name(tmp_path):
+    with pytest.raises(ConfigError, match="Did you mean 'multiply'"):
+        tools_of(tmp_path, STDIO, ["multiplay"])
+
+
+def test_a_misspelt_setting_and_a_missing_file_are_errors(tmp_path):
+    with pytest.raises(ConfigError, match="Did you mean 'timeout'"):
+        MCPBaseTool.from_config({"config": {"timeot": 1}, "mcp": {"mcp_servers_config_path": "x"}})
+    with pytest.raises(ConfigError, match="no such file"):
+        MCPBaseTool.from_config({"mcp": {"mcp_servers_config_path": str(tmp_path / "none.json")}})
+    with pytest.raises(ConfigError, match="mcp_servers_config_path"):
+        MCPBaseTool.from_config({"config": {}})
+
+
+def test_parts_that_are_no_text_are_named():
+    parts = [{"type": "text", "text": "a"}, {"type": "image", "mimeType": "image/png", "data": "xx"},
+             {"type": "resource", "resource": {"uri": "u", "text": "b"}}]  # fmt: skip
+    assert text_of({"content": parts}) == "a\n[image: image/png]\nb"
+    assert text_of({"content": [], "structuredContent": {"x": 1}}) == '{"x": 1}'
