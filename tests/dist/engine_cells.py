@@ -135,7 +135,9 @@ def gathered_gradient(engine: ShardedEngine, batch: DataProto, loss_fn: Any, **l
 def whole_gradient(engine: ShardedEngine) -> Tensor:
     """Flat, in the order of the model's parameters, on every rank."""
     if not isinstance(engine, FSDPEngine):
-        return torch.cat([engine._gathered(p.grad).flatten() for p in engine.model.parameters() if p.grad is not None])
+        names = engine._parameter_names()
+        with_grad = [p for p in engine.model.parameters() if p.grad is not None]
+        return torch.cat([engine._gathered(p.grad, names[p]).flatten() for p in with_grad])
     kept = {p: p.detach().clone() for p in engine.model.parameters()}
     for p in kept:
         p.zero_() if p.grad is None else p.copy_(p.grad)

@@ -42,7 +42,7 @@ def experts_are_shared(ranks: Ranks, folder: Path) -> dict:
     """Bytes of experts per rank, with two ranks sharing them; and tokens that each rank's experts see."""
     path = shared_model(ranks, folder, "qwen3_moe", **MIXTURE)
     engine = sharded(path, engine={KEY: ranks.size})
-    modules, seen = expert_modules(engine.model), []
+    modules, seen = list(expert_modules(engine.model).values()), []
     for module in modules:
         inner = module.forward.compute
 
@@ -56,7 +56,7 @@ def experts_are_shared(ranks: Ranks, folder: Path) -> dict:
     computed = ranks.exchange(sum(count for count, _ in seen))
     return {
         "bytes": local_bytes(p for module in modules for p in module.parameters()),
-        "whole": sum(p.nbytes for module in expert_modules(engine.blueprint) for p in module.parameters()),
+        "whole": sum(p.nbytes for module in expert_modules(engine.blueprint).values() for p in module.parameters()),
         "computed": sum(computed),
         "highest": max(number for _, number in seen),
         "layers": len(modules),

@@ -111,6 +111,11 @@ class FSDPEngineConfig(ConfigNode):
         "FSDP2: neighbouring processes that share the experts of a mixture; divides their number",
         upstream=ABSENT,
     )
+    tensor_parallel_size: int = setting(
+        1,
+        "FSDP2: neighbouring processes that share the linear maps and the vocabulary; divides the key-value heads",
+        upstream=ABSENT,
+    )
     entropy_from_logits_with_chunking: bool = setting(
         False,
         "compute the entropy in chunks of rows, for less memory",

@@ -123,7 +123,8 @@ def _actor(cfg: PPOTrainerConfig) -> Problems:
 
 def _engine(key: str, engine: Any) -> Problems:
     found = _dtype(f"{key}.dtype", engine.dtype) + _dtype(f"{key}.model_dtype", engine.model_dtype, "auto")
-    found += _at_least(key, engine, 1, "ulysses_sequence_parallel_size", "expert_parallel_size")
+    sizes = ("ulysses_sequence_parallel_size", "expert_parallel_size", "tensor_parallel_size")
+    found += _at_least(key, engine, 1, *sizes)
     return found + _at_least(f"{key}.wrap_policy", engine.wrap_policy, 0, "min_num_params")
 
 
@@ -143,6 +144,7 @@ def _algorithm(cfg: PPOTrainerConfig) -> Problems:
     algorithm, key = cfg.algorithm, "algorithm.kl_ctrl"
     found = _share("algorithm", algorithm, "gamma", "lam") + _at_least(key, algorithm.kl_ctrl, 0, "kl_coef")
     found += _above_zero(key, algorithm.kl_ctrl, "horizon", "target_kl")
+    found += _at_least("reward.sandbox_fusion", cfg.reward.sandbox_fusion, 1, "max_concurrent", "memory_limit_mb")
     return found + _above_zero("reward", cfg.reward, "timeout") + _at_least("reward", cfg.reward, 1, "num_workers")
 
 

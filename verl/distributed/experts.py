@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.distributed.ranks import Ranks
+from verl.distributed.tensor_parallel import scaled_backwards
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -57,9 +58,9 @@ class ExpertExchange:
         if not count:  # joined, not replaced: backwards every rank must come through the exchange
             states = torch.cat([states, states.new_zeros(1, states.shape[-1])])
             numbers = numbers.new_zeros(1)
-        states = _ScaledBackwards.apply(states, float(size))  # type: ignore[no-untyped-call]
+        states = scaled_backwards(states, float(size))
         said = self.compute(states, numbers.unsqueeze(-1), states.new_ones(len(states), 1))
-        return _ScaledBackwards.apply(said, 1 / size)[:count]  # type: ignore[no-untyped-call]
+        return scaled_backwards(said, 1 / size)[:count]
 
 
 def _exchanged(values: Tensor, sent: list[int], received: list[int], peers: Ranks) -> Tensor:
@@ -78,14 +79,3 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchanged(grads[0], *ctx.how), None, None, None
-
-
-class _ScaledBackwards(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] * ctx.factor, None

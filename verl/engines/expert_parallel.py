@@ -9,15 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from verl.distributed import Ranks
 from verl.distributed.experts import ExpertExchange
 from verl.distributed.mesh import new_mesh
-from verl.distributed.shards import gather
+from verl.engines.cuts import Cut
 from verl.errors import ConfigError
 
 KEY = "fsdp_config.expert_parallel_size"
@@ -58,12 +56,11 @@ class ExpertRanks:
         same, experts = mesh.mesh_dim_names or ()
         return cls(ranks, Ranks(ranks.rank % size, size, mesh.get_group(experts)), mesh[same])
 
-    def holds(self, tensor: Any) -> bool:
-        """Whether this is a weight of experts, or laid out like one."""
-        return isinstance(tensor, DTensor) and tensor.device_mesh == self.mesh
+    def cut(self, model: Any) -> tuple[dict[str, Cut], list[list[nn.Module]]]:
+        """Leave this rank's experts in a model without values.
 
-    def cut(self, model: Any) -> list[nn.Module]:
-        """Leave this rank's experts in a model without values; returns the modules that hold them.
+        Returns:
+            Which weights were cut, by name; the modules that hold them, each to be sharded over ``mesh``.
 
         Raises:
             ConfigError: the model has no experts, or they do not divide.
@@ -72,7 +69,8 @@ class ExpertRanks:
         if not found:
             fix = "Leave it out."
             raise ConfigError(f"{type(model).__name__} has no experts", key=KEY, got=self.peers.size, fix=fix)
-        for module in found:
+        cuts: dict[str, Cut] = {}
+        for prefix, module in found.items():
             count = len(next(module.parameters()))
             if count % self.peers.size:
                 allowed = [d for d in range(1, count + 1) if count % d == 0]
@@ -80,34 +78,19 @@ class ExpertRanks:
                 raise ConfigError(message, key=KEY, got=self.peers.size, allowed=allowed)
             own = count // self.peers.size
             for name, weight in module.named_parameters(recurse=False):
-                setattr(module, name, nn.Parameter(weight[:own].clone(), requires_grad=weight.requires_grad))
+                cut = Cut(self.ranks, self.peers, self.mesh, axis=0, length=count)
+                setattr(module, name, cut.own(weight))
+                cuts[f"{prefix}.{name}"] = cut
             module.num_experts = own  # type: ignore[assignment]
             module.forward = ExpertExchange(module.forward, own, self.peers)  # type: ignore[assignment]
-        return found
-
-    def gathered(self, tensor: DTensor) -> Tensor:
-        """All experts' weights on every rank."""
-        return torch.cat(self.peers.gather(gather(tensor).contiguous()))
-
-    def scatter(self, whole: Tensor, target: DTensor) -> None:
-        """Fill a weight from that of all experts on rank 0; elsewhere only the shape of ``whole`` counts."""
-        local, own = target.to_local(), target.shape[0]
-        start = self.mesh.get_local_rank() * -(-own // self.mesh.size())
-        for holder in range(self.peers.size):
-            part = torch.empty((own, *target.shape[1:]), dtype=target.dtype, device=local.device)
-            if self.ranks.is_first:
-                part.copy_(whole[holder * own : (holder + 1) * own])
-            self.ranks.broadcast(part)
-            if holder == self.peers.rank:
-                with torch.no_grad():
-                    local.copy_(part[start : start + len(local)])
+        return cuts, [[module] for module in found.values()]
 
 
-def expert_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that hold the experts of a layer: every weight of theirs has one row per expert."""
-    found = []
-    for module in model.modules():
+def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that hold the experts of a layer, by name: every weight of theirs has one row per expert."""
+    found = {}
+    for prefix, module in model.named_modules():
         count, weights = getattr(module, "num_experts", None), list(module.parameters())
         if isinstance(count, int) and weights and all(w.dim() == 3 and len(w) == count for w in weights):
-            found.append(module)
+            found[prefix] = module
     return found

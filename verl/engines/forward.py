@@ -94,13 +94,18 @@ class TokenForward:
             return {"values": micro.scatter(logits.squeeze(-1))}
         if temperature != 1.0:
             logits = logits / temperature
+        found = self._statistics(logits, micro.labels, outputs)
+        return {name: micro.scatter(values) for name, values in found.items()}
+
+    def _statistics(self, logits: Tensor, labels: Tensor, outputs: Sequence[str]) -> dict[str, Tensor]:
+        """(N, V) logits, (N,) labels -> (N,) each."""
         found = {}
         if "log_probs" in outputs:
-            found["log_probs"] = micro.scatter(logprobs_from_logits(logits, micro.labels))
+            found["log_probs"] = logprobs_from_logits(logits, labels)
         if "entropy" in outputs:
-            found["entropy"] = micro.scatter(self._entropy(logits))
+            found["entropy"] = self._entropy(logits)
         if "sum_pi_squared" in outputs:
-            found["sum_pi_squared"] = micro.scatter(sum_pi_squared_from_logits(logits))
+            found["sum_pi_squared"] = sum_pi_squared_from_logits(logits)
         return found
 
     def _entropy(self, logits: Tensor) -> Tensor:

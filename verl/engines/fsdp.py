@@ -26,6 +26,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from verl.engines import sharding
 from verl.engines.flat_state import FlatState
+from verl.engines.settings import SHARED
 from verl.engines.sharded_engine import ShardedEngine
 from verl.engines.sharded_optimizer import build_flat_optimizer
 from verl.errors import NotBuiltError
@@ -57,13 +58,14 @@ class FSDPEngine(ShardedEngine):
     """
 
     def _build(self, model: Any, engine: Any, seed: int) -> nn.Module:
-        if engine.expert_parallel_size > 1:
-            raise NotBuiltError(
-                "experts are shared among processes with strategy=fsdp2 only",
-                key="fsdp_config.expert_parallel_size",
-                got=engine.expert_parallel_size,
-                fix="Set strategy=fsdp2.",
-            )
+        for name in ("expert_parallel_size", "tensor_parallel_size"):
+            if engine[name] > 1:
+                raise NotBuiltError(
+                    f"{SHARED[name]} are shared among processes with strategy=fsdp2 only",
+                    key=f"fsdp_config.{name}",
+                    got=engine[name],
+                    fix="Set strategy=fsdp2.",
+                )
         return super()._build(model, engine, seed)
 
     def _cut(self, model: Any) -> nn.Module:

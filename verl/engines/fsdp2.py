@@ -9,20 +9,30 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from verl.distributed import Ranks
 from verl.distributed.shards import gather, gather_to_first, scatter
 from verl.engines import sharding
+from verl.engines.cuts import Cut
 from verl.engines.expert_parallel import ExpertRanks
+from verl.engines.forward import TokenForward
 from verl.engines.settings import tell_without_effect
 from verl.engines.sharded_engine import ShardedEngine
 from verl.engines.sharded_optimizer import build_sharded_optimizer
+from verl.engines.tensor_forward import TensorForward
+from verl.engines.tensor_parallel import TensorRanks
 from verl.models.weights import named_tensors
 
 
 class FSDP2Engine(ShardedEngine):
-    """See `ShardedEngine`; takes expert_parallel_size, too (neighbours that share the experts of a mixture)."""
+    """See `ShardedEngine`.
+
+    Takes expert_parallel_size (neighbours that share the experts of a mixture) and tensor_parallel_size (neighbours
+    that share the linear maps and the vocabulary, as transformers' plan for the family says), too.
+    """
 
     def _build(self, model: Any, engine: Any, seed: int) -> nn.Module:
         self.num_expert_ranks = engine.expert_parallel_size
@@ -42,14 +52,9 @@ class FSDP2Engine(ShardedEngine):
             "offload_policy": policy,
         }
         units = [unit for _, unit in sharding.unit_modules(model, layout.min_num_params)]
-        self.experts = ExpertRanks.of(self.ranks, self.device, self.num_expert_ranks, layout.mesh)
-        if self.experts is not None:
-            for module in self.experts.cut(model):
-                fully_shard(
-                    module,
-                    reshard_after_forward=layout.reshard_after_forward,
-                    **{**common, "mesh": self.experts.mesh},
-                )
+        self.cuts, groups, mesh = self._deal(model)
+        for group in groups:
+            fully_shard(group, reshard_after_forward=layout.reshard_after_forward, **{**common, "mesh": mesh})
         for unit in units:
             fully_shard(unit, reshard_after_forward=layout.reshard_after_forward, **common)
         # The root's weights are used last and needed first by the backward pass: they stay until then (None).
@@ -58,6 +63,25 @@ class FSDP2Engine(ShardedEngine):
             for this, following in itertools.pairwise(units):
                 this.set_modules_to_forward_prefetch([following])  # type: ignore[operator]  # an FSDPModule by now
         return model.to_empty(device=layout.home)
+
+    def _peers(self, engine: Any) -> Ranks:
+        self.tensor = TensorRanks.of(self.ranks, self.device, engine.tensor_parallel_size, engine)
+        peers = super()._peers(engine)
+        return peers if self.tensor is None else self.tensor.peers
+
+    def _deal(self, model: Any) -> tuple[dict[str, Cut], list[list[nn.Module]], DeviceMesh | None]:
+        """Leave this rank's part of what neighbours share: cuts by name, modules to be sharded, over which ranks."""
+        experts = ExpertRanks.of(self.ranks, self.device, self.num_expert_ranks, self.layout.mesh)
+        if experts is not None:
+            return *experts.cut(model), experts.mesh
+        if self.tensor is not None:
+            return *self.tensor.cut(model, self.unit_names), self.tensor.mesh
+        return {}, [], None
+
+    def _make_forward(self, *args: Any, **kwargs: Any) -> TokenForward:
+        if self.tensor is None:
+            return super()._make_forward(*args, **kwargs)
+        return TensorForward(self.tensor.peers, self.cuts, *args, **kwargs)
 
     def _held(self) -> str:
         pieces = [p for p in self.model.parameters() if isinstance(p, DTensor)]
@@ -89,53 +113,52 @@ class FSDP2Engine(ShardedEngine):
 
         for _, group in itertools.groupby(named_tensors(self.model).items(), key=unit):
             if first_only:
-                saved = {name: self._saved(tensor) for name, tensor in group}
+                saved = {name: self._saved(tensor, name) for name, tensor in group}
                 yield {name: tensor for name, tensor in saved.items() if tensor is not None}
             else:
-                yield {name: self._gathered(tensor) for name, tensor in group}
+                yield {name: self._gathered(tensor, name) for name, tensor in group}
 
     def _write(self, values: Mapping[str, Tensor]) -> None:
         for name, target in named_tensors(self.model).items():
             if name in values:
-                self._put(values[name], target)
+                self._put(values[name], target, name)
 
-    def _gathered(self, tensor: Tensor) -> Tensor:
-        """Whole on every rank."""
-        if self.experts is not None and self.experts.holds(tensor):
-            return self.experts.gathered(cast(DTensor, tensor))
-        return gather(tensor)
+    def _gathered(self, tensor: Tensor, name: str) -> Tensor:
+        """Whole on every rank: a weight, or what is laid out like the weight of this name."""
+        cut = self._cut_of(tensor, name)
+        return gather(tensor) if cut is None else cut.gathered(tensor)
 
-    def _saved(self, tensor: Tensor) -> Tensor | None:
-        if self.experts is not None and self.experts.holds(tensor):
-            whole = self._gathered(tensor)
+    def _cut_of(self, tensor: Tensor, name: str) -> Cut | None:
+        """How a tensor is dealt that belongs to a weight: as the weight is, or it is a number that all ranks have."""
+        return self.cuts.get(name) if isinstance(tensor, DTensor) else None
+
+    def _saved(self, tensor: Tensor, name: str) -> Tensor | None:
+        if self._cut_of(tensor, name) is not None:
+            whole = self._gathered(tensor, name)
             return whole.cpu() if self.is_first else None
         if isinstance(tensor, DTensor):
             return gather_to_first(tensor)
         return tensor.detach().cpu() if self.is_first else None
 
-    def _placed(self, tensor: Tensor, parameter: nn.Parameter, device: torch.device) -> Tensor:
-        if tensor.shape == self._whole_shape(parameter):
+    def _placed(self, tensor: Tensor, name: str, parameter: nn.Parameter, device: torch.device) -> Tensor:
+        cut = self.cuts.get(name)
+        if tensor.shape == (parameter.shape if cut is None else cut.whole_shape(parameter.shape)):
             target = torch.zeros_like(parameter, dtype=tensor.dtype, requires_grad=False)
         else:
             target = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        self._put(tensor, target)
+        self._put(tensor, target, name)
         return target
 
-    def _whole_shape(self, parameter: nn.Parameter) -> torch.Size:
-        if self.experts is not None and self.experts.holds(parameter):
-            return torch.Size([len(parameter) * self.experts.peers.size, *parameter.shape[1:]])
-        return parameter.shape
-
-    def _put(self, whole: Tensor, target: Tensor) -> None:
+    def _put(self, whole: Tensor, target: Tensor, name: str) -> None:
         """Rank 0's values into a tensor that is cut, or that every rank has."""
-        if self.experts is not None and self.experts.holds(target):
-            self.experts.scatter(whole, cast(DTensor, target))
-            return
-        if isinstance(target, DTensor):
+        cut = self._cut_of(target, name)
+        if cut is not None:
+            cut.scatter(whole, cast(DTensor, target))
+        elif isinstance(target, DTensor):
             scatter(whole, target)
-            return
-        with torch.no_grad():
-            target.copy_(self.ranks.broadcast(whole.to(target) if self.is_first else torch.empty_like(target)))
+        else:
+            with torch.no_grad():
+                target.copy_(self.ranks.broadcast(whole.to(target) if self.is_first else torch.empty_like(target)))
 
     def _move_weights(self, to: str) -> None:
         self.model.to(to)

@@ -64,7 +64,7 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[Any, str]) -> tuple[dic
     return tensors, {"class": _class_name(optimizer), "values": values, "groups": groups}
 
 
-def copied(tensor: Tensor, parameter: nn.Parameter, device: torch.device) -> Tensor:
+def copied(tensor: Tensor, name: str, parameter: nn.Parameter, device: torch.device) -> Tensor:
     """A copy of a saved tensor on the device: what an optimizer over whole parameters keeps."""
     return tensor.detach().to(device, copy=True)
 
@@ -74,12 +74,13 @@ def load_optimizer_state(
     names: Mapping[nn.Parameter, str],
     tensors: Mapping[str, Tensor],
     scalars: Mapping[str, Any],
-    place: Callable[[Tensor, nn.Parameter, torch.device], Tensor] = copied,
+    place: Callable[[Tensor, str, nn.Parameter, torch.device], Tensor] = copied,
 ) -> None:
     """Continue from what `optimizer_state` gave, bit for bit.
 
     Args:
-        place: saved tensor, its parameter and a device -> what the optimizer keeps; a sharded backend cuts it.
+        place: saved tensor, name of its parameter, the parameter and a device -> what the optimizer keeps; a sharded
+            backend cuts it.
 
     Raises:
         CheckpointError: it is the state of another optimizer, or of other parameters.
@@ -91,7 +92,7 @@ def load_optimizer_state(
         name, _, key = full_name.rpartition("/")
         parameter = known(by_name, name)
         _check_shape(tensor, parameter)
-        state.setdefault(parameter, {})[key] = place(tensor, parameter, state_device(key, parameter, optimizer))
+        state.setdefault(parameter, {})[key] = place(tensor, name, parameter, state_device(key, parameter, optimizer))
     for name, entries in scalars["values"].items():
         state.setdefault(known(by_name, name), {}).update(entries)
     optimizer.state.clear()

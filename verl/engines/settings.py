@@ -76,6 +76,12 @@ SHARDING_SETTINGS = {
     "use_orig_params": False,
     "use_no_sync_for_gradient_accumulation": False,
 }
+SHARED = {
+    "ulysses_sequence_parallel_size": "sequences",
+    "expert_parallel_size": "experts",
+    "tensor_parallel_size": "linear maps",
+}
+"""What neighbouring processes may share, by the setting of how many do."""
 
 
 def tell_sharding_settings(engine: Any) -> None:
@@ -83,7 +89,7 @@ def tell_sharding_settings(engine: Any) -> None:
     why = "has no effect on the plain engine: use strategy=fsdp2 with several processes"
     for name in (name for name, usual in SHARDING_SETTINGS.items() if engine[name] != usual):
         notice(f"fsdp_config.{name}", why)
-    for name, what in {"ulysses_sequence_parallel_size": "sequences", "expert_parallel_size": "experts"}.items():
+    for name, what in SHARED.items():
         if engine[name] > 1:
             raise ConfigError(
                 f"one process cannot share its {what} with others",

@@ -79,7 +79,7 @@ class ShardedEngine(TorchEngine):
         return distributed.start(device=self.device)
 
     def _build(self, model: Any, engine: Any, seed: int) -> nn.Module:
-        self.peers = sequence_peers(self.ranks, engine.ulysses_sequence_parallel_size)
+        self.peers = self._peers(engine)
         self.sharers = self.peers.size
         mesh = data_parallel_mesh(self.ranks, self.device, engine.fsdp_size)
         self.layout = sharding.Layout.of(engine, mesh, self.device, self.dtype)
@@ -91,7 +91,7 @@ class ShardedEngine(TorchEngine):
             return (skeleton(), skeleton(), whole), None
 
         (cut, self.blueprint, whole), _ = self.ranks.together(load)
-        check_heads(cut.config, self.sharers)
+        check_heads(cut.config, self.num_sequence_ranks)
         self.unit_names = [name for name, _ in sharding.unit_modules(cut, self.layout.min_num_params)]
         if any(not p.requires_grad for p in cut.parameters()):  # FSDP's flat weights are trained as a whole or not
             self.layout = replace(self.layout, original_parameters=True)
@@ -120,14 +120,21 @@ class ShardedEngine(TorchEngine):
         own = torch.nn.utils.get_total_norm(pieces)
         return (self.ranks.sum(own.double().square()) / self.layout.num_copies).sqrt().to(own)
 
-    # ---- sequences that several ranks share --------------------------------------------------------------------
+    # ---- rows that several ranks share -------------------------------------------------------------------------
+
+    def _peers(self, engine: Any) -> Ranks:
+        """The ranks that are handed the same rows as this one."""
+        self.num_sequence_ranks = engine.ulysses_sequence_parallel_size
+        return sequence_peers(self.ranks, self.num_sequence_ranks)
 
     def _make_forward(self, *args: Any, **kwargs: Any) -> TokenForward:
-        return SequenceForward(self.peers, *args, **kwargs) if self.sharers > 1 else TokenForward(*args, **kwargs)
+        if self.num_sequence_ranks > 1:
+            return SequenceForward(self.peers, *args, **kwargs)
+        return TokenForward(*args, **kwargs)
 
     def _budget(self, *args: Any, **kwargs: Any) -> int | None:
         budget = super()._budget(*args, **kwargs)
-        return None if budget is None else budget * self.sharers  # a budget is what one rank computes
+        return None if budget is None else budget * self.num_sequence_ranks  # a budget is what one rank computes
 
     def infer(self, batch: DataProto, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         if self.sharers == 1:

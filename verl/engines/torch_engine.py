@@ -172,7 +172,7 @@ class TorchEngine(Engine):
         """As `optimizer_state`, whole tensors on rank 0 and none elsewhere."""
         assert self.optimizer is not None, "a frozen engine has no optimizer state"
         named, scalars = optimizer_state(self.optimizer, self._parameter_names())
-        saved = {name: self._saved(tensor) for name, tensor in named.items()}
+        saved = {name: self._saved(tensor, name.rpartition("/")[0]) for name, tensor in named.items()}
         return {name: tensor for name, tensor in saved.items() if tensor is not None}, scalars
 
     def _load_optimizer_state(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
@@ -180,13 +180,13 @@ class TorchEngine(Engine):
         assert self.optimizer is not None, "a frozen engine has no optimizer state"
         load_optimizer_state(self.optimizer, self._parameter_names(), tensors, scalars, self._placed)
 
-    def _saved(self, tensor: Tensor) -> Tensor | None:
-        """A whole optimizer tensor on rank 0, None elsewhere."""
+    def _saved(self, tensor: Tensor, name: str) -> Tensor | None:
+        """A whole optimizer tensor of a weight on rank 0, None elsewhere."""
         return tensor
 
-    def _placed(self, tensor: Tensor, parameter: nn.Parameter, device: torch.device) -> Tensor:
-        """A saved optimizer tensor (its values on rank 0) as this rank's optimizer keeps it."""
-        return copied(tensor, parameter, device)
+    def _placed(self, tensor: Tensor, name: str, parameter: nn.Parameter, device: torch.device) -> Tensor:
+        """A saved optimizer tensor (its values on rank 0) of a weight as this rank's optimizer keeps it."""
+        return copied(tensor, name, parameter, device)
 
     def _total_norm(self, grads: list[Tensor]) -> Tensor:
         """L2 norm over all shards."""

@@ -61,8 +61,8 @@ class FusedHead:
             chosen = hidden.flatten(0, -2).index_select(0, positions)
             weight, bias = head_weight(head)
             dtype = _compute_dtype(chosen)
-            statistics = self.function.apply(chosen.to(dtype), weight, bias, labels, shape, wanted)
-            found.update({name: value for name, value in zip(OUTPUTS, statistics) if name in outputs})
+            statistics = self.statistics(chosen.to(dtype), weight, bias, labels, shape, wanted)
+            found.update({name: x for name, x in zip(OUTPUTS, statistics) if name in outputs and x is not None})
             # Sharded engines follow the gradient through what a model returns, so something of it has to go there.
             return chosen[:, :1].unsqueeze(0) * 0.0
 
@@ -71,6 +71,18 @@ class FusedHead:
             yield found
         finally:
             del head.forward
+
+    def statistics(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        shape: Shape,
+        wanted: tuple[bool, bool],
+    ) -> tuple[Tensor | None, ...]:
+        """`OUTPUTS` of (N, H) hidden states; of those that are not wanted anything."""
+        return self.function.apply(hidden, weight, bias, labels, shape, wanted)
 
 
 def head_weight(head: nn.Module) -> tuple[Tensor, Tensor | None]:

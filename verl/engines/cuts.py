@@ -1,0 +1,88 @@
+"""A weight dealt to neighbouring ranks along one of its axes: the experts of a mixture, the columns of a linear map.
+
+Each of P peers keeps one part of it. Ranks that keep the same part shard it among themselves as FSDP2 does with every
+weight, so the tensor that a rank holds is a piece of a part; whole weights are put together here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from verl.distributed import Ranks
+from verl.distributed.shards import gather
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one weight is dealt.
+
+    Args:
+        ranks: all ranks.
+        peers: those that hold the whole weight together, in the order of its parts.
+        mesh: of the ranks that keep the same part as this one.
+        axis: which one is cut.
+        length: of that axis in the whole weight.
+        blocks: weights that lie one behind the other along the axis, each of which is dealt for itself (the gate and
+            the input projection of a fused layer).
+    """
+
+    ranks: Ranks
+    peers: Ranks
+    mesh: DeviceMesh
+    axis: int
+    length: int
+    blocks: int = 1
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Where this rank's part begins and ends, of a weight of one block."""
+        return self._bounds(self.peers.rank)
+
+    def _bounds(self, holder: int) -> tuple[int, int]:
+        block = self.length // self.blocks
+        rows = -(-block // self.peers.size)
+        return min(block, holder * rows), min(block, (holder + 1) * rows)
+
+    def part(self, whole: Tensor, holder: int) -> Tensor:
+        """What a peer keeps of a whole weight."""
+        start, end = self._bounds(holder)
+        found = [block.narrow(self.axis, start, end - start) for block in whole.chunk(self.blocks, self.axis)]
+        return torch.cat(found, self.axis) if self.blocks > 1 else found[0]
+
+    def own(self, whole: nn.Parameter) -> nn.Parameter:
+        """This rank's part as a parameter of its own."""
+        return nn.Parameter(self.part(whole.detach(), self.peers.rank).clone(), requires_grad=whole.requires_grad)
+
+    def whole_shape(self, part: torch.Size) -> torch.Size:
+        return torch.Size([*part[: self.axis], self.length, *part[self.axis + 1 :]])
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """The whole weight on every rank. Collective."""
+        own = gather(tensor)
+        widths = [end - start for start, end in map(self._bounds, range(self.peers.size))]
+        missing = widths[0] * self.blocks - own.shape[self.axis]  # the first part is never smaller than others
+        if missing:
+            own = F.pad(own, (0, 0) * (own.dim() - 1 - self.axis) + (0, missing))
+        parts = [part.chunk(self.blocks, self.axis) for part in self.peers.gather(own.contiguous())]
+        blocks = zip(*parts)
+        return torch.cat([p.narrow(self.axis, 0, w) for block in blocks for p, w in zip(block, widths)], self.axis)
+
+    def scatter(self, whole: Tensor, target: DTensor) -> None:
+        """Fill a tensor from the whole one on rank 0; elsewhere only the shape of ``whole`` counts. Collective."""
+        local = target.to_local()
+        for holder in range(self.peers.size):
+            given = self.part(whole, holder)
+            part = torch.empty(given.shape, dtype=target.dtype, device=local.device)
+            if self.ranks.is_first:
+                part.copy_(given)
+            self.ranks.broadcast(part)
+            if holder == self.peers.rank:
+                start = self.mesh.get_local_rank() * -(-len(part) // self.mesh.size())
+                with torch.no_grad():
+                    local.copy_(part[start : start + len(local)])
