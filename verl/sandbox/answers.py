@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.sandbox.limits import CallCase, Limits, StdinCase
-from verl.sandbox.outcome import Outcome, Status
+from verl.sandbox.outcome import Outcome, Status, exit_detail
 
 _CPU_SLACK = 0.9
 
@@ -60,7 +60,7 @@ def _status(answer: Mapping[str, Any], limits: Limits, reports: list[dict[str, A
         return "ok", ""
     if any(report.get("memory") is True for report in reports):
         return "memory", f"it ran out of its {limits.memory_mb} MB of memory"
-    return "error", f"ended with exit code {code}"
+    return "error", exit_detail(code)
 
 
 def _reports(text: str) -> list[dict[str, Any]]:

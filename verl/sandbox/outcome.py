@@ -43,7 +43,7 @@ class Outcome:
     def describe(self) -> str:
         """The text that a model is shown: what was printed, and what went wrong, if anything."""
         parts = [self.stdout, self.stderr]
-        if (self.detail and self.status != "error") or (self.status == "error" and not self.stderr):
+        if not (self.stderr and self.detail == exit_detail(self.exit_code)):  # the traceback says it better
             parts.append(self.detail)
         return "\n".join(part.rstrip("\n") for part in parts if part)
 
@@ -58,3 +58,8 @@ class CaseResult:
     @property
     def passed(self) -> bool:
         return self.verdict == "passed"
+
+
+def exit_detail(code: int | None) -> str:
+    """The sentence on a program that ended with this exit code."""
+    return f"ended with exit code {code}"

@@ -68,7 +68,7 @@ class RemoteSandbox:
         compare: Compare | None = None,
         stop_at_failure: bool = False,
     ) -> list[CaseResult]:
-        """As `Pool.run_cases`, one request per case. Raises SandboxError for a `CallCase`, which services do not know."""
+        """As `Pool.run_cases`, one request per case. Raises SandboxError for a `CallCase`, which is unknown there."""
         results = []
         for case in cases:
             if isinstance(case, CallCase):

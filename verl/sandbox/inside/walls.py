@@ -98,7 +98,7 @@ def enter_program(walls: Walls, limits: Mapping[str, Any], proc: int | None, fol
         devices = [path for path in root.DEVICES if os.path.exists(path)]
         landlock.restrict([path for path in walls.paths if not os.path.islink(path)], [folder], devices)
     if walls.has("seccomp"):
-        seccomp.install(seccomp.build(proc is not None, os.getpid()))
+        seccomp.install(seccomp.build(None if proc is not None else os.getpid()))
 
 
 def address_space() -> int:

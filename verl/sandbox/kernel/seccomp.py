@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import os
 import platform
 import struct
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from verl.sandbox.kernel import calls
 from verl.sandbox.kernel.numbers import ARCHITECTURES, NUMBERS
@@ -56,8 +56,9 @@ class _Program:
         return b"".join(struct.pack("=HBBI", *one) for one in self.code)
 
 
-def build(forks: bool, pid: int) -> bytes:
-    """The filter for this machine. Without ``forks`` a program cannot start processes, and signals only ``pid``.
+@lru_cache(maxsize=1)
+def build(pid: int | None = None) -> bytes:
+    """The filter for this machine. With ``pid``, a program cannot start processes, and can signal only this one.
 
     Raises OSError where the numbers of this machine are unknown.
     """
@@ -72,7 +73,7 @@ def build(forks: bool, pid: int) -> bytes:
     program.add(_LOAD, _SYSCALL)
     program.add(_JGE, _X32_BIT, 0, 1)
     program.answer(_ERRNO | errno.ENOSYS)
-    special = _special_rules(numbers, forks, pid)
+    special = _special_rules(numbers, pid)
     for number, rule in special.items():
         program.when(number, rule)
     plain = [number for number in numbers.values() if number not in special]
@@ -91,12 +92,12 @@ def install(program: bytes) -> None:
 
 def is_offered() -> None:
     """Raises OSError where the kernel has no filters or the machine is not listed."""
-    build(True, os.getpid())
+    build()
     result = ctypes.create_string_buffer(struct.pack("=I", _ALLOW))
     calls.syscall("seccomp", _SECCOMP[platform.machine()], 2, 0, result)
 
 
-def _special_rules(numbers: dict[str, int], forks: bool, pid: int) -> dict[int, list[tuple[int, int, int, int]]]:
+def _special_rules(numbers: dict[str, int], pid: int | None) -> dict[int, list[tuple[int, int, int, int]]]:
     """Rules of the calls whose arguments decide, by number."""
     allow, deny = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERRNO | errno.EPERM)
     missing = (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)
@@ -109,7 +110,7 @@ def _special_rules(numbers: dict[str, int], forks: bool, pid: int) -> dict[int, 
         numbers["ioctl"]: [second, *_any_of(_IOCTLS), deny],
         numbers["prlimit64"]: [first, (_JEQ, 0, 1, 0), allow, deny],
     }
-    if not forks:
+    if pid is not None:
         rules[numbers["clone"]] = [
             first,
             (_JSET, 1, 0, _CLONE_THREAD),
