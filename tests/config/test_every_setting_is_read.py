@@ -38,7 +38,7 @@ READ_ELSEWHERE = {
     "trainer.ray_wait_register_center_timeout",
     # Only a reward model on a server has one: tests/trainer/ppo/test_reward_model.py.
     "reward.reward_model.rollout.server.url",
-    # Only rows whose answers are programs are scored there: tests/rewards/test_sandbox_fusion.py.
+    # Only rows whose answers are programs are scored there: tests/rewards/test_programs.py.
     *(f"reward.sandbox_fusion.{name}" for name in ("url", "max_concurrent", "memory_limit_mb")),
     # They stand for those of fsdp_config, which follow them.
     "actor_rollout_ref.actor.entropy_checkpointing",

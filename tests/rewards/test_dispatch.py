@@ -18,7 +18,7 @@ from verl.rewards.dispatch import (
     known_data_sources,
     waits,
 )
-from verl.rewards.execution import Outcome
+from verl.sandbox import Outcome
 
 SOURCES = [*SCORERS, "aime2024", "searchR1_nq"]
 QUICK = [source for source in SOURCES if not waits(source)]
@@ -60,8 +60,8 @@ def test_the_numina_family_compares_formulas(source):
 @pytest.mark.parametrize("source", ["codecontests", "apps", "codeforces", "taco"])
 def test_programs_are_scored_by_whoever_runs_them(source, monkeypatch):
     class Echo:
-        def run(self, program):
-            return Outcome("finished", program.stdin)
+        def run(self, code, stdin, seconds):
+            return Outcome("ok", stdin)
 
     asked = []
     monkeypatch.setattr(dispatch, "code_runner", lambda *given: asked.append(given) or Echo())

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from tests.rewards.hostile import answers
-from verl.rewards.execution import Outcome
 from verl.rewards.scorers import code, geo3k, gsm8k, math_boxed, math_dapo, numina, search_qa, symbolic
 from verl.rewards.scorers.text import text_of
+from verl.sandbox import Outcome
 
 TELLING = (
     "exec",
@@ -36,8 +36,8 @@ MOST_MEMORY = 200 << 20
 class Refuses:
     """Stands for a sandbox: it is shown the program and runs nothing."""
 
-    def run(self, program):
-        return Outcome("failed")
+    def run(self, code, stdin, seconds):
+        return Outcome("error")
 
 
 TESTS = {"inputs": ["1"], "outputs": ["18"]}

@@ -8,9 +8,7 @@ from typing import Any
 
 from verl.errors import RewardError, suggest
 from verl.metrics import notice
-from verl.rewards.execution import CodeRunner
-from verl.rewards.local_sandbox import LocalSandbox
-from verl.rewards.sandbox_fusion import SandboxFusion
+from verl.rewards.programs import code_runner
 from verl.rewards.scorers import code, geo3k, gsm8k, math_boxed, math_dapo, numina, search_qa
 
 BuiltinScorer = Callable[..., "float | dict[str, Any]"]
@@ -129,15 +127,6 @@ def _known(data_source: str) -> BuiltinScorer | None:
     if scorer is None:
         scorer = next((one for prefix, one in PREFIXES.items() if data_source.startswith(prefix)), None)
     return scorer
-
-
-def code_runner(
-    url: str | None, max_concurrent: int = 64, memory_limit_mb: int | None = None, places: Any = None
-) -> CodeRunner:
-    """What runs programs: the service at ``url``, else the sandbox of this machine."""
-    if url:
-        return SandboxFusion(url, max_concurrent, memory_limit_mb or 1024, places)
-    return LocalSandbox(memory_limit_mb)
 
 
 def _options_of(scorer: BuiltinScorer, kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from typing import Any
 from verl.errors import ConfigError, suggest
 from verl.metrics import notice
 from verl.registry import REWARD_MANAGERS
-from verl.rewards.dispatch import check_data_sources, code_runner, default_compute_score, runs_programs
+from verl.rewards.dispatch import check_data_sources, default_compute_score, runs_programs
 from verl.rewards.function import RewardFunction, find_reward_function, load_reward_function
+from verl.rewards.programs import code_runner
 from verl.rewards.scoring import Limits
 from verl.rewards.user_file import load_user_code
 

@@ -10,28 +10,25 @@ import numpy as np
 import pytest
 
 from verl.errors import DataError
-from verl.rewards.execution import Outcome, Program
 from verl.rewards.scorers.code import compute_score, extract_code, read_tests, same_output
+from verl.sandbox import Outcome
 
 
 class Python:
     """Runs the trusted programs of these tests in a plain process."""
 
     def __init__(self):
-        self.programs: list[Program] = []
+        self.programs: list[tuple[str, str]] = []
 
-    def run(self, program: Program) -> Outcome:
-        self.programs.append(program)
+    def run(self, code: str, stdin: str, seconds: float) -> Outcome:
+        self.programs.append((code, stdin))
         try:
             done = subprocess.run(
-                [sys.executable, "-c", program.code], input=program.stdin, capture_output=True, text=True,
-                timeout=min(program.seconds, 5), check=False,
-            )  # fmt: skip
+                [sys.executable, "-c", code], input=stdin, capture_output=True, text=True, timeout=seconds, check=False
+            )
         except subprocess.TimeoutExpired:
             return Outcome("timeout")
-        broken = "SyntaxError" in done.stderr
-        status = "not compiled" if broken else "finished" if done.returncode == 0 else "failed"
-        return Outcome(status, done.stdout, done.stderr)
+        return Outcome("ok" if done.returncode == 0 else "error", done.stdout, done.stderr)
 
 
 class Canned:
@@ -41,7 +38,7 @@ class Canned:
         self.outcomes = list(outcomes)
         self.asked = 0
 
-    def run(self, program: Program) -> Outcome:
+    def run(self, code: str, stdin: str, seconds: float) -> Outcome:
         self.asked += 1
         return self.outcomes.pop(0)
 
@@ -51,7 +48,7 @@ GOOD = "Here:\n```python\nprint(int(input()) ** 2)\n```\nDone."
 
 
 def ok(*texts: str) -> list[Outcome]:
-    return [Outcome("finished", text) for text in texts]
+    return [Outcome("ok", text) for text in texts]
 
 
 @pytest.mark.parametrize(
@@ -79,8 +76,8 @@ def test_a_program_that_reads_and_prints_is_run_on_every_test():
         "tests": 2,
         "pred": "passed",
     }
-    assert [program.stdin for program in python.programs] == ["2\n", "3\n"]
-    assert "4" not in python.programs[0].stdin and "outputs" not in python.programs[0].code
+    assert [stdin for _, stdin in python.programs] == ["2\n", "3\n"]
+    assert not any("outputs" in code for code, _ in python.programs)
 
 
 @pytest.mark.parametrize(
@@ -106,11 +103,11 @@ def test_a_function_is_called_with_the_arguments_of_the_test(code, arguments, ex
     ("code", "pred"),
     [
         ("def add(a, b):\n    return a - b", "wrong"),
-        ("def other(a, b):\n    return 3", "failed"),
+        ("def other(a, b):\n    return 3", "error"),
         ("def add(a, b:\n    return 3", "not compiled"),
         ("import sys\nsys.exit(0)", "wrong"),
         ("print('<0123456789abcdef>3')\nimport os\nos._exit(0)", "wrong"),
-        ("def add(a, b):\n    raise ValueError", "failed"),
+        ("def add(a, b):\n    raise ValueError", "error"),
     ],
 )
 def test_a_function_that_is_wrong_or_leaves_early_gets_nothing(code, pred):
@@ -132,7 +129,7 @@ def test_partial_credit_is_the_share_of_the_first_ten_tests():
 
 
 def test_a_program_that_does_not_compile_is_not_run_again():
-    runner = Canned(Outcome("not compiled"))
+    runner = Canned(Outcome("error", detail="it does not compile"))
     found = compute_score("x", SQUARES, runner, continuous=True)
     assert (found["score"], found["pred"], runner.asked) == (0.0, "not compiled", 1)
 

@@ -1,6 +1,6 @@
 r"""Programs against tests: APPS [2105.09938], TACO, CodeContests, Codeforces, by ``stdin`` or by calling a function.
 
-The program is what the last fence of the answer holds. It runs elsewhere (`verl.rewards.execution`), once per test; the
+The program is what the last fence of the answer holds. It runs elsewhere (`verl.rewards.programs`), once per test; the
 outputs that are expected never leave this process, so that a program can only pass by computing them.
 """
 
@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.errors import DataError
-from verl.rewards.execution import CodeRunner, Outcome, Program
+from verl.rewards.programs import CodeRunner, does_not_compile
+from verl.sandbox import Outcome
 
 SECONDS = 5.0
 MOST_SECONDS = 25.0
@@ -84,7 +85,7 @@ def compute_score(
 
     Raises:
         DataError: the ground truth holds no tests.
-        RewardError: the runner failed; the sample has no score.
+        SandboxError: no program could be run; the sample has no score.
     """
     problem = read_tests(ground_truth)
     code = extract_code(solution_str)
@@ -155,14 +156,16 @@ def _try(code: str, test: Test, name: str | None, runner: CodeRunner, seconds: f
     """Whether the program passes one test, and what is to be said if not."""
     if name is None:
         text = "\n".join(map(str, test.given)) if isinstance(test.given, list) else str(test.given)
-        outcome = runner.run(Program(IMPORTS + code, text, seconds))
-        right = outcome.status == "finished" and same_output(outcome.stdout, _text(test.expected))
+        outcome = runner.run(IMPORTS + code, text, seconds)
+        right = outcome.ok and same_output(outcome.stdout, _text(test.expected))
     else:
         mark = f"<{secrets.token_hex(8)}>"
         call = {"name": name, "arguments": _arguments(test.given), "mark": mark}
-        outcome = runner.run(Program(IMPORTS + code + CALL, json.dumps(call), seconds))
-        right = outcome.status == "finished" and _returned(outcome, mark, test.expected)
-    return right, "passed" if right else ("wrong" if outcome.status == "finished" else outcome.status)
+        outcome = runner.run(IMPORTS + code + CALL, json.dumps(call), seconds)
+        right = outcome.ok and _returned(outcome, mark, test.expected)
+    if right:
+        return True, "passed"
+    return False, "wrong" if outcome.ok else "not compiled" if does_not_compile(outcome) else outcome.status
 
 
 def _arguments(given: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The client of a service that runs programs, against a small real server on this machine."""
+"""Programs of models: at a service (a small real server on this machine) and in the sandbox of this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.rewards.files import Letters, batch
 from verl.config import PPOTrainerConfig, record_reads, replace
-from verl.errors import ConfigError, RewardError
+from verl.errors import SandboxError
 from verl.rewards import (
     Limits,
     RewardFunction,
@@ -20,10 +20,9 @@ from verl.rewards import (
     check_reward_data,
     default_compute_score,
     load_reward_manager,
-    sandbox_fusion,
 )
-from verl.rewards.execution import Outcome, Program
-from verl.rewards.sandbox_fusion import SandboxFusion
+from verl.rewards.programs import Sandbox, code_runner, does_not_compile
+from verl.sandbox import service as http_service
 
 
 def answer(status: str = "Success", ran: str = "Finished", code: int = 0, stdout: str = "", **more) -> dict:
@@ -74,7 +73,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def service(monkeypatch):
-    monkeypatch.setattr(sandbox_fusion, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(http_service, "FIRST_PAUSE", 0.01)
     server = Service()
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     yield server
@@ -83,7 +82,7 @@ def service(monkeypatch):
 
 
 def test_a_program_is_sent_with_its_input_and_limits(service):
-    assert SandboxFusion(service.url, 4, 256).run(Program("double", "21", 3.0)) == Outcome("finished", "2121")
+    assert code_runner(service.url, 4, 256).run("double", "21", 3.0).stdout == "2121"
     (asked,) = service.asked
     assert asked == {
         "path": "/run_code", "code": "double", "language": "python", "stdin": "21", "compile_timeout": 10.0,
@@ -91,70 +90,52 @@ def test_a_program_is_sent_with_its_input_and_limits(service):
     }  # fmt: skip
 
 
-def test_the_path_may_be_part_of_the_address(service):
-    SandboxFusion(f"{service.url}/v1/run").run(Program("x"))
-    assert service.asked[0]["path"] == "/v1/run"
-
-
 @pytest.mark.parametrize(
     ("said", "status"),
     [
-        (answer("Failed", "Error", 1), "failed"),
+        (answer("Failed", "Error", 1), "error"),
         (answer("Failed", "TimeLimitExceeded", None), "timeout"),
-        (answer("Success", "Finished", 3), "failed"),
+        (answer("Success", "Finished", 3), "error"),
         (answer("Failed", compile_result={"status": "Error", "return_code": 1, "stderr": "bad"}), "not compiled"),
     ],
 )
 def test_what_became_of_a_program_is_told(service, said, status):
     service.queue.append((200, said))
-    assert SandboxFusion(service.url).run(Program("x")).status == status
+    found = code_runner(service.url).run("x", "", 1.0)
+    assert ("not compiled" if does_not_compile(found) else found.status) == status
 
 
-@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
-def test_a_busy_service_is_asked_again(service, status):
-    service.queue += [(status, {}), (status, {})]
-    assert SandboxFusion(service.url).run(Program("x", "1")).stdout == "1"
+def test_a_busy_service_is_asked_again(service):
+    service.queue += [(503, {}), (429, {})]
+    assert code_runner(service.url).run("x", "1", 1.0).stdout == "1"
     assert len(service.asked) == 3
 
 
 @pytest.mark.parametrize(
-    ("queue", "tries", "said"),
-    [
-        ([(503, {})] * 3, 3, "status 503"),
-        ([(404, {})], 1, "status 404"),
-        ([(200, b"no json")] * 3, 3, "JSONDecodeError"),
-        ([(200, {"status": "SandboxError", "message": "no room"})], 1, "no room"),
-        ([(200, [1])], 1, "failed"),
-    ],
+    "queue",
+    [[(503, {})] * 3, [(404, {})], [(200, b"no json")] * 3, [(200, {"status": "SandboxError"})], [(200, [1])]],
+    ids=["busy", "not there", "no json", "its own fault", "a list"],
 )
-def test_a_service_that_fails_is_an_error_of_the_service_not_of_the_program(service, queue, tries, said):
+def test_a_service_that_fails_is_an_error_of_the_service_not_of_the_program(service, queue):
     service.queue += queue
-    with pytest.raises(RewardError, match=said):
-        SandboxFusion(service.url).run(Program("x"))
-    assert len(service.asked) == tries
+    with pytest.raises(SandboxError):
+        code_runner(service.url).run("x", "", 1.0)
+    assert len(service.asked) == len(queue)
 
 
-def test_a_service_that_is_not_there_is_told(monkeypatch):
-    monkeypatch.setattr(sandbox_fusion, "FIRST_PAUSE", 0.01)
-    with pytest.raises(RewardError, match=r"reward\.sandbox_fusion\.url.*gave no result"):
-        SandboxFusion("http://127.0.0.1:9").run(Program("x"))
-
-
-@pytest.mark.parametrize("url", ["localhost:8080", "ftp://host", "http://", ""])
-def test_what_is_no_address_is_refused(url):
-    with pytest.raises(ConfigError, match=r"reward\.sandbox_fusion\.url"):
-        SandboxFusion(url)
-
-
-def test_no_more_programs_than_allowed_run_at_once(service):
+def test_all_that_name_a_service_share_its_places(service):
     service.pause = 0.05
-    runner = SandboxFusion(service.url, max_concurrent=3)
-    threads = [threading.Thread(target=runner.run, args=(Program("x", str(i)),)) for i in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert service.most_at_once == 3 and len(service.asked) == 12
+    own = threading.BoundedSemaphore(1)
+    for places, most in ((None, 3), (own, 1)):
+        service.most_at_once = 0
+        runners = [code_runner(service.url, 3, None, places) for _ in range(12)]
+        threads = [threading.Thread(target=runner.run, args=("x", "", 1.0)) for runner in runners]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert service.most_at_once == most
+    assert len(service.asked) == 24
 
 
 def test_programs_of_a_batch_are_scored_through_the_service(service):
@@ -193,8 +174,76 @@ def test_a_run_sends_programs_to_the_service_that_its_settings_name(service, man
 
 
 def test_a_run_whose_service_does_not_answer_is_refused_before_it_begins(monkeypatch):
-    monkeypatch.setattr(sandbox_fusion, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(http_service, "FIRST_PAUSE", 0.01)
     config = replace(PPOTrainerConfig(), **{"reward.sandbox_fusion.url": "http://127.0.0.1:9"})
     check_reward_data(config, ["openai/gsm8k"])
-    with pytest.raises(RewardError, match="gave no result"):
+    with pytest.raises(SandboxError, match=r"reward\.sandbox_fusion\.url.*gave no answer"):
         check_reward_data(config, ["openai/gsm8k", "apps"])
+
+
+SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+CALLS = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    made = code_runner(memory_limit_mb=256)
+    made.check()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("print(sum(map(int, input().split())))", "ok"),
+        ("def f(:", "not compiled"),
+        ("exec('1 2')", "error"),
+        ("1 / 0", "error"),
+        ("while True: pass", "timeout"),
+        ("x = bytearray(1 << 31)", "memory"),
+        ("import socket; socket.create_connection(('127.0.0.1', 80))", "error"),
+        ("print('x' * (4 << 20))", "output"),
+    ],
+)
+def test_what_became_of_a_program_here_is_told(sandbox, code, status):
+    found = sandbox.run(code, "1 2", 2.0)
+    assert ("not compiled" if does_not_compile(found) else found.status) == status
+
+
+GOOD = "print(sum(map(int, input().split())))"
+FORGED = """
+import os, sys, gc, inspect
+for name in ("/proc/self/environ", "/proc/1/cmdline", "/tmp/expected"):
+    try:
+        print(open(name).read())
+    except OSError:
+        pass
+print("passed", "score", 1.0)
+os._exit(0)
+"""
+ADD = "def add(a, b):\n    return a + b"
+EXITS = "def add(a, b):\n    raise SystemExit(0)"
+ANSWERS = [
+    (GOOD, SUMS, 1.0),
+    ("print(3)", SUMS, 0.5),
+    (FORGED, SUMS, 0.0),
+    (ADD, CALLS, 1.0),
+    (FORGED, CALLS, 0.0),
+    (EXITS, CALLS, 0.0),
+    ("", CALLS, 0.0),
+]
+
+
+def test_answers_of_a_batch_are_scored_side_by_side(sandbox):
+    scorer = Scorer(RewardFunction.of(default_compute_score, {"memory_limit_mb": 256}), Limits(timeout=25))
+    results = scorer.score([RewardSample("apps", f"```python\n{code}\n```", tests) for code, tests, _ in ANSWERS])
+    assert [result.score for result in results] == [score for *_, score in ANSWERS]
+    scorer.close()
+
+
+def test_a_run_with_programs_starts_the_sandbox_before_anything_else(sandbox, monkeypatch):
+    checked = []
+    monkeypatch.setattr(Sandbox, "check", lambda self: checked.append(self))
+    check_reward_data({"reward": {"sandbox_fusion": {"memory_limit_mb": 77}}}, ["openai/gsm8k"])
+    check_reward_data({"reward": {"sandbox_fusion": {"memory_limit_mb": 77}}}, ["openai/gsm8k", "taco"])
+    assert len(checked) == 1
