@@ -4,8 +4,8 @@
 
 Group estimators are timed beside the straightforward loop over rows that computes the same numbers. Losses and GAE are
 bound by memory: each input has to be read and each result to be written once ("compulsory bytes"), and the share is
-those bytes per second over what a plain copy between two warm tensors moves, measured right before in the same run.
-A loss is timed with its gradient, into a buffer that is already there; GAE likewise. Everything is the best of
+those bytes per second over what a plain copy between two warm tensors moves that no cache holds, measured in turns with
+it. A loss is timed with its gradient, into a buffer that is already there; GAE likewise. Everything is the best of
 ``--repeat`` runs. ``--peer-python`` is the interpreter of an environment with upstream's package: its functions of the
 same names are timed on the same batch.
 """
@@ -37,6 +37,7 @@ from verl.metrics import reset_notices
 from verl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 
 GROUP = 8
+COPIED = 256 << 20  # bytes, several times the last cache of any processor of one socket
 LOSS_SHARE, GAE_SHARE, SPEEDUP = 0.25, 0.10, 10.0
 LOSS_CONFIG = SimpleNamespace(
     clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0, tau_pos=1.0, tau_neg=1.05,
@@ -154,16 +155,17 @@ def bench_groups(batch: dict[str, Any], repeat: int, peer: dict[str, float]) -> 
     return table
 
 
-def copy_bandwidth(a: Tensor, b: Tensor, repeat: int) -> float:
-    """Bytes per second that a copy between two warm tensors reads and writes."""
-    return 2 * a.nbytes / best(lambda: b.copy_(a), repeat)
+def in_turns(functions: tuple[Callable[[], Any], ...], repeat: int) -> list[float]:
+    """The shortest of several runs of each, in seconds; they take turns, so that a busy machine meets them alike."""
+    rounds = [[best(function, 1) for function in functions] for _ in range(repeat)]
+    return [min(seconds) for seconds in zip(*rounds)]
 
 
 def run_loss(loss: PolicyLoss, inputs: Inputs, norm: LossNorm, slope: Tensor) -> None:
     """Value and gradient of a loss, the gradient into ``slope``."""
     mode = loss.forced_agg_mode or "token-mean"
-    chosen = None if loss.select is None else loss.select(inputs, LOSS_CONFIG)
-    evaluate(loss.terms, inputs, LOSS_CONFIG, mode, norm, slope, chosen, loss.own_weights)
+    survey = None if loss.survey is None else loss.survey(inputs, LOSS_CONFIG)
+    evaluate(loss.terms, inputs, LOSS_CONFIG, mode, norm, slope, survey, loss.own_weights)
 
 
 def bench_memory(batch: dict[str, Any], repeat: int) -> list[dict[str, Any]]:
@@ -181,10 +183,10 @@ def bench_memory(batch: dict[str, Any], repeat: int) -> list[dict[str, Any]]:
         loss = POLICY_LOSSES.get(name)
         if isinstance(loss, PolicyLoss):
             runs[f"loss {name}"] = (partial(run_loss, loss, inputs, norm, slope), touched, LOSS_SHARE)
-    table = []
+    table, source, target = [], torch.zeros(COPIED // 4), torch.zeros(COPIED // 4)
     for name, (run, num_bytes, wanted) in runs.items():
-        bandwidth = copy_bandwidth(rewards, out[1], repeat)
-        seconds = best(run, repeat)
+        copying, seconds = in_turns((lambda: target.copy_(source), run), repeat)
+        bandwidth = 2 * COPIED / copying
         share = num_bytes / seconds / bandwidth
         table.append({"name": name, "seconds": seconds, "bytes": num_bytes, "GB/s of a copy": bandwidth / 1e9,
                       "share": share, "wanted": wanted})  # fmt: skip

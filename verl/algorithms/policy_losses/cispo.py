@@ -17,13 +17,12 @@ def cispo(block: Block, config: Any) -> Terms:
     With r the ratio::
 
         c = clip(r, 1 - low, 1 + high)
-        x = -c A log_prob
+        x = -c A log_prob                 c is constant
         dx / dlog_prob = -c A
 
     Settings: clip_ratio_low (the paper has no lower clip: 1 or more) and clip_ratio_high, both offsets from 1.
     """
-    clip, ratio = Clip.of(config), block.ratio()
+    clip, ratio = Clip.of(config), block.into_ratio()
     weight = ratio.clamp(1 - clip.low, 1 + clip.high)
     num_clipped = torch.ne(weight, ratio, out=ratio).sum()
-    slope = weight.mul_(block.advantages).neg_()
-    return Terms(slope * block.log_prob, slope, {"pg_clipfrac": num_clipped})
+    return Terms(None, weight.mul_(block.advantages).neg_(), {"pg_clipfrac": num_clipped})

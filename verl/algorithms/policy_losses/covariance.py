@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.blocks import cleaned, float_mask, row_blocks
+from verl.algorithms.blocks import cleaned, float_mask, inner_product, positions_from, row_blocks
 from verl.algorithms.policy_losses.clip import Clip
-from verl.algorithms.policy_losses.kernel import Block, Inputs, Terms, policy_loss
+from verl.algorithms.policy_losses.kernel import Block, Changes, Inputs, Terms, policy_loss
 
 
 def num_picked(ratio: float, num_valid: int) -> int:
@@ -26,8 +26,8 @@ def token_means(inputs: Inputs) -> tuple[Tensor, Tensor, int]:
     sums = []
     for rows in row_blocks(inputs.log_prob):
         mask = float_mask(inputs.response_mask[rows], inputs.dtype)
-        parts = (cleaned(x[rows].to(inputs.dtype), mask) for x in (inputs.advantages, inputs.log_prob))
-        sums.append(torch.stack([*(part.sum() for part in parts), mask.sum()]))
+        parts = (inner_product(x[rows].to(inputs.dtype), mask) for x in (inputs.advantages, inputs.log_prob))
+        sums.append(torch.stack([*parts, mask.sum()]))
     if not sums:
         return torch.zeros(()), torch.zeros(()), 0
     advantage, log_prob, count = torch.stack(sums).double().sum(dim=0)
@@ -37,34 +37,37 @@ def token_means(inputs: Inputs) -> tuple[Tensor, Tensor, int]:
 def covariance(block: Block, mean_advantage: Tensor, mean_log_prob: Tensor) -> Tensor:
     """(b, T) C of every token; outside the mask it is meaningless."""
     left = block.advantages - mean_advantage.to(block.advantages.dtype)
-    return left.mul_(block.log_prob - mean_log_prob.to(left.dtype))
+    return left.mul_(block.uncleaned[0] - mean_log_prob.to(left.dtype))
 
 
-def candidates_of_clip_cov(inputs: Inputs, config: Any) -> Tensor:
-    """A random share of the tokens with lb < C < ub that PPO's clip leaves alone.
+def joined(parts: list[Changes]) -> Changes:
+    """The changes of several blocks as one."""
+    return Changes(*(torch.cat(tensors) for tensors in zip(*parts)))
+
+
+class RandomShare:
+    """The tokens that clip_cov leaves out: a random share of those that its blocks propose.
 
     They are drawn without replacement from torch's generator, whose state a checkpoint holds.
     """
-    settings, clip = None if config is None else config.policy_loss, Clip.of(config)
-    ratio, low, high = (
-        (2e-4, 1.0, 5.0) if settings is None else (settings.clip_cov_ratio, settings.clip_cov_lb, settings.clip_cov_ub)
-    )
-    *means, num_valid = token_means(inputs)
-    found = []
-    for rows in row_blocks(inputs.log_prob):
-        block = inputs.block(rows)
-        cov = covariance(block, *means)
-        inside = torch.gt(cov, low, out=torch.empty_like(cov)).mul_(block.mask).mul_(cov.lt_(high))
-        cost, ratios = -block.advantages, block.ratio()
-        clipped = ratios.clamp(1 - clip.low, 1 + clip.high).mul_(cost)
-        inside.mul_(clipped.le_(ratios.mul_(cost)))
-        found.append(inside.flatten().nonzero()[:, 0] + rows.start * inputs.log_prob.shape[1])
-    every = torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
-    picked = torch.randperm(len(every))[: num_picked(ratio, num_valid)].to(every.device)
-    return every[picked].sort().values
+
+    def __init__(self, inputs: Inputs, config: Any):
+        *self.means, num_valid = token_means(inputs)
+        self.wanted = num_picked(2e-4 if config is None else config.policy_loss.clip_cov_ratio, num_valid)
+        self.parts: list[Changes] = []
+
+    def collect(self, changes: Changes) -> None:
+        self.parts.append(changes)
+
+    def chosen(self) -> tuple[Changes | None, dict[str, float]]:
+        if not self.parts:
+            return None, {}
+        every = joined(self.parts)
+        picked = torch.randperm(len(every.where))[: self.wanted].to(every.where.device).sort().values
+        return Changes(*(tensor[picked] for tensor in every)), {"pg_clipfrac": float(len(picked))}
 
 
-@policy_loss(select=candidates_of_clip_cov)
+@policy_loss(survey=RandomShare)
 def clip_cov(block: Block, config: Any) -> Terms:
     """PPO's clip (no dual clip), with a random share of the tokens of high covariance taken out.
 
@@ -73,39 +76,51 @@ def clip_cov(block: Block, config: Any) -> Terms:
         x = max(-A r, -A clip(r, 1 - low, 1 + high)),     0 for the chosen tokens
         dx / dlog_prob = -A r      where the clip does not hold and the token is not chosen, else 0
 
-    ``pg_clipfrac`` is the share of chosen tokens. Settings: policy_loss.clip_cov_ratio (the share), clip_cov_lb,
-    clip_cov_ub, clip_ratio_low, clip_ratio_high.
+    Chosen is a share of the tokens with lb < C < ub that the clip leaves alone; ``pg_clipfrac`` is how many of all
+    tokens they are. Settings: policy_loss.clip_cov_ratio (the share), clip_cov_lb, clip_cov_ub, clip_ratio_low,
+    clip_ratio_high.
     """
-    clip, cost, ratio = Clip.of(config), -block.advantages, block.ratio()
+    lb, ub = (1.0, 5.0) if config is None else (config.policy_loss.clip_cov_lb, config.policy_loss.clip_cov_ub)
+    cov = covariance(block, *block.survey.means)
+    clip, cost, ratio = Clip.of(config), block.advantages.neg_(), block.into_ratio()
     clipped = ratio.clamp(1 - clip.low, 1 + clip.high).mul_(cost)
     plain = ratio.mul_(cost)
-    loss = torch.maximum(plain, clipped)
-    slope = plain.mul_(torch.eq(loss, plain, out=clipped))
-    for values in (loss, slope):
-        values.view(-1)[block.chosen] = 0.0
-    return Terms(loss, slope, {"pg_clipfrac": loss.new_tensor(float(len(block.chosen)))})  # type: ignore[arg-type]
+    is_plain = torch.ge(plain, clipped, out=cost)
+    loss = torch.maximum(plain, clipped, out=clipped)
+    slope = plain.mul_(is_plain)
+    where = positions_from(cov, lb)
+    found = cov.view(-1)[where]
+    where = where[(found > lb) & (found < ub) & _at(block.mask, where).bool() & _at(is_plain, where).bool()]
+    return Terms(loss, slope, changes=Changes(where, -_at(loss, where), -_at(slope, where), _at(cov, where)))
 
 
-def highest_of_kl_cov(inputs: Inputs, config: Any) -> Tensor:
-    """The share of tokens with the highest C; of equal ones at the border the first."""
-    ratio = 2e-4 if config is None else config.policy_loss.kl_cov_ratio
-    *means, num_valid = token_means(inputs)
-    wanted = num_picked(ratio, num_valid)
-    best, where = torch.zeros(0, dtype=inputs.dtype), torch.zeros(0, dtype=torch.int64)
-    for rows in row_blocks(inputs.log_prob):
-        block = inputs.block(rows)
-        cov = covariance(block, *means)
-        floor = best.min() if len(best) >= wanted else cov.new_tensor(-torch.inf)
-        some = (cov.amax(dim=-1) > floor).nonzero()[:, 0]  # few rows, once the first blocks have set the floor
-        part, position = ((cov[some] > floor) & (block.mask[some] > 0)).nonzero(as_tuple=True)
-        best = torch.cat([best.to(cov), cov[some[part], position]])
-        where = torch.cat([where.to(some), (rows.start + some[part]) * inputs.log_prob.shape[1] + position])
-        best, order = best.topk(min(wanted, len(best)))
-        where = where[order]
-    return where.sort().values
+class Highest:
+    """The tokens that kl_cov charges: the share with the highest C; of equal ones at the border the first."""
+
+    def __init__(self, inputs: Inputs, config: Any):
+        *self.means, num_valid = token_means(inputs)
+        self.wanted = num_picked(2e-4 if config is None else config.policy_loss.kl_cov_ratio, num_valid)
+        self.best: Changes | None = None
+        self.floor = -torch.inf
+
+    def enters(self, cov: Tensor, mask: Tensor) -> float:
+        """What a token of a block with these covariances must reach, so that most are never looked at."""
+        if self.floor > -torch.inf or cov.numel() <= self.wanted:
+            return self.floor
+        return cov.masked_fill(mask == 0, -torch.inf).flatten().topk(self.wanted).values[-1].item()
+
+    def collect(self, changes: Changes) -> None:
+        every = changes if self.best is None else joined([self.best, changes])
+        order = every.key.sort(descending=True, stable=True).indices[: self.wanted]
+        self.best = Changes(*(tensor[order] for tensor in every))
+        if len(order) == self.wanted:
+            self.floor = self.best.key[-1].item()
+
+    def chosen(self) -> tuple[Changes | None, dict[str, float]]:
+        return self.best, {}
 
 
-@policy_loss(select=highest_of_kl_cov)
+@policy_loss(survey=Highest)
 def kl_cov(block: Block, config: Any) -> Terms:
     """The unclipped policy gradient, with a KL penalty on the share of tokens of the highest covariance.
 
@@ -117,9 +132,15 @@ def kl_cov(block: Block, config: Any) -> Terms:
     ``ppo_kl`` is the mean of |d|. Settings: policy_loss.kl_cov_ratio (the share), policy_loss.ppo_kl_coef.
     """
     beta = 0.1 if config is None else float(config.policy_loss.ppo_kl_coef)
-    loss = block.ratio().mul_(block.advantages).neg_()
-    slope = loss.clone()
-    distance = block.log_ratio.abs()
-    loss.view(-1)[block.chosen] += beta * distance.view(-1)[block.chosen]
-    slope.view(-1)[block.chosen] += beta * block.log_ratio.view(-1)[block.chosen].sign()
-    return Terms(loss, slope, {"ppo_kl": distance.sum()})
+    # Nothing outside the mask is chosen; a 0 there rarely has to be looked at.
+    cov = cleaned(covariance(block, *block.survey.means), block.mask)
+    where = positions_from(cov, block.survey.enters(cov, block.mask))
+    where = where[_at(block.mask, where).bool()]
+    moved = _at(block.log_ratio, where)
+    loss = block.ratio().mul_(block.advantages.neg_())
+    changes = Changes(where, beta * moved.abs(), beta * moved.sign(), _at(cov, where))
+    return Terms(loss, loss, {"ppo_kl": block.log_ratio.abs_().sum()}, changes)
+
+
+def _at(values: Tensor, where: Tensor) -> Tensor:
+    return values.view(-1)[where]

@@ -1,8 +1,10 @@
 """Divergence proximal policy optimization (arXiv 2602.04879): the trust region is a distance of distributions.
 
 Both forms estimate it from the sampled token. With p and q the current and the old probability of it, r = p / q,
-c = clip_ratio_c, delta from clip_ratio_low and clip_ratio_high, and M = 1 where a token may still move::
+c = clip_ratio_c, low and high from clip_ratio_low and clip_ratio_high, and S the signed distance from q to p, a token
+stops where it has moved too far in the direction of its advantage::
 
+    M = 0 where A > 0 and S > high, or A < 0 and S < -low, else 1
     x = -A min(r, c) M log_prob          min(r, c) and M are constants
     dx / dlog_prob = -A min(r, c) M
 """
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.algorithms.blocks import log
 from verl.algorithms.policy_losses.clip import Clip
 from verl.algorithms.policy_losses.kernel import Block, Terms, exp, policy_loss
 
@@ -22,35 +25,33 @@ EPSILON = 1e-8
 
 @policy_loss()
 def dppo_tv(block: Block, config: Any) -> Terms:
-    """Total variation: M = [p - q <= high] where A > 0, else [p - q >= -low]."""
-    clip, ratio, (new, old) = Clip.of(config), block.ratio(), _probabilities(block)
-    moved = new.sub_(old)
-    too_low = torch.lt(moved, -clip.low, out=old)
-    return _terms(block, clip, ratio, moved.gt_(clip.high), too_low)
+    """Total variation: S = p - q."""
+    ratio = block.ratio()
+    new, old = _probabilities(block, ratio)
+    return _terms(block, Clip.of(config), ratio, new.sub_(old))
 
 
 @policy_loss()
 def dppo_kl(block: Block, config: Any) -> Terms:
-    """Binary KL: with D = q log(q / p) + (1 - q) log((1 - q + 1e-8) / (1 - p + 1e-8)),
-    M = [D <= high or p <= q] where A > 0, else [D <= low or p >= q].
-    """
-    clip, ratio, (new, old) = Clip.of(config), block.ratio(), _probabilities(block)
+    """Binary KL: S = D with the sign of p - q, D = q log(q / p) + (1 - q) log((1 - q + 1e-8) / (1 - p + 1e-8))."""
+    ratio = block.ratio()
+    new, old = _probabilities(block, ratio)
     rest = 1.0 - old
-    others = (rest + EPSILON).div_(1.0 + EPSILON - new).log_().mul_(rest)
-    divergence = torch.addcmul(others, old, block.log_ratio, value=-1.0)
-    too_high = torch.gt(divergence, clip.high, out=rest).mul_(torch.gt(new, old, out=torch.empty_like(new)))
-    too_low = divergence.gt_(clip.low).mul_(new.lt_(old))
-    return _terms(block, clip, ratio, too_high, too_low)
+    others = log((rest + EPSILON).div_(new.neg_().add_(1.0 + EPSILON))).mul_(rest)
+    divergence = others.addcmul_(old, block.log_ratio, value=-1.0)
+    return _terms(block, Clip.of(config), ratio, torch.copysign(divergence, block.log_ratio, out=rest))
 
 
-def _probabilities(block: Block) -> tuple[Tensor, Tensor]:
-    return exp(block.log_prob), exp(block.log_prob - block.log_ratio)
+def _probabilities(block: Block, ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """p and q; where a log-ratio was bounded, p / r is not q."""
+    new = exp(block.uncleaned[0])
+    return new, exp(block.old_log_prob) if block.bounded else new / ratio
 
 
-def _terms(block: Block, clip: Clip, ratio: Tensor, too_high: Tensor, too_low: Tensor) -> Terms:
-    """A token stops where it is too high and A > 0, or too low and A <= 0; both are 0 or 1."""
-    rises = torch.gt(block.advantages, 0.0, out=torch.empty_like(ratio))
-    keeps = 1.0 - torch.lerp(too_low, too_high, rises)
-    num_stopped = block.mask.sum() - torch.linalg.vecdot(keeps, block.mask).sum()
-    slope = ratio.clamp_(max=clip.c).mul_(keeps).mul_(block.advantages).neg_()
-    return Terms(slope * block.log_prob, slope, {"pg_clipfrac": num_stopped})
+def _terms(block: Block, clip: Clip, ratio: Tensor, moved: Tensor) -> Terms:
+    beyond = torch.clamp(moved, -clip.low, clip.high, out=block.log_ratio)
+    beyond = moved.sub_(beyond).mul_(block.advantages)  # positive where it went with the advantage
+    stops = torch.gt(beyond, 0.0, out=beyond)
+    num_stopped = stops.sum()
+    slope = ratio.clamp_(max=clip.c).mul_(block.advantages)
+    return Terms(None, slope.mul_(stops.sub_(1.0)), {"pg_clipfrac": num_stopped})

@@ -21,7 +21,7 @@ def dro(block: Block, config: Any) -> Terms:
     """
     beta = dro_beta(config)
     loss = torch.addcmul(block.log_ratio.square().mul_(beta / 2), block.advantages, block.log_prob, value=-1.0)
-    return Terms(loss, block.log_ratio.mul(beta).sub_(block.advantages))
+    return Terms(loss, block.log_ratio.mul_(beta).sub_(block.advantages))
 
 
 def dro_beta(config: Any) -> float:

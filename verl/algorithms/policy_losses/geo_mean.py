@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.algorithms.blocks import positions_from
 from verl.algorithms.policy_losses.clip import Clip
 from verl.algorithms.policy_losses.kernel import Block, Terms, policy_loss
 
@@ -26,17 +27,20 @@ def geo_mean(block: Block, config: Any) -> Terms:
 
     Importance weights multiply a row by their geometric mean.
     """
-    clip, ratio, sign = Clip.of(config), block.log_ratio, block.advantages.sign()
-    # In the direction of the advantage there is one bound, high upwards and low downwards.
-    signed, bound = ratio * sign, sign.mul((clip.high - clip.low) / 2).add_((clip.high + clip.low) / 2)
-    moves = torch.le(signed, bound, out=torch.empty_like(signed)).mul_(sign.abs())
-    kept = torch.minimum(signed, bound, out=bound).mul_(sign)
-    row = -_row_mean(block.advantages, block) * _row_mean(kept, block).exp()
+    clip, d, advantages = Clip.of(config), block.log_ratio, block.advantages
+    moves = torch.ne(advantages, 0.0, out=torch.empty_like(d))
+    total = torch.linalg.vecdot(d, moves)
+    # Few tokens stand outside the bounds, so these are looked at one by one.
+    beyond = d - d.clamp(-clip.low, clip.high)
+    where = positions_from(beyond.abs(), torch.finfo(d.dtype).tiny)
+    sign, excess = advantages.view(-1)[where].sign(), beyond.view(-1)[where]
+    held = sign * excess > 0
+    total.index_add_(0, where[held] // d.shape[1], excess[held], alpha=-1.0)
+    moves.view(-1)[where[held]] = 0.0
+    row = -_row_mean(advantages, block) * (total[:, None] / block.lengths).exp()
     if block.weights is not None:
         row = row * _row_mean((block.weights + EPSILON).log_().mul_(block.mask), block).exp()
-    outside = torch.ne(ratio.clamp(-clip.low, clip.high), ratio, out=signed)
-    both, more = torch.linalg.vecdot(outside, sign.abs()).sum(), torch.linalg.vecdot(outside, sign).sum()
-    sums = {"pg_clipfrac": (both + more) / 2, "pg_clipfrac_lower": (both - more) / 2}
+    sums = {"pg_clipfrac": (sign > 0).sum(), "pg_clipfrac_lower": (sign < 0).sum()}
     return Terms(row, moves.mul_(row / block.lengths), sums)
 
 

@@ -10,5 +10,4 @@ from verl.algorithms.policy_losses.kernel import Block, Terms, policy_loss
 @policy_loss()
 def gpg(block: Block, config: Any) -> Terms:
     """The plain policy gradient: ``x = -A log_prob``, without ratio and clip; ``dx / dlog_prob = -A``."""
-    slope = -block.advantages
-    return Terms(slope * block.log_prob, slope)
+    return Terms(None, block.advantages.neg_())

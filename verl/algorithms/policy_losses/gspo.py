@@ -25,12 +25,13 @@ def gspo(block: Block, config: Any) -> Terms:
 
     Settings: clip_ratio_low and clip_ratio_high; the paper's are 3e-4 and 4e-4, since a mean moves less than a token.
     """
-    clip, cost = Clip.of(config), -block.advantages
+    clip, cost = Clip.of(config), block.advantages.neg_()
     log_sequence = block.log_ratio.sum(dim=-1, keepdim=True) / block.lengths
     ratio = log_sequence.clamp(max=LOG_SEQUENCE_RATIO_BOUND).exp()
-    plain, clipped = cost * ratio, cost * ratio.clamp(1 - clip.low, 1 + clip.high)
-    loss = torch.maximum(plain, clipped)
-    is_plain = torch.eq(loss, plain, out=clipped)
+    clipped = torch.mul(cost, ratio.clamp(1 - clip.low, 1 + clip.high), out=block.log_ratio)
+    plain = cost.mul_(ratio)
+    is_plain = torch.ge(plain, clipped, out=torch.empty_like(plain))
+    loss = torch.maximum(plain, clipped, out=clipped)
     sums = {"pg_clipfrac": plain.numel() - is_plain.sum()}
     bounded = (log_sequence < LOG_SEQUENCE_RATIO_BOUND).to(plain.dtype)
     return Terms(loss, plain.mul_(is_plain).mul_(bounded), sums)

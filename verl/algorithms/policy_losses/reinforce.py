@@ -13,5 +13,4 @@ def reinforce(block: Block, config: Any) -> Terms:
 
     Without a configured aggregation it is seq-mean-token-sum, the gradient of the expected return of a response.
     """
-    slope = -block.advantages
-    return Terms(slope * block.log_prob, slope)
+    return Terms(None, block.advantages.neg_())

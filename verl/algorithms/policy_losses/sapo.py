@@ -13,7 +13,7 @@ from verl.algorithms.policy_losses.kernel import Block, Terms, policy_loss
 def sapo(block: Block, config: Any) -> Terms:
     """A smooth gate in place of the clip.
 
-    With r the ratio, sigma the logistic function, tau = tau_pos where A > 0, else tau_neg::
+    With r the ratio, sigma the logistic function, tau = tau_pos where A > 0, tau_neg where A < 0 (A = 0 costs nothing)::
 
         p = sigma(tau (r - 1))
         x = -A (4 / tau) p,                          aggregated as seq-mean-token-mean
@@ -22,10 +22,9 @@ def sapo(block: Block, config: Any) -> Terms:
     Settings: actor.tau_pos, actor.tau_neg.
     """
     positive, negative = (1.0, 1.05) if config is None else (float(config.tau_pos), float(config.tau_neg))
-    is_positive = torch.gt(block.advantages, 0.0, out=torch.empty_like(block.advantages))
-    tau = is_positive.mul_(positive - negative).add_(negative)
-    ratio = block.ratio()
+    tau = block.advantages.sign().mul_((positive - negative) / 2).add_((positive + negative) / 2)
+    ratio = block.into_ratio()
     gate = (ratio - 1.0).mul_(tau).sigmoid_()
-    cost = block.advantages * -4.0
-    slope = torch.addcmul(gate, gate, gate, value=-1.0).mul_(ratio).mul_(cost)
-    return Terms(gate.mul_(cost).div_(tau), slope)
+    loss = block.advantages.mul_(-4.0).mul_(gate)
+    slope = torch.addcmul(loss, loss, gate, value=-1.0, out=gate).mul_(ratio)
+    return Terms(loss.div_(tau), slope)

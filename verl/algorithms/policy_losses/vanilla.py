@@ -24,15 +24,15 @@ def vanilla(block: Block, config: Any) -> Terms:
 
     Settings: clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c.
     """
-    clip, cost, ratio = Clip.of(config), -block.advantages, block.ratio()
+    clip, cost, ratio = Clip.of(config), block.advantages.neg_(), block.into_ratio()
     clipped = ratio.clamp(1 - clip.low, 1 + clip.high).mul_(cost)
     plain = ratio.mul_(cost)
-    loss = torch.maximum(plain, clipped)
-    is_plain = torch.eq(loss, plain, out=clipped)
+    is_plain = torch.ge(plain, clipped, out=torch.empty_like(plain))
+    loss = torch.maximum(plain, clipped, out=clipped)
     sums = {"pg_clipfrac": plain.numel() - is_plain.sum(), "pg_clipfrac_lower": plain.new_zeros(())}
-    if block.log_ratio.max() > math.log(clip.c):  # rare, so it is looked for before it is computed
+    if block.highest > math.log(clip.c):  # rare, so it is looked for before it is computed
         bound = cost.abs_().mul_(clip.c)  # never binds where A > 0, since the loss is negative there
         sums["pg_clipfrac_lower"] = count_above(loss, bound)
-        loss = torch.minimum(loss, bound)
+        loss = torch.minimum(loss, bound, out=bound)
         is_plain = torch.eq(loss, plain, out=is_plain)
     return Terms(loss, plain.mul_(is_plain), sums)
