@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from verl.agent_loop.base import AgentLoopOutput
 from verl.errors import ConfigError, RolloutError, suggest
-from verl.metrics import Metric, notice
+from verl.metrics import notice
 
 OnError = Literal["mask", "raise"]
 COLUMN = "agent_error"
@@ -39,6 +39,7 @@ def failed(output: AgentLoopOutput, who: str, error: Exception, on_error: OnErro
         "on_error: raise in the loop's YAML stops the run instead.",
     )
     fields = {**output.extra_fields, COLUMN: text[:2000]}
+    output.measures.add("rollout/agent/failed", 1.0, "sum")
     return replace(output, finish_reason="abort", reward_score=0.0, extra_fields=fields)
 
 
@@ -51,11 +52,3 @@ def check_some_worked(outputs: Sequence[AgentLoopOutput]) -> None:
     reasons = [output.extra_fields.get(COLUMN) for output in outputs]
     if reasons and all(reasons):
         raise RolloutError(f"all {len(reasons)} rollouts of a batch failed. The first: {reasons[0]}")
-
-
-def failure_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, Metric]:
-    """``rollout/agent/failed``, where any loop of the batch can fail this way."""
-    if not any(COLUMN in output.extra_fields for output in outputs):
-        return {}
-    count = sum(output.extra_fields.get(COLUMN) is not None for output in outputs)
-    return {"rollout/agent/failed": Metric(float(count), "sum")}

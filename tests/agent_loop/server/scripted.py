@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +14,6 @@ import numpy as np
 
 from tests.support import tiny_tokenizer
 from verl.agent_loop import AgentLoopManager
-from verl.agent_loop.server.loop import OpenAIAgentLoop
 from verl.protocol import DataProto
 from verl.rollout.base import Completion, Request
 from verl.rollout.lost import EngineLostError
@@ -96,20 +98,16 @@ def current(base_url: str, api_key: str, row: dict[str, Any], model: str) -> Any
     return AGENTS["now"](base_url=base_url, api_key=api_key, row=row, model=model)
 
 
-class Loop(OpenAIAgentLoop):
-    """The loop as a YAML file would make it; a test sets ``options``."""
-
-    options: dict[str, Any] = {}  # noqa: RUF012
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **{"agent": f"{__name__}:current", "timeout": 20.0, **self.options, **kwargs})
-
-
 def rollout(sampler: Any, agent: Callable[..., Any], batch: DataProto | None = None, score: Any = None, **options: Any):
-    """A batch of rollouts of ``agent`` over ``sampler``."""
+    """A batch of rollouts of ``agent`` over ``sampler``; ``options`` as in the YAML entry of the loop."""
     AGENTS["now"] = agent
-    Loop.options = options
     batch = batch if batch is not None else rows()
-    batch.non_tensor_batch["agent_name"] = np.array([f"{__name__}:Loop"] * len(batch), dtype=object)
-    manager = AgentLoopManager(settings(), sampler, TOKENIZER, score=score)
-    return manager.generate_sequences(batch)
+    batch.non_tensor_batch["agent_name"] = np.array(["mine"] * len(batch), dtype=object)
+    entry = {"name": "mine", "_target_": "verl.agent_loop.server.loop.OpenAIAgentLoop"}
+    entry |= {"agent": f"{__name__}:current", "timeout": 20.0, **options}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "loops.yaml")
+        file.write_text(json.dumps([entry]))
+        section = SimpleNamespace(default_agent_loop="single_turn_agent", agent_loop_config_path=str(file))
+        manager = AgentLoopManager(settings(agent=section), sampler, TOKENIZER, score=score)
+        return manager.generate_sequences(batch)

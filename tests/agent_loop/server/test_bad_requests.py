@@ -209,7 +209,7 @@ def test_a_client_that_goes_in_the_middle_frees_the_sampler_and_leaves_no_trace(
             time.sleep(0.01)
 
     made = visit(check, sampler)
-    assert made.non_tensor_batch["agent_calls"].tolist() == [1], "the one that was delivered"
+    assert made.meta_info["metrics"]["rollout/agent/calls"].value == 1, "the one that was delivered"
 
 
 def test_a_conversation_that_has_used_up_its_tokens_is_told_so():

@@ -151,7 +151,7 @@ def test_one_of_several_choices_can_be_gone_on_from_when_branches_are_allowed():
     made = rollout(Scripted("a", "bb", "c", "d"), agent, branches="last")
     assert TOKENIZER.decode(made.batch["responses"][0]).startswith("bb<|im_end|>")
     assert TOKENIZER.decode(made.batch["responses"][0]).endswith("d<|im_end|>")
-    assert made.non_tensor_batch["agent_dropped_tokens"].tolist() == [4], "'a' and 'c' with their end tokens"
+    assert made.meta_info["metrics"]["rollout/agent/dropped_tokens"].value == 4, "'a' and 'c' with their end tokens"
 
 
 def test_a_history_that_was_rewritten_fails_the_row_and_shows_the_tokens_of_both_sides():
@@ -181,7 +181,7 @@ def test_the_runs_own_sampling_is_used_unless_requests_are_to_decide():
     sampler = Scripted("one")
     made = rollout(sampler, agent)
     assert (sampler.requests[0].sampling.temperature, sampler.requests[0].sampling.seed) == (0.7, 42)
-    assert made.non_tensor_batch["agent_overridden_requests"].tolist() == [1]
+    assert made.meta_info["metrics"]["rollout/agent/overridden_requests"].value == 1
     sampler = Scripted("one")
     rollout(sampler, agent, sampling="request")
     assert (sampler.requests[0].sampling.temperature, sampler.requests[0].sampling.seed) == (0.1, 5)

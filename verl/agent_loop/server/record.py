@@ -7,10 +7,11 @@ the same key makes branches; what becomes of these is the caller's choice, and n
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from verl.agent_loop.base import AgentLoopMetrics, AgentLoopOutput
+from verl.agent_loop.agent_data import AgentData
 from verl.data.messages import Message
 from verl.errors import RolloutError
 from verl.rollout.base import Completion
@@ -112,41 +113,25 @@ class Record:
         return last, sum(len(a.done.token_ids) for a in self.answers if id(a) not in kept)
 
 
-def trajectory(last: Answer) -> AgentLoopOutput:
-    """The path to ``last`` as one row of a batch."""
+def trajectory(last: Answer, text_of: Callable[[Sequence[int]], str], row: dict[str, Any]) -> AgentData:
+    """The path to ``last``: its tokens, masks and log-probs, and for people a record of what was said."""
     first, *rest = last.path
-    output = AgentLoopOutput(
-        prompt_ids=list(first.inserted),
-        response_ids=[],
-        response_mask=[],
-        response_logprobs=[],
-        token_versions=[],
-        num_turns=last.num_messages,
-        finish_reason=last.done.finish_reason,
-        metrics=AgentLoopMetrics(num_preempted=sum(max(a.done.num_preempted, 0) for a in last.path)),
-    )
-    _sampled(output, first.done)
+    data = AgentData(row, prompt_ids=list(first.inserted))
+    _add_answer(data, first, text_of)
     for answer in rest:
-        _inserted(output, answer.inserted)
-        _sampled(output, answer.done)
-    return output
+        data.add_inserted(answer.inserted)
+        data.record.append(_entry("agent", answer.inserted, 0, text_of))
+        _add_answer(data, answer, text_of)
+    return data
 
 
-def _sampled(output: AgentLoopOutput, done: Completion) -> None:
-    count = len(done.token_ids)
-    output.response_ids += done.token_ids
-    output.response_mask += [1] * count
-    if output.response_logprobs is not None:
-        output.response_logprobs = [*output.response_logprobs, *done.log_probs] if done.log_probs or not count else None
-    output.token_versions = [*(output.token_versions or []), *done.token_versions]
+def _add_answer(data: AgentData, answer: Answer, text_of: Callable[[Sequence[int]], str]) -> None:
+    data.add_sampled(answer.done)
+    data.record.append(_entry("assistant", answer.done.token_ids, 1, text_of))
 
 
-def _inserted(output: AgentLoopOutput, tokens: Sequence[int]) -> None:
-    output.response_ids += tokens
-    output.response_mask += [0] * len(tokens)
-    if output.response_logprobs is not None:
-        output.response_logprobs += [0.0] * len(tokens)
-    output.token_versions = [*(output.token_versions or []), *([-1] * len(tokens))]
+def _entry(role: str, ids: Sequence[int], mask: int, text_of: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    return {"role": role, "text": text_of(ids), "tokens": len(ids), "mask": mask}
 
 
 def _difference(leaves: Sequence[Answer]) -> str:
