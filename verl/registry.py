@@ -234,6 +234,21 @@ SAMPLERS = Registry(
     planned=("trtllm",),
     key="actor_rollout_ref.rollout.name",
 )
+TRANSPORTS = Registry(
+    "transport of weights",
+    {
+        "shared_memory": "verl.weight_sync.shared_memory:SharedMemoryTransport",
+        "resident": "verl.weight_sync.resident:ResidentTransport",
+        "gloo": "verl.weight_sync.collective:BroadcastTransport",
+        "nccl": "verl.weight_sync.collective:BroadcastTransport",
+        "cuda_ipc": "verl.weight_sync.cuda_ipc:CudaIpcTransport",
+        "disk": "verl.weight_sync.disk:DiskTransport",
+        "delta": "verl.weight_sync.delta_transport:DeltaTransport",
+        "delta_sharded": "verl.weight_sync.delta_transport:DeltaTransport",
+    },
+    planned=("nixl", "hccl", "kimi_ckpt_engine", "mooncake"),
+    key="actor_rollout_ref.rollout.checkpoint_engine.backend",
+)
 AGENT_LOOPS = Registry(
     "agent loop",
     {
@@ -285,6 +300,7 @@ ALL_REGISTRIES = (
     REWARD_MANAGERS,
     ENGINES,
     SAMPLERS,
+    TRANSPORTS,
     AGENT_LOOPS,
     TOOL_PARSERS,
     TRACKERS,

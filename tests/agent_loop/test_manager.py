@@ -31,7 +31,7 @@ class Table:
 def settings(**changes):
     sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "do_sample": True}
     validation = SimpleNamespace(temperature=0.0, top_p=1.0, top_k=-1, do_sample=False)
-    agent = SimpleNamespace(default_agent_loop="single_turn_agent")
+    agent = SimpleNamespace(default_agent_loop="single_turn_agent", agent_loop_config_path=None)
     base = {
         "seed": 42,
         "response_length": 8,
@@ -40,6 +40,7 @@ def settings(**changes):
         "calculate_log_probs": True,
         "val_kwargs": validation,
         "agent": agent,
+        "multi_turn": SimpleNamespace(enable=False),
     }
     return SimpleNamespace(**{**base, **sampling, **changes})
 

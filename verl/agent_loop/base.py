@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from verl.errors import DataError, NotBuiltError
+from verl.metrics import MetricSet
 from verl.registry import AGENT_LOOPS
 
 L = TypeVar("L", bound="type[AgentLoopBase]")
@@ -41,6 +42,7 @@ class AgentLoopOutput:
         num_turns: messages after the system prompt: user turns and answers.
         finish_reason: why the last request ended: stop, length or abort.
         extra_fields: further values of this row; each becomes a column of the batch.
+        measures: metrics of this trajectory; over the batch each is reduced its own way.
     """
 
     prompt_ids: list[int]
@@ -57,6 +59,7 @@ class AgentLoopOutput:
     mm_processor_output: Any = None
     token_versions: list[int] | None = None
     finish_reason: str = "stop"
+    measures: MetricSet = field(default_factory=MetricSet)
 
     def __post_init__(self) -> None:
         if isinstance(self.metrics, Mapping):
@@ -71,6 +74,8 @@ class AgentLoopBase(ABC):
         server_manager: the sampler as this trajectory sees it (`SamplerClient`).
         tokenizer, processor: of the policy.
         dataset_cls, data_config: for loops that render messages as the dataset does.
+        shared: what `prepare` returned.
+        kwargs: what a YAML entry of ``agent_loop_config_path`` says beside name and class; kept as attributes.
 
     Example:
         >>> @register("my_agent")
@@ -91,11 +96,24 @@ class AgentLoopBase(ABC):
         dataset_cls: Any = None,
         data_config: Any = None,
         hf_model_type: str | None = None,
+        shared: Any = None,
         **kwargs: Any,
     ):
         self.config, self.server_manager = trainer_config, server_manager
         self.tokenizer, self.processor = tokenizer, processor
         self.dataset_cls, self.data_config, self.hf_model_type = dataset_cls, data_config, hf_model_type
+        self.shared = shared
+        vars(self).update(kwargs)
+
+    @classmethod
+    def prepare(cls, config: Any, tokenizer: Any, data_config: Any = None, **kwargs: Any) -> Any:
+        """What all trajectories of this class share (tools, parsers); made once per process, before the first row.
+
+        Args:
+            config: the ``rollout`` section.
+            kwargs: what a YAML entry says beside name and class.
+        """
+        return None
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from verl.agent_loop.base import AgentLoopOutput
-from verl.agent_loop.failed import failure_metrics
 from verl.errors import RolloutError
-from verl.metrics import Metric
+from verl.metrics import Metric, MetricSet
 from verl.protocol import DataProto
 
 NO_VERSION = -1
@@ -129,4 +128,7 @@ def loop_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, Metric]:
     for reason in ("stop", "length", "abort"):
         share = sum(o.finish_reason == reason for o in outputs) / len(outputs)
         found[f"rollout/finish_reason/{reason}"] = Metric(share, weight=len(outputs))
-    return {**found, **failure_metrics(outputs)}
+    measured = MetricSet()
+    for output in outputs:
+        measured.merge(output.measures)
+    return {**found, **dict(measured.items())}

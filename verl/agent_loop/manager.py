@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
+from verl.agent_loop.base import AgentLoopOutput
 from verl.agent_loop.batch import checked, loop_metrics, to_batch
+from verl.agent_loop.choose import Loops
 from verl.agent_loop.client import SamplerClient
 from verl.agent_loop.early_stop import Stop, gather_most
 from verl.agent_loop.failed import check_some_worked
 from verl.errors import RolloutError
 from verl.protocol import DataProto
-from verl.registry import AGENT_LOOPS
 from verl.rollout.base import Sampler
 from verl.rollout.from_sync import run_now
 
@@ -47,6 +47,7 @@ class AgentLoopManager:
     ):
         self.config, self.sampler, self.score = config, sampler, score
         self.tokenizer, self.processor, self.data_config = tokenizer, processor, data_config
+        self.loops = Loops(config, tokenizer, data_config)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """A batch of trajectories in the order of the rows.
@@ -105,15 +106,14 @@ class AgentLoopManager:
     async def _trajectory(
         self, number: int, row: dict[str, Any], stream: tuple[str, int], parameters: dict[str, Any], stop: Stop
     ) -> AgentLoopOutput:
-        name = row.get("agent_name") or self.config.agent.default_agent_loop
-        loop_class: type[AgentLoopBase] = AGENT_LOOPS.get(name)
+        chosen = self.loops.of(row)
         budget = int(self.config.response_length)
         end = self.tokenizer.eos_token_id
         client = SamplerClient(
             self.sampler, *stream, self.config.seed, budget, () if end is None else (int(end),), stop
         )
         try:
-            loop = loop_class(self.config, client, self.tokenizer, self.processor, data_config=self.data_config)
+            loop = chosen.make(self.config, client, self.tokenizer, self.processor, self.data_config)
             output = checked(await loop.run(dict(parameters), **{**row, "uid": stream[0]}), budget)
             output.metrics.generate_sequences = client.seconds
             if self.score is not None and output.reward_score is None:
@@ -122,8 +122,8 @@ class AgentLoopManager:
                 output.metrics.compute_score += time.perf_counter() - start
         except Exception as error:  # boundary: a user's loop or scorer, reported with the row it failed on
             raise RolloutError(
-                f"the agent loop {name!r} ({loop_class.__module__}.{loop_class.__qualname__}) failed on row {number} "
-                f"of the batch, uid {stream[0]}: {type(error).__name__}: {error}"
+                f"the agent loop {chosen} failed on row {number} of the batch, uid {stream[0]}: "
+                f"{type(error).__name__}: {error}"
             ) from error
         return output
 

@@ -48,14 +48,12 @@ class DataConfig(ConfigNode):
         None,
         "YAML file of tools, whose schemas count as part of a prompt",
         follows="actor_rollout_ref.rollout.multi_turn.tool_config_path",
-        planned="multi-turn rollouts and tools",
         path=True,
     )
     function_tool_path: str | None = setting(
         None,
         "Python file of function tools, whose schemas count as part of a prompt",
         follows="actor_rollout_ref.rollout.multi_turn.function_tool_path",
-        planned="multi-turn rollouts and tools",
         path=True,
     )
     return_raw_input_ids: bool = setting(
@@ -91,7 +89,9 @@ class DataConfig(ConfigNode):
     mm_processor_kwargs: dict = setting({}, "arguments of the processor", planned="vision-language models")
     cache_dir: str = setting("~/.cache/verl/rlhf", "folder for local copies of remote files", path=True)
     filter_prompts: str | None = setting(None, "function that drops rows", planned="prompt filters by function")
-    need_tools_kwargs: bool = setting(False, "rows carry arguments for tools", planned="multi-turn rollouts and tools")
+    need_tools_kwargs: bool = setting(
+        False, "rows carry arguments for tools (extra_info.tools_kwargs); one without them is told"
+    )
     chat_template_func: str | None = setting(
         None, "function that renders prompts", planned="prompt filters by function"
     )

@@ -32,47 +32,44 @@ class SamplingConfig(ConfigNode):
 class MultiTurnConfig(ConfigNode):
     """Conversations with tools and users during sampling."""
 
-    enable: bool = setting(False, "sample several turns", planned="multi-turn rollouts and tools")
-    max_assistant_turns: int | None = setting(
-        None, "most turns of the model; null: no limit", planned="multi-turn rollouts and tools"
-    )
-    tool_config_path: str | None = setting(
-        None, "YAML file of tools", planned="multi-turn rollouts and tools", path=True
-    )
-    function_tool_path: str | None = setting(
-        None, "Python file of function tools", planned="multi-turn rollouts and tools", path=True
-    )
-    max_user_turns: int | None = setting(
-        None, "most turns of tools and users; null: no limit", planned="multi-turn rollouts and tools"
-    )
-    max_parallel_calls: int = setting(1, "tool calls that run per turn", planned="multi-turn rollouts and tools")
-    max_tool_response_length: int = setting(
-        256, "characters that are kept of a tool's answer", planned="multi-turn rollouts and tools"
-    )
+    enable: bool = setting(False, "rows without a column agent_name run tool_agent instead of single_turn_agent")
+    max_assistant_turns: int | None = setting(None, "most turns of the model; null: no limit")
+    tool_config_path: str | None = setting(None, "YAML file of tools", path=True)
+    function_tool_path: str | None = setting(None, "Python file of function tools", path=True)
+    max_user_turns: int | None = setting(None, "most turns of tools and users; null: no limit")
+    max_parallel_calls: int = setting(1, "tool calls that run per turn")
+    max_tool_response_length: int = setting(256, "characters that are kept of a tool's answer")
     tool_response_truncate_side: str = setting(
-        "middle", "where an answer is cut: left, middle or right", planned="multi-turn rollouts and tools"
+        "middle",
+        "what is kept of a long answer: its beginning (left), its end (right), or both (middle)",
+        choices=("left", "middle", "right"),
+    )
+    tool_timeout: float | None = setting(
+        60.0, "seconds until a call of a tool or of a simulated user is given up; null: never", upstream=ABSENT
+    )
+    trajectory_timeout: float | None = setting(
+        None, "seconds until a whole conversation is given up, and its row masked; null: never", upstream=ABSENT
     )
     use_inference_chat_template: bool = setting(
         False,
         "render every turn by the chat template instead of going on from recorded tokens",
-        planned="multi-turn rollouts and tools",
+        planned="conversations that are rendered anew every turn",
     )
     tokenization_sanity_check_mode: str = setting(
         "strict",
-        "compare recorded tokens with the template's: strict, ignore_strippable or disable",
-        planned="multi-turn rollouts and tools",
+        "report conversations whose recorded tokens are not those of the conversation rendered anew: strict, "
+        "ignore_strippable (not where only white space differs) or disable",
+        choices=("strict", "ignore_strippable", "disable"),
     )
     format: str = setting(
         "hermes",
-        "how the model writes tool calls: hermes, gpt-oss, qwen3_coder, glm, seed, minimax, kimi, deepseek_v4, gemma4",
-        planned="multi-turn rollouts and tools",
+        "how the model writes tool calls: hermes, gpt-oss, qwen3_coder, llama3_json, glm, seed, minimax, kimi, "
+        "deepseek_v3, deepseek_v4, gemma4, or a dotted path of a parser of your own",
     )
     num_repeat_rollouts: int | None = setting(
-        None, "further samples per conversation", planned="multi-turn rollouts and tools"
+        None, "further samples per conversation", no_effect="actor_rollout_ref.rollout.n says how many samples there are"
     )
-    interaction_config_path: str | None = setting(
-        None, "YAML file of simulated users", planned="multi-turn rollouts and tools", path=True
-    )
+    interaction_config_path: str | None = setting(None, "YAML file of simulated users", path=True)
 
 
 @dataclass(frozen=True)
@@ -80,9 +77,9 @@ class CustomAsyncServerConfig(ConfigNode):
     """A sampling server of your own."""
 
     path: str | None = setting(
-        None, "Python file with a sampling server of your own", planned="agent loops from a file", path=True
+        None, "Python file with a sampling server of your own", planned="sampling servers from a file", path=True
     )
-    name: str | None = setting(None, "name of its class", planned="agent loops from a file")
+    name: str | None = setting(None, "name of its class", planned="sampling servers from a file")
 
 
 @dataclass(frozen=True)
@@ -98,12 +95,10 @@ class AgentLoopConfig(ConfigNode):
     default_agent_loop: str = setting(
         "single_turn_agent", "loop of rows without a column agent_name: a registered name, or a dotted path"
     )
-    agent_loop_config_path: str | None = setting(
-        None, "YAML file that lists loops by name and class", planned="agent loops from a file", path=True
-    )
+    agent_loop_config_path: str | None = setting(None, "YAML file that lists loops by name and class", path=True)
     custom_async_server: CustomAsyncServerConfig = section(CustomAsyncServerConfig)
     agent_loop_manager_class: str | None = setting(
-        None, "class that replaces the manager of all loops", planned="agent loops from a file"
+        None, "class that replaces the manager of all loops", planned="managers of agent loops from a file"
     )
 
 
@@ -113,14 +108,12 @@ class CheckpointEngineConfig(ConfigNode):
 
     backend: str = setting(
         "naive",
-        "how weights go to the sampler: naive (same process), nccl, nixl, hccl, kimi_ckpt_engine, mooncake, delta_sharded",
-        planned="weight-sync transports between processes",
+        "how weights go to the sampler: naive (it lives in the trainer's process); with shared_memory, gloo, nccl, "
+        "cuda_ipc, disk or delta it has a process of its own",
     )
     update_weights_bucket_megabytes: int = setting(2048, "weights are handed over in pieces of this many MB")
-    engine_kwargs: dict = setting({}, "arguments of that transport", planned="weight-sync transports between processes")
-    custom_backend_module: str | None = setting(
-        None, "module to import, which registers a transport", planned="weight-sync transports between processes"
-    )
+    engine_kwargs: dict = setting({}, "arguments of that transport")
+    custom_backend_module: str | None = setting(None, "module or Python file to import, which registers a transport")
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from verl.data.overlong import check_truncation, measure, truncate
 from verl.data.settings import read, read_mapping, read_number
 from verl.errors import DataError, NotBuiltError
 from verl.metrics import log, notice
+from verl.tools.loading import load_tools
 
 DATA_SOURCE = "data_source"
 MEDIA_KEYS = {"image_key": "images", "video_key": "videos", "audio_key": "audios"}
@@ -37,6 +38,9 @@ class RLHFDataset(Dataset):
     ``interaction_kwargs``, ``need_tools_kwargs``, ``__row__`` (the row's number over all files, which filtering does
     not change), and every other column of the file. ``full_prompts`` (the rendered text) comes with
     ``return_full_prompt``, ``raw_input_ids`` (the contents without template) with ``return_raw_input_ids``.
+
+    With tools (``tool_config_path``, ``function_tool_path``) a prompt is measured with their schemas; the loop that has
+    the tools renders it so, ``raw_prompt_ids`` is without them.
 
     Subclasses may override `build_messages`, or read ``self.dataframe`` (a `datasets.Dataset` of the kept rows).
 
@@ -73,6 +77,8 @@ class RLHFDataset(Dataset):
         self.return_full_prompt = bool(read(config, "return_full_prompt", False))
         self.need_tools_kwargs = bool(read(config, "need_tools_kwargs", False))
         self._template = ChatTemplate(tokenizer, read_mapping(config, "apply_chat_template_kwargs"))
+        tools = load_tools(read(config, "tool_config_path"), read(config, "function_tool_path"))
+        self._tools = [tool.get_openai_tool_schema().for_template() for tool in tools.values()]
         self._load()
         self._settle_lengths()
 
@@ -187,12 +193,13 @@ class RLHFDataset(Dataset):
     def _lengths(self, chunk: range) -> list[int]:
         columns = self.dataframe[chunk.start : chunk.stop]
         rows = [{name: values[i] for name, values in columns.items()} for i in range(len(chunk))]
-        texts = [self._render(self.build_messages(row, item), item) for row, item in zip(rows, chunk)]
+        tools = {"tools": self._tools} if self._tools else {}
+        texts = [self._render(self.build_messages(row, item), item, **tools) for row, item in zip(rows, chunk)]
         return [len(ids) for ids in self._template.encode_many(texts)]
 
-    def _render(self, messages: list[Message], item: int) -> str:
+    def _render(self, messages: list[Message], item: int, **arguments: Any) -> str:
         try:
-            return self._template.render(messages, add_generation_prompt=True)
+            return self._template.render(messages, add_generation_prompt=True, **arguments)
         except DataError as failure:
             raise DataError(failure.message, key=self.describe(item)) from failure
 

@@ -69,7 +69,7 @@ def worker_arguments(
         length,
         strategy(policy.ref.strategy, processes),
     )
-    return {"config": config.actor_rollout_ref, "role": str(role), "site": site}
+    return {"config": config.actor_rollout_ref, "role": str(role), "site": site, "data": config.data}
 
 
 def _reward_model_arguments(config: PPOTrainerConfig, device_name: str, processes: int) -> dict[str, Any]:

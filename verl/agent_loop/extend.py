@@ -1,0 +1,246 @@
+"""A conversation goes on by tokens: what was sampled stays as it was sampled, only what is new is templated.
+
+Rendering a conversation anew is not the same: a template may rewrite earlier turns (Qwen3 drops their thinking), and a
+text may have other tokens than those that were sampled. So the template is asked what it writes *after* an answer: the
+answer is replaced by a mark, and what follows the mark is tokenised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from verl.data.chat_template import ChatTemplate
+from verl.data.messages import Message
+from verl.errors import DataError, RolloutError
+from verl.metrics import notice
+
+MARK = "verlMarksThisPlace"
+PROBE = "verlToolAnswerText"
+"""Contents that no template changes: letters only."""
+Form = Literal["plain", "calls", "user"]
+"""How tool answers are put to a template: after an answer as text, after one with ``tool_calls``, as a user turn."""
+SHOWN_TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where the recorded tokens are not those of the conversation rendered anew."""
+
+    position: int
+    recorded: tuple[int, ...]
+    rendered: tuple[int, ...]
+    recorded_text: str
+    rendered_text: str
+    only_space: bool
+
+    def __str__(self) -> str:
+        return (
+            f"at token {self.position} the conversation has {list(self.recorded)} ({self.recorded_text!r}), rendered "
+            f"anew it would have {list(self.rendered)} ({self.rendered_text!r})"
+        )
+
+
+class Extender:
+    """Prompts, and what comes between two answers, as tokens.
+
+    Args:
+        tokenizer: of the policy, with a chat template.
+        kwargs: further arguments of the template.
+    """
+
+    def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None):
+        self.tokenizer = tokenizer
+        self.template = ChatTemplate(tokenizer, kwargs)
+        self.specials = special_tokens(tokenizer)
+        self._forms: dict[bool, Form] = {}
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
+        """A conversation up to where the first answer begins."""
+        return self.template.encode(self._render(messages, tools))
+
+    def after(
+        self,
+        sampled: Sequence[int],
+        history: Sequence[Message],
+        answer: Message,
+        new: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+    ) -> list[int]:
+        """The tokens between an answer and the next one.
+
+        Args:
+            sampled: the answer's tokens.
+            history: the messages before the answer.
+            answer: the answer as a message; its ``tool_calls`` matter to some templates.
+            new: messages that follow it: answers of tools, or a user's.
+
+        Raises:
+            RolloutError: the template cannot be gone on with by tokens.
+        """
+        has_tools = any(message["role"] == "tool" for message in new)
+        form = self._form(tools) if has_tools else self._forms.get(bool(tools), "plain")
+        try:
+            text = self._render([*_shaped(history, form), _marked(answer, form), *_shaped(new, form)], tools)
+        except DataError as error:
+            raise _cannot(str(error)) from error
+        if text.count(MARK) == 0:
+            raise _cannot("it leaves the last answer out")
+        return self._tokens(sampled, text[text.rindex(MARK) + len(MARK) :], form)
+
+    def difference(
+        self, recorded: Sequence[int], messages: Sequence[Message], tools: Sequence[Any] | None = None
+    ) -> Difference | None:
+        """Where the recorded tokens differ from the same messages rendered anew; None where they do not.
+
+        What the template writes after the last recorded token is no difference.
+        """
+        shaped = _shaped(messages, self._forms.get(bool(tools), "plain"))
+        try:
+            rendered = self.template.encode(self._render(shaped, tools, add_generation_prompt=False))
+        except DataError as error:
+            return Difference(0, tuple(recorded[:SHOWN_TOKENS]), (), "", f"the template refuses: {error}", False)
+        count = min(len(recorded), len(rendered))
+        at = next((i for i in range(count) if recorded[i] != rendered[i]), count)
+        if at == len(recorded):
+            return None
+        sides = tuple(recorded[at : at + SHOWN_TOKENS]), tuple(rendered[at : at + SHOWN_TOKENS])
+        texts = [self.tokenizer.decode(list(side), skip_special_tokens=False) for side in sides]
+        whole = ["".join(self.tokenizer.decode(list(ids)[at:]).split()) for ids in (recorded, rendered)]
+        return Difference(at, *sides, texts[0], texts[1], only_space=whole[1].startswith(whole[0]))
+
+    def text(self, sampled: Sequence[int]) -> str:
+        """An answer's text as a template is given it: special tokens stay, the turn's end goes."""
+        ids = list(sampled)
+        if ids and self._end_text(ids):
+            ids.pop()
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def defused(self, text: str) -> tuple[str, bool]:
+        """(text, whether it was changed): a text from outside in which no special token is left.
+
+        Otherwise a tool's answer could end its own turn and put words into the mouth of user or model.
+        """
+        found = text
+        for token in self.specials:
+            if token in found:
+                found = found.replace(token, f"{token[:1]} {token[1:]}")
+        return found, found != text
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: Any) -> str:
+        arguments = {"add_generation_prompt": True, **options}
+        if tools:
+            arguments["tools"] = list(tools)
+        return self.template.render(messages, **arguments)
+
+    def _form(self, tools: Sequence[Any] | None) -> Form:
+        """The first form of tool answers that this template writes down, found once with a small conversation."""
+        key = bool(tools)
+        if key not in self._forms:
+            self._forms[key] = self._find_form(tools)
+        return self._forms[key]
+
+    def _find_form(self, tools: Sequence[Any] | None) -> Form:
+        call = {"id": "call00000", "type": "function", "function": {"name": "x", "arguments": {}}}
+        answer = {"role": "assistant", "content": MARK, "tool_calls": [call]}
+        reply = {"role": "tool", "content": PROBE, "name": "x", "tool_call_id": "call00000"}
+        question = {"role": "user", "content": "x"}
+        reasons = []
+        forms: tuple[Form, ...] = ("plain", "calls", "user")
+        for form in forms:
+            try:
+                text = self._render([question, _marked(answer, form), *_shaped([reply], form)], tools)
+            except DataError as error:
+                reasons.append(str(error))
+                continue
+            if PROBE in text and MARK in text[: text.index(PROBE)]:
+                if form == "user":
+                    notice("the chat template", "it has no tool turns: what tools answer is given as a user's turn")
+                return form
+            reasons.append("it leaves out what a tool answers")
+        raise _cannot(reasons[0])
+
+    def _tokens(self, sampled: Sequence[int], after: str, form: Form) -> list[int]:
+        """What follows an answer as tokens; its own end token is not written twice."""
+        end = self._end_text(sampled)
+        if end:
+            head, found, tail = after.partition(end)
+            if found and (not head.strip() or form == "calls"):
+                ids = self.template.encode(end + tail)
+                return ids[1:] if ids[:1] == [int(sampled[-1])] else self.template.encode(tail)
+            notice(
+                "the chat template",
+                f"an answer ended with token {sampled[-1]} ({end!r}), the template goes on after an answer with "
+                f"{self.template.encode(after)[:SHOWN_TOKENS]} ({after[:40]!r}); both are in the conversation",
+            )
+        return self.template.encode(after)
+
+    def _end_text(self, sampled: Sequence[int]) -> str:
+        """The last token's text if it is a token that stands for itself, else nothing."""
+        if not sampled:
+            return ""
+        text = self.tokenizer.decode([int(sampled[-1])], skip_special_tokens=False)
+        return text if text in self.specials else ""
+
+
+def special_tokens(tokenizer: Any) -> frozenset[str]:
+    """The special tokens of a tokenizer as text: those that its texts are searched for."""
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return frozenset(added | set(tokenizer.all_special_tokens))
+
+
+def _marked(answer: Message, form: Form) -> Message:
+    """The answer with the mark in place of what it says."""
+    calls = [dict(call) for call in answer.get("tool_calls") or ()]
+    if form != "calls" or not calls:
+        return {"role": "assistant", "content": MARK}
+    # The last call is what the answer ends with, so the mark stands there too.
+    calls[-1] = {**calls[-1], "function": {**calls[-1]["function"], "arguments": {MARK: MARK}}}
+    return {"role": "assistant", "content": MARK, "tool_calls": calls}
+
+
+def assistant_message(text: str, said: str, calls: Sequence[Mapping[str, Any]] = ()) -> Message:
+    """An answer as the message that the extender understands.
+
+    Args:
+        text: all of it, its calls as the model wrote them.
+        said: its text without the calls.
+        calls: the calls, as OpenAI writes them.
+    """
+    message: Message = {"role": "assistant", "content": text}
+    return {**message, "tool_calls": list(calls), "said": said} if calls else message
+
+
+def plain(message: Message) -> Message:
+    """The message without what only the extender needs."""
+    return {name: value for name, value in message.items() if name != "said"}
+
+
+def _shaped(messages: Sequence[Message], form: Form) -> list[Message]:
+    """The messages as a template takes them; in the last form the tool answers of one turn are one user turn."""
+    found: list[Message] = []
+    joins = False
+    for message in messages:
+        if "said" in message:
+            with_calls = {"tool_calls": message["tool_calls"]} if form == "calls" else {}
+            content = message["said"] if form == "calls" else message["content"]
+            message = {"role": "assistant", "content": content, **with_calls}
+        if form == "user" and message["role"] == "tool":
+            if joins:
+                found[-1]["content"] += f"\n{message['content']}"
+            else:
+                found.append({"role": "user", "content": message["content"]})
+            joins = True
+            continue
+        found.append(message)
+        joins = False
+    return found
+
+
+def _cannot(reason: str) -> RolloutError:
+    return RolloutError(
+        f"the chat template cannot be gone on with after an answer, so there can be no further turn: {reason}",
+        key="actor_rollout_ref.model.custom_chat_template",
+        fix="Set it to a template that writes user and tool turns after an assistant's turn.",
+    )

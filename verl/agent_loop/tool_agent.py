@@ -1,0 +1,315 @@
+"""The loop with tools: the model answers, its calls run, their answers come back, until it answers without a call.
+
+Where a row has a simulated user (``interaction_kwargs``), an answer without a call goes to that user instead of ending
+the trajectory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.agent_loop.agent_data import AgentData
+from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
+from verl.agent_loop.extend import Extender, assistant_message, plain
+from verl.agent_loop.parsers import Parsed, ToolParser
+from verl.agent_loop.tool_calls import CallLimits, ToolCalls, openai_call
+from verl.errors import DataError, RolloutError, suggest
+from verl.interactions.base import BaseInteraction, load_interactions
+from verl.metrics import notice
+from verl.rollout.base import Completion
+from verl.tools.loading import load_tools
+from verl.tools.runner import TimeLimit
+
+
+@dataclass(frozen=True)
+class ToolAgentParts:
+    """What all trajectories share."""
+
+    extender: Extender
+    parser: ToolParser
+    calls: ToolCalls
+    users: Mapping[str, BaseInteraction]
+
+    @classmethod
+    def build(cls, multi_turn: Any, tokenizer: Any, template_kwargs: Mapping[str, Any] | None) -> ToolAgentParts:
+        """From the section ``multi_turn``."""
+        extender = Extender(tokenizer, template_kwargs)
+        limits = CallLimits(
+            multi_turn.max_parallel_calls,
+            multi_turn.max_tool_response_length,
+            multi_turn.tool_response_truncate_side,
+            multi_turn.tool_timeout,
+        )
+        tools = load_tools(multi_turn.tool_config_path, multi_turn.function_tool_path)
+        parser = ToolParser.get_tool_parser(multi_turn.format, tokenizer)
+        users = load_interactions(multi_turn.interaction_config_path)
+        return cls(extender, parser, ToolCalls(tools, limits, extender.defused), users)
+
+
+@dataclass
+class Partner:
+    """The simulated user of one trajectory."""
+
+    user: BaseInteraction
+    instance: str
+    kwargs: dict[str, Any]
+
+
+class ToolAgentLoop(AgentLoopBase):
+    """A conversation with tools and a simulated user; see ``multi_turn`` for its limits.
+
+    The row's columns that it reads: ``raw_prompt``; ``tools_kwargs``; ``interaction_kwargs``; ``tool_selection``, in
+    the row or in ``extra_info``: names of the tools that this row has, all where it is missing.
+    """
+
+    shared: ToolAgentParts
+
+    @classmethod
+    def prepare(cls, config: Any, tokenizer: Any, data_config: Any = None, **kwargs: Any) -> ToolAgentParts:
+        template_kwargs = None if data_config is None else dict(data_config.apply_chat_template_kwargs or {})
+        return ToolAgentParts.build(config.multi_turn, tokenizer, template_kwargs)
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        settings, parts = self.config.multi_turn, self.shared
+        names = selected(kwargs, list(parts.calls.tools))
+        schemas = [parts.calls.tools[name].get_openai_tool_schema().for_template() for name in names]
+        data = self._begin(kwargs, schemas)
+        partner = None
+        try:
+            partner = await self._partner(data)
+            turns = self._turns(data, sampling_params, names, schemas, partner)
+            if not await within(turns, settings.trajectory_timeout):
+                _ended(data, "time_limit", "abort")
+        except UserFailed as error:
+            notice(
+                f"interaction {error.name}", f"failed: {error}. Such rows are masked; further ones are only counted."
+            )
+            _ended(data, "user_failed", "abort")
+        finally:
+            await parts.calls.finish(data)
+            if partner is not None:
+                await self._leave(data, partner)
+        self._compare(data, schemas)
+        return data.output()
+
+    def _begin(self, row: dict[str, Any], schemas: Sequence[Any]) -> AgentData:
+        if row.get("raw_prompt") is None:
+            fix = "Set data.return_raw_chat=true."
+            raise DataError("a row has no 'raw_prompt', which the loop with tools needs", got=sorted(row), fix=fix)
+        data = AgentData(row, [dict(message) for message in row["raw_prompt"]], row.get("tools_kwargs") or {})
+        data.prompt_ids = self.shared.extender.prompt(data.messages, schemas)
+        most = int(self.config.prompt_length)
+        if len(data.prompt_ids) > most:
+            found = f"a prompt with its tools has {len(data.prompt_ids)} tokens, more than {most}; it is not cut"
+            notice("data.max_prompt_length", found)
+        return data
+
+    async def _turns(
+        self,
+        data: AgentData,
+        sampling_params: Mapping[str, Any],
+        names: Sequence[str],
+        schemas: Sequence[Any],
+        partner: Partner | None,
+    ) -> None:
+        parts = self.shared
+        while True:
+            answer = await self._sample(data, sampling_params)
+            parsed = await parts.parser.parse(answer.token_ids, schemas) if names else Parsed("")
+            history, message = list(data.messages), self._message(answer, parsed)
+            data.messages.append(message)
+            data.record.append(entry_of("assistant", parts.extender.text(answer.token_ids), answer.token_ids, 1))
+            if self._is_over(data, answer):
+                return
+            if parsed.items:
+                new, entry = await self._call(data, parsed, names)
+            elif partner is not None:
+                new, entry = await self._ask(data, partner)
+            else:
+                _ended(data, "answer")
+                return
+            if not new:
+                data.record.append(entry)
+                return
+            ids = parts.extender.after(answer.token_ids, history, message, new, schemas)
+            if not self._fits(data, ids):
+                data.record.append({**entry, "left_out": "it does not fit into the response"})
+                _ended(data, "length", "length")
+                return
+            data.messages += new
+            data.add_inserted(ids)
+            data.record.append({**entry, "tokens": len(ids), "mask": 0})
+
+    async def _sample(self, data: AgentData, sampling_params: Mapping[str, Any]) -> Completion:
+        """The next answer; its budget is what is left of the response."""
+        stops = [*(sampling_params.get("stop_token_ids") or ()), *self.shared.parser.stop_token_ids]
+        parameters = {**sampling_params, "max_tokens": self._left(data), "stop_token_ids": tuple(stops)}
+        answer = await self.server_manager.generate(
+            "tool_agent", prompt_ids=[*data.prompt_ids, *data.response_ids], sampling_params=parameters
+        )
+        data.add_sampled(answer)
+        return answer
+
+    def _message(self, answer: Completion, parsed: Parsed) -> dict[str, Any]:
+        calls = [openai_call(call, number) for number, call in enumerate(parsed.calls)]
+        return assistant_message(self.shared.extender.text(answer.token_ids), parsed.content, calls)
+
+    def _is_over(self, data: AgentData, answer: Completion) -> bool:
+        """Whether no further turn may follow, whatever the answer says."""
+        settings = self.config.multi_turn
+        if answer.finish_reason != "stop":
+            _ended(data, answer.finish_reason, answer.finish_reason)
+        elif self._left(data) < 1:
+            _ended(data, "length", "length")
+        elif settings.max_assistant_turns and data.assistant_turns >= settings.max_assistant_turns:
+            _ended(data, "max_assistant_turns")
+        elif settings.max_user_turns and data.user_turns >= settings.max_user_turns:
+            _ended(data, "max_user_turns")
+        else:
+            return False
+        return True
+
+    async def _call(self, data: AgentData, parsed: Parsed, names: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
+        replies = await self.shared.calls.run(data, parsed.items, names, self.shared.parser.form)
+        return [reply.message() for reply in replies], {"role": "tool", "calls": [reply.entry() for reply in replies]}
+
+    async def _partner(self, data: AgentData) -> Partner | None:
+        """The row's simulated user, if it has one."""
+        kwargs, users = dict(data.row.get("interaction_kwargs") or {}), self.shared.users
+        if not users or not kwargs:
+            return None
+        name = str(kwargs.get("name") or (next(iter(users)) if len(users) == 1 else ""))
+        if name not in users:
+            fix = suggest(name, users)
+            raise DataError("no such simulated user", key="interaction_kwargs.name", got=name, allowed=users, fix=fix)
+        instance = await self._with_user(users[name], users[name].start_interaction, **kwargs)
+        return Partner(users[name], instance, kwargs)
+
+    async def _ask(self, data: AgentData, partner: Partner) -> tuple[list[Any], dict[str, Any]]:
+        """What the simulated user says; nothing where the conversation is over."""
+        messages = [plain(message) for message in data.messages]
+        user = partner.user
+        found = await self._with_user(user, user.generate_response, partner.instance, messages, **partner.kwargs)
+        try:
+            is_over, text, score, metrics = found
+            data.turn_scores.append(float(score))
+        except (TypeError, ValueError) as error:
+            raise UserFailed(user.name, f"it returned {found!r}, not (is over, text, score, metrics)") from error
+        for name, value in (metrics or {}).items():
+            if isinstance(value, int | float):
+                data.metrics.add(f"interaction/{user.name}/{name}", float(value), "mean")
+        entry = {"role": "user", "text": str(text), "score": float(score)}
+        if is_over:
+            _ended(data, "user")
+            return [], entry
+        said, _ = self.shared.extender.defused(str(text))
+        return [{"role": "user", "content": said}], entry
+
+    async def _leave(self, data: AgentData, partner: Partner) -> None:
+        user = partner.user
+        try:
+            score = await self._with_user(user, user.calculate_score, partner.instance)
+            data.reward_scores[user.name] = float(score)
+            await self._with_user(user, user.finalize_interaction, partner.instance)
+        except (UserFailed, TypeError, ValueError) as error:
+            notice(f"interaction {user.name}", f"failed at the end: {error}")
+
+    async def _with_user(self, user: BaseInteraction, method: Any, *arguments: Any, **named: Any) -> Any:
+        calls = self.shared.calls
+        try:
+            return await calls.runner.run(functools.partial(method, *arguments, **named), calls.limits.seconds)
+        except TimeLimit as error:
+            raise UserFailed(user.name, str(error)) from error
+        except Exception as error:  # boundary: a user's simulated user
+            raise UserFailed(user.name, f"{type(error).__name__}: {error}") from error
+
+    def _left(self, data: AgentData) -> int:
+        """How many tokens the response may still have."""
+        left = int(self.config.response_length) - len(data.response_ids)
+        if self.config.max_model_len:
+            left = min(left, int(self.config.max_model_len) - len(data.prompt_ids) - len(data.response_ids))
+        return left
+
+    def _fits(self, data: AgentData, ids: Sequence[int]) -> bool:
+        """Whether these tokens can be put in and at least one can be sampled after them."""
+        return len(ids) < self._left(data)
+
+    def _compare(self, data: AgentData, schemas: Sequence[Any]) -> None:
+        """Report where the conversation rendered anew would have other tokens than those that were sampled."""
+        mode = self.config.multi_turn.tokenization_sanity_check_mode
+        if mode == "disable" or not data.response_ids:
+            return
+        recorded = [*data.prompt_ids, *data.response_ids]
+        difference = self.shared.extender.difference(recorded, data.messages, schemas)
+        counts = difference is not None and not (mode == "ignore_strippable" and difference.only_space)
+        data.metrics.add("agent_loop/rendered_differently", float(counts), "mean")
+        if counts:
+            notice(
+                "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode",
+                f"{difference}. What was sampled is what is trained on; agent_loop/rendered_differently counts such "
+                "conversations.",
+            )
+
+
+class UserFailed(RolloutError):
+    """A simulated user raised, hung, or returned something else than its contract says."""
+
+    def __init__(self, name: str, message: str):
+        super().__init__(message)
+        self.name = name
+
+
+def selected(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """The tools that a row has.
+
+    Raises:
+        DataError: it names one that there is not.
+    """
+    extra = row.get("extra_info")
+    asked = row.get("tool_selection")
+    if asked is None and isinstance(extra, Mapping):
+        asked = extra.get("tool_selection")
+    if asked is None:
+        return list(names)
+    wanted = [asked] if isinstance(asked, str) else [str(name) for name in asked]
+    unknown = [name for name in wanted if name not in names]
+    if unknown:
+        raise DataError(
+            "a row selects a tool that there is not",
+            key="tool_selection",
+            got=unknown[0],
+            allowed=list(names),
+            fix=suggest(unknown[0], names),
+        )
+    return [name for name in names if name in wanted]
+
+
+async def within(work: Coroutine[Any, Any, None], seconds: float | None) -> bool:
+    """Whether the work ended in time; what is not done then is cancelled."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        if task.done():
+            task.result()
+            return True
+        return False
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def entry_of(role: str, text: str, ids: Sequence[int], mask: int) -> dict[str, Any]:
+    """A piece of the conversation for people."""
+    return {"role": role, "text": text, "tokens": len(ids), "mask": mask}
+
+
+def _ended(data: AgentData, why: str, finish_reason: str | None = None) -> None:
+    data.metrics.add(f"agent_loop/ended/{why}", 1, "sum")
+    data.extra_fields["ended"] = why
+    if finish_reason is not None:
+        data.finish_reason = finish_reason

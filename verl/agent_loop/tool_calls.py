@@ -1,0 +1,280 @@
+"""Runs the calls of an answer: every fault of a model or of a tool becomes text for the model, and is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from verl.agent_loop.agent_data import AgentData
+from verl.agent_loop.parsers import FunctionCall, Malformed
+from verl.agent_loop.parsers.base import read_json
+from verl.errors import suggest
+from verl.metrics import notice
+from verl.tools.base import BaseTool
+from verl.tools.runner import TimeLimit, ToolRunner, runner
+from verl.tools.schemas import ToolResponse
+
+Side = Literal["left", "middle", "right"]
+CUT = "...(truncated)..."
+
+
+@dataclass(frozen=True)
+class CallLimits:
+    """What a turn's calls may take.
+
+    Args:
+        parallel: calls that run per turn; the rest is answered with that.
+        length: characters that are kept of an answer; ``side`` says which: its beginning (left), its end (right), both
+            (middle).
+        seconds: until a call is given up; None: never.
+    """
+
+    parallel: int = 1
+    length: int = 256
+    side: Side = "middle"
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer to one call."""
+
+    name: str
+    text: str
+    arguments: Any = None
+    call_id: str | None = None
+    reward: float | None = None
+    seconds: float = 0.0
+    fault: str = ""
+
+    def message(self) -> dict[str, Any]:
+        """The answer as a message."""
+        found = {"role": "tool", "content": self.text, "name": self.name}
+        return {**found, "tool_call_id": self.call_id} if self.call_id else found
+
+    def entry(self) -> dict[str, Any]:
+        """The answer for people."""
+        found = {"name": self.name, "arguments": self.arguments, "answer": self.text, "reward": self.reward}
+        return {**found, "seconds": round(self.seconds, 4), **({"fault": self.fault} if self.fault else {})}
+
+
+class Fault(Exception):
+    """A call that has no proper answer; the text is for the model, ``kind`` for the metrics."""
+
+    def __init__(self, kind: str, text: str):
+        super().__init__(text)
+        self.kind = kind
+
+
+class ToolCalls:
+    """Runs calls of all trajectories.
+
+    Args:
+        tools: by name.
+        limits: per turn and call.
+        defuse: takes special tokens out of an answer: (text, whether it changed).
+    """
+
+    def __init__(
+        self,
+        tools: Mapping[str, BaseTool],
+        limits: CallLimits,
+        defuse: Callable[[str], tuple[str, bool]] = lambda text: (text, False),
+        where: ToolRunner | None = None,
+    ):
+        self.tools, self.limits, self.defuse, self.runner = dict(tools), limits, defuse, where or runner()
+
+    async def run(
+        self, data: AgentData, items: Sequence[FunctionCall | Malformed], names: Sequence[str], form: str = ""
+    ) -> list[Reply]:
+        """The answers to the calls of one turn, in their order.
+
+        Args:
+            names: tools that this row may call.
+            form: how a call is written, for what a malformed one is answered with.
+        """
+        start = time.perf_counter()
+        taken, rest = list(items[: self.limits.parallel]), len(items) - self.limits.parallel
+        data.tool_call_count += sum(isinstance(item, FunctionCall) for item in taken)
+        await self._create(data, taken, names)
+        replies = list(await asyncio.gather(*(self._answer(data, item, names, form) for item in taken)))
+        if rest > 0:
+            data.metrics.add("tool_calls/beyond_parallel_limit", rest, "sum")
+            most = "1 call runs" if self.limits.parallel == 1 else f"{self.limits.parallel} calls run"
+            replies.append(Reply("", f"Error: at most {most} per turn; {rest} more did not run.", fault="limit"))
+        data.tool_seconds += time.perf_counter() - start
+        return replies
+
+    async def finish(self, data: AgentData) -> None:
+        """Ask for the rewards of the instances, and release them, whatever happened before."""
+        for name, instance in data.instances.items():
+            tool, kwargs = self.tools[name], _row_kwargs(data, name)
+            try:
+                found = await self._run(tool.calc_reward, instance, **(kwargs.get("calc_reward_kwargs") or {}))
+                if found is not None:
+                    data.reward_scores[name] = _finite(found)
+            except Exception as error:  # boundary: a user's tool
+                self._tell(data, name, "calc_reward", error)
+            try:
+                await self._run(tool.release, instance, **(kwargs.get("release_kwargs") or {}))
+            except Exception as error:  # boundary: a user's tool
+                self._tell(data, name, "release", error)
+        data.instances = {}
+
+    async def _create(self, data: AgentData, items: Sequence[Any], names: Sequence[str]) -> None:
+        """Make the instances that a turn's calls need and the trajectory does not have."""
+        wanted = {item.name for item in items if isinstance(item, FunctionCall)}
+        for name in sorted(wanted & set(names) - set(data.instances)):
+            tool = self.tools[name]
+            kwargs = dict(_row_kwargs(data, name).get("create_kwargs") or {})
+            whole = {"create_kwargs": kwargs} if takes(tool.create, "create_kwargs") else {}
+            try:
+                made = await self._run(tool.create, **{**kwargs, **whole})
+                data.instances[name] = made[0] if isinstance(made, tuple) else made
+            except Exception as error:  # boundary: a user's tool
+                self._tell(data, name, "create", error)
+
+    async def _answer(self, data: AgentData, item: Any, names: Sequence[str], form: str) -> Reply:
+        start = time.perf_counter()
+        name = item.name if isinstance(item, FunctionCall) else ""
+        call_id = item.tool_call_id if isinstance(item, FunctionCall) else None
+        arguments: Any = item.arguments if isinstance(item, FunctionCall) else None
+        try:
+            if isinstance(item, Malformed):
+                asked = f" Write a call as {form}" if form else ""
+                raise Fault("malformed", f"the tool call could not be read: {item.reason}.{asked}")
+            arguments = self._arguments(item, names)
+            text, reward = await self._execute(data, name, arguments)
+            kind = ""
+        except Fault as fault:
+            text, reward, kind = f"Error: {fault}", None, fault.kind
+        seconds = time.perf_counter() - start
+        data.metrics.add(f"tool_calls/{kind or 'answered'}", 1, "sum")
+        if name in self.tools:
+            data.metrics.add(f"tool_calls/{name}/count", 1, "sum")
+            data.metrics.add(f"tool_calls/{name}/failed", float(bool(kind)), "mean")
+            data.metrics.add(f"tool_calls/{name}/seconds", seconds, "mean")
+        return Reply(name, self._shortened(data, text), arguments, call_id, reward, seconds, kind)
+
+    def _arguments(self, call: FunctionCall, names: Sequence[str]) -> dict[str, Any]:
+        if call.name not in names:
+            raise Fault(
+                "unknown_tool",
+                f"there is no tool {call.name[:80]!r}. {suggest(call.name[:80], names)} Tools: {', '.join(names)}.",
+            )
+        try:
+            arguments = read_json(call.arguments)
+        except ValueError as error:
+            raise Fault("bad_arguments", f"the arguments are not valid JSON ({error})") from error
+        if not isinstance(arguments, dict):
+            raise Fault("bad_arguments", "the arguments are not a JSON object")
+        return arguments
+
+    async def _execute(self, data: AgentData, name: str, arguments: dict[str, Any]) -> tuple[str, float | None]:
+        tool = self.tools[name]
+        if name not in data.instances:
+            raise Fault("failed", f"the tool {name} could not be started")
+        kwargs = dict(_row_kwargs(data, name).get("execute_kwargs") or {})
+        if takes(tool.execute, "agent_data"):
+            kwargs["agent_data"] = data
+        try:
+            found = await self._run(tool.execute, data.instances[name], arguments, **kwargs)
+            response, reward, metrics = unpacked(found)
+        except TimeLimit as error:
+            raise Fault("timeout", f"the tool {name} gave {error}") from error
+        except Exception as error:  # boundary: a user's tool; the model is told, the person too
+            self._tell(data, name, "execute", error)
+            raise Fault("failed", f"{type(error).__name__}: {error}") from error
+        for key, value in metrics.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                data.metrics.add(f"tool_calls/{name}/{key}", float(value), "mean")
+        if reward is not None:
+            data.tool_rewards.append(reward)
+            data.metrics.add("tool_calls/step_reward", reward, "mean")
+        return response, reward
+
+    async def _run(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        return await self.runner.run(functools.partial(method, *arguments, **named), self.limits.seconds)
+
+    def _shortened(self, data: AgentData, text: str) -> str:
+        kept = shortened(text, self.limits.length, self.limits.side)
+        if kept is not text:
+            data.metrics.add("tool_calls/truncated_answers", 1, "sum")
+        kept, changed = self.defuse(kept.encode("utf-8", "replace").decode("utf-8"))
+        if changed:
+            data.metrics.add("tool_calls/special_tokens_taken_out", 1, "sum")
+        return kept
+
+    def _tell(self, data: AgentData, name: str, method: str, error: Exception) -> None:
+        """Count a failure of a tool, and show the first of each kind."""
+        data.metrics.add(f"tool_calls/{name}/errors", 1, "sum")
+        text = f"{type(error).__name__}: {str(error)[:300]}"
+        notice(
+            f"tool {name}.{method}",
+            f"failed: {text}. The model is told; further failures are only counted (tool_calls/{name}/errors).",
+        )
+
+
+def unpacked(found: Any) -> tuple[str, float | None, Mapping[str, Any]]:
+    """(text, step reward, metrics) of what `BaseTool.execute` returned.
+
+    Raises:
+        TypeError: it returned something else than its contract says; the message names it.
+        ValueError: the reward is not a finite number.
+    """
+    if not isinstance(found, tuple) or len(found) != 3:
+        raise TypeError(f"the tool returned {type(found).__name__}, not (ToolResponse, reward, metrics)")
+    response, reward, metrics = found
+    if isinstance(response, str):
+        response = ToolResponse(text=response)
+    if not isinstance(response, ToolResponse):
+        raise TypeError(f"the tool answered with {type(response).__name__}, not with a ToolResponse")
+    if response.image or response.video:
+        raise TypeError("the tool answered with images or videos, which this version cannot give to a model")
+    if response.text is not None and not isinstance(response.text, str):
+        raise TypeError(f"the tool answered with {type(response.text).__name__}, not with text")
+    known = metrics if isinstance(metrics, Mapping) else {}
+    return response.text or "", None if reward is None else _finite(reward), known
+
+
+def shortened(text: str, length: int, side: Side) -> str:
+    """At most ``length`` characters of a text, with a mark where the rest was; the text itself if it is short."""
+    if len(text) <= length:
+        return text
+    if side == "left":
+        return text[:length] + CUT.rstrip(".")
+    if side == "right":
+        return CUT.lstrip(".") + text[len(text) - length :]
+    half = length // 2
+    return text[: length - half] + CUT + text[len(text) - half :]
+
+
+def takes(method: Callable[..., Any], name: str) -> bool:
+    """Whether a method can be given an argument of this name."""
+    found = inspect.signature(method).parameters
+    return name in found or any(p.kind is p.VAR_KEYWORD for p in found.values())
+
+
+def openai_call(call: FunctionCall, number: int) -> dict[str, Any]:
+    """A call as it stands in an assistant message."""
+    arguments = json.loads(call.arguments)
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": call.tool_call_id or f"call{number:05d}", "type": "function", "function": function}
+
+
+def _row_kwargs(data: AgentData, name: str) -> Mapping[str, Any]:
+    return data.tools_kwargs.get(name) or {}
+
+
+def _finite(value: Any) -> float:
+    found = float(value)
+    if not math.isfinite(found):
+        raise ValueError(f"the reward is {found}")
+    return found
