@@ -255,6 +255,7 @@ AGENT_LOOPS = Registry(
         "single_turn_agent": "verl.agent_loop.single_turn:SingleTurnAgentLoop",
         "tool_agent": "verl.agent_loop.tool_agent:ToolAgentLoop",
         "openai_agent": "verl.agent_loop.server.loop:OpenAIAgentLoop",
+        "environment_agent": "verl.agent_loop.envs.loop:EnvironmentAgentLoop",
     },
     key="actor_rollout_ref.rollout.agent.default_agent_loop",
 )

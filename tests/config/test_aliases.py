@@ -142,13 +142,6 @@ NOT_BUILT = [
     (f"{R}.skip_rollout", "true", "skip.rollout.enable", "replay of dumped rollouts"),
     (f"{R}.skip_dump_dir", "/d", "skip.rollout.dump_dir", "replay of dumped rollouts"),
     (f"{R}.skip.action", "repeat", "skip.rollout.action", "replay of dumped rollouts"),
-    (f"{R}.multi_turn.max_turns", "4", f"{R}.multi_turn.max_assistant_turns", "multi-turn rollouts and tools"),
-    (
-        f"{R}.multi_turn.enable_tokenization_sanity_check",
-        "false",
-        f"{R}.multi_turn.tokenization_sanity_check_mode",
-        "multi-turn rollouts and tools",
-    ),
     ("reward_model.rollout.prompt_length", "64", f"{RM}.rollout.prompt_length", "served reward models"),
     ("actor_rollout_ref.profiler.discrete", "true", f"{NSYS}.discrete", "profiling"),
     ("actor_rollout_ref.profiler.all_ranks", "true", f"{A}.profiler.all_ranks", "profiling"),

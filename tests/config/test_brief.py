@@ -181,7 +181,7 @@ COMMANDS = {
     ),
     "faster weight hand-over": (
         f"{A}.strategy=fsdp2 trainer.async_weight_update=true",
-        refused("trainer.async_weight_update: not built yet: asynchronous weight updates"),
+        Works({"trainer.async_weight_update": True}, (NO_VAL, NO_MICRO)),
     ),
 }
 
@@ -494,7 +494,10 @@ SINGLE = {
     "reward_model.enable=true": wrong("reward.reward_model.model_path"),
     "reward.reward_model.rollout.top_p=0.5": refused(f"{LATER}served reward models"),
     "sandbox_fusion.url=http://a": Works({"reward.sandbox_fusion.url": "http://a"}),
-    "trainer.async_weight_update=true": refused(f"{LATER}asynchronous weight updates"),
+    "trainer.async_weight_update=true": Works({"trainer.async_weight_update": True}),
+    f"{R}.checkpoint_engine.backend=gloo": Works({f"{R}.checkpoint_engine.backend": "gloo"}),
+    f"{R}.checkpoint_engine.backend=nixl": refused("the transport of weights 'nixl' is not built yet"),
+    f"{R}.checkpoint_engine.backend=glo": wrong("unknown transport of weights"),
     "trainer.v1.trainer_mode=separate_async": refused(f"{LATER}asynchronous schedules"),
     "actor_rollout_ref.hybrid_engine=false": refused(f"{LATER}actor and rollout on separate GPUs"),
     "model_engine=megatron": refused("the training backend 'megatron'", "the training backend 'megatron'"),

@@ -40,6 +40,8 @@ READ_ELSEWHERE = {
     "reward.reward_model.rollout.server.url",
     # Only rows whose answers are programs are scored there: tests/rewards/test_programs.py.
     *(f"reward.sandbox_fusion.{name}" for name in ("url", "max_concurrent", "memory_limit_mb")),
+    # Only a transport between processes reads them: tests/rollout/test_place.py.
+    *(f"actor_rollout_ref.rollout.checkpoint_engine.{name}" for name in ("engine_kwargs", "custom_backend_module")),
     # They stand for those of fsdp_config, which follow them.
     "actor_rollout_ref.actor.entropy_checkpointing",
     "actor_rollout_ref.actor.entropy_from_logits_chunk_size",

@@ -20,6 +20,7 @@ from verl.weight_sync import (
     BroadcastTransport,
     DeltaDecoder,
     DeltaEncoder,
+    DeltaTransport,
     DiskTransport,
     ResidentTransport,
     SharedMemoryTransport,
@@ -318,4 +319,19 @@ def test_differences_travel_over_any_transport_into_a_sampler(ring):
         thread.join(20)
         assert largest_difference(trainer, wanted, sample(sampler, wanted)) < 2e-5
     assert encoder.num_changed == 32
+    theirs.close(), ours.close()
+
+
+def test_a_bucket_of_differences_is_never_cut_whatever_its_size():
+    weights = {name: torch.randn(600_000) for name in "abc"}
+    ours = DeltaTransport.begin(32 << 20, timeout=20)
+    theirs = DeltaTransport.reach(json.loads(json.dumps(ours.address)))
+    for version in (1, 2, 3):
+        weights["b"][version::7] += 1
+        thread, outcome = in_thread(lambda: ours.send(chunk_weights(weights.items(), 1 << 30, version)))  # noqa: B023
+        _, found = taken(theirs.receive())
+        thread.join(20)
+        assert isinstance(outcome[0], int), outcome
+        assert all(torch.equal(found[name], weights[name]) for name in weights)
+    assert ours.encoder.ratio > 5
     theirs.close(), ours.close()

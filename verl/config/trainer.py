@@ -175,5 +175,6 @@ class TrainerConfig(ConfigNode):
         3, "training samples shown on the console, after the first step and then every test_freq steps", upstream=0
     )
     async_weight_update: bool = setting(
-        False, "hand weights to the sampler while training goes on", planned="asynchronous weight updates"
+        False,
+        "hand weights to the sampler while the step is written, logged and saved and the next prompts are loaded",
     )

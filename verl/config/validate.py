@@ -13,6 +13,7 @@ from verl.config.checks import Problems, collect, known_name, missing_folder, on
 from verl.config.node import unrecorded
 from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
 from verl.config.reward_model import reward_model
+from verl.config.rollout import RolloutConfig
 from verl.config.root import ON_VALUES, PPOTrainerConfig, uses_critic, uses_reference
 from verl.config.sft import SFTTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
@@ -63,6 +64,19 @@ def _pair_budget(cfg: DPOTrainerConfig | RMTrainerConfig) -> Problems:
     )
 
 
+def _transport(rollout: RolloutConfig) -> Problems:
+    """How weights get to the sampler: a known transport, and an engine that is hosted here."""
+    engine, key = rollout.checkpoint_engine, f"{_R}.checkpoint_engine.backend"
+    if engine.backend == "naive":
+        return []
+    if rollout.name in ("server", "sglang"):
+        fix = f"Leave it out, or set {_R}.name=vllm or hf."
+        return [ConfigError("a server takes its weights through a folder", key=key, got=engine.backend, fix=fix)]
+    if engine.custom_backend_module:
+        return []  # the module registers it where the sampler is made
+    return known_name(registry.TRANSPORTS, key, engine.backend, f"Leave it out, or take one of these with {_R}.name=hf.")
+
+
 def _names(cfg: PPOTrainerConfig) -> Problems:
     actor, rollout, ref = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.ref
     manager, default = cfg.reward.reward_manager, "Leave it out to take the default."
@@ -72,7 +86,10 @@ def _names(cfg: PPOTrainerConfig) -> Problems:
     )
     found += known_name(registry.POLICY_LOSSES, f"{_A}.policy_loss.loss_mode", actor.policy_loss.loss_mode, default)
     found += known_name(registry.SAMPLERS, f"{_R}.name", rollout.name, f"Set {_R}.name=hf.")
-    found += known_name(registry.AGENT_LOOPS, f"{_R}.agent.default_agent_loop", loop, default)
+    found += _transport(rollout)
+    if rollout.agent.agent_loop_config_path is None:  # the names in that file are known where it is read
+        found += known_name(registry.AGENT_LOOPS, f"{_R}.agent.default_agent_loop", loop, default)
+    found += known_name(registry.TOOL_PARSERS, f"{_R}.multi_turn.format", rollout.multi_turn.format, default)
     if manager.source == "register":
         found += known_name(registry.REWARD_MANAGERS, "reward.reward_manager.name", manager.name, default)
     sections = {_A: actor, "actor_rollout_ref.ref": ref} | ({"critic": cfg.critic} if uses_critic(cfg) else {})

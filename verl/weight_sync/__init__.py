@@ -4,6 +4,7 @@ from verl.weight_sync.chunks import WeightChunk, chunk_weights
 from verl.weight_sync.collective import BroadcastTransport
 from verl.weight_sync.cuda_ipc import CudaIpcTransport
 from verl.weight_sync.delta import DeltaDecoder, DeltaEncoder
+from verl.weight_sync.delta_transport import DeltaTransport
 from verl.weight_sync.disk import DiskTransport
 from verl.weight_sync.inventory import WeightInventory
 from verl.weight_sync.resident import ResidentTransport
@@ -16,6 +17,7 @@ __all__ = [
     "CudaIpcTransport",
     "DeltaDecoder",
     "DeltaEncoder",
+    "DeltaTransport",
     "DiskTransport",
     "ResidentTransport",
     "SameProcessTransport",

@@ -23,12 +23,14 @@ class WeightChunk:
         last: whether the stream ends here; a stream without a last chunk was interrupted.
         lasts: whether the tensors stay valid after the next chunk was asked for: the receiver may keep them as its
             own, and the next stream writes into them.
+        is_unit: whether the tensors only mean something together, so that a transport may not cut the chunk.
     """
 
     version: int
     tensors: list[tuple[str, torch.Tensor]]
     last: bool
     lasts: bool = False
+    is_unit: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -65,12 +67,12 @@ def chunk_weights(
 
 
 def pieces(chunk: WeightChunk, piece_bytes: int) -> Iterator[WeightChunk]:
-    """A chunk cut between its tensors into smaller ones, of at most ``piece_bytes`` where a tensor is not larger.
+    """A chunk, if it may be, cut between its tensors into smaller ones: ``piece_bytes``, or one larger tensor.
 
     What has just been written by one process is still in the processor's cache when another one reads it, if there is
     not too much of it.
     """
-    if chunk.num_bytes <= piece_bytes:
+    if chunk.is_unit or chunk.num_bytes <= piece_bytes:
         yield chunk
         return
     for part in chunk_weights(chunk.tensors, piece_bytes, chunk.version):

@@ -7,21 +7,23 @@ sampler empties it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from verl.errors import RolloutError
 from verl.weight_sync.chunks import WeightChunk, pieces
-from verl.weight_sync.transport import Transport
+from verl.weight_sync.transport import OtherEndError, Transport
 from verl.weight_sync.wire import MAX_HEADER, Layout, chunk_of, write_into
 
 GAVE_UP = -1
+LOCALHOST = "127.0.0.1"
 PIECE_BYTES = 8 << 20
 """A broadcast takes so much at once, or one larger tensor."""
 BUFFERS = 2
@@ -39,6 +41,8 @@ class BroadcastTransport(Transport):
         >>> BroadcastTransport(group, source=0, device="cuda").send(chunk_weights(engine.export_weights(), size, 3))
     """
 
+    not_options: ClassVar[tuple[str, ...]] = ("group", "source")
+
     def __init__(
         self,
         group: Any = None,
@@ -48,6 +52,8 @@ class BroadcastTransport(Transport):
     ):
         super().__init__(timeout)
         self.group, self.source, self.device = group, source, torch.device(device)
+        self._connect: Callable[[], Any] | None = None
+        self._place = ""
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=self.device) for _ in range(BUFFERS)]
 
     @classmethod
@@ -63,6 +69,33 @@ class BroadcastTransport(Transport):
         host, _, port = address.rpartition(":")
         store = dist.TCPStore(host, int(port), world_size, is_master=rank == 0, timeout=limit)
         return cls(_group(store, rank, world_size, device, limit), 0, device, timeout)
+
+    @classmethod
+    def begin(cls, bucket_bytes: int, device: str = "cpu", host: str = LOCALHOST, **options: Any) -> BroadcastTransport:
+        """The source of a pair; the group is made when the first weights are sent.
+
+        Args:
+            host: address of this machine for the sampler.
+        """
+        end = cls(None, 0, device, **options)
+        limit = timedelta(seconds=end.timeout)
+        store = dist.TCPStore(host, 0, 2, is_master=True, timeout=limit, wait_for_workers=False)
+        end._place = f"{host}:{store.port}"
+        end._connect = partial(_group, store, 0, 2, device, limit)
+        return end
+
+    @classmethod
+    def reach(cls, address: Mapping[str, Any], device: str = "cpu") -> BroadcastTransport:
+        host, _, port = str(address["place"]).rpartition(":")
+        end = cls(None, 0, device, float(address["timeout"]))
+        limit = timedelta(seconds=end.timeout)
+        store = dist.TCPStore(host, int(port), 2, is_master=False, timeout=limit, wait_for_workers=False)
+        end._connect = partial(_group, store, 1, 2, device, limit)
+        return end
+
+    @property
+    def address(self) -> dict[str, Any]:
+        return {"place": self._place, "timeout": self.timeout}
 
     def send(self, chunks: Iterable[WeightChunk]) -> int:
         num_bytes, number = 0, 0
@@ -112,7 +145,7 @@ class BroadcastTransport(Transport):
         self._start(lengths).wait()
         header_bytes, body_bytes = (int(x) for x in lengths)
         if header_bytes == GAVE_UP:
-            raise RolloutError("the trainer gave up in the middle of a transfer of weights")
+            raise OtherEndError("the trainer gave up in the middle of a transfer of weights")
         if not 0 < header_bytes <= MAX_HEADER or body_bytes < 0:
             raise RolloutError("a header of weights has an impossible length", got=header_bytes)
         text = torch.empty(header_bytes, dtype=torch.uint8, device=self.device)
@@ -139,8 +172,8 @@ class BroadcastTransport(Transport):
             return Broadcast(tensor)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = self.source, 0
-        if callable(self.group):
-            self.group = self.group()
+        if self._connect is not None:
+            self.group, self._connect = self._connect(), None
         group: Any = dist.group.WORLD if self.group is None else self.group
         return Broadcast(tensor, group.broadcast([tensor], options))
 

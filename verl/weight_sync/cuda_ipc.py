@@ -7,7 +7,7 @@ allocation of the trainer's that the sampler opens by its IPC handle.
 from __future__ import annotations
 
 import base64
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,6 +25,8 @@ class CudaIpcTransport(SharedMemoryTransport):
         >>> ours = CudaIpcTransport(bucket_bytes=512 << 20)
         >>> theirs = CudaIpcTransport(**ours.address)  # in the sampler's process
     """
+
+    not_options: ClassVar[tuple[str, ...]] = ("path", "handle")
 
     keeps_bodies = False
 
@@ -44,6 +46,10 @@ class CudaIpcTransport(SharedMemoryTransport):
             storage = torch.UntypedStorage._new_shared_cuda(*(_decoded(part) for part in handle))
             self._bodies = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         self._handle = handle
+
+    @classmethod
+    def begin(cls, bucket_bytes: int, device: str = "cuda", **options: Any) -> CudaIpcTransport:
+        return cls(bucket_bytes=bucket_bytes, device=device, **options)
 
     @property
     def address(self) -> dict[str, Any]:

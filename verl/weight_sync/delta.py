@@ -70,7 +70,7 @@ class DeltaEncoder:
             for name, tensor in chunk.tensors:
                 tensors += self._encode(name, tensor)
             header = torch.tensor([chunk.version, -1 if base is None else base], dtype=torch.int64)
-            found = WeightChunk(chunk.version, [(META, header), *tensors], chunk.last)
+            found = WeightChunk(chunk.version, [(META, header), *tensors], chunk.last, is_unit=True)
             self.num_bytes += found.num_bytes
             yield found
             last = chunk

@@ -1,8 +1,8 @@
 """Weights through a folder that both sides see: the plainest transport, and the reference of the others.
 
-A version is a folder of safetensors files, one per bucket, and a manifest that is written last, under another name first: a reader finds a version whole or not at all. The files of a version that nobody
-should read any more are written over, because fresh files cost several times as much as reused ones. Whoever reads too
-slowly hears of it.
+A version is a folder of safetensors files, one per bucket, and a manifest that is written last, under another name
+first: a reader finds a version whole or not at all. The files of a version that nobody should read any more are written
+over, because fresh files cost several times as much as reused ones. Whoever reads too slowly hears of it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -49,9 +50,31 @@ class DiskTransport(Transport):
         >>> DiskTransport("/nfs/run/weights", version=3).receive()
     """
 
+    not_options: ClassVar[tuple[str, ...]] = ("version",)
+
     def __init__(self, folder: str | Path, version: int | None = None, timeout: float = 300.0, checksums: bool = False):
         super().__init__(timeout)
         self.folder, self.version, self.checksums = Path(folder), version, checksums
+        self._is_owner = False
+
+    @classmethod
+    def begin(cls, bucket_bytes: int, device: str = "cpu", **options: Any) -> DiskTransport:
+        """In ``folder``, else in a folder of its own that `close` removes."""
+        made = "folder" not in options
+        end = cls(options.pop("folder", None) or tempfile.mkdtemp(prefix="verl-weights-"), **options)
+        end._is_owner = made
+        return end
+
+    @property
+    def address(self) -> dict[str, Any]:
+        return {"folder": str(self.folder.absolute()), "timeout": self.timeout}
+
+    def expect(self, version: int) -> None:
+        self.version = version
+
+    def close(self) -> None:
+        if self._is_owner:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def send(self, chunks: Iterable[WeightChunk]) -> int:
         target: Path | None = None
@@ -144,7 +167,8 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     with open(handle, "wb", buffering=0) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            left = memoryview(tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else b"")
+            whole: Any = tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+            left = memoryview(whole)
             while left:
                 left = left[file.write(left) :]
         file.truncate()

@@ -1,7 +1,7 @@
 """Weights that live in shared memory: the trainer writes them where the sampler reads them, with one copy in all.
 
-Each bucket of a stream has a segment of its own, made when it comes for the first time and mapped by both ends from then
-on. A receiver that can keeps the tensors as its own weights (`WeightChunk.lasts`); for one that cannot the ring of
+Each bucket of a stream has a segment of its own, made when it comes for the first time and mapped by both ends from
+then on. A receiver that can keeps the tensors as its own weights (`WeightChunk.lasts`); for one that cannot the ring of
 `shared_memory` needs less memory. The trainer begins to write only when the receiver has asked for the stream, which a
 sampler does once nothing is sampled any more.
 """

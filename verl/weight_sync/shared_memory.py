@@ -12,12 +12,13 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
 from verl.errors import RolloutError
 from verl.weight_sync.chunks import WeightChunk, pieces
-from verl.weight_sync.transport import Transport
+from verl.weight_sync.transport import OtherEndError, Transport
 from verl.weight_sync.wire import Layout, chunk_of, write_into
 
 EMPTY, FULL, GAVE_UP = 0, 1, 2
@@ -25,8 +26,8 @@ EMPTY, FULL, GAVE_UP = 0, 1, 2
 CONTROL = 64
 """Bytes in front of a slot: words of 8 bytes."""
 STATE, LENGTH, REFUSED, WANTED = 0, 1, 2, 3
-"""Words: the state of the slot, the length of its header; in the first slot whether the reader has given up, and how many
-streams it has asked for, which the reader alone writes."""
+"""Words: the state of the slot, the length of its header; in the first slot whether the reader has given up, and how
+many streams it has asked for, which the reader alone writes."""
 HEADER_SHARE = 1 << 20
 """Bytes of a slot for the header."""
 SLOTS = 3
@@ -47,6 +48,8 @@ class SharedMemoryTransport(Transport):
         >>> ours = SharedMemoryTransport(bucket_bytes=512 << 20)
         >>> theirs = SharedMemoryTransport(**ours.address)  # in the sampler's process
     """
+
+    not_options: ClassVar[tuple[str, ...]] = ("path",)
 
     keeps_bodies = True
     lasts = False
@@ -71,9 +74,12 @@ class SharedMemoryTransport(Transport):
             os.close(handle)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
 
+    @classmethod
+    def begin(cls, bucket_bytes: int, device: str = "cpu", **options: Any) -> SharedMemoryTransport:
+        return cls(bucket_bytes=bucket_bytes, **options)
+
     @property
-    def address(self) -> dict[str, str | int]:
-        """Arguments of the other end."""
+    def address(self) -> dict[str, Any]:
         return {"path": self.path, "bucket_bytes": self.bucket_bytes}
 
     def send(self, chunks: Iterable[WeightChunk]) -> int:
@@ -102,7 +108,7 @@ class SharedMemoryTransport(Transport):
                 self._await(FULL, GAVE_UP)
                 number = self._next
                 if self._state(number) == GAVE_UP:
-                    raise RolloutError("the trainer gave up in the middle of a transfer of weights")
+                    raise OtherEndError("the trainer gave up in the middle of a transfer of weights")
                 layout, body = self._read(number)
                 yield chunk_of(layout, body, self.lasts)
                 ended = layout.last
@@ -169,7 +175,7 @@ class SharedMemoryTransport(Transport):
         refused = self._word(0, REFUSED)
         self.wait_until(lambda: ready() or bool(refused), what)
         if refused:
-            raise RolloutError("the sampler did not accept the weights", fix="The sampler's own error says why.")
+            raise OtherEndError("the sampler did not accept the weights", fix="The sampler's own error says why.")
 
     def _slot(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Header and body of a slot."""

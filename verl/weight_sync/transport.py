@@ -7,14 +7,20 @@ mixed versions, missing weights) is found in one place, and a sampler whose upda
 
 from __future__ import annotations
 
+import inspect
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
 
 from verl.errors import RolloutError
 from verl.weight_sync.chunks import WeightChunk
 
 SHORTEST_NAP, LONGEST_NAP, PATIENCE = 1e-5, 2e-3, 0.05
+
+
+class OtherEndError(RolloutError):
+    """The other end failed, and its own error says why."""
 
 
 class Transport(ABC):
@@ -24,8 +30,47 @@ class Transport(ABC):
         timeout: seconds without a sign of the other end after which it counts as lost.
     """
 
+    not_options: ClassVar[tuple[str, ...]] = ()
+    """Arguments that are not the configuration's to set."""
+
     def __init__(self, timeout: float = 300.0):
         self.timeout = timeout
+        self._abandoned = ""
+
+    @classmethod
+    def begin(cls, bucket_bytes: int, device: str = "cpu", **options: Any) -> Transport:
+        """The trainer's end.
+
+        Args:
+            bucket_bytes: most bytes of a chunk.
+            device: on which the weights are.
+            options: ``rollout.checkpoint_engine.engine_kwargs``.
+        """
+        return cls(**options)
+
+    @classmethod
+    def options(cls) -> list[str]:
+        """Names of the arguments of `begin` that a configuration may set."""
+        found = {**inspect.signature(cls).parameters, **inspect.signature(cls.begin).parameters}
+        named = {"bucket_bytes", "device", *cls.not_options}
+        return [name for name, p in found.items() if name not in named and p.kind is not p.VAR_KEYWORD]
+
+    @classmethod
+    def reach(cls, address: Mapping[str, Any], device: str = "cpu") -> Transport:
+        """The sampler's end: the other end of what `begin` made, by its `address`."""
+        return cls(**address)
+
+    @property
+    def address(self) -> dict[str, Any]:
+        """What `reach` needs, as JSON."""
+        raise AssertionError(f"{type(self).__name__} has one form for both ends")
+
+    def expect(self, version: int) -> None:  # noqa: B027 -- most transports bring whatever comes next
+        """The version that `receive` is to bring."""
+
+    def abandon(self, reason: str) -> None:
+        """From another thread: whoever waits for the other end stops waiting."""
+        self._abandoned = reason
 
     @abstractmethod
     def send(self, chunks: Iterable[WeightChunk]) -> int:
@@ -53,6 +98,8 @@ class Transport(ABC):
         """
         begin, nap = time.monotonic(), SHORTEST_NAP
         while not ready():
+            if self._abandoned:
+                raise OtherEndError(f"weight transfer: stopped while it waited for {what}: {self._abandoned}")
             waited = time.monotonic() - begin
             if waited > self.timeout:
                 raise RolloutError(

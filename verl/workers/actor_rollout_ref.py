@@ -9,7 +9,7 @@ from typing import Any
 from verl.agent_loop import AgentLoopManager
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.checkpoint import FileRecord
-from verl.config import ActorRolloutRefConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig, replace
+from verl.config import ActorRolloutRefConfig, DataConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig, replace
 from verl.data import hf_tokenizer
 from verl.engines.base import Engine
 from verl.engines.settings import PassSettings
@@ -17,9 +17,10 @@ from verl.errors import WorkerError
 from verl.metrics import MetricSet
 from verl.models.lora import LoraSettings
 from verl.protocol import DataProto
-from verl.registry import SAMPLERS
+from verl.rollout.place import make_sampler
 from verl.single_controller.base import Dispatch, Worker, register
 from verl.weight_sync import chunk_weights
+from verl.workers.background import InBackground
 from verl.workers.part import Limits, ModelPart, Site, base_of, local_model, make_engine, memory_of, schedule_steps
 from verl.workers.training import load_part, save_part, saved_records
 
@@ -41,14 +42,22 @@ class ActorRolloutRefWorker(Worker):
         config: the section ``actor_rollout_ref`` of the configuration.
         role: which of the three it plays: actor, rollout, ref, actor_rollout, actor_rollout_ref.
         site: device, training backend, seed and length of the run.
+        data: the section ``data``, for agent loops that render messages.
     """
 
-    def __init__(self, config: ActorRolloutRefConfig, role: str = "actor_rollout_ref", site: Site | None = None):
+    def __init__(
+        self,
+        config: ActorRolloutRefConfig,
+        role: str = "actor_rollout_ref",
+        site: Site | None = None,
+        data: DataConfig | None = None,
+    ):
         super().__init__()
         if role not in ROLES:
             raise WorkerError("unknown worker role", got=role, allowed=sorted(ROLES))
-        self.config, self.site, self.plays = config, site or Site(), ROLES[role]
+        self.config, self.site, self.plays, self.data = config, site or Site(), ROLES[role], data
         self.tokenizer: Any = None
+        self.hand_over = InBackground("verl-weights")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -69,6 +78,7 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Run the agent loop of every row: responses, masks and the sampler's own log-probs."""
+        self.hand_over.wait()
         with memory_of("generate", self.site.device) as memory:
             asyncio.run(self.sampler.wake())
             try:
@@ -82,6 +92,7 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """``old_log_probs`` (B, T), and of ``entropys`` and ``sum_pi_squared`` what ``meta_info["outputs"]`` names."""
+        self.hand_over.wait()
         wanted = data.meta_info.get("outputs") or ["old_log_probs"]
         columns = {name: LOG_PROB_OUTPUTS[name] for name in LOG_PROB_OUTPUTS if name in {"old_log_probs", *wanted}}
         found = self.actor.infer(data, tuple(columns.values()))
@@ -90,25 +101,45 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """``ref_log_prob`` (B, T) of the reference policy."""
+        self.hand_over.wait()  # beside a LoRA actor the reference is the actor's own model
         return DataProto.from_dict(tensors={"ref_log_prob": self.ref.infer(data, ("log_probs",))["log_probs"]})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(self, data: DataProto) -> MetricSet:
         """One optimizer step per mini-batch of ``data``, which holds ``advantages``."""
+        self.hand_over.wait()
         return self.actor.train(data)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, global_steps: int) -> None:
         """Hand the actor's weights to the sampler as version ``global_steps``."""
-        bucket_bytes = self.config.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
-        chunks = chunk_weights(self.actor.engine.export_weights(), bucket_bytes, version=global_steps)
-        asyncio.run(self.sampler.update_weights(chunks, global_steps))
+        self.hand_over.wait()
+        self._hand_over_weights(global_steps)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def begin_weight_update(self, global_steps: int) -> None:
+        """As `update_weights`, while the caller goes on; whatever needs the policy or the sampler waits for its end.
+
+        Alone, this worker does it in a thread, so that other roles in its process go on, too. One of several does it
+        in this call: its collectives must not meet those of another role.
+        """
+        self.hand_over.wait()
+        if self.world_size == 1:
+            self.hand_over.begin(lambda: self._hand_over_weights(global_steps))
+        else:
+            self._hand_over_weights(global_steps)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def end_weight_update(self) -> None:
+        """Wait for what `begin_weight_update` began; what went wrong with it is raised here."""
+        self.hand_over.wait()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(
         self, local_path: str, contents: tuple[str, ...] = ("model", "optimizer", "extra"), background: bool = False
     ) -> dict:
         """Write the actor's state and its Hugging Face folder into ``local_path`` (see `TrainingWorker`)."""
+        self.hand_over.wait()
         return save_part(self.actor, local_path, contents, self.tokenizer, background)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -119,7 +150,13 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str, contents: tuple[str, ...] = ("model", "optimizer", "extra")) -> None:
         """Continue from what `save_checkpoint` wrote; the sampler gets the weights at the next `update_weights`."""
+        self.hand_over.wait()
         load_part(self.actor, local_path, contents)
+
+    def _hand_over_weights(self, version: int) -> None:
+        bucket_bytes = self.config.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
+        chunks = chunk_weights(self.actor.engine.export_weights(), bucket_bytes, version=version)
+        asyncio.run(self.sampler.update_weights(chunks, version))
 
     def _frees_cache(self) -> bool:
         """Whether the sampler gives its cache back to the trainer between rollouts."""
@@ -196,6 +233,5 @@ class ActorRolloutRefWorker(Worker):
 
     def _make_rollout(self) -> None:
         rollout = self.config.rollout
-        build = SAMPLERS.get(rollout.name).from_config
-        self.sampler = build(rollout, self.model, device=self.site.device)
-        self.agent_loops = AgentLoopManager(rollout, self.sampler, self.tokenizer)
+        self.sampler = make_sampler(rollout, self.model, self.site.device, f"sampler of {self.info.role}[{self.rank}]")
+        self.agent_loops = AgentLoopManager(rollout, self.sampler, self.tokenizer, data_config=self.data)

@@ -23,6 +23,7 @@ from verl.config.loading import read_config
 from verl.errors import RolloutError, VerlError
 from verl.registry import SAMPLERS
 from verl.rollout.base import Sampler
+from verl.rollout.hosted import SamplerHost
 from verl.rollout.server import own
 from verl.rollout.server.wire import Message, WireError, read_message, render
 from verl.storage import copy_to_local
@@ -35,12 +36,13 @@ LISTENING = "listening on "
 class Host:
     """Answers requests by a sampler; each connection is a task, and its end ends the request on it."""
 
-    def __init__(self, sampler: Sampler):
-        self.sampler = sampler
+    def __init__(self, sampler: Sampler, device: str = "cpu"):
+        self.sampler, self._host = sampler, SamplerHost(sampler, device)
         self._calls: dict[str, Callable[[Any], Awaitable[Any]]] = {
             own.GENERATE: self._generate,
             own.ABORT: self._abort,
             own.UPDATE: self._update,
+            own.TAKE: self._take,
             own.SLEEP: self._sleep,
             own.WAKE: self._wake,
             own.INFO: self._info,
@@ -99,6 +101,9 @@ class Host:
         await self.sampler.update_weights(chunk_weights(tensors_of(folder), BUCKET_BYTES, version), version)
         return {"version": self.sampler.version}
 
+    async def _take(self, payload: Any) -> Any:
+        return await self._host.take_weights(str(payload["kind"]), payload["address"], int(payload["version"]))
+
     async def _sleep(self, payload: Any) -> Any:
         await self.sampler.sleep(int(payload.get("level", 1)))
         return {}
@@ -143,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     known, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     try:
         config = cast(PPOTrainerConfig, read_config("ppo_trainer", rest))
-        host = Host(make_sampler(config, known.device))
+        host = Host(make_sampler(config, known.device), known.device)
         asyncio.run(host.serve(known.host, known.port, lambda url: print(f"{LISTENING}{url}", flush=True)))
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -14,8 +14,8 @@ from verl.rollout.base import Completion, Request, SamplingParams
 from verl.rollout.gated import Sampled
 from verl.rollout.server.dialect import Dialect, log_probs
 
-GENERATE, ABORT, UPDATE, SLEEP, WAKE, INFO = (
-    f"/verl/{n}" for n in ("generate", "abort", "update", "sleep", "wake", "info")
+GENERATE, ABORT, UPDATE, TAKE, SLEEP, WAKE, INFO = (
+    f"/verl/{n}" for n in ("generate", "abort", "update", "take", "sleep", "wake", "info")
 )
 
 

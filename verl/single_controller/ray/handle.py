@@ -9,9 +9,12 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from verl import env
 from verl.single_controller.base.handle import Handle
 from verl.single_controller.base.resources import ClassWithInitArgs
+from verl.single_controller.base.worker import DEVICE_VARIABLES
 from verl.single_controller.ray import failures, transfer
 from verl.single_controller.ray.class_with_args import RayClassWithInitArgs
 from verl.single_controller.ray.fleet import Fleet
@@ -116,3 +119,12 @@ def host_object(
     )
     fleet, _ = launch(recipe, [slot])
     return RayHandle(fleet.members[0].actor, "", fleet.members[0].name, timeout, fleet)
+
+
+def host_beside(class_with_init: ClassWithInitArgs, name: str) -> RayHandle:
+    """As `host_object`, on this process's node and with its devices, which the two use in turn."""
+    here = ray.get_runtime_context().get_node_id()
+    ray_cls = RayClassWithInitArgs.of(class_with_init)
+    ray_cls.update_options({"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False)})
+    devices = {variable: value for variable in DEVICE_VARIABLES if (value := env.get(variable))}
+    return host_object(ray_cls, name, environment=devices)

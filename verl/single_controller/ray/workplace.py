@@ -16,10 +16,12 @@ from verl import device, env
 from verl.errors import WorkerError, suggest
 from verl.metrics import start_logging
 from verl.single_controller.base.colocated import ColocatedWorker
+from verl.single_controller.base.hosting import set_hosting
 from verl.single_controller.base.rng import RngState, worker_seed
 from verl.single_controller.base.worker import WorkerInfo, build
 from verl.single_controller.ray import transfer
 from verl.single_controller.ray.failures import fetch, reported
+from verl.single_controller.ray.handle import host_beside
 
 
 class Workplace:
@@ -39,6 +41,7 @@ class Workplace:
         start_logging()
         device.set_threads(threads or max(1, device.usable_cores() // self.info.local_world_size))
         transfer.install()
+        set_hosting(host_beside)
         self._seat = _Seat()
         self._streams: dict[str, tuple[RngState, Iterator[Any]]] = {}
         rng = RngState(worker_seed(self.info.seed, self.info.role, self.info.rank))

@@ -93,6 +93,12 @@ class Validate(Callback):
                 ctx.metrics.add(name, value, "last")
 
 
-def default_callbacks() -> list[Callback]:
-    """In upstream's order of a step: dump, save, publish, validate."""
+def default_callbacks(publish_first: bool = False) -> list[Callback]:
+    """In upstream's order of a step: dump, save, publish, validate.
+
+    Args:
+        publish_first: weights that are handed over in the background set out before anything is written.
+    """
+    if publish_first:
+        return [Publish(), DumpRollouts(), ShowSamples(), SaveCheckpoint(), Validate()]
     return [DumpRollouts(), ShowSamples(), SaveCheckpoint(), Publish(), Validate()]

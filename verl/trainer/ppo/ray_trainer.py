@@ -72,7 +72,7 @@ class RayPPOTrainer:
         self.config, self.tokenizer, self.processor = config, tokenizer, processor
         self.role_worker_mapping, self.resource_pool_manager = role_worker_mapping, resource_pool_manager
         self.worker_group_cls, self.device_name = ray_worker_group_cls, device_name
-        self.callbacks: list[Callback] = default_callbacks()
+        self.callbacks: list[Callback] = default_callbacks(config.trainer.async_weight_update)
         self.schedule = SCHEDULES.get("sync")()
         self.tracking: Tracking | None = None
         self._make_data(train_dataset, val_dataset, collate_fn or default_collate, train_sampler)
@@ -191,6 +191,7 @@ class RayPPOTrainer:
             self._notify("on_fit_begin")
             if not self.config.trainer.val_only:
                 self._run_steps()
+            self.schedule.settle(self.roles, self.ctx)
             self._notify("on_fit_end")
         except StepDropped:
             raise self.ctx.stop.stopped(self.checkpoints.save_boundary()) from None
@@ -255,6 +256,7 @@ class RayPPOTrainer:
         """Validate with the sampler's present weights; returns the metrics."""
         if self.validator is None:
             raise DataError("there is nothing to validate on", key="data.val_files", fix="Set data.val_files.")
+        self.schedule.settle(self.roles, self.ctx)
         metrics, seen = self.validator.run(self.roles, self.ctx.step)
         self.on_validation_samples(seen)
         return metrics

@@ -1,6 +1,12 @@
-"""The synchronous schedule: sample with the newest weights, learn, hand the new weights over."""
+"""The synchronous schedule: sample with the newest weights, learn, hand the new weights over.
+
+With ``trainer.async_weight_update`` they are on their way while the controller writes and logs what the step brought;
+before anything is sampled they have arrived. So the numbers are the same.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from verl.protocol import DataProto
 from verl.single_controller.base import Roles
@@ -12,13 +18,29 @@ from verl.trainer.ppo.step import collect, learn
 class SyncSchedule:
     """On-policy: every batch is sampled by the weights that it then updates."""
 
+    def __init__(self) -> None:
+        self._on_their_way: Any = None
+
     def step(self, source: PromptSource, roles: Roles, ctx: StepContext) -> DataProto:
         """One training batch, collected and learned from."""
+        self.settle(roles, ctx)
         with ctx.stop.droppable():
             batch = collect(source, roles, ctx)
         return learn(batch, roles, ctx)
 
     def publish(self, roles: Roles, ctx: StepContext) -> None:
         """The sampler generates with the updated policy from here on."""
+        group = roles["rollout"].group
         with ctx.timed("update_weights"):
-            roles["rollout"].group.update_weights(ctx.step)
+            if ctx.config.trainer.async_weight_update:
+                self._on_their_way = group.begin_weight_update(ctx.step)
+            else:
+                group.update_weights(ctx.step)
+
+    def settle(self, roles: Roles, ctx: StepContext) -> None:
+        """Return once the sampler has the weights that were published last; raises what went wrong with them."""
+        group, references, self._on_their_way = roles["rollout"].group, self._on_their_way, None
+        if references is not None:
+            with ctx.timed("wait_for_weights"):
+                group.wait(references)
+                group.end_weight_update()

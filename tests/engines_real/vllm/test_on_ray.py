@@ -1,0 +1,36 @@
+"""vLLM as an async engine in an actor of its own beside a trainer on Ray; weights reach it through shared memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.conftest import arithmetic  # noqa: F401  # a fixture
+from tests.e2e.runs import command, curve, metrics
+
+pytestmark = [pytest.mark.e2e, pytest.mark.dist]
+STEPS = 6
+
+
+@pytest.mark.parametrize("backend", ["shared_memory", "gloo"])
+def test_grpo_with_vllm_in_its_own_actor_trains_on_what_the_new_weights_sample(arithmetic, own_ray_folder, backend):  # noqa: F811
+    done = command(
+        "verl.trainer.main_ppo",
+        *arithmetic.arguments,
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.name=vllm",
+        f"actor_rollout_ref.rollout.checkpoint_engine.backend={backend}",
+        "trainer.runtime=ray",
+        "trainer.n_gpus_per_node=1",
+        "trainer.async_weight_update=true",
+        f"trainer.experiment_name={backend}",
+        f"trainer.total_training_steps={STEPS}",
+        f"trainer.test_freq={STEPS}",
+        f"trainer.default_local_dir={backend}",
+        "trainer.skip_old_log_prob=false",  # so that the trainer's log-probs are there to compare with
+        cwd=arithmetic.folder,
+    )
+    found = metrics(arithmetic.folder, "e2e", backend)
+    gaps = curve(found, "training/rollout_probs_diff_max")
+    assert len(gaps) == STEPS and max(gaps) < 1e-4, done.stdout[-2000:]
+    rewards = curve(found, "critic/rewards/mean")
+    assert rewards[-1] > rewards[0] + 0.02

@@ -1,0 +1,126 @@
+"""Where a sampler lives and how weights get there; what goes wrong at either end is told as it is, and ends nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.rollout.builders import largest_difference, prompt, requests, sample, tiny_model
+from tests.support import tiny_model_dir
+from verl.config import HFModelConfig, RolloutConfig
+from verl.errors import ConfigError, RolloutError
+from verl.metrics import notices, reset_notices
+from verl.models import export_weights
+from verl.rollout import place
+from verl.rollout.hf.sampler import HFSampler
+from verl.rollout.hosted import HostedSampler, SamplerHost
+from verl.rollout.replicas import Here
+from verl.weight_sync import DiskTransport, ResidentTransport, chunk_weights
+
+BACKENDS = ("shared_memory", "disk", "delta", "gloo")
+
+
+def rollout(backend: str, **options) -> RolloutConfig:
+    found = RolloutConfig()
+    engine = replace(found.checkpoint_engine, backend=backend, engine_kwargs=options)
+    return replace(found, name="hf", checkpoint_engine=engine)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> HFModelConfig:
+    return HFModelConfig(path=str(tiny_model_dir(tmp_path_factory.mktemp("model"))))
+
+
+def hosted(model: HFModelConfig, backend: str, **options) -> HostedSampler:
+    """Both ends in this process; the transport does not know."""
+    host = SamplerHost(HFSampler(tiny_model()))
+    return HostedSampler(Here(host), place.link(rollout(backend, timeout=20, **options), model, "cpu"))
+
+
+def update(sampler: HostedSampler, seed: int, version: int) -> torch.nn.Module:
+    trainer = tiny_model(seed=seed)
+    asyncio.run(sampler.update_weights(chunk_weights(export_weights(trainer), 9000, version), version))
+    return trainer
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_arrive_again_and_again(model, backend):
+    sampler = hosted(model, backend)
+    wanted = requests([prompt(5, 1)], samples=3, max_tokens=8, ignore_eos=True)
+    for version in (1, 2, 3):
+        trainer = update(sampler, seed=version, version=version)
+        done = sample(sampler, wanted)
+        assert largest_difference(trainer, wanted, done) < 2e-5
+        assert {v for one in done for v in one.token_versions} == {version} == {sampler.version}
+    assert sampler.stats()["weight_updates"] == 3 and sampler.stats()["weight_bytes_sent"] > 1e5
+    sampler.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_the_sampler_refuses_is_told_in_its_words_and_the_next_update_is_taken(model, backend):
+    sampler = hosted(model, backend)
+    with pytest.raises(RolloutError, match="no such weight"):
+        asyncio.run(sampler.update_weights(chunk_weights([("nonsense", torch.ones(3))] * 1, 9000, 1), 1))
+    with pytest.raises(RolloutError, match="did not finish"):
+        sample(sampler, requests([prompt(3, 1)]))
+    update(sampler, seed=1, version=2)
+    assert sample(sampler, requests([prompt(3, 1)]))[0].token_versions[0] == 2
+    sampler.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_the_trainer_does_wrong_is_told_in_its_words_and_the_next_update_is_taken(model, backend):
+    sampler = hosted(model, backend)
+    if backend == "disk":  # nobody can tell a reader of files: it waits
+        sampler._link.make.keywords["timeout"] = 1
+
+    def broken():
+        yield next(chunk_weights(export_weights(tiny_model()), 9000, 1))
+        raise RolloutError("the trainer's own error")
+
+    with pytest.raises(RolloutError, match="the trainer's own error"):
+        asyncio.run(sampler.update_weights(broken(), 1))
+    update(sampler, seed=1, version=2)
+    assert sample(sampler, requests([prompt(3, 1)]))[0].token_versions[0] == 2
+    sampler.close()
+
+
+def test_names_of_upstream_and_this_machine_choose_the_transport(model, tmp_path):
+    reset_notices()
+    assert isinstance(place.link(rollout("shared_memory"), model, "cpu").make(), ResidentTransport)
+    assert place.link(rollout("nccl"), model, "cpu").kind == "gloo"
+    assert any("broadcast over gloo" in text for text in notices().values())
+    below = place.link(rollout("delta_sharded", over="disk", folder=str(tmp_path)), model, "cpu").make()
+    assert isinstance(below.over, DiskTransport) and below.encoder.dtype == torch.float32
+    nested = place.link(rollout("disk", disk={"folder": str(tmp_path), "checksums": True}), model, "cpu").make()
+    assert nested.folder == tmp_path and nested.checksums
+    reset_notices()
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "said"),
+    [
+        ("disk", {"foldr": "x"}, r"engine_kwargs\.foldr: the transport 'disk' has no such argument.*folder"),
+        ("gloo", {"folder": "x"}, "no such argument"),
+        ("cuda_ipc", {}, "needs a GPU"),
+        ("smoke_signals", {}, "unknown transport of weights"),
+    ],
+)
+def test_a_transport_or_an_argument_that_is_not_there_is_refused(model, backend, options, said):
+    with pytest.raises(ConfigError, match=said):
+        place.link(rollout(backend, **options), model, "cpu")
+
+
+def test_a_module_of_the_users_registers_a_transport(model, tmp_path):
+    Path(tmp_path / "mine.py").write_text(
+        "from verl.registry import TRANSPORTS\nfrom verl.weight_sync import DiskTransport\n\n\n"
+        "@TRANSPORTS.register('carrier_pigeon')\nclass Pigeon(DiskTransport):\n    pass\n"
+    )
+    config = rollout("carrier_pigeon", folder=str(tmp_path / "loft"))
+    engine = replace(config.checkpoint_engine, custom_backend_module=str(tmp_path / "mine.py"))
+    chosen = place.link(replace(config, checkpoint_engine=engine), model, "cpu")
+    assert type(chosen.make()).__name__ == "Pigeon"

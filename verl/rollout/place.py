@@ -1,0 +1,113 @@
+"""Where a run's sampler lives and how weights get there: ``rollout.checkpoint_engine``."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.device import torch_dtype
+from verl.errors import ConfigError, suggest
+from verl.metrics import notice
+from verl.registry import SAMPLERS, TRANSPORTS, load_module
+from verl.rollout.base import Sampler
+from verl.rollout.hosted import EngineHost, HostedSampler, Link
+from verl.rollout.replicas import Callee
+from verl.rollout.server.child import ChildCallee
+from verl.rollout.stream_check import shapes_on_disk
+from verl.single_controller.base.hosting import hosting
+from verl.single_controller.base.resources import ClassWithInitArgs
+
+SAME_PROCESS = "naive"
+RINGS = ("shared_memory", "cuda_ipc")
+"""Transports that reserve memory for their largest bucket."""
+_E = "actor_rollout_ref.rollout.checkpoint_engine"
+
+
+def make_sampler(rollout: Any, model: Any, device: str, name: str = "sampler") -> Sampler:
+    """The sampler of one worker: in its process, or with any other transport than ``naive`` in one of its own.
+
+    Args:
+        rollout, model: sections of the configuration.
+        device: of the worker.
+        name: of the process, for messages.
+    """
+    if rollout.checkpoint_engine.backend == SAME_PROCESS:
+        sampler: Sampler = SAMPLERS.get(rollout.name).from_config(rollout, model, device=device)
+        return sampler
+    chosen = link(rollout, model, device)
+    hosted = HostedSampler(_callee(rollout, model, device, name), chosen)
+    atexit.register(hosted.close)
+    return hosted
+
+
+def link(rollout: Any, model: Any, device: str) -> Link:
+    """The transport that ``backend`` names, with ``engine_kwargs``, which may stand below its name."""
+    engine = rollout.checkpoint_engine
+    if engine.custom_backend_module:
+        load_module(_as_module(engine.custom_backend_module))
+    kind, options = engine.backend, dict(engine.engine_kwargs)
+    options = dict(options.get(kind) or {}) if isinstance(options.get(kind), dict) else options
+    if kind == "nccl" and device == "cpu":
+        notice(f"{_E}.backend", "nccl needs GPUs: these weights are broadcast over gloo")
+        kind = "gloo"
+    if kind == "cuda_ipc" and device == "cpu":
+        raise ConfigError("this transport needs a GPU", key=f"{_E}.backend", got=kind, fix="Take shared_memory.")
+    if kind == "shared_memory" and rollout.name == "hf" and device == "cpu":
+        kind = "resident"  # the sampler keeps the memory as its own
+    below = options.get("over", "shared_memory") if kind.startswith("delta") else kind
+    _check_options(kind, below, options)
+    if kind.startswith("delta"):
+        options["dtype"] = _dtype(rollout, device)
+    size = int(engine.update_weights_bucket_megabytes) << 20
+    if below in RINGS:
+        size = min(size, _enough(model, size))
+    return Link(kind, partial(TRANSPORTS.get(kind).begin, size, device, **options))
+
+
+def _check_options(kind: str, below: str, options: Mapping[str, Any]) -> None:
+    """Refuse an argument that the transport does not have.
+
+    Raises:
+        ConfigError: naming it and the nearest one.
+    """
+    known = {name for one in {kind, below} for name in TRANSPORTS.get(one).options()}
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"the transport {kind!r} has no such argument",
+                key=f"{_E}.engine_kwargs.{name}",
+                got=options[name],
+                allowed=sorted(known),
+                fix=suggest(name, known),
+            )
+
+
+def _callee(rollout: Any, model: Any, device: str, name: str) -> Callee:
+    host = hosting()
+    if host is None:
+        return ChildCallee(rollout, model, device)
+    return host(ClassWithInitArgs(EngineHost, rollout, model, device), name)
+
+
+def _dtype(rollout: Any, device: str) -> torch.dtype:
+    """What the sampler's weights have: differences are those of its bits."""
+    auto = "float32" if device == "cpu" else "bfloat16"
+    return torch_dtype(auto if rollout.dtype == "auto" else rollout.dtype)
+
+
+def _enough(model: Any, size: int) -> int:
+    """Bytes for a bucket of all weights in their largest form; no ring needs more."""
+    shapes = shapes_on_disk(str(model.path)) if Path(str(model.path)).is_dir() else None
+    if shapes is None:
+        return size
+    return sum(8 * torch.Size(shape).numel() + 64 for shape in shapes.values())
+
+
+def _as_module(name: str) -> str:
+    """A file as it is, a dotted name as a package."""
+    return name if name.endswith(".py") or "://" in name else f"pkg://{name}"

@@ -1,0 +1,102 @@
+"""A sampler in a child process, called like a handle: where no cluster runtime can host it.
+
+The process is `verl.rollout.server.host`; it ends with this one. It reads its sections of the configuration from a file
+that only this user can read, because a command line is seen by everybody.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from verl.config import to_dict
+from verl.errors import RolloutError
+from verl.rollout.base import Completion, Request
+from verl.rollout.from_sync import run_now
+from verl.rollout.lost import EngineLostError
+from verl.rollout.server import own
+from verl.rollout.server.client import HttpClient
+from verl.rollout.server.process import ServerProcess, free_port
+
+ANSWER_SECONDS = 24 * 3600.0
+"""The process is watched; how long an answer takes is its own affair."""
+FILE = "sampler"
+CALLS = {
+    "abort": (own.ABORT, ("request_ids",)),
+    "sleep": (own.SLEEP, ("level",)),
+    "wake": (own.WAKE, ()),
+    "status": (own.INFO, ()),
+    "take_weights": (own.TAKE, ("kind", "address", "version")),
+}
+"""Path of a method, and the names of its arguments."""
+
+
+class ChildCallee:
+    """The callee of a sampler's host in a child process.
+
+    Args:
+        rollout, model: sections of the configuration.
+        device: of the sampler.
+
+    Raises:
+        EngineLostError: it did not come up.
+    """
+
+    def __init__(self, rollout: Any, model: Any, device: str):
+        # Its own sampler is an ordinary one in its process: the transport is between that process and this one.
+        plain = dataclasses.replace(rollout, checkpoint_engine=type(rollout.checkpoint_engine)())
+        sections = {"actor_rollout_ref": {"rollout": to_dict(plain), "model": to_dict(model)}}
+        folder = Path(tempfile.mkdtemp(prefix="verl-sampler-"))
+        try:
+            (folder / f"{FILE}.yaml").write_text(json.dumps(sections))
+            port = free_port()
+            command = [sys.executable, "-m", "verl.rollout.server.host", "--port", str(port), "--device", device]
+            command += [f"--config-path={folder}", f"--config-name={FILE}"]
+            self.process = ServerProcess(command, port, name="the sampler's process")
+            run_now(self.process.wait_until_up(rollout.server.max_start_wait_time))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._client = HttpClient(self.process.url)
+
+    async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """As `Handle.call` for the methods of a `SamplerHost`."""
+        if method == "generate":
+            return await self._generate(*args, **kwargs)
+        path, names = CALLS[method]
+        found = await self._ask(path, {**dict(zip(names, args)), **kwargs})
+        return int(found["aborted"]) if method == "abort" else found
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.close()
+
+    async def _generate(self, request: Request) -> Completion:
+        if request.images is not None or request.videos is not None:
+            raise RolloutError("a sampler in a process of its own takes text only", key=f"request {request.id}")
+        found = await self._ask(own.GENERATE, own.to_json(request))
+        ids = tuple(found["token_ids"])
+        return Completion(
+            request.id,
+            ids,
+            tuple(found["log_probs"]),
+            found["finish_reason"],
+            (int(found["version"]),) * len(ids),
+            num_preempted=int(found["num_preempted"]),
+        )
+
+    async def _ask(self, path: str, payload: Any) -> Any:
+        try:
+            answer = await self._client.ask("POST", path, payload, ANSWER_SECONDS)
+        except EngineLostError as error:
+            if self.process.is_alive:
+                raise
+            raise EngineLostError(f"the sampler's process ended: {self.process.last_words}") from error
+        found = answer.json()
+        if answer.status >= 300:
+            raise RolloutError(str(found.get("error", found)))
+        return found
