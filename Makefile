@@ -53,11 +53,11 @@ test: install
 # Trackers want other versions of shared packages than constraints.txt has, hence an environment of their own.
 $(TRACKERS_VENV)/.installed: constraints-trackers.txt
 	@$(PYTHON) -m venv $(TRACKERS_VENV)
-	@$(TRACKERS_VENV)/bin/python -m pip install -qq --constraint constraints-trackers.txt wandb mlflow swanlab rich pytest
+	@$(TRACKERS_VENV)/bin/python -m pip install -qq --constraint constraints-trackers.txt wandb mlflow swanlab rich pytest psutil 'math-verify[antlr4_9_3]'
 	@touch $@
 
 test-trackers: $(TRACKERS_VENV)/.installed
-	@$(TRACKERS_VENV)/bin/python -m pytest tests/engines_real/trackers --durations=5
+	@$(TRACKERS_VENV)/bin/python -m pytest tests/engines_real/trackers tests/engines_real/math_verify --durations=5
 
 # vLLM wants an older transformers than constraints.txt has, hence an environment of its own. The
 # CUDA builds that it pulls in are taken out again.
