@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from tests.dist.engine_cells import Case, compare, flat, local_bytes, loss_of, plain, sharded, share, shared_model
+from tests.dist.engine_cells import Case, With, compare, flat, local_bytes, loss_of, plain, sharded, share, shared_model
 from tests.dist.resume_cells import load, save
 from tests.engines.builders import ragged_batch, relative_error
 from verl.distributed import Ranks
+from verl.distributed.experts import ExpertExchange
 from verl.engines.expert_parallel import expert_modules
 from verl.errors import ConfigError, NotBuiltError
 
@@ -42,7 +43,8 @@ def experts_are_shared(ranks: Ranks, folder: Path) -> dict:
     """Bytes of experts per rank, with two ranks sharing them; and tokens that each rank's experts see."""
     path = shared_model(ranks, folder, "qwen3_moe", **MIXTURE)
     engine = sharded(path, engine={KEY: ranks.size})
-    modules, seen = list(expert_modules(engine.model).values()), []
+    modules = [m for m in engine.model.modules() if isinstance(vars(m).get("forward"), ExpertExchange)]
+    seen: list[list[int]] = []
     for module in modules:
         inner = module.forward.compute
 
@@ -69,7 +71,7 @@ def experts_resume(ranks: Ranks, folder: Path) -> dict:
     engine = sharded(path, engine={KEY: 2})
     for seed in range(2):
         engine.train_batch(share(ranks, ragged_batch(rows=6, seed=seed)), loss_fn)
-    root = folder / f"experts-{ranks.size}"
+    root = folder / f"experts-{With.current}-{ranks.size}"
     save(engine, ranks, root)
     again, whole = sharded(path, engine={KEY: 2}), sharded(path)
     load(again, ranks, root)

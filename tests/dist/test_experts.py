@@ -1,4 +1,4 @@
-"""Expert parallelism on FSDP2: equal numbers, and the experts really are shared."""
+"""Expert parallelism on FSDP and FSDP2: equal numbers, and the experts really are shared."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from verl.engines.rows import AlignedRows
 pytestmark = pytest.mark.dist
 
 EXACT = 1e-5
+STRATEGIES = ("fsdp", "fsdp2")
 CELLS = {
     2: (
         cells.experts,
@@ -29,13 +30,22 @@ CELLS = {
 def runs(tmp_path_factory):
     """World size -> cell -> what each rank returned."""
     folder = tmp_path_factory.mktemp("runs")
-    found = {n: run_cells(n, [With("fsdp2", cell) for cell in own], folder) for n, own in CELLS.items()}
-    return {n: {name.removeprefix("fsdp2: "): answer for name, answer in each.items()} for n, each in found.items()}
+    return {
+        n: run_cells(n, [With(strategy, cell) for cell in own for strategy in STRATEGIES], folder)
+        for n, own in CELLS.items()
+    }
 
 
 def cases(*wanted):
     return pytest.mark.parametrize(
-        "size, name", [(n, cell.__name__) for n, own in CELLS.items() for cell in own if cell in wanted]
+        "size, name",
+        [
+            (n, f"{s}: {cell.__name__}")
+            for n, own in CELLS.items()
+            for cell in own
+            if cell in wanted
+            for s in STRATEGIES
+        ],
     )
 
 

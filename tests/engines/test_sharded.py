@@ -17,7 +17,7 @@ from verl.config import ActorConfig, FSDPEngineConfig, HFModelConfig, OptimizerC
 from verl.engines import sharding
 from verl.engines.fsdp import FSDPEngine
 from verl.engines.fsdp2 import FSDP2Engine
-from verl.errors import CheckpointError, ConfigError, EngineError
+from verl.errors import CheckpointError, ConfigError, EngineError, NotBuiltError
 from verl.metrics import notices, reset_notices
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -127,6 +127,11 @@ def test_other_optimizers_resume_bitwise(path, cls, optim):
 def test_an_optimizer_that_cannot_work_on_pieces_is_refused_before_training(path, cls, name):
     with pytest.raises(ConfigError, match=rf"optim.optimizer.*sharded weights.*Got '{name}'"):
         engine_of(path, cls, optim={"optimizer": name})
+
+
+def test_linear_maps_are_not_shared_with_the_first_form_of_fsdp(path):
+    with pytest.raises(NotBuiltError, match="strategy=fsdp2"):
+        engine_of(path, FSDPEngine, engine={"tensor_parallel_size": 2})
 
 
 def test_a_state_of_another_optimizer_is_refused(path, cls):

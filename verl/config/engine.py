@@ -108,7 +108,7 @@ class FSDPEngineConfig(ConfigNode):
     )
     expert_parallel_size: int = setting(
         1,
-        "FSDP2: neighbouring processes that share the experts of a mixture; divides their number",
+        "neighbouring processes that share the experts of a mixture; divides their number",
         upstream=ABSENT,
     )
     tensor_parallel_size: int = setting(

@@ -1,6 +1,6 @@
 """A weight dealt to neighbouring ranks along one of its axes: the experts of a mixture, the columns of a linear map.
 
-Each of P peers keeps one part of it. Ranks that keep the same part shard it among themselves as FSDP2 does with every
+Each of P peers keeps one part of it. Ranks that keep the same part shard it among themselves as they do with every
 weight, so the tensor that a rank holds is a piece of a part; whole weights are put together here and nowhere else.
 """
 
@@ -73,9 +73,13 @@ class Cut:
         blocks = zip(*parts)
         return torch.cat([p.narrow(self.axis, 0, w) for block in blocks for p, w in zip(block, widths)], self.axis)
 
-    def scatter(self, whole: Tensor, target: DTensor) -> None:
-        """Fill a tensor from the whole one on rank 0; elsewhere only the shape of ``whole`` counts. Collective."""
-        local = target.to_local()
+    def scatter(self, whole: Tensor, target: Tensor) -> None:
+        """Fill a part, or a sharded one's piece, from the whole weight on rank 0. Collective.
+
+        Args:
+            whole: elsewhere only its shape counts (``meta``).
+        """
+        local = target.to_local() if isinstance(target, DTensor) else target
         for holder in range(self.peers.size):
             given = self.part(whole, holder)
             part = torch.empty(given.shape, dtype=target.dtype, device=local.device)
@@ -83,6 +87,7 @@ class Cut:
                 part.copy_(given)
             self.ranks.broadcast(part)
             if holder == self.peers.rank:
-                start = self.mesh.get_local_rank() * -(-len(part) // self.mesh.size())
+                sharded = isinstance(target, DTensor)
+                start = self.mesh.get_local_rank() * -(-len(part) // self.mesh.size()) if sharded else 0
                 with torch.no_grad():
                     local.copy_(part[start : start + len(local)])

@@ -56,11 +56,11 @@ class ExpertRanks:
         same, experts = mesh.mesh_dim_names or ()
         return cls(ranks, Ranks(ranks.rank % size, size, mesh.get_group(experts)), mesh[same])
 
-    def cut(self, model: Any) -> tuple[dict[str, Cut], list[list[nn.Module]]]:
+    def cut(self, model: Any) -> tuple[dict[str, Cut], dict[str, nn.Module]]:
         """Leave this rank's experts in a model without values.
 
         Returns:
-            Which weights were cut, by name; the modules that hold them, each to be sharded over ``mesh``.
+            Which weights were cut, by name; the modules that hold them, by name, to be sharded over ``mesh``.
 
         Raises:
             ConfigError: the model has no experts, or they do not divide.
@@ -83,7 +83,7 @@ class ExpertRanks:
                 cuts[f"{prefix}.{name}"] = cut
             module.num_experts = own  # type: ignore[assignment]
             module.forward = ExpertExchange(module.forward, own, self.peers)  # type: ignore[assignment]
-        return cuts, [[module] for module in found.values()]
+        return cuts, found
 
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -10,7 +10,7 @@ import itertools
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from verl.engines import sharding
 from verl.engines.flat_state import FlatState
-from verl.engines.settings import SHARED
 from verl.engines.sharded_engine import ShardedEngine
 from verl.engines.sharded_optimizer import build_flat_optimizer
 from verl.errors import NotBuiltError
@@ -58,20 +57,21 @@ class FSDPEngine(ShardedEngine):
     """
 
     def _build(self, model: Any, engine: Any, seed: int) -> nn.Module:
-        for name in ("expert_parallel_size", "tensor_parallel_size"):
-            if engine[name] > 1:
-                raise NotBuiltError(
-                    f"{SHARED[name]} are shared among processes with strategy=fsdp2 only",
-                    key=f"fsdp_config.{name}",
-                    got=engine[name],
-                    fix="Set strategy=fsdp2.",
-                )
+        if engine.tensor_parallel_size > 1:
+            raise NotBuiltError(
+                "linear maps are shared among processes with strategy=fsdp2 only",
+                key="fsdp_config.tensor_parallel_size",
+                got=engine.tensor_parallel_size,
+                fix="Set strategy=fsdp2.",
+            )
         return super()._build(model, engine, seed)
 
     def _cut(self, model: Any) -> nn.Module:
         layout = self.layout
-        units = sharding.unit_modules(model, layout.min_num_params)
-        self.slots = _slots(model, self.unit_names)
+        units = dict(sharding.unit_modules(model, layout.min_num_params))
+        self.cuts, experts = ({}, {}) if self.experts is None else self.experts.cut(model)
+        units |= experts
+        self.slots = _slots(model, list(units))
         self.silence = ExitStack()
         offload = layout.offload and layout.device != "cpu"
         if layout.offload and not offload:
@@ -79,13 +79,15 @@ class FSDPEngine(ShardedEngine):
         if offload and not self.sync_once:
             notice("fsdp_config.offload_policy", "with strategy=fsdp gradients are reduced once per optimizer step")
             self.sync_once = True
-        chosen = {unit for _, unit in units}
+        chosen: dict[nn.Module, Any] = dict.fromkeys(units.values(), True)
+        if self.experts is not None:
+            chosen |= dict.fromkeys(experts.values(), _strategy(replace(layout, mesh=self.experts.mesh)))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
             warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad.*")  # see docs/fsdp.md
             whole = FullyShardedDataParallel(
                 model,
-                auto_wrap_policy=CustomPolicy(lambda module: module in chosen),
+                auto_wrap_policy=CustomPolicy(lambda module: chosen.get(module, False)),
                 cpu_offload=CPUOffload(offload_params=True) if offload else None,
                 mixed_precision=MixedPrecision(param_dtype=layout.dtype, reduce_dtype=torch.float32),
                 backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
@@ -96,7 +98,7 @@ class FSDPEngine(ShardedEngine):
                 **_strategy(layout),
             )
         wrapped = {unit.module: unit for unit in FullyShardedDataParallel.fsdp_modules(whole)}
-        self.units = {"": whole, **{name: wrapped[module] for name, module in units}}
+        self.units = {"": whole, **{name: wrapped[module] for name, module in units.items()}}
         with self._gathered("", write=False):
             return whole  # gathered once, so that FSDP knows which of them is the root
 
@@ -128,10 +130,11 @@ class FSDPEngine(ShardedEngine):
         with self._on_device():
             for prefix, slots in self.slots:
                 with self._gathered(prefix, write=False):
+                    whole = {s.name: self._joined(s) for s in slots}
                     if first_only:
-                        found = {s.name: s.tensor.detach().to("cpu", copy=True) for s in slots if self.is_first}
+                        found = {name: t.to("cpu", copy=True) for name, t in whole.items() if self.is_first}
                     else:
-                        found = {s.name: s.tensor.detach().clone() for s in slots}
+                        found = {name: t.clone() for name, t in whole.items()}
                 yield found
 
     def _write(self, values: Mapping[str, Tensor]) -> None:
@@ -139,9 +142,22 @@ class FSDPEngine(ShardedEngine):
         with self._on_device(), torch.no_grad():
             for prefix, slots in self.slots:
                 with self._gathered(prefix, write=True):
-                    for target, whole in [(s.tensor, values[s.name]) for s in slots if s.name in values]:
-                        given = whole.to(target) if self.is_first else torch.empty_like(target)
-                        target.copy_(self.ranks.broadcast(given.contiguous()))
+                    for slot in (s for s in slots if s.name in values):
+                        self._put(values[slot.name], slot)
+
+    def _joined(self, slot: Slot) -> Tensor:
+        """A gathered weight, with the parts that neighbours have."""
+        cut, own = self.cuts.get(slot.name), slot.tensor.detach()
+        return own if cut is None else cut.gathered(own)
+
+    def _put(self, whole: Tensor, slot: Slot) -> None:
+        """Rank 0's values into a gathered weight."""
+        cut, target = self.cuts.get(slot.name), slot.tensor
+        if cut is not None:
+            cut.scatter(whole, target)
+        else:
+            given = whole.to(target) if self.is_first else torch.empty_like(target)
+            target.copy_(self.ranks.broadcast(given.contiguous()))
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -209,6 +225,8 @@ def _slots(model: nn.Module, unit_names: list[str]) -> list[tuple[str, list[Slot
 def _strategy(layout: sharding.Layout) -> dict[str, Any]:
     """Of whom the pieces are, and whether they are freed between forward and backward pass."""
     freed, mesh = layout.reshard_after_forward, layout.mesh
+    if mesh.size() == 1:  # one process, or one that has its experts for itself
+        return {"sharding_strategy": ShardingStrategy.NO_SHARD, "process_group": mesh.get_group(), "device_mesh": None}
     if mesh.size(mesh.ndim - 1) == 1:
         return {"sharding_strategy": ShardingStrategy.NO_SHARD}
     if mesh.ndim == 2:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from verl.distributed import Ranks
 from verl.distributed.shards import gather, gather_to_first, scatter
 from verl.engines import sharding
 from verl.engines.cuts import Cut
-from verl.engines.expert_parallel import ExpertRanks
 from verl.engines.forward import TokenForward
 from verl.engines.settings import tell_without_effect
 from verl.engines.sharded_engine import ShardedEngine
@@ -30,12 +29,11 @@ from verl.models.weights import named_tensors
 class FSDP2Engine(ShardedEngine):
     """See `ShardedEngine`.
 
-    Takes expert_parallel_size (neighbours that share the experts of a mixture) and tensor_parallel_size (neighbours
-    that share the linear maps and the vocabulary, as transformers' plan for the family says), too.
+    Takes tensor_parallel_size, too: neighbours that share the linear maps and the vocabulary, as transformers' plan for
+    the family says.
     """
 
     def _build(self, model: Any, engine: Any, seed: int) -> nn.Module:
-        self.num_expert_ranks = engine.expert_parallel_size
         tell_without_effect(engine, {"use_orig_params": False}, "weights always keep their form here")
         return super()._build(model, engine, seed)
 
@@ -71,11 +69,12 @@ class FSDP2Engine(ShardedEngine):
 
     def _deal(self, model: Any) -> tuple[dict[str, Cut], list[list[nn.Module]], DeviceMesh | None]:
         """Leave this rank's part of what neighbours share: cuts by name, modules to be sharded, over which ranks."""
-        experts = ExpertRanks.of(self.ranks, self.device, self.num_expert_ranks, self.layout.mesh)
-        if experts is not None:
-            return *experts.cut(model), experts.mesh
         if self.tensor is not None:
-            return *self.tensor.cut(model, self.unit_names), self.tensor.mesh
+            cuts, groups = self.tensor.cut(model, self.unit_names)
+            return cuts, groups, self.tensor.mesh
+        if self.experts is not None:
+            cuts, modules = self.experts.cut(model)
+            return cuts, [[module] for module in modules.values()], self.experts.mesh
         return {}, [], None
 
     def _make_forward(self, *args: Any, **kwargs: Any) -> TokenForward:
@@ -153,7 +152,7 @@ class FSDP2Engine(ShardedEngine):
         """Rank 0's values into a tensor that is cut, or that every rank has."""
         cut = self._cut_of(target, name)
         if cut is not None:
-            cut.scatter(whole, cast(DTensor, target))
+            cut.scatter(whole, target)
         elif isinstance(target, DTensor):
             scatter(whole, target)
         else:

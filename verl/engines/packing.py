@@ -81,6 +81,29 @@ def plan_packed(
     return [[order[i] for i in part] for part in plan]
 
 
+def plan_packed_together(
+    rows: AlignedRows,
+    together: int,
+    micro_batch_size: int | None = None,
+    max_tokens: int | None = None,
+    share: bool = False,
+) -> Plan:
+    """As `plan_packed`, with every ``together`` consecutive rows in one micro-batch and in their order.
+
+    Raises:
+        ConfigError: see `plan_packed`; also rows that belong together and exceed the budget.
+    """
+    assert len(rows.lengths) % together == 0, "the last rows lack their fellows"
+    check_limits(rows.lengths, micro_batch_size, max_tokens)
+    units = [range(first, first + together) for first in range(0, len(rows.lengths), together)]
+    plan = plan_micro_batches(
+        [sum(costs(rows, families(rows, unit, share)).values()) for unit in units],
+        micro_batch_size=None if micro_batch_size is None else max(1, micro_batch_size // together),
+        max_tokens=max_tokens,
+    )
+    return [[row for unit in part for row in units[unit]] for part in plan]
+
+
 def _fitting(rows: AlignedRows, family: Family, micro_batch_size: int | None, max_tokens: int | None) -> list[Family]:
     """The family cut into parts that fit into a micro-batch each."""
     parts: list[list[int]] = []

@@ -16,6 +16,8 @@ from verl import distributed
 from verl.distributed import Ranks, data_parallel_mesh
 from verl.distributed.shards import mirror
 from verl.engines import sharding
+from verl.engines.cuts import Cut
+from verl.engines.expert_parallel import ExpertRanks
 from verl.engines.forward import TokenForward
 from verl.engines.optimizer import move_optimizer_state
 from verl.engines.sequence_parallel import SequenceForward, check_heads, pooled, sequence_peers
@@ -38,7 +40,8 @@ class ShardedEngine(TorchEngine):
         engine: the ``fsdp_config`` section. Beside what `PlainEngine` takes: reshard_after_forward, offload_policy
             (weights, gradients and optimizer live on the host), fsdp_size (hybrid sharding), forward_prefetch,
             wrap_policy.min_num_params, use_no_sync_for_gradient_accumulation (gradients are reduced once per optimizer
-            step and whole until then), ulysses_sequence_parallel_size (that many neighbours share their rows).
+            step and whole until then), ulysses_sequence_parallel_size (that many neighbours share their rows),
+            expert_parallel_size (that many share the experts of a mixture).
             dtype: compute dtype of all weights, gathered in it; gradients are reduced in float32.
         device: ``cpu`` or a kind of accelerator; each process uses its own.
 
@@ -46,6 +49,9 @@ class ShardedEngine(TorchEngine):
         EngineError: the processes do not meet, or ranks are called differently.
         ModelError, ConfigError: as for `PlainEngine`, on every rank.
     """
+
+    cuts: dict[str, Cut]
+    """How weights are dealt to neighbours, by name, as far as any are."""
 
     # ---- what a backend provides -------------------------------------------------------------------------------
 
@@ -83,6 +89,7 @@ class ShardedEngine(TorchEngine):
         self.sharers = self.peers.size
         mesh = data_parallel_mesh(self.ranks, self.device, engine.fsdp_size)
         self.layout = sharding.Layout.of(engine, mesh, self.device, self.dtype)
+        self.experts = ExpertRanks.of(self.ranks, self.device, engine.expert_parallel_size, mesh)
         self.sync_once = engine.use_no_sync_for_gradient_accumulation
         skeleton = partial(self._load, model, engine, seed, "meta")
 

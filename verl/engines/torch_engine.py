@@ -38,7 +38,7 @@ from verl.engines.base import Engine, HFWriter
 from verl.engines.forward import TokenForward
 from verl.engines.micro_batch import automatic_tokens, plan_padded, plan_together
 from verl.engines.optimizer import build_optimizer, copied, load_optimizer_state, optimizer_state
-from verl.engines.packing import computed_tokens, pack, plan_packed
+from verl.engines.packing import computed_tokens, pack, plan_packed, plan_packed_together
 from verl.engines.rng import rng_state, set_rng_state
 from verl.engines.rows import AlignedRows, MicroBatch
 from verl.engines.settings import PassSettings, check_settings, compute_dtype, recompute_activations
@@ -319,6 +319,8 @@ class TorchEngine(Engine):
         self, rows: AlignedRows, micro_batch_size: int | None, max_tokens: int | None, together: int
     ) -> list[list[int]]:
         passes = self.forward.passes
+        if together > 1 and passes.packed:
+            return plan_packed_together(rows, together, micro_batch_size, max_tokens, passes.share_prompts)
         if together > 1:
             return plan_together(rows.lengths, together, micro_batch_size, max_tokens)
         if passes.packed:
