@@ -39,6 +39,8 @@ class AgentLoopOutput:
         response_logprobs: of sampled tokens as the sampler drew them, 0 on inserted ones; None if the sampler has none.
         token_versions: version of the weights that drew each token, -1 on inserted ones.
         reward_score: a score that the loop already knows.
+        step_rewards: (place in the response, reward) of each step, where it is not one score at the end; its sum is
+            ``reward_score``.
         num_turns: messages after the system prompt: user turns and answers.
         finish_reason: why the last request ended: stop, length or abort.
         extra_fields: further values of this row; each becomes a column of the batch.
@@ -60,6 +62,7 @@ class AgentLoopOutput:
     token_versions: list[int] | None = None
     finish_reason: str = "stop"
     measures: MetricSet = field(default_factory=MetricSet)
+    step_rewards: list[tuple[int, float]] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.metrics, Mapping):

@@ -86,9 +86,8 @@ def to_batch(outputs: Sequence[AgentLoopOutput], pad_token_id: int, with_log_pro
     if any(o.reward_score is not None for o in outputs):
         columns["reward_score"] = [o.reward_score for o in outputs]
         if all(o.reward_score is not None for o in outputs):
-            tensors["rm_scores"] = on_last_sampled_token(
-                [o.reward_score or 0.0 for o in outputs], tensors["response_mask"]
-            )
+            scores = on_last_sampled_token([o.reward_score or 0.0 for o in outputs], tensors["response_mask"])
+            tensors["rm_scores"] = with_step_rewards(scores, [o.step_rewards for o in outputs])
     arrays = {name: object_array(values) for name, values in columns.items()}
     return DataProto.from_dict(tensors=tensors, non_tensors=arrays, meta_info={"pad_token_id": pad_token_id})
 
@@ -99,6 +98,16 @@ def on_last_sampled_token(scores: Sequence[float], mask: Tensor) -> Tensor:
     last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(-1)
     table[torch.arange(len(mask)), last] = torch.tensor(scores, dtype=torch.float32)
     return table * mask
+
+
+def with_step_rewards(scores: Tensor, steps: Sequence[Sequence[tuple[int, float]] | None]) -> Tensor:
+    """Scores (B, T) where rows that know the reward of each step have it at that step's place instead of at the end."""
+    for row, rewards in enumerate(steps):
+        if rewards:
+            scores[row] = 0.0
+            for place, reward in rewards:
+                scores[row, min(place, scores.shape[1] - 1)] += reward
+    return scores
 
 
 def object_array(values: Sequence[object]) -> np.ndarray:

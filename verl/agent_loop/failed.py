@@ -40,7 +40,7 @@ def failed(output: AgentLoopOutput, who: str, error: Exception, on_error: OnErro
     )
     fields = {**output.extra_fields, COLUMN: text[:2000]}
     output.measures.add("rollout/agent/failed", 1.0, "sum")
-    return replace(output, finish_reason="abort", reward_score=0.0, extra_fields=fields)
+    return replace(output, finish_reason="abort", reward_score=0.0, step_rewards=None, extra_fields=fields)
 
 
 def check_some_worked(outputs: Sequence[AgentLoopOutput]) -> None:

@@ -87,7 +87,10 @@ class ToolRunner:
 
 
 async def _await(make: Callable[[], Awaitable[T]]) -> T:
-    return await make()
+    try:
+        return await make()
+    except (SystemExit, KeyboardInterrupt) as error:  # either would end the loop of all tools
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def _start_loop() -> asyncio.AbstractEventLoop:

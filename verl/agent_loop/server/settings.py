@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from verl.agent_loop.failed import OnError, check_on_error
 from verl.agent_loop.server.agent import load_agent
+from verl.agent_loop.settings import known_arguments, positive
 from verl.errors import ConfigError, suggest
 
 SAMPLING = ("run", "request")
@@ -69,18 +70,3 @@ class AgentSettings:
     def function(self) -> Callable[..., Any]:
         """The agent itself."""
         return load_agent(self.agent)
-
-
-def known_arguments(given: Mapping[str, Any], settings: type) -> None:
-    """Refuse arguments that the settings do not have, naming the nearest."""
-    names = [f.name for f in fields(settings)]
-    for name in given:
-        if name not in names:
-            raise ConfigError("unknown argument of this loop", key=name, allowed=names, fix=suggest(name, names))
-
-
-def positive(value: Any, key: str) -> float:
-    """A number of seconds or the like."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ConfigError("must be a positive number", key=key, got=value)
-    return float(value)

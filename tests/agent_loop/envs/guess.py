@@ -1,0 +1,65 @@
+"""A small text environment: guess a digit, higher or lower is told; used by tests and without gymnasium."""
+
+from __future__ import annotations
+
+import random
+
+
+class Guess:
+    """Reward 1 for the right digit, -0.25 for a wrong one; truncated after ``limit`` guesses."""
+
+    made: list[Guess] = []  # noqa: RUF012
+
+    def __init__(self, limit: int = 5, broken: str = ""):
+        self.limit, self.broken, self.guesses, self.closed = limit, broken, 0, False
+        self.seed: int | None = None
+        Guess.made.append(self)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        self.seed = seed
+        self.digit = (options or {}).get("digit", random.Random(seed).randrange(10))
+        return "Guess a digit.", {"digit": self.digit}
+
+    def step(self, action: str):
+        self.guesses += 1
+        if self.broken == "raise":
+            raise ValueError("the board is gone")
+        if self.broken == "exit":
+            raise SystemExit(2)
+        if self.broken == "hang":
+            import time
+
+            time.sleep(60)
+        if self.broken == "shape":
+            return "x"
+        if self.broken == "nan":
+            return "x", float("nan"), False, False, {}
+        if self.broken == "bytes":
+            return b"x", 0.0, False, False, {}
+        if action == str(self.digit):
+            return "Right.", 1.0, True, False, {}
+        told = "higher" if action < str(self.digit) else "lower"
+        return told, -0.25, False, self.guesses >= self.limit, {}
+
+    def close(self):
+        self.closed = True
+
+
+class Older:
+    """The form of before 2022: ``reset`` gives the observation alone, ``step`` one ``done``."""
+
+    def reset(self):
+        return "Say a."
+
+    def step(self, action: str):
+        return "", float(action == "a"), True, {}
+
+
+class Asynchronous:
+    """Coroutines instead of plain methods."""
+
+    async def reset(self, seed=None):
+        return "Say b.", {}
+
+    async def step(self, action: str):
+        return None, float(action == "b"), True, False, {}

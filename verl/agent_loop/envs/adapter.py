@@ -1,0 +1,153 @@
+"""A user's environment behind one asynchronous form, whatever variant of gymnasium's ``reset``/``step`` it has.
+
+The environment is any object; gymnasium itself is not needed. Plain methods run in a thread and may block, coroutines
+run on the tools' event loop; each call has a time limit, and what comes back is checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.errors import ConfigError, suggest
+from verl.registry import load_module, load_object
+from verl.tools.runner import TimeLimit, in_thread, runner
+
+
+class EnvironmentFailure(Exception):
+    """The environment raised, hung, or returned something else than its contract says."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one action led to.
+
+    Args:
+        observation: text that the model is shown next.
+        reward: of this action alone.
+        terminated: the episode reached its end; ``truncated``: it was cut off.
+    """
+
+    observation: str
+    reward: float
+    terminated: bool
+    truncated: bool
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        return self.terminated or self.truncated
+
+
+def load_environment(path: str) -> Callable[..., Any]:
+    """The class or function at ``file.py:name`` or ``my_pkg.mod:name`` that makes an environment.
+
+    Raises:
+        ConfigError: no such file or name.
+    """
+    file, colon, name = path.rpartition(":")
+    if not (colon and file.endswith(".py")):
+        found = load_object(path)
+    else:
+        members = vars(load_module(file))
+        found = members.get(name)
+        if not callable(found):
+            names = [n for n, m in members.items() if n[0] != "_" and callable(m)]
+            raise ConfigError(
+                f"{file} has no {name!r}", key="environment", allowed=names or "none found", fix=suggest(name, names)
+            )
+    if not callable(found):
+        raise ConfigError("not callable", key="environment", got=path, allowed="a class or function that makes one")
+    return found
+
+
+class Environment:
+    """One episode.
+
+    Args:
+        make: makes the environment; gets ``kwargs``.
+        timeout: seconds of any call.
+    """
+
+    def __init__(self, make: Callable[..., Any], kwargs: Mapping[str, Any], timeout: float):
+        self._make, self._kwargs, self._timeout = make, dict(kwargs), timeout
+        self._it: Any = None
+
+    async def reset(self, seed: int, options: Mapping[str, Any] | None) -> str:
+        """Make and reset it; the first observation.
+
+        Args:
+            seed, options: given where ``reset`` takes them.
+        """
+        self._it = await self._call("making it", self._make, **self._kwargs)
+        missing = [name for name in ("reset", "step") if not callable(getattr(self._it, name, None))]
+        if missing:
+            raise EnvironmentFailure(f"{type(self._it).__name__} has no method {missing[0]}")
+        given = {"seed": seed, "options": None if options is None else dict(options)}
+        found = await self._call("reset", self._it.reset, **_taken(self._it.reset, given))
+        if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping):
+            found = found[0]
+        return _text(found, "reset")
+
+    async def step(self, action: str) -> Step:
+        """Do what the model wrote."""
+        found = await self._call("step", self._it.step, action)
+        if not isinstance(found, tuple) or len(found) not in (4, 5):
+            raise EnvironmentFailure(
+                f"step returned {found!r:.100}, not (observation, reward, terminated, truncated, info)"
+            )
+        observation, reward, terminated, *rest = found
+        truncated, info = (rest[0], rest[1]) if len(rest) == 2 else (False, rest[0])
+        if isinstance(reward, bool) or not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+            raise EnvironmentFailure(f"step returned the reward {reward!r:.100}, which is no finite number")
+        over = bool(terminated) or bool(truncated)
+        shown = "" if over and observation is None else _text(observation, "step")
+        return Step(shown, float(reward), bool(terminated), bool(truncated), info if isinstance(info, Mapping) else {})
+
+    async def close(self) -> None:
+        """Let go of it, where it has a ``close``."""
+        close = getattr(self._it, "close", None)
+        if callable(close):
+            await self._call("close", close)
+
+    async def _call(self, what: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        try:
+            return await runner().run(lambda: _run(function, *arguments, **named), self._timeout)
+        except TimeLimit as limit:
+            raise EnvironmentFailure(f"{what} took longer than {limit.seconds:g} s and was given up") from limit
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # boundary: the user's environment, which may even call sys.exit
+            raise EnvironmentFailure(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+async def _run(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments, **named)
+    found = await in_thread(function, *arguments, **named)
+    return await found if inspect.isawaitable(found) else found
+
+
+def _taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that the function takes."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {name: value for name, value in given.items() if takes_any or name in parameters}
+
+
+def _text(observation: Any, where: str) -> str:
+    if isinstance(observation, str):
+        return observation
+    if isinstance(observation, numbers.Number):
+        return str(observation)
+    raise EnvironmentFailure(
+        f"{where} returned an observation of type {type(observation).__name__}; a text environment returns text"
+    )

@@ -1,0 +1,246 @@
+"""``environment_agent``: what the model writes is an action, what the environment shows is the next user turn."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.agent_loop.agent_data import AgentData
+from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
+from verl.agent_loop.envs.adapter import Environment, EnvironmentFailure, Step, load_environment
+from verl.agent_loop.extend import Extender
+from verl.agent_loop.failed import COLUMN, OnError, check_on_error, failed
+from verl.agent_loop.settings import known_arguments, positive
+from verl.data.messages import Message, prune
+from verl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EnvironmentSettings:
+    """How an environment is played; the arguments of an entry in ``agent_loop_config_path``.
+
+    Args:
+        environment: ``file.py:name`` or ``my_pkg.mod:name``, a class or function that makes an environment.
+        environment_kwargs: arguments of every environment; a row's ``extra_info.environment_kwargs`` win.
+        max_turns: most actions; None leaves it to the environment.
+        max_tokens_per_turn: most tokens of one action; None: what is left of the response.
+        step_timeout: seconds of one call of the environment.
+        timeout: seconds of a whole episode; None: no limit.
+        on_error: ``mask`` leaves a failed row out of training and counts it, ``raise`` stops the run.
+        template_kwargs: arguments of the chat template.
+    """
+
+    environment: str
+    environment_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    max_turns: int | None = None
+    max_tokens_per_turn: int | None = None
+    step_timeout: float = 60.0
+    timeout: float | None = None
+    on_error: OnError = "mask"
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> EnvironmentSettings:
+        """From the entry's arguments.
+
+        Raises:
+            ConfigError: an unknown one, or a value that cannot work.
+        """
+        if not given.get("environment"):
+            raise ConfigError(
+                "environment_agent needs to know what to play",
+                key="environment",
+                allowed="file.py:name or my_pkg.mod:name",
+                fix="Set it in the YAML file of rollout.agent.agent_loop_config_path.",
+            )
+        known_arguments(given, cls)
+        values = dict(given)
+        for name in ("max_turns", "max_tokens_per_turn"):
+            if values.get(name) is not None:
+                values[name] = int(positive(values[name], name))
+        values["step_timeout"] = positive(values.get("step_timeout", cls.step_timeout), "step_timeout")
+        if values.get("timeout") is not None:
+            values["timeout"] = positive(values["timeout"], "timeout")
+        values["on_error"] = check_on_error(values.get("on_error", cls.on_error))
+        for name in ("environment_kwargs", "template_kwargs"):
+            values[name] = dict(values.get(name) or {})
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all rows of an entry share."""
+
+    settings: EnvironmentSettings
+    make: Callable[..., Any]
+    extender: Extender
+
+
+class EnvironmentAgentLoop(AgentLoopBase):
+    """Plays one episode per row.
+
+    The row's prompt comes first; the first observation is joined to its last user message, or is a user message of its
+    own where there is none. All samples of a prompt reset with the same seed, so that they meet the same episode; a
+    row's ``extra_info.environment_options`` are the ``options`` of ``reset``. Each step's reward is on the last token
+    of its action, their sum is the row's score.
+    """
+
+    shared: Shared
+
+    def __init__(
+        self,
+        trainer_config: Any,
+        server_manager: Any,
+        tokenizer: Any,
+        processor: Any = None,
+        dataset_cls: Any = None,
+        data_config: Any = None,
+        shared: Shared | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(trainer_config, server_manager, tokenizer, processor, dataset_cls, data_config)
+        self.shared = shared or self.prepare(trainer_config, tokenizer, data_config, **kwargs)
+
+    @classmethod
+    def prepare(cls, config: Any, tokenizer: Any, data_config: Any = None, **kwargs: Any) -> Shared:
+        settings = EnvironmentSettings.read(kwargs)
+        of_data = None if data_config is None else data_config.get("apply_chat_template_kwargs")
+        extender = Extender(tokenizer, {**dict(of_data or {}), **settings.template_kwargs})
+        return Shared(settings, load_environment(settings.environment), extender)
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        settings, extra = self.shared.settings, kwargs.get("extra_info")
+        extra = extra if isinstance(extra, Mapping) else {}
+        # A parquet column gives every row all names, null where a row has none.
+        made_with = {**settings.environment_kwargs, **prune(extra.get("environment_kwargs") or {})}
+        environment = Environment(self.shared.make, made_with, settings.step_timeout)
+        episode = _Episode(AgentData(kwargs))
+        error: EnvironmentFailure | None = None
+        try:
+            work = self._play(episode, environment, sampling_params, prune(extra.get("environment_options")))
+            await asyncio.wait_for(work, settings.timeout)
+        except EnvironmentFailure as failure:
+            error = failure
+        except asyncio.TimeoutError:
+            error = EnvironmentFailure(f"an episode took longer than {settings.timeout} s")
+        try:
+            await environment.close()
+        except EnvironmentFailure as failure:
+            error = error or failure
+        output = await self._output(episode, kwargs)
+        return output if error is None else failed(output, self._name, error, settings.on_error)
+
+    @property
+    def _name(self) -> str:
+        return f"the environment {self.shared.settings.environment}"
+
+    async def _play(
+        self, episode: _Episode, environment: Environment, sampling_params: Mapping[str, Any], options: Any
+    ) -> None:
+        settings, extender, data = self.shared.settings, self.shared.extender, episode.data
+        first = await episode.timed(environment.reset(_seed(str(data.row["uid"])), options))
+        data.messages = _opening(data.row.get("raw_prompt"), extender.defused(first)[0])
+        data.prompt_ids = extender.prompt(data.messages)
+        data.record.append(_entry("user", first, len(data.prompt_ids), 0))
+        while True:
+            answer = await self._sample(data, sampling_params)
+            history, text = list(data.messages), extender.text(answer.token_ids)
+            message = {"role": "assistant", "content": text}
+            data.messages.append(message)
+            data.record.append(_entry("assistant", text, len(answer.token_ids), 1))
+            if answer.finish_reason == "abort" or self._left(data) < 1:
+                episode.end("length" if answer.finish_reason != "abort" else "abort")
+                return
+            action = self.tokenizer.decode(list(answer.token_ids), skip_special_tokens=True)
+            step = await episode.timed(environment.step(action))
+            episode.take(step)
+            if step.is_over or (settings.max_turns and data.assistant_turns >= settings.max_turns):
+                episode.end("terminated" if step.terminated else "truncated" if step.truncated else "max_turns")
+                return
+            new = [{"role": "user", "content": extender.defused(step.observation)[0]}]
+            ids = extender.after(answer.token_ids, history, message, new)
+            if len(ids) >= self._left(data):
+                episode.end("length")
+                return
+            data.messages += new
+            data.add_inserted(ids)
+            data.record.append(_entry("user", step.observation, len(ids), 0))
+
+    async def _sample(self, data: AgentData, sampling_params: Mapping[str, Any]) -> Any:
+        most = min(self._left(data), self.shared.settings.max_tokens_per_turn or self._left(data))
+        answer = await self.server_manager.generate(
+            "environment_agent",
+            prompt_ids=[*data.prompt_ids, *data.response_ids],
+            sampling_params={**sampling_params, "max_tokens": most},
+        )
+        data.add_sampled(answer)
+        return answer
+
+    def _left(self, data: AgentData) -> int:
+        return int(self.server_manager.response_length) - len(data.response_ids)
+
+    async def _output(self, episode: _Episode, row: dict[str, Any]) -> AgentLoopOutput:
+        data = episode.data
+        if not data.prompt_ids:
+            data.prompt_ids = await self.prompt_ids(row)
+        data.tool_seconds = episode.seconds
+        data.metrics.add("rollout/environment/steps", len(episode.rewards), "mean")
+        for why in ("terminated", "truncated", "max_turns", "length"):
+            data.metrics.add(f"rollout/environment/{why}", float(episode.ended == why), "mean")
+        data.metrics.add("rollout/agent/failed", 0, "sum")
+        data.finish_reason = {"length": "length", "abort": "abort"}.get(episode.ended, "stop")
+        data.extra_fields |= {"ended": episode.ended, "step_rewards": [r for _, r in episode.rewards], COLUMN: None}
+        output = data.output()
+        output.step_rewards = episode.rewards
+        output.reward_score = sum(reward for _, reward in episode.rewards)
+        return output
+
+
+@dataclass
+class _Episode:
+    """An episode as it is played: ``rewards`` are (place in the response, reward) of each step."""
+
+    data: AgentData
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    ended: str = ""
+    seconds: float = 0.0
+
+    def take(self, step: Step) -> None:
+        """Note the reward on the last token of the action."""
+        self.rewards.append((len(self.data.response_ids) - 1, step.reward))
+        self.data.record[-1]["reward"] = step.reward
+
+    def end(self, why: str) -> None:
+        self.ended = why
+
+    async def timed(self, work: Any) -> Any:
+        """The result, its seconds counted as the environment's."""
+        start = time.perf_counter()
+        try:
+            return await work
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+def _opening(prompt: Any, first: str) -> list[Message]:
+    """The row's messages with the first observation in their last user turn."""
+    messages = [dict(message) for message in (prompt if prompt is not None else ())]
+    if not first and messages:
+        return messages
+    if messages and messages[-1]["role"] == "user":
+        messages[-1]["content"] = f"{messages[-1]['content']}\n\n{first}"
+        return messages
+    return [*messages, {"role": "user", "content": first}]
+
+
+def _seed(uid: str) -> int:
+    """The same for all samples of a prompt, and in every run."""
+    return int.from_bytes(hashlib.blake2b(uid.encode(), digest_size=4).digest(), "big") >> 1
+
+
+def _entry(role: str, text: str, count: int, mask: int) -> dict[str, Any]:
+    return {"role": role, "text": text, "tokens": count, "mask": mask}

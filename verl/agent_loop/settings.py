@@ -1,0 +1,24 @@
+"""Checks that the arguments of several loops share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from verl.errors import ConfigError, suggest
+
+
+def known_arguments(given: Mapping[str, Any], settings: type) -> None:
+    """Refuse arguments that the settings do not have, naming the nearest."""
+    names = [f.name for f in fields(settings)]
+    for name in given:
+        if name not in names:
+            raise ConfigError("unknown argument of this loop", key=name, allowed=names, fix=suggest(name, names))
+
+
+def positive(value: Any, key: str) -> float:
+    """A number of seconds or the like."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ConfigError("must be a positive number", key=key, got=value)
+    return float(value)
