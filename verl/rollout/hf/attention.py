@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from verl.errors import RolloutError
+from verl.models.attention.masked import Flavour, causal_attention
 from verl.rollout.hf.kv_pool import Block, KVShape
 from verl.rollout.hf.rows import Chunk, Row
 
@@ -37,15 +37,6 @@ PADDING_LIMIT = 1.25
 
 class UnsupportedModelError(RolloutError):
     """The model's attention or cache is not understood; the sampler falls back to transformers' own cache."""
-
-
-@dataclass(frozen=True)
-class Flavour:
-    """How one layer's attention differs from plain softmax attention."""
-
-    scaling: float
-    window: int | None = None
-    softcap: float | None = None
 
 
 class DecodePlan:
@@ -272,28 +263,8 @@ class PrefillPlan:
             pieces = part.chunks[0].prompt.pieces
             k = torch.cat([*(piece[0][layer] for piece in pieces), k[0]], dim=-2)[None]
             v = torch.cat([*(piece[1][layer] for piece in pieces), v[0]], dim=-2)[None]
-        out = causal_attention(q, k, v, start, how)
+        out = causal_attention(q, k, v, how)
         return out.transpose(1, 2).flatten(0, 1)
-
-
-def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, how: Flavour) -> torch.Tensor:
-    """Queries (B, H, L, d) at positions ``start`` .. see keys (B, h, start + L, d) up to their own."""
-    repeats = q.shape[1] // k.shape[1]
-    if repeats > 1:
-        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-    windowed = how.window is not None and k.shape[2] > how.window
-    if how.softcap is None and not start and not windowed:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=how.scaling)
-    keys = torch.arange(k.shape[2], device=q.device)
-    queries = torch.arange(start, start + q.shape[2], device=q.device)[:, None]
-    hidden = keys > queries
-    if how.window is not None:
-        hidden |= keys <= queries - how.window
-    if how.softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden, scale=how.scaling)
-    scores = torch.tanh(q @ k.transpose(2, 3) * (how.scaling / how.softcap)) * how.softcap
-    probs = scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=torch.float32).to(q.dtype)
-    return probs @ v
 
 
 @dataclass

@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from verl.rollout.hf.attention import Flavour, StepPlan, UnsupportedModelError
+from verl.models.attention import Flavour
+from verl.rollout.hf.attention import StepPlan, UnsupportedModelError
 from verl.rollout.hf.projections import (
     FusedProjections,
     LayerModules,

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from verl.errors import RolloutError
 from verl.metrics import log, notice
+from verl.models.attention import Flavour
 from verl.rollout.hf.attention import (
     ATTENTION_NAME,
-    Flavour,
     PrefillPlan,
     StepPlan,
     UnsupportedModelError,
