@@ -17,11 +17,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 from tests.engines.builders import make_engine, ragged_batch
+from tests.storage.hub import fake_hub
 from tests.support import tiny_model_dir
 from verl import distributed
 from verl.algorithms.losses import SFTLoss
 from verl.checkpoint.part import write_part
 from verl.errors import ModelError
+from verl.metrics import notices, reset_notices
+from verl.model_merger.__main__ import main as merger
 from verl.models.hf_folder import read_weights
 from verl.models.merging import compare, merge
 
@@ -137,3 +140,44 @@ def test_the_command_merges_and_tells_a_difference(tmp_path):
     assert same.returncode == 0 and "the same model" in same.stdout, same.stderr
     other = tiny_model_dir(tmp_path / "other", seed=1, tie_word_embeddings=True)
     assert any("differs by up to" in line for line in compare(tmp_path / "merged", other))
+
+
+def test_the_command_pushes_what_it_merged_to_the_repository_that_is_named(tmp_path):
+    original, folder = upstream_checkpoint(tmp_path, 1)
+    words = ["merge", "--backend", "fsdp", "--local_dir", str(folder), "--target_dir", str(tmp_path / "merged")]
+    with fake_hub() as hub:
+        environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_test", "HF_HUB_OFFLINE": "0"}
+        command = [sys.executable, "-m", "verl.model_merger", *words, "--hf_upload_path", "me/model", "--private"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert f"pushed it to {hub.url}/me/model" in done.stdout
+        assert len(hub.created) == 1
+        for name, content in hub.files.items():
+            (tmp_path / "received").mkdir(exist_ok=True)
+            (tmp_path / "received" / name).write_bytes(content)
+    assert compare(tmp_path / "received", original) == []
+    assert torch.equal(logits(tmp_path / "received"), logits(original))
+
+
+def test_a_repository_that_cannot_be_one_is_refused_before_anything_is_merged(tmp_path, capsys):
+    words = ["merge", "--local_dir", str(tmp_path), "--target_dir", str(tmp_path / "merged")]
+    assert merger([*words, "--hf_upload_path", "no repository"]) == 1
+    assert "--hf_upload_path: is no name of a repository" in capsys.readouterr().err
+    assert merger([*words, "--hf_upload_path", "me/model", "--hub", "github"]) == 1
+    assert "--hub: there is no such hub" in capsys.readouterr().err
+
+
+def test_options_of_upstream_that_change_nothing_say_so(tmp_path):
+    _, folder = upstream_checkpoint(tmp_path, 1)
+    reset_notices()
+    words = [
+        "merge",
+        "--local_dir",
+        str(folder),
+        "--target_dir",
+        str(tmp_path / "merged"),
+        "--is-value-model",
+        "--private",
+    ]
+    assert merger(words) == 0
+    assert {"--is_value_model", "--private"} <= set(notices())

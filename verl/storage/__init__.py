@@ -1,6 +1,19 @@
-"""Local, HDFS and hub paths: expanded, copied to this machine, staged in shared memory."""
+"""Local, HDFS and hub paths: expanded, copied to this machine, staged in shared memory, and pushed to a hub."""
 
 from verl.storage.fetch import copy_to_local
 from verl.storage.paths import copy, exists, expand, is_hub_name, is_remote, missing_path, resolve
+from verl.storage.push import check_push, default_hub, push_to_hub
 
-__all__ = ["copy", "copy_to_local", "exists", "expand", "is_hub_name", "is_remote", "missing_path", "resolve"]
+__all__ = [
+    "check_push",
+    "copy",
+    "copy_to_local",
+    "default_hub",
+    "exists",
+    "expand",
+    "is_hub_name",
+    "is_remote",
+    "missing_path",
+    "push_to_hub",
+    "resolve",
+]

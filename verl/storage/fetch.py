@@ -66,7 +66,7 @@ def download_from_hub(name: str) -> str:
         return str(download(name))
     except (OSError, ValueError) as failure:
         raise ModelError(
-            f"not a local folder, and {hub} gave no model of that name: {_first_line(failure)}",
+            f"not a local folder, and {hub} gave no model of that name: {first_line(failure)}",
             got=name,
             fix="Check the name and the network, or set the path to a folder on this machine.",
         ) from failure
@@ -88,7 +88,8 @@ def _modelscope_download() -> Callable[[str], str]:
     return snapshot_download
 
 
-def _first_line(failure: BaseException) -> str:
+def first_line(failure: BaseException) -> str:
+    """An error as one line: its class and the first line of its text."""
     lines = str(failure).strip().splitlines()
     return f"{type(failure).__name__}: {lines[0] if lines else ''}"
 
