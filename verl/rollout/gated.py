@@ -17,6 +17,7 @@ from typing import Any
 
 from verl.errors import NotBuiltError, RolloutError
 from verl.rollout.base import FINISH_REASONS, Completion, Request, Sampler, check_request
+from verl.rollout.readiness import Readiness, check_level
 from verl.rollout.uniforms import stream_key
 from verl.weight_sync import WeightChunk
 
@@ -99,18 +100,16 @@ class GatedSampler(Sampler):
     def __init__(self, *, vocab_size: int, max_model_len: int, seed: int = 0, name: str = ""):
         self.vocab_size, self.max_model_len, self.seed, self.name = vocab_size, max_model_len, seed, name
         self._gate = Gate()
-        self._version = 0
-        self._broken: str | None = None
-        self._is_asleep = False
+        self._state = Readiness()
         self._in_flight: set[str] = set()
         self._counts: dict[str, float] = {"requests": 0, "response_tokens": 0, "weight_updates": 0, "steps": 0}
 
     @property
     def version(self) -> int:
-        return self._version
+        return self._state.version
 
     async def generate(self, request: Request) -> Completion:
-        self._check_usable()
+        self._state.check()
         if request.images is not None or request.videos is not None:
             raise NotBuiltError(f"the sampler {self.name} takes text only", key=f"request {request.id}")
         check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
@@ -119,8 +118,8 @@ class GatedSampler(Sampler):
         self._in_flight.add(request.id)
         try:
             async with self._gate.inside():
-                self._check_usable()
-                version = self._version
+                self._state.check()
+                version = self._state.version
                 sampled = self._checked(request, await self._sample(request))
         finally:
             self._in_flight.discard(request.id)
@@ -138,26 +137,20 @@ class GatedSampler(Sampler):
 
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
         async with self._gate.shut():
-            self._broken = f"the update of its weights to version {version} did not finish; send them again"
-            await self._load(chunks, version)
-            self._broken, self._version = None, version
+            with self._state.updating(version):
+                await self._load(chunks, version)
             self._counts["weight_updates"] += 1
 
     async def sleep(self, level: int = 1) -> None:
-        if level not in (1, 2):
-            raise RolloutError(
-                "no such sleep level", key="level", got=level, allowed="1 (cache), 2 (cache and weights)"
-            )
+        check_level(level)
         async with self._gate.shut():
             await self._fall_asleep(level)
-            self._is_asleep = True
-            if level == 2:
-                self._broken = "its weights were freed by sleep(2); send new ones with update_weights"
+            self._state.fall_asleep(level)
 
     async def wake(self) -> None:
-        if self._is_asleep:
+        if self._state.is_asleep:
             await self._wake_up()
-            self._is_asleep = False
+            self._state.is_asleep = False
 
     def stats(self) -> dict[str, float]:
         return {"forward_tokens": self._counts["response_tokens"], **self._counts}
@@ -177,11 +170,6 @@ class GatedSampler(Sampler):
     @abstractmethod
     async def _wake_up(self) -> None:
         """Undo it."""
-
-    def _check_usable(self) -> None:
-        reason = "it sleeps; call wake() first" if self._is_asleep else self._broken
-        if reason is not None:
-            raise RolloutError(f"the sampler cannot sample: {reason}")
 
     def _checked(self, request: Request, sampled: Sampled) -> Sampled:
         wrong = what_is_wrong(request, sampled, self.vocab_size)

@@ -30,6 +30,7 @@ from verl.rollout.hf.rows import UNIFORMS_AT_ONCE, Row
 from verl.rollout.hf.runner import Runner, vocab_size
 from verl.rollout.hf.scheduler import Admission, Scheduler
 from verl.rollout.hf.weights import ModelWeights
+from verl.rollout.readiness import Readiness, check_level
 from verl.rollout.uniforms import stream_key, uniforms
 from verl.weight_sync import WeightChunk
 
@@ -111,9 +112,7 @@ class HFSampler(Sampler):
             reserve=self._runner.reserve,
         )
         self._weights = ModelWeights(model, share_weights)
-        self._version = 0
-        self._broken: str | None = None
-        self._is_asleep = False
+        self._state = Readiness()
         self._task: asyncio.Task[None] | None = None
         self._is_held = False
         self._in_flight: dict[str, Row] = {}
@@ -157,10 +156,10 @@ class HFSampler(Sampler):
 
     @property
     def version(self) -> int:
-        return self._version
+        return self._state.version
 
     async def generate(self, request: Request) -> Completion:
-        self._check_usable()
+        self._state.check()
         if request.images is not None or request.videos is not None:
             raise NotBuiltError("the hf sampler takes text only", key=f"request {request.id}")
         check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
@@ -182,11 +181,10 @@ class HFSampler(Sampler):
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
         async with _Hold(self):
             self._weights.restore()
-            self._broken = f"the update of its weights to version {version} did not finish; send them again"
-            self._scheduler.forget_prompts()
-            self._weights.receive(chunks, version)
-            self._runner.refresh()
-            self._broken, self._version = None, version
+            with self._state.updating(version):
+                self._scheduler.forget_prompts()
+                self._weights.receive(chunks, version)
+                self._runner.refresh()
             self._counts["weight_updates"] += 1
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
@@ -194,27 +192,23 @@ class HFSampler(Sampler):
         rows = [row for name, row in self._in_flight.items() if name in wanted and row.state != "ended"]
         for row in rows:
             self._withdraw(row)
-            row.finish("abort", self._version)
+            row.finish("abort", self._state.version)
         return len(rows)
 
     async def sleep(self, level: int = 1) -> None:
-        if level not in (1, 2):
-            raise RolloutError(
-                "no such sleep level", key="level", got=level, allowed="1 (cache), 2 (cache and weights)"
-            )
+        check_level(level)
         async with _Hold(self):
             self._runner.clear()
             self._scheduler.forget_prompts()
-            self._is_asleep = True
+            self._state.fall_asleep(level)
             if level == 2:
                 self._runner.release()
                 self._weights.release()
-                self._broken = "its weights were freed by sleep(2); send new ones with update_weights"
             give_memory_back(self.model.device.type)
 
     async def wake(self) -> None:
         self._weights.restore()
-        self._is_asleep = False
+        self._state.is_asleep = False
 
     def stats(self) -> dict[str, float]:
         """Counters.
@@ -233,11 +227,6 @@ class HFSampler(Sampler):
             "cache_bytes": runner.num_cache_bytes,
             "weight_bytes_received": self._weights.num_bytes,
         }
-
-    def _check_usable(self) -> None:
-        reason = "it sleeps; call wake() first" if self._is_asleep else self._broken
-        if reason is not None:
-            raise RolloutError(f"the sampler cannot sample: {reason}")
 
     def _check_room(self, request: Request) -> None:
         most = len(request.token_ids) + request.sampling.max_tokens
@@ -360,7 +349,7 @@ class HFSampler(Sampler):
             return False
         row.state = "ended"
         self._counts["requests"] += 1
-        row.finish("stop" if stopped else "length", self._version)
+        row.finish("stop" if stopped else "length", self._state.version)
         return True
 
 
@@ -392,7 +381,7 @@ class _Hold:
         if s._scheduler.is_empty:
             return
         try:
-            s._check_usable()
+            s._state.check()
         except RolloutError as error:
             s._fail([row for row in s._in_flight.values() if row.state != "ended"], error)
         else:

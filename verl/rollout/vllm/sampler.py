@@ -221,7 +221,7 @@ class VLLMSampler(GatedSampler):
             running.future.set_exception(refusal)
 
     def _fail_all(self, error: Exception) -> None:
-        self._broken = f"vLLM failed: {told(error)}"
+        self._state.broken = f"vLLM failed: {told(error)}"
         for running in self._running.values():
             if not running.future.done():
                 failure = RolloutError(f"vLLM failed while it sampled: {type(error).__name__}: {told(error)}")

@@ -1,0 +1,51 @@
+"""Whether a sampler may sample, and with which weights: what every sampler that holds an engine keeps of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from verl.errors import RolloutError
+
+LEVELS = (1, 2)
+"""Of sleep: the cache; the cache and the weights."""
+
+
+class Readiness:
+    """Version, sleep and half-finished updates of one sampler.
+
+    Attributes:
+        version: of the weights.
+        is_asleep: nothing is sampled until `wake`.
+        broken: why nothing can be sampled until whole weights arrive; None if it can.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.is_asleep = False
+        self.broken: str | None = None
+
+    def check(self) -> None:
+        """Raise `RolloutError` if nothing can be sampled now."""
+        reason = "it sleeps; call wake() first" if self.is_asleep else self.broken
+        if reason is not None:
+            raise RolloutError(f"the sampler cannot sample: {reason}")
+
+    @contextmanager
+    def updating(self, version: int) -> Iterator[None]:
+        """While weights arrive, and for good where they do not arrive whole, nothing can be sampled."""
+        self.broken = f"the update of its weights to version {version} did not finish; send them again"
+        yield
+        self.broken, self.version = None, version
+
+    def fall_asleep(self, level: int) -> None:
+        """The memory of this level was freed."""
+        self.is_asleep = True
+        if level == LEVELS[-1]:
+            self.broken = "its weights were freed by sleep(2); send new ones with update_weights"
+
+
+def check_level(level: int) -> None:
+    """Raise `RolloutError` for a level of sleep that is none."""
+    if level not in LEVELS:
+        raise RolloutError("no such sleep level", key="level", got=level, allowed="1 (cache), 2 (cache and weights)")
