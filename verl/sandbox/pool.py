@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -70,7 +70,9 @@ class Pool:
         Raises:
             SandboxError: no sandbox could be had; `SandboxRefused` where this machine does not offer one.
         """
-        return next(self._outcomes(program, [StdinCase(stdin)], limits or Limits()))
+        found: list[Outcome] = []
+        self._run(program, [StdinCase(stdin)], limits or Limits(), lambda outcome: bool(found.append(outcome)))
+        return found[0]
 
     def run_cases(
         self,
@@ -93,13 +95,14 @@ class Pool:
         Raises:
             SandboxError: as `run`.
         """
-        results = []
-        outcomes = self._outcomes(program, cases, limits or Limits())
-        for case, outcome in zip(cases, outcomes):
-            results.append(judge(case, outcome, compare))
-            if stop_at_failure and not results[-1].passed:
-                outcomes.close()
-                break
+        results: list[CaseResult] = []
+
+        def take(outcome: Outcome) -> bool:
+            results.append(judge(cases[len(results)], outcome, compare))
+            return results[-1].passed or not stop_at_failure
+
+        if cases:
+            self._run(program, cases, limits or Limits(), take)
         return results
 
     async def run_async(self, program: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
@@ -154,19 +157,20 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _outcomes(
-        self, program: str, cases: Sequence[StdinCase | CallCase], limits: Limits
-    ) -> Generator[Outcome, None, None]:
+    def _run(
+        self, program: str, cases: Sequence[StdinCase | CallCase], limits: Limits, take: Callable[[Outcome], bool]
+    ) -> None:
+        """Run the cases one after the other until ``take`` has enough; everything is gone when this returns."""
         with self.slot(), temporary_folder(self) as folder:
             request = {"kind": "cases", "code": program, "cases": list(map(_to_plain, cases)), "folder": folder}
             channel = self.open_channel(limits, request)
             try:
                 for case in cases:
-                    yield to_outcome(channel.receive(), limits, case)
-            except BaseException:
+                    if not take(to_outcome(channel.receive(), limits, case)):
+                        break
+                channel.finish()
+            finally:
                 channel.close()
-                raise
-            channel.finish()
 
     def _keeper(self) -> KeeperProcess:
         with self._lock:

@@ -55,15 +55,14 @@ class Session:
             outcome = to_outcome(answer, self._limits)
             if not answer["ended"]:
                 return outcome
-            channel.finish()
-            self._forget()
+            self._forget(wait=True)
             detail = f"{outcome.detail or 'it ended the interpreter'}; {LOST}"
             return Outcome(**{**vars(outcome), "detail": detail})
 
     def close(self) -> None:
         """End its process. The session begins anew with the next cell."""
         with self._lock:
-            self._forget()
+            self._forget(wait=True)
 
     def __enter__(self) -> Session:
         return self
@@ -77,8 +76,10 @@ class Session:
             self._channel = self._pool.open_channel(self._limits, {"kind": "session", "folder": folder})
         return self._channel
 
-    def _forget(self) -> None:
+    def _forget(self, wait: bool = False) -> None:
         channel, self._channel = self._channel, None
         if channel is not None:
+            if wait:
+                channel.finish()
             channel.close()
         self._folder.close()

@@ -78,7 +78,7 @@ class _Run:
         begins, so that no program can say it.
         """
         inputs, outputs, errors, report, cells, trouble = (os.pipe() for _ in range(6))
-        own = [inputs[0], outputs[1], errors[1], report[1], cells[0]]
+        own = [inputs[0], outputs[1], errors[1], report[1], *([cells[0]] if stdin is None else [])]
         pid = os.fork()
         if pid == 0:
             try:
@@ -93,6 +93,7 @@ class _Run:
             raise OSError(said.decode("utf-8", "replace"))
         ends = {"stdin": inputs[1], "stdout": outputs[0], "stderr": errors[0], "report": report[0], "cells": cells[1]}
         if stdin is not None:
+            os.close(cells[0])
             os.close(ends.pop("cells"))
         data = (stdin or "").encode("utf-8", "surrogatepass")
         return Watch(pid, ends, data, self._limits, self._proc, everything=self._walls.has("namespaces"))

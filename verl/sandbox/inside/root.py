@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from verl.sandbox.kernel import calls
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-LIBRARIES = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64", "/usr/local/lib", "/etc/ld.so.cache")
+LIBRARIES = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64", "/usr/local/lib")
 TEMPORARY = "/tmp"
 PROC = "/proc"
 _STAGE = "/tmp"

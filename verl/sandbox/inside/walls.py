@@ -46,7 +46,7 @@ def raise_outer(paths: Sequence[str], without: Sequence[str], accept: Callable[[
     shown = root.visible(paths)
     for name, probe in (
         ("namespaces", lambda: _try_in_child(lambda: _enter_namespaces(shown))),
-        ("landlock", landlock.abi),
+        ("landlock", lambda: landlock.is_offered(alone="namespaces" in missing)),
         ("seccomp", seccomp.is_offered),
     ):
         try:

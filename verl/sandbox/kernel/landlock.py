@@ -29,6 +29,12 @@ def abi() -> int:
     return calls.landlock("create_ruleset", None, 0, _VERSION)
 
 
+def is_offered(alone: bool) -> None:
+    """Raises OSError where the kernel has no Landlock; ``alone``, without namespaces, where its version is below 3."""
+    if abi() < 3 and alone:
+        raise OSError(0, "Landlock before Linux 6.2 does not keep files from being cut off")
+
+
 def restrict(read: Sequence[str], write: Sequence[str], devices: Sequence[str]) -> None:
     """Take away everything but reading and executing below ``read``, anything below ``write``, and using ``devices``.
 

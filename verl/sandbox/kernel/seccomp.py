@@ -33,6 +33,8 @@ _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """Is it a terminal, its size, bytes to read, non-blocking, close-on-exec."""
 _NEW_PROCESSES = ("fork", "vfork", "execve", "execveat")
 _SIGNALS = ("kill", "tkill", "tgkill")
+_FILE_CHANGES = ("chmod", "fchmod", "fchmodat", "fchmodat2", "utime", "utimes", "utimensat", "truncate")
+"""What Landlock does not watch over (truncate: by path, before its third version)."""
 
 
 @dataclass
@@ -58,7 +60,8 @@ class _Program:
 
 @lru_cache(maxsize=1)
 def build(pid: int | None = None) -> bytes:
-    """The filter for this machine. With ``pid``, a program cannot start processes, and can signal only this one.
+    """The filter for this machine. With ``pid`` it makes up for missing namespaces: a program cannot start processes,
+    signals only this one, and cannot change modes and times of files.
 
     Raises OSError where the numbers of this machine are unknown.
     """
@@ -119,7 +122,7 @@ def _special_rules(numbers: dict[str, int], pid: int | None) -> dict[int, list[t
             deny,
             allow,
         ]
-        rules |= {numbers[name]: [deny] for name in _NEW_PROCESSES if name in numbers}
+        rules |= {numbers[name]: [deny] for name in (*_NEW_PROCESSES, *_FILE_CHANGES) if name in numbers}
         rules |= {numbers[name]: [first, (_JEQ, 0, 1, pid), allow, deny] for name in _SIGNALS}
     return rules
 
