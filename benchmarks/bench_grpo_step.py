@@ -59,10 +59,8 @@ print("SECONDS " + json.dumps([b - a for a, b in zip(marks, marks[1:])]))
 """
 
 
-def make_inputs(folder: Path, size: str) -> tuple[Path, Path, Path]:
-    """Model folder, our prompts (parquet) and the peer's (JSON), all from fixed seeds."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+def make_model(folder: Path, size: str, template: str, positions: int = 512) -> Path:
+    """A folder with a new language model, seed 0, and a tokenizer of one token per byte that ends with ``<|end|>``."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -74,7 +72,6 @@ def make_inputs(folder: Path, size: str) -> tuple[Path, Path, Path]:
     backend = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|end|>", pad_token="<|pad|>", chat_template=template
     )
@@ -82,12 +79,21 @@ def make_inputs(folder: Path, size: str) -> tuple[Path, Path, Path]:
     torch.manual_seed(0)
     shape = SIZES[size]
     config = Qwen2Config(
-        vocab_size=VOCAB, num_key_value_heads=shape["num_attention_heads"] // 2, max_position_embeddings=512,
+        vocab_size=VOCAB, num_key_value_heads=shape["num_attention_heads"] // 2, max_position_embeddings=positions,
         eos_token_id=0, pad_token_id=1, bos_token_id=None, tie_word_embeddings=True, **shape,
     )  # fmt: skip
     network = Qwen2ForCausalLM(config)
     network.save_pretrained(model)
     print(f"{size}: {sum(p.numel() for p in network.parameters()) / 1e6:.2f}M parameters", flush=True)
+    return model
+
+
+def make_inputs(folder: Path, size: str) -> tuple[Path, Path, Path]:
+    """Model folder, our prompts (parquet) and the peer's (JSON), all from fixed seeds."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    model = make_model(folder, size, "{% for m in messages %}{{ m['content'] }}{% endfor %}")
     texts = [f"a prompt of 32 tokens, number {i:03d}" for i in range(PROMPTS * 64)]
     texts = [text[:32].ljust(32, ".") for text in texts]
     rows = [

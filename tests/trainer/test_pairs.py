@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from tests.support import tiny_model_dir
 from verl.trainer import dpo_trainer, rm_trainer
+from verl.trainer.pairs import split_at_answers
 
 
 @pytest.fixture
@@ -103,6 +104,42 @@ def test_micro_batches_and_stored_references_change_nothing_but_rounding(here):
             )
     again = train(dpo_trainer, "stored", "dpo.precompute_ref_log_probs=true", "trainer.total_training_steps=9")
     assert len(again) == len(stored) + 1
+
+
+@pytest.mark.parametrize("program", [dpo_trainer, rm_trainer], ids=["dpo", "rm"])
+def test_packed_rows_and_shared_prompts_give_the_numbers_of_padded_rows(here, program):
+    short = ("trainer.total_training_steps=2", "trainer.test_freq=2", "trainer.save_freq=-1", "optim.lr=1e-6")
+    packed = train(program, "packed", *short, "data.max_token_len_per_gpu=140")
+    padded = train(program, "padded", *short, "model.use_remove_padding=false")
+    assert all(step["train/padding_waste"] == 0 and step["train/prompt_sharing"] > 0.3 for step in packed)
+    assert all(step["train/padding_waste"] > 0 and step["train/prompt_sharing"] == 0 for step in padded)
+    for ours, theirs in zip(packed, padded, strict=True):
+        for name in (name for name in theirs if name.startswith("val/") or name in ("train/loss", "train/grad_norm")):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
+
+
+def test_rows_are_split_behind_what_a_pair_has_in_common_and_in_front_of_its_answers():
+    """Pair 0: answers 4 4 and 5 after 1 2 3. Pair 1: the prompts differ from their second token on."""
+    rows = {
+        "input_ids": torch.tensor([[1, 2, 3, 4, 4], [1, 2, 3, 5, 0], [7, 8, 9, 0, 0], [7, 6, 9, 9, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]),
+        "loss_mask": torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 1, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0]]),
+    }
+    found = split_at_answers(rows).tensors
+    assert found["input_ids"].tolist() == [
+        [1, 2, 3, 4, 4, 0],
+        [1, 2, 3, 5, 0, 0],
+        [0, 0, 7, 8, 9, 0],
+        [0, 0, 7, 6, 9, 9],
+    ]
+    assert found["response_mask"].tolist() == [[1, 1, 0], [1, 0, 0], [0, 1, 0], [0, 1, 1]]
+    assert found["attention_mask"].tolist() == [
+        [1] * 5 + [0],
+        [1] * 4 + [0] * 2,
+        [0, 0, 1, 1, 1, 0],
+        [0, 0, 1, 1, 1, 1],
+    ]
+    assert found["position_ids"][2].tolist() == [0, 0, 0, 1, 2, 2]
 
 
 def test_beside_lora_the_reference_is_the_model_without_its_adapter(here):

@@ -11,12 +11,13 @@ from torch import Tensor
 from verl.algorithms.aggregation import LossNorm
 from verl.algorithms.preference import MARGIN, REFERENCE_SUMS, answer_sums
 from verl.checkpoint.tensors import read_tensors, write_tensors
-from verl.config import DPOTrainerConfig, replace
+from verl.config import DPOTrainerConfig, HFModelConfig, replace
+from verl.engines.settings import PassSettings
 from verl.errors import CheckpointError
 from verl.metrics import MetricSet
 from verl.models.lora import LoraSettings
 from verl.protocol import DataProto
-from verl.trainer.supervised import SupervisedTrainer, supervised_batch
+from verl.trainer.supervised import SupervisedTrainer
 from verl.workers.part import ModelPart, base_of, local_model
 from verl.workers.reward_model import with_end_column
 
@@ -30,7 +31,7 @@ class PairTrainer(SupervisedTrainer):
     together = 2
 
     def make_batch(self, rows: dict[str, Tensor]) -> DataProto:
-        batch = self.arrange(supervised_batch(rows))
+        batch = self.arrange(split_at_answers(rows))
         cast(Any, batch.batch)[MARGIN] = rows[MARGIN]
         cast(Any, batch.batch)[INDEX] = rows[INDEX]
         return batch
@@ -38,6 +39,11 @@ class PairTrainer(SupervisedTrainer):
     def arrange(self, batch: DataProto) -> DataProto:
         """The answers as the model sees them."""
         return batch
+
+    def make_engine(self, model: HFModelConfig, **arguments: Any) -> Any:
+        """As for all supervised runs; where rows are packed, the prompt of a pair is computed once."""
+        passes = PassSettings.of(model, self.config.engine, share_prompts=True)
+        return super().make_engine(model, passes=passes, **arguments)
 
     def validate(self) -> dict[str, float]:
         """``val/loss`` and ``val/<metric of the loss>``: means over the pairs of the validation rows."""
@@ -143,6 +149,43 @@ class DPOTrainer(PairTrainer):
         if self.ctx.world_size == 1:
             return sums
         return torch.tensor(self.ctx.sum(*sums.flatten().tolist())).view(-1, 2)
+
+
+def split_at_answers(rows: dict[str, Tensor]) -> DataProto:
+    """Rows (B, L) of pairs, padded on the right, as prompts and responses: a pair's rows have their prompt in common.
+
+    What both rows of a pair begin with, up to the first token of an answer, is padded on the left to (B, P); the rest
+    on the right to (B, T). The tokens, and which of them are trained, stay as they are.
+    """
+    ids, there, trained = (rows[name] for name in ("input_ids", "attention_mask", "loss_mask"))
+    common = shared_lengths(ids, trained)
+    lengths = there.sum(-1)
+    left, right = int(common.max()), max(1, int((lengths - common).max()))
+    columns = torch.arange(left + right)[None] - (left - common)[:, None]  # of each place, the column it comes from
+    attended = (columns >= 0) & (columns < lengths[:, None])
+    source = columns.clamp(0, ids.shape[1] - 1)
+    found = {
+        name: torch.where(attended, values.gather(1, source), 0) for name, values in (("ids", ids), ("on", trained))
+    }
+    attention = attended.to(there.dtype)
+    return DataProto.from_dict(
+        tensors={
+            "input_ids": found["ids"],
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
+            "responses": found["ids"][:, left:],
+            "response_mask": found["on"][:, left:],
+        }
+    )
+
+
+def shared_lengths(ids: Tensor, trained: Tensor) -> Tensor:
+    """(B,) how many tokens a row has in common with the other one of its pair, in front of either's answer."""
+    chosen, rejected = ids[0::2], ids[1::2]
+    differs = (chosen != rejected) | trained[0::2].bool() | trained[1::2].bool()
+    width = ids.shape[1]
+    places = torch.where(differs, torch.arange(width), width)
+    return places.min(-1).values.repeat_interleave(2)
 
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> None:

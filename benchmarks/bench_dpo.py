@@ -1,0 +1,165 @@
+"""Direct preference optimisation, ours beside TRL's `DPOTrainer`, in turn, on the same model folder and the same pairs.
+
+    python benchmarks/bench_dpo.py --peer-python path/to/venv-with-trl/bin/python [--size 10M] [--rounds 3]
+
+The environments are those of `bench_sft.py`. Both sides: float32, no gradient checkpointing, 16 pairs per optimizer
+step with log-normal lengths, sigmoid loss with beta 0.1 and a reference model beside the policy, AdamW with equal
+settings. The peer is tried in several settings first, its fastest one counts. A round runs ours, then the peer's; the
+table gives tokens (both answers with their prompt, padding not counted) per CPU-second. The losses are compared step by
+step: those of the first step, where policy and reference are one, say nothing, so the policy starts from other weights
+than the reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from bench_grpo_step import SIZES, make_model
+from bench_sft import TEMPLATE, WARMUP, child, furthest, lengths, our_script, speed, text
+
+PAIRS, LONGEST = 16, 512
+PEER_SETTINGS = {
+    "one pass": {"per_device_train_batch_size": PAIRS},
+    "passes of 4 pairs of like length": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": PAIRS // 4},
+    "passes of 2 pairs of like length": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": PAIRS // 2},
+}
+
+PEER = """
+import json, sys, time, warnings
+warnings.filterwarnings("ignore")
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import DPOConfig, DPOTrainer
+model, rows, steps, out = sys.argv[1], json.load(open(sys.argv[2])), int(sys.argv[3]), sys.argv[4]
+settings, reference = json.loads(sys.argv[5]), sys.argv[6]
+marks, losses = [], []
+
+class Clock(TrainerCallback):
+    def on_step_end(self, *a, **k):
+        marks.append(time.process_time())
+
+    def on_log(self, args, state, control, logs=None, **k):
+        if "loss" in logs:
+            losses.append(float(logs["loss"]))
+
+config = DPOConfig(
+    output_dir=out, max_steps=steps, gradient_checkpointing=False, learning_rate=1e-5, lr_scheduler_type="constant",
+    weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999, max_grad_norm=1.0, logging_steps=1, save_strategy="no",
+    report_to=[], bf16=False, use_cpu=True, disable_tqdm=True, max_length=None, seed=1, beta=0.1,
+    train_sampling_strategy="sequential", **settings,
+)
+load = lambda path: AutoModelForCausalLM.from_pretrained(path, dtype="float32", attn_implementation="sdpa")
+trainer = DPOTrainer(model=load(model), ref_model=load(reference), args=config, train_dataset=Dataset.from_list(rows),
+                     processing_class=AutoTokenizer.from_pretrained(model), callbacks=[Clock()])
+marks.append(time.process_time())
+trainer.train()
+print("FOUND " + json.dumps([[b - a for a, b in zip(marks, marks[1:])], losses]))
+"""
+
+
+def make_rows(folder: Path, steps: int) -> tuple[Path, Path, list[int]]:
+    """Our pairs, the peer's, and the tokens of each step; the pairs of a step stand in the order of their lengths."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    draw, count = random.Random(0), PAIRS * steps
+    sizes = zip(lengths(count, draw, 60), lengths(count, draw, 60), lengths(count, draw, 60))
+    rows = [{name: text(size, draw) for name, size in zip(("prompt", "chosen", "rejected"), three)} for three in sizes]
+    batches = [rows[i : i + PAIRS] for i in range(0, count, PAIRS)]
+    rows = [row for batch in batches for row in sorted(batch, key=tokens_of)]
+    ours, theirs = folder / "pairs.parquet", folder / "pairs.json"
+    pq.write_table(pa.Table.from_pylist(rows), ours)
+    said = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+    turns = [{name: [{"role": role, "content": row[name]}] for name, role in said.items()} for row in rows]
+    theirs.write_text(json.dumps(turns))
+    return ours, theirs, [sum(map(tokens_of, batch)) for batch in batches]
+
+
+def tokens_of(row: dict[str, str]) -> int:
+    """Of both rows of a pair, each turn with its end token."""
+    return 2 * (len(row["prompt"]) + 1) + len(row["chosen"]) + 1 + len(row["rejected"]) + 1
+
+
+def make_reference(folder: Path, model: Path) -> Path:
+    """The policy with a little noise on every weight."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter += 0.02 * parameter.std() * torch.randn_like(parameter) if parameter.numel() > 1 else 0
+    network.save_pretrained(folder / "reference")
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder / "reference")
+    return folder / "reference"
+
+
+def run_ours(folder: Path, model: Path, reference: Path, pairs: Path, steps: int) -> tuple[list[float], list[float]]:
+    """CPU-seconds and loss of each step of `dpo_trainer`."""
+    words = [
+        f"data.train_files={pairs}", f"data.train_batch_size={PAIRS}", f"data.max_length={2 * LONGEST}",
+        "data.max_token_len_per_gpu=2048", f"model.path={model}", f"dpo.ref_model_path={reference}", "dpo.beta=0.1",
+        "optim.lr=1e-5", "optim.weight_decay=0", "optim.betas=[0.9,0.999]", "optim.clip_grad=1.0",
+        "optim.lr_scheduler_type=constant", f"trainer.total_training_steps={steps}", "trainer.logger=[file]",
+        f"trainer.default_local_dir={folder / 'run'}", "trainer.device=cpu", "trainer.resume_mode=disable",
+    ]  # fmt: skip
+    script = our_script("dpo_trainer", "loader.dataset.collate", PAIRS)
+    return child(sys.executable, script, words, folder, Path(__file__).resolve().parents[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer-python", help="python of the environment with TRL; without it only ours is timed")
+    parser.add_argument("--size", default="10M", choices=SIZES)
+    parser.add_argument("--steps", type=int, default=8, help=f"steps per run; the first {WARMUP} are not counted")
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    steps, python = arguments.steps, arguments.peer_python
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model = make_model(folder, arguments.size, TEMPLATE, 2 * LONGEST)
+        reference = make_reference(folder, model)
+        ours, theirs, tokens = make_rows(folder, steps)
+        print(
+            f"{PAIRS} pairs per step, {statistics.mean(tokens):.0f} tokens on average, one thread, float32", flush=True
+        )
+
+        def peer_run(settings: dict) -> tuple[list[float], list[float]]:
+            out = str(folder / "peer-out")
+            words = [str(model), str(theirs), str(steps), out, json.dumps(settings), str(reference)]
+            return child(python, PEER, words, folder, None)
+
+        tried = {}
+        for name, settings in PEER_SETTINGS.items() if python else ():
+            tried[name] = speed(tokens, peer_run(settings)[0])
+            print(f"TRL {name}: {tried[name]:.0f} tokens per CPU-second", flush=True)
+        best = max(tried, key=tried.__getitem__, default="")
+        mine, peer, apart = [], [], []
+        for _ in range(arguments.rounds):
+            seconds, losses = run_ours(folder, model, reference, ours, steps)
+            mine.append(speed(tokens, seconds))
+            if best:
+                seconds, others = peer_run(PEER_SETTINGS[best])
+                peer.append(speed(tokens, seconds))
+                apart.append((abs(losses[0] - others[0]), furthest(losses, others)))
+                print(f"losses ours {losses} TRL {others}", flush=True)
+    print("| model | ours, tokens/CPU-s | TRL, tokens/CPU-s | ours / TRL, per round | first loss | all losses |")
+    print("|---|---|---|---|---|---|")
+    ratios = ", ".join(f"{a / b:.2f}" for a, b in zip(mine, peer))
+    ours_speed = f"{statistics.median(mine):.0f}"
+    theirs_speed = f"{statistics.median(peer):.0f} ({best})" if peer else "-"
+    first, all_steps = (max((pair[i] for pair in apart), default=0.0) for i in range(2))
+    print(f"| {arguments.size} | {ours_speed} | {theirs_speed} | {ratios} | {first:.1e} | {all_steps:.1e} |")
+
+
+if __name__ == "__main__":
+    main()
