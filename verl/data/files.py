@@ -198,11 +198,13 @@ def _column(values: list[Any], name: str, numbers: list[str], path: Path) -> pa.
         while bad - good > 1:
             middle = (good + bad) // 2
             good, bad = (middle, bad) if _fits(values[:middle]) else (good, middle)
+        broken = isinstance(failure, UnicodeError)
+        fault = "holds characters that are no text" if broken else "is of another type than those before"
         raise DataError(
-            f"column {name!r}: the value in {numbers[bad - 1]} is of another type than those before: {failure}",
+            f"column {name!r}: the value in {numbers[bad - 1]} {fault}: {failure}",
             key=str(path),
             got=_short(values[bad - 1]),
-            fix="Write it in one type in every row (for example as a string).",
+            fix="" if broken else "Write it in one type in every row (for example as a string).",
         ) from failure
 
 

@@ -64,8 +64,18 @@ def write_source(folder, line):
     ("line", "message"),
     [
         ('{"question": "2+2?", "answer": "four"}\n', r"train\.jsonl, row 1: no number after '####'.*Got 'four'"),
-        ('{"question": "", "answer": "#### 4"}\n', r"row 1: the question is empty"),
-        ('{"question": null, "answer": null}\n', r"row 1: the question is empty"),
+        ('{"question": "", "answer": "#### 4"}\n', r"row 1: the column 'question' has no text"),
+        ('{"question": null, "answer": null}\n', r"row 1: the column 'question' has no text"),
+        ('{"question": "a", "answer": null}\n', r"row 1: the column 'answer' has no text"),
+        (
+            '{"question": 5, "answer": "#### 4"}\n',
+            r"train\.jsonl: column 'question': the value in line 2 is of another type",
+        ),
+        (
+            '{"question": "\\ud800", "answer": "#### 4"}\n',
+            r"column 'question': the value in line 2 holds characters that",
+        ),
+        ('{"question": "a"}\n', r"row 1: the column 'answer' has no text"),
         ("{", r"train\.jsonl: line 2 is not valid JSON"),
     ],
 )

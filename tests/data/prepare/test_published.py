@@ -19,13 +19,17 @@ from verl.data.prepare import (
     dapo_math,
     full_hh_rlhf,
     geo3k,
+    gsm8k,
     gsm8k_multiturn_sft,
+    gsm8k_multiturn_w_interaction,
     gsm8k_multiturn_w_tool,
     hellaswag,
     math,
     multiturn,
+    search_r1,
 )
 from verl.errors import DataError
+from verl.rewards import default_compute_score
 
 Rows = list[dict[str, Any]]
 PROBLEM = {"problem": "What is $1+1$?", "level": "Level 1", "type": "Algebra", "solution": r"It is $\boxed{2}$."}
@@ -104,10 +108,11 @@ def test_dialogues_for_rl_are_prompts_that_a_model_scores(prepare):
     assert row["reward_model"] == {"style": "model", "ground_truth": " Hello!"} and row["ability"] == "alignment"
 
 
-def test_a_pair_of_equal_answers_teaches_nothing_and_is_left_out(prepare):
+def test_a_pair_of_equal_answers_teaches_nothing_and_is_left_out(prepare, capsys):
     same = {**DIALOGUE, "rejected": DIALOGUE["chosen"]}
     found = prepare(full_hh_rlhf, {"train": [same, DIALOGUE], "test": [DIALOGUE]}, "--split", "rm")
     assert len(found["rm/train"]) == 1
+    assert "Dahoas/full-hh-rlhf, train: left out 1 of 2 examples: both answers are the same" in capsys.readouterr().out
 
 
 def test_a_geometry_problem_keeps_its_image(prepare):
@@ -156,6 +161,79 @@ def test_gsm8k_with_a_tool_carries_the_tools_arguments(prepare):
     assert row["prompt"][0]["role"] == "system" and gsm8k_multiturn_w_tool.TOOL in row["prompt"][0]["content"]
     assert row["extra_info"]["tools_kwargs"] == {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "3"}}}
     assert row["extra_info"]["need_tools_kwargs"] is True
+
+
+def test_gsm8k_with_an_interaction_says_who_answers_and_with_what(prepare):
+    (row,) = prepare(gsm8k_multiturn_w_interaction, {"train": [SUM], "test": [SUM]})["train"]
+    assert row["extra_info"]["interaction_kwargs"] == {"name": "gsm8k", "query": SUM["question"], "ground_truth": "3"}
+
+
+QUESTION = {"id": "q1", "question": "Who wrote it?", "golden_answers": ["Jo", "J. Doe"], "data_source": "nq"}
+
+
+def test_a_question_to_be_searched_names_its_scorer_and_keeps_all_its_answers(prepare):
+    (row,) = prepare(search_r1, {"train": [QUESTION], "test": [QUESTION]})["train"]
+    assert row["data_source"] == "searchR1_nq" and row["reward_model"]["ground_truth"] == {"target": ["Jo", "J. Doe"]}
+    assert "search" in row["extra_info"]["tools_kwargs"]
+    truth = row["reward_model"]["ground_truth"]
+    assert default_compute_score(row["data_source"], "<answer>j doe</answer>", truth) == 1.0
+
+
+def test_all_shards_of_a_split_are_read_and_a_missing_one_is_told(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    (source / "main").mkdir(parents=True)
+    for split, count in (("train", 3), ("test", 1)):
+        for number in range(count):
+            row = {**SUM, "question": f"{split} {number}"}
+            pq.write_table(pa.Table.from_pylist([row]), source / "main" / f"{split}-{number:05}-of-{count:05}.parquet")
+    words = ["--local_save_dir", str(out), "--local_dataset_path", str(source)]
+    gsm8k.main(words)
+    rows = pq.read_table(out / "train.parquet").to_pylist()
+    assert [row["extra_info"]["question"] for row in rows] == ["train 0", "train 1", "train 2"]
+    (source / "main" / "train-00001-of-00003.parquet").unlink()
+    with pytest.raises(DataError, match=r"shards of this split are not complete.*3 files, numbered from 0"):
+        gsm8k.main(words)
+
+
+def test_a_data_set_of_one_split_may_have_a_file_of_any_name(tmp_path):
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.Table.from_pylist([DAPO]), tmp_path / "data" / "dapo-math-17k.parquet")
+    dapo_math.main(["--local_save_dir", str(tmp_path / "out"), "--local_dataset_path", str(tmp_path)])
+    assert len(pq.read_table(tmp_path / "out" / "train.parquet")) == 1
+
+
+def test_without_a_folder_the_hub_is_asked_by_name_and_split(tmp_path, monkeypatch):
+    asked = []
+
+    def load_dataset(name, config, *, split):
+        asked.append((name, config, split))
+        return [{**FIGURE, "images": [Image.new("RGB", (4, 3), "red")]}]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    geo3k.main(["--local_save_dir", str(tmp_path)])
+    assert asked == [("hiyouga/geometry3k", None, split) for split in ("train", "validation", "test")]
+    (row,) = pq.read_table(tmp_path / "test.parquet").to_pylist()
+    assert Image.open(io.BytesIO(row["images"][0]["bytes"])).size == (4, 3)
+
+
+WRONG_TYPES = [
+    (math, {**PROBLEM, "problem": 5}, "column 'problem' has no text"),
+    (geo3k, {**FIGURE, "images": "figure.png"}, "column 'images' has no list"),
+    (hellaswag, {**STORY, "endings": "peel it."}, "column 'endings' has no list"),
+    (hellaswag, {**STORY, "endings": [1, 2, 3, 4]}, "not four endings"),
+    (dapo_math, {**DAPO, "prompt": "Solve"}, "column 'prompt' has no list"),
+    (dapo_math, {**DAPO, "reward_model": "2"}, "column 'reward_model' has no fields"),
+    (aime, {**EXAM, "Answer": "about 7"}, "no integer from 0 to 999"),
+    (search_r1, {**QUESTION, "golden_answers": []}, "has no answer"),
+    (full_hh_rlhf, {**DIALOGUE, "chosen": 3}, "column 'chosen' has no text"),
+]
+
+
+@pytest.mark.parametrize(("program", "row", "said"), WRONG_TYPES, ids=lambda x: x if isinstance(x, str) else "")
+def test_a_column_of_the_wrong_type_is_named_with_file_and_row(prepare, program, row, said):
+    flags = ["--split", "rm"] if program is full_hh_rlhf else []
+    with pytest.raises(DataError, match=rf"train\.parquet, row 0: .*{said}"):
+        prepare(program, {split: [row] for split in ("train", "validation", "test")}, *flags)
 
 
 def test_the_hand_written_conversations_take_turns(tmp_path):

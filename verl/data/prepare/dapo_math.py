@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl.data.prepare.command import Row, run
-from verl.data.prepare.source import Example, MakeRow, Published, convert
+from verl.data.prepare.source import Example, MakeRow, Published, convert, fields_of, list_of
 from verl.errors import DataError
 
 HUB_NAME = "BytedTsinghua-SIA/DAPO-Math-17k"
 DATA_SOURCE = "math_dapo"
-PUBLISHED = Published(HUB_NAME, ("prompt", "reward_model", "extra_info"), {"train": "train"})
+PUBLISHED = Published(
+    HUB_NAME, ("prompt", "reward_model", "extra_info"), {"train": "train"}, leaves_out="they repeat others"
+)
 
 
 def row_maker() -> MakeRow:
@@ -21,16 +23,18 @@ def row_maker() -> MakeRow:
     seen: set[str] = set()
 
     def to_row(example: Example, index: int, split: str, where: str) -> Row | None:
-        key = str((example["extra_info"] or {}).get("index") or example["prompt"])
+        prompt = list_of(example, "prompt", where)
+        known = fields_of(example, "extra_info", where) if example["extra_info"] else {}
+        key = str(known.get("index") or prompt)
         if key in seen:
             return None
         seen.add(key)
-        truth = (example["reward_model"] or {}).get("ground_truth")
-        if not example["prompt"] or truth in (None, ""):
+        truth = fields_of(example, "reward_model", where).get("ground_truth")
+        if not prompt or truth in (None, ""):
             raise DataError("a prompt or its ground truth is missing", key=where, got=truth)
         return {
             "data_source": DATA_SOURCE,
-            "prompt": list(example["prompt"]),
+            "prompt": prompt,
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": str(truth)},
             "extra_info": {"split": split, "index": len(seen) - 1, "id": key},

@@ -21,7 +21,12 @@ from verl.data.prepare.source import (
 )
 
 HUB_NAME = "Dahoas/full-hh-rlhf"
-PUBLISHED = Published(HUB_NAME, ("prompt", "chosen", "rejected"), {"train": "train", "test": "test"})
+PUBLISHED = Published(
+    HUB_NAME,
+    ("prompt", "chosen", "rejected"),
+    {"train": "train", "test": "test"},
+    leaves_out="both answers are the same",
+)
 
 
 def sft_row(example: Example, index: int, split: str, where: str) -> Row:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.data.prepare.command import Row, run
-from verl.data.prepare.source import Example, Published, convert, prompt_row, text_of
+from verl.data.prepare.source import Example, Published, convert, list_of, prompt_row, text_of
 from verl.errors import DataError
 
 HUB_NAME = "hiyouga/geometry3k"
@@ -34,7 +34,7 @@ def image_bytes(image: Any, where: str) -> dict[str, bytes]:
 def to_row(example: Example, index: int, split: str, where: str) -> Row:
     """One row in the schema of the RL dataset, with its images."""
     problem, answer = text_of(example, "problem", where), text_of(example, "answer", where)
-    images = [image_bytes(image, where) for image in example["images"]]
+    images = [image_bytes(image, where) for image in list_of(example, "images", where)]
     extra = {"split": split, "index": index, "question": problem, "answer": answer}
     return {**prompt_row(HUB_NAME, f"{problem} {INSTRUCTION}", answer, extra), "images": images}
 

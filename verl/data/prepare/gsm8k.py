@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 
 from verl.data.prepare.command import Row, run
-from verl.data.prepare.source import Example, Published, convert, prompt_row
+from verl.data.prepare.source import Example, Published, convert, prompt_row, text_of
 from verl.errors import DataError
 
 HUB_NAME = "openai/gsm8k"
@@ -42,11 +42,10 @@ def solved(example: Example, where: str) -> tuple[str, str, str]:
     Raises:
         DataError: no question, or no number at the end of the solution.
     """
-    question, solution = example["question"], example["answer"]
-    answer = final_answer(solution or "")
-    if not question or answer is None:
-        fault = "the question is empty" if not question else "no number after '####' at the end of the answer"
-        raise DataError(fault, key=where, got=solution if question else question)
+    question, solution = text_of(example, "question", where), text_of(example, "answer", where)
+    answer = final_answer(solution)
+    if answer is None:
+        raise DataError("no number after '####' at the end of the answer", key=where, got=solution)
     return question, solution, answer
 
 

@@ -9,14 +9,17 @@ import re
 from collections.abc import Sequence
 
 from verl.data.prepare.command import Row, run
-from verl.data.prepare.source import Example, Published, convert, prompt_row, text_of
+from verl.data.prepare.source import Example, Published, convert, list_of, prompt_row, text_of
 from verl.errors import DataError
 
 HUB_NAME = "Rowan/hellaswag"
 MARKUP = re.compile(r"\[[^\]]*\]")
 QUESTION = "{context}\n\nHow does it go on?\n{endings}\nAnswer with the number of the ending."
 PUBLISHED = Published(
-    HUB_NAME, ("activity_label", "ctx", "endings", "label"), {"train": "train", "validation": "validation"}
+    HUB_NAME,
+    ("activity_label", "ctx", "endings", "label"),
+    {"train": "train", "validation": "validation"},
+    leaves_out="they have no answer",
 )
 
 
@@ -32,10 +35,10 @@ def clean(text: str) -> str:
 
 def to_row(example: Example, index: int, split: str, where: str) -> Row | None:
     """One row in the schema of the RL dataset; none for an example without an answer."""
-    label, endings = str(example["label"]).strip(), example["endings"]
+    label, endings = str(example["label"]).strip(), list_of(example, "endings", where)
     if not label:
         return None
-    if len(endings) != 4 or label not in ("0", "1", "2", "3"):
+    if len(endings) != 4 or not all(isinstance(ending, str) for ending in endings) or label not in ("0", "1", "2", "3"):
         raise DataError("not four endings and one of 0, 1, 2, 3", key=where, got=(len(endings), label))
     context = clean(f"{text_of(example, 'activity_label', where)}: {text_of(example, 'ctx', where)}")
     listed = "\n".join(f"{number}: {clean(ending)}" for number, ending in enumerate(endings))

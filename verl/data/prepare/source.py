@@ -5,6 +5,7 @@ A folder may hold the files of its authors (``train.jsonl``) or be a clone of th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from verl.errors import DataError, MissingDependencyError
 from verl.storage import resolve
 
 Example = Mapping[str, Any]
+SHARD = re.compile(r"-([0-9]{5})-of-([0-9]{5})")
 MakeRow = Callable[[Example, int, str, str], "Row | None"]
 """(example, its number, split, where it is for a message) -> a row, or None for an example that is of no use."""
 
@@ -29,12 +31,14 @@ class Published:
         columns: those that are read; a file without one of them is an error.
         splits: split of the data set -> name of the file that is written without its suffix.
         config: which of the hub's configurations.
+        leaves_out: which examples make no row, in words; their number is told.
     """
 
     name: str
     columns: tuple[str, ...]
     splits: Mapping[str, str]
     config: str | None = None
+    leaves_out: str = "they are of no use"
 
     def examples(self, source: Path | None, split: str) -> Iterator[tuple[str, Example]]:
         """The examples of a split, each with a name for messages: from a folder, or from the hub where there is none.
@@ -45,19 +49,28 @@ class Published:
         if source is None:
             yield from ((f"{self.name}, {split}, row {i}", row) for i, row in enumerate(self._from_hub(split)))
             return
-        table, origin = read_files(self._file(source, split), key="--local_dataset_path")
+        table, origin = read_files(self._files(source, split), key="--local_dataset_path")
         for column in self.columns:
             require_column(column, table.column_names, file=origin.files[0], key=None)
         yield from ((origin.describe(i), row) for i, row in enumerate(table.to_pylist()))
 
-    def _file(self, folder: Path, split: str) -> Path:
+    def _files(self, folder: Path, split: str) -> list[str | Path]:
+        """The file of a split, or all of its shards; with one split, the only file of data that there is."""
         wanted = ", ".join(f"{name}.jsonl" for name in self.splits)
         if not folder.is_dir():
             raise DataError(f"not a folder with {wanted}", key="--local_dataset_path", got=str(folder))
-        places = [self.config, "data", "."] if self.config else ["data", "."]
-        patterns = [f"{split}{suffix}" for suffix in SUFFIXES] + [f"{p}/{split}-*.parquet" for p in places]
-        found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
-        return found[0] if found else resolve(folder / f"{split}.jsonl", key="--local_dataset_path")
+        for suffix in SUFFIXES:
+            if (folder / f"{split}{suffix}").is_file():
+                return [folder / f"{split}{suffix}"]
+        places = [folder / name for name in ([self.config] if self.config else []) + ["data", "."]]
+        for place in places:
+            shards = sorted(place.glob(f"{split}-*.parquet"))
+            if shards:
+                return list(_complete(shards))
+        only = [path for place in places[-2:] for path in sorted(place.glob("*")) if path.suffix in SUFFIXES]
+        if len(self.splits) == 1 and len(only) == 1:
+            return list(only)
+        return [resolve(folder / f"{split}.jsonl", key="--local_dataset_path")]
 
     def _from_hub(self, split: str) -> Any:
         from datasets import load_dataset
@@ -112,6 +125,9 @@ def rows_of(published: Published, source: Path | None, split: str, make_row: Mak
     examples = enumerate(published.examples(source, split))
     rows = [make_row(example, index, split, where) for index, (where, example) in examples]
     kept = [row for row in rows if row is not None]
+    if len(kept) < len(rows):
+        left = f"{len(rows) - len(kept)} of {len(rows)}"
+        print(f"{published.name}, {split}: left out {left} examples: {published.leaves_out}")
     if not kept:
         raise DataError("no example of this split can be used", key=f"{published.name}, {split}", got=len(rows))
     return kept
@@ -123,6 +139,36 @@ def text_of(example: Example, column: str, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"the column {column!r} has no text", key=where, got=value)
     return value
+
+
+def list_of(example: Example, column: str, where: str) -> list[Any]:
+    """A column's list; anything else is an error that names the row."""
+    value = example[column]
+    if not isinstance(value, (list, tuple)):
+        raise DataError(f"the column {column!r} has no list", key=where, got=value)
+    return list(value)
+
+
+def fields_of(example: Example, column: str, where: str) -> Mapping[str, Any]:
+    """A column's fields by their names; anything else is an error that names the row."""
+    value = example[column]
+    if not isinstance(value, Mapping):
+        raise DataError(f"the column {column!r} has no fields", key=where, got=value)
+    return value
+
+
+def _complete(shards: Sequence[Path]) -> Sequence[Path]:
+    """The shards of a split; one that is missing is an error."""
+    numbers = SHARD.findall("\n".join(path.name for path in shards))
+    wanted = {int(of) for _, of in numbers}
+    if numbers and (len(wanted) != 1 or {int(n) for n, _ in numbers} != set(range(next(iter(wanted))))):
+        raise DataError(
+            "the shards of this split are not complete",
+            key="--local_dataset_path",
+            got=[path.name for path in shards],
+            allowed=f"{max(wanted)} files, numbered from 0",
+        )
+    return shards
 
 
 def prompt_row(
