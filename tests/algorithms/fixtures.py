@@ -50,6 +50,7 @@ def actor_config(**changes: Any) -> SimpleNamespace:
         "use_kl_loss": False,
         "kl_loss_coef": 0.001,
         "kl_loss_type": "low_var_kl",
+        "positive_lm_coef": 0.0,
         "tau_pos": 1.0,
         "tau_neg": 1.05,
         "policy_loss": policy_loss_config(),

@@ -37,7 +37,12 @@ COMMON = [
 ESTIMATORS: dict[str, list[str]] = {
     **{name: [] for name in ADVANTAGE_ESTIMATORS.builtin_targets()},
     "gae": ["actor_rollout_ref.rollout.n=1", "critic.ppo_mini_batch_size=4"],
-    "vapo": ["critic.ppo_mini_batch_size=4", f"{ALG}.vapo_length_alpha=0.2", f"{ALG}.vapo_lam_critic=0.9"],
+    "vapo": [
+        "critic.ppo_mini_batch_size=4",
+        f"{ALG}.vapo_length_alpha=0.2",
+        f"{ALG}.vapo_lam_critic=0.9",
+        f"{A}.positive_lm_coef=0.1",
+    ],
     "gdpo": [f"{ALG}.gdpo_reward_keys=[digits,thirds]", f"{ALG}.gdpo_reward_weights=[1.0,0.5]"],
 }
 LOSSES: dict[str, list[str]] = {

@@ -17,7 +17,9 @@ from verl.algorithms.aggregation import LossNorm, agg_loss, check_agg_mode, loss
 from verl.algorithms.kl import check_kl_kind, kl_penalty
 from verl.algorithms.masked import zero_outside
 from verl.algorithms.policy_losses import aggregation_of, call_policy_loss
+from verl.algorithms.policy_losses.bypass import correction_settings
 from verl.algorithms.policy_losses.clip import Clip
+from verl.algorithms.rollout_correction.mismatch import current_policy_metrics
 from verl.algorithms.value_loss import value_loss
 from verl.errors import ConfigError, DataError
 from verl.metrics import Metric, as_float
@@ -42,8 +44,12 @@ class LossFn(Protocol):
 class PPOPolicyLoss:
     """The actor's objective: ``pg_loss - entropy_coeff * entropy + kl_loss_coef * KL(policy || reference)``.
 
+    With ``positive_lm_coef`` also that times the mean of ``-log_prob`` over the tokens of right answers (VAPO).
+
     Metrics: ``pg_loss``, those of the policy loss (``pg_clipfrac``, ``pg_clipfrac_lower``, ``ppo_kl``), ``entropy`` and
-    ``entropy_loss`` where the entropy is computed, ``kl_loss`` and ``kl_coef`` where the KL is in the loss.
+    ``entropy_loss`` where the entropy is computed, ``kl_loss`` and ``kl_coef`` where the KL is in the loss,
+    ``positive_nll`` with the loss on right answers. Where the sampler is corrected for,
+    ``rollout_corr/current_*``: how far the policy that is being trained has moved from it.
 
     Args:
         config: the section ``actor_rollout_ref.actor``.
@@ -62,6 +68,8 @@ class PPOPolicyLoss:
         self.config, self.use_rollout_log_probs = config, use_rollout_log_probs
         self.policy_loss = POLICY_LOSSES.get(_loss_mode(config.policy_loss))
         self.scale = config.loss_scale_factor or response_length
+        correction = correction_settings(config)
+        self.rejects = not correction.bypass_mode and correction.rollout_rs is not None
         self.with_entropy = config.entropy_coeff != 0 or config.calculate_entropy
         self.outputs = ("log_probs", "entropy") if self.with_entropy else ("log_probs",)
 
@@ -94,7 +102,21 @@ class PPOPolicyLoss:
             metrics["kl_loss"] = loss_metric(as_float(kl_loss.detach()), mask, mode, norm)
             metrics["kl_coef"] = Metric(float(self.config.kl_loss_coef), "last")
             loss = loss + self.config.kl_loss_coef * kl_loss
+        if self.config.positive_lm_coef:
+            weights = field(batch, "positive_lm_weights")
+            # The weights are normalised over the mini-batch already, so the shares are summed.
+            nll = agg_loss(-log_prob * weights, mask, "token-sum", norm)
+            metrics |= token_means({"positive_nll": -log_prob}, mask * (weights > 0))
+            loss = loss + self.config.positive_lm_coef * nll
+        if self._is_corrected(batch):
+            metrics |= current_policy_metrics(log_prob, field(batch, "rollout_log_probs"), mask)
         return loss, metrics
+
+    def _is_corrected(self, batch: Any) -> bool:
+        """Whether weights or a rejection hold the sampler against the old policy, which this one moves away from."""
+        if self.use_rollout_log_probs or optional_field(batch, "rollout_log_probs") is None:
+            return False
+        return optional_field(batch, "rollout_is_weights") is not None or self.rejects
 
     def _old_log_prob(self, batch: Any, log_prob: Tensor) -> Tensor:
         if self.use_rollout_log_probs:

@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.config.engine import FSDPEngineConfig
 from verl.config.megatron import MegatronEngineConfig
-from verl.config.node import ConfigNode, section, setting
+from verl.config.node import ABSENT, ConfigNode, section, setting
 from verl.config.optim import OptimizerConfig
 from verl.config.profiler import ProfilerConfig
 from verl.config.torchtitan import TorchtitanEngineConfig
@@ -145,6 +145,9 @@ class ActorConfig(ConfigNode):
     clip_ratio_low: float | None = setting(None, "clip below alone; null: clip_ratio", upstream=0.2)
     clip_ratio_high: float | None = setting(
         None, "clip above alone (clip-higher, as in DAPO); null: clip_ratio", upstream=0.2
+    )
+    positive_lm_coef: float = setting(
+        0.0, "VAPO: weight of a language-model loss on the right answers (acc, else a score above 0)", upstream=ABSENT
     )
     tau_pos: float = setting(1.0, "SAPO: temperature of the gate where the advantage is positive")
     tau_neg: float = setting(1.05, "SAPO: temperature of the gate where the advantage is not positive")

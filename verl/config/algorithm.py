@@ -23,7 +23,9 @@ class FilterGroupsConfig(ConfigNode):
         upstream="reward",
     )
     max_num_gen_batches: int = setting(0, "stop the run after that many sampled batches for one step; 0: never")
-    max_inflight_gen_batches: int = setting(1, "batches of prompts sampled at once", planned="prompt batches in flight")
+    max_inflight_gen_batches: int = setting(
+        1, "batches of prompts sampled in one go with dynamic sampling; more keep a fast sampler busy, and wait longer"
+    )
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,11 @@ def groups(cfg: PPOTrainerConfig) -> Problems:
     rule = cfg.algorithm.filter_groups
     if not rule.enable:
         return []
+    if rule.max_inflight_gen_batches < 1:
+        key, got = "algorithm.filter_groups.max_inflight_gen_batches", rule.max_inflight_gen_batches
+        return [
+            ConfigError("at least one batch of prompts is sampled at a time", key=key, got=got, allowed="1 or more")
+        ]
     if rule.metric == "seq_final_reward" and cfg.algorithm.use_kl_in_reward:
         key = "algorithm.filter_groups.metric"
         message = "with a KL in the reward no two samples have the same final reward, so that nothing would be dropped"

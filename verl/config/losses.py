@@ -42,6 +42,8 @@ def _loss(cfg: PPOTrainerConfig) -> Problems:
     found += in_range(f"{_L}.dro_beta", loss.dro_beta, "above 0", loss.dro_beta is None or loss.dro_beta > 0)
     for name in ("clip_cov_ratio", "kl_cov_ratio"):
         found += in_range(f"{_L}.{name}", loss[name], "above 0, at most 1", 0 < loss[name] <= 1)
+    coef = actor.positive_lm_coef
+    found += in_range(f"{_A}.positive_lm_coef", coef, "0 or more", coef >= 0)
     for name in ("tau_pos", "tau_neg"):
         found += in_range(f"{_A}.{name}", actor[name], "above 0", actor[name] > 0)
     holds = loss.clip_cov_lb < loss.clip_cov_ub

@@ -75,6 +75,23 @@ def test_groups_without_a_difference_are_replaced_until_the_batch_is_full(here):
     assert seen.trainer.ctx.pool.peek().non_tensor_batch["extra_info"][0]["index"] == 6
 
 
+def test_several_batches_of_prompts_in_flight_are_sampled_as_one_and_keep_the_same_groups(here):
+    seen = train(*FILTER, "algorithm.filter_groups.max_inflight_gen_batches=3")
+    batch, metrics = seen.batches[0], seen.metrics[0]
+    # generation 1 holds three batches: both of this epoch, and the first of the next one
+    assert [row["index"] for row in batch.non_tensor_batch["extra_info"]] == [1] * 4 + [3] * 4 + [4] * 4
+    assert len(calls()) == 3 * 16 and metrics["training/num_gen_batches"] == 3
+    assert metrics["training/filter_groups/carried_samples"] == 3 * 4, "the groups 6, 1 and 3 wait"
+
+
+def test_no_more_batches_are_in_flight_than_the_limit_of_a_step_allows(here):
+    two = ("algorithm.filter_groups.max_inflight_gen_batches=8", "algorithm.filter_groups.max_num_gen_batches=2")
+    seen = train(*FILTER, *two)
+    assert seen.metrics[0]["training/num_gen_batches"] == 2 and len(calls()) == 2 * 16
+    with pytest.raises(ConfigError, match="max_inflight_gen_batches"):
+        train(*FILTER, "algorithm.filter_groups.max_inflight_gen_batches=0")
+
+
 def test_what_is_left_over_opens_the_next_batch(here):
     seen = train(*FILTER, "trainer.total_training_steps=2")
     # step 2: group 6 waits; generation 3 (epoch 2, the same four prompts) keeps 1 and 3

@@ -160,7 +160,7 @@ class Inputs:
         if not math.isfinite(highest - lowest):  # junk in the padding, or an infinite move
             log_ratio = zero_outside(new - old, mask)
             lowest, highest = _extremes(log_ratio)
-        bounded = not (-LOG_RATIO_BOUND <= lowest and highest <= LOG_RATIO_BOUND)
+        bounded = not (lowest >= -LOG_RATIO_BOUND and highest <= LOG_RATIO_BOUND)
         if bounded:
             log_ratio.clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         weights = self.rollout_is_weights

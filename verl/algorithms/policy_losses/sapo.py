@@ -13,7 +13,7 @@ from verl.algorithms.policy_losses.kernel import Block, Terms, policy_loss
 def sapo(block: Block, config: Any) -> Terms:
     """A smooth gate in place of the clip.
 
-    With r the ratio, sigma the logistic function, tau = tau_pos where A > 0, tau_neg where A < 0 (A = 0 costs nothing)::
+    With r the ratio, sigma the logistic function, tau = tau_pos where A > 0 and tau_neg where A < 0::
 
         p = sigma(tau (r - 1))
         x = -A (4 / tau) p,                          aggregated as seq-mean-token-mean

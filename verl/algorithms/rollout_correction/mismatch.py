@@ -12,6 +12,7 @@ from torch import Tensor
 from verl.algorithms.masked import zero_outside
 from verl.algorithms.rollout_correction.ratios import LOG_BOUND, Rows, bounded_exp, check_same_shape, log_ratio
 from verl.algorithms.rollout_correction.weight_metrics import as_floats
+from verl.metrics import Metric
 
 
 @torch.no_grad()
@@ -64,3 +65,17 @@ def off_policy_metrics(
         found["chi2_token"] = bounded_exp(tokens).square().mean() - 1
         found["chi2_seq"] = bounded_exp(ratio.sum(dim=-1)[rows.filled]).square().mean() - 1
     return as_floats(found)
+
+
+def current_policy_metrics(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> dict[str, Metric]:
+    """The same distances for the policy that is being trained, during the update: ``rollout_corr/current_*``.
+
+    The weights of a correction compare the sampler with the old policy and stay as they are for all optimizer steps;
+    these numbers say how far the policy has gone meanwhile. Each merges over micro-batches.
+    """
+    found = off_policy_metrics(log_prob, rollout_log_prob, response_mask)
+    if not found:
+        return {}
+    tokens, rows = float(response_mask.bool().sum()), float(response_mask.bool().any(dim=-1).sum())
+    weight = {"kl": tokens, "k3_kl": tokens, "ppl_ratio": rows, "log_ppl_diff": rows, "log_ppl_abs_diff": rows}
+    return {f"rollout_corr/current_{name}": Metric(found[name], "mean", count) for name, count in weight.items()}

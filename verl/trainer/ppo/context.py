@@ -105,6 +105,16 @@ class StepContext:
         """Seconds spent inside are reported as ``timing_s/<stage>``."""
         return self.timers(stage)
 
+    @property
+    def more_in_flight(self) -> int:
+        """Batches of prompts that are sampled together with the next one: none beyond the limit of a step."""
+        rule = self.config.algorithm.filter_groups
+        if not rule.enable:
+            return 0
+        limit = rule.max_num_gen_batches
+        left = limit - self.gen_batches if limit > 0 else rule.max_inflight_gen_batches
+        return max(0, min(rule.max_inflight_gen_batches, left) - 1)
+
     def count_gen_batch(self) -> None:
         """One more batch of prompts was sampled for this step; an endless refill is an error."""
         self.gen_batches += 1

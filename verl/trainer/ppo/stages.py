@@ -23,7 +23,7 @@ from verl.config.root import updates_once
 from verl.metrics import MetricSet
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.base import Roles
-from verl.trainer.ppo import correction, group_filter
+from verl.trainer.ppo import correction, group_filter, positive
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.roles import RoleHandle
 from verl.trainer.ppo.scoring import score_samples
@@ -70,6 +70,16 @@ def give_uids(prompts: DataProto, epoch: int) -> None:
     if rows is None:
         rows = prompts.non_tensor_batch["raw_prompt"]
     prompts.non_tensor_batch["uid"] = np.array([prompt_uid(epoch, row) for row in rows], dtype=object)
+
+
+def next_prompts(source: PromptSource, ctx: StepContext) -> DataProto:
+    """The next batch of prompts, or several as one (``filter_groups.max_inflight_gen_batches``)."""
+    parts = [source.next_prompts()]
+    for _ in range(ctx.more_in_flight):
+        parts.append(source.next_prompts())
+    for _ in parts[1:]:
+        ctx.count_gen_batch()  # `generate` counts the first
+    return parts[0] if len(parts) == 1 else DataProto.concat(parts)
 
 
 def generate(prompts: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
@@ -239,6 +249,9 @@ def add_advantages(batch: DataProto, ctx: StepContext) -> None:
     else:
         batch.tensors["token_level_rewards"] = batch.tensors["token_level_scores"]
     compute_advantage(batch, ctx.estimator, algorithm)
+    if ctx.config.actor_rollout_ref.actor.positive_lm_coef:
+        batch.tensors["positive"] = positive.marks(batch)
+        ctx.metrics.add("training/positive_samples", batch.tensors["positive"].mean().item(), "last")
     ctx.metrics.add("training/zero_advantage_groups", group_filter.share_without_advantage(batch), "last")
 
 
@@ -290,7 +303,7 @@ def resample(batch: DataProto, ctx: StepContext) -> DataProto:
 
 TRAIN_KEYS = (
     "prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask", "advantages", "returns",
-    "values", "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights",
+    "values", "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights", "positive",
 )  # fmt: skip
 
 
@@ -315,6 +328,8 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext) -> None:
     groups = list(batch.non_tensor_batch["uid"]) if shares and "uid" in batch.non_tensor_batch else None
     for number, members in enumerate(plan, start=1):
         mini_batch = data.select_idxs(_deal_out(members, lengths, groups, role.group.world_size, ctx))
+        if "positive" in mini_batch.tensors.keys():
+            positive.weigh(mini_batch)
         metrics = role.train(mini_batch, more_updates=number < len(plan))
         # A name with an area of its own (rollout_corr/kl) keeps it.
         ctx.metrics.merge({name if "/" in name else f"{role.name}/{name}": m for name, m in metrics.items()})

@@ -16,7 +16,7 @@ from verl.trainer.ppo.context import StepContext
 def collect(source: stages.PromptSource, roles: Roles, ctx: StepContext) -> DataProto:
     """Sample and score prompts until the training batch is full."""
     while not ctx.pool.is_full():
-        prompts = source.next_prompts()
+        prompts = stages.next_prompts(source, ctx)
         with ctx.timed("gen"):
             samples = stages.generate(prompts, roles, ctx)  # responses, response_mask, rollout_log_probs, ...
         with ctx.timed("reward"):
