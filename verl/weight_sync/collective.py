@@ -1,8 +1,8 @@
 """Weights by broadcast in a process group: from one trainer to any number of samplers (gloo on CPU, NCCL on GPUs).
 
-Every rank of the group takes part: the source sends, all others receive. Small broadcasts say what comes, a large
-one brings it. Two buffers per side take turns: while one is on its way the trainer fills the other one, and the
-sampler empties it.
+Every rank of the group takes part: the source sends, all others receive. Each bucket is one broadcast, which ends with
+the lengths of the next one. Three buffers per side take turns: while one is on its way the trainer fills another, and
+the sampler empties another.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ import torch.distributed as dist
 from verl.errors import RolloutError
 from verl.weight_sync.chunks import WeightChunk, pieces
 from verl.weight_sync.transport import OtherEndError, Transport
-from verl.weight_sync.wire import MAX_HEADER, Layout, chunk_of, write_into
+from verl.weight_sync.wire import ALIGNMENT, MAX_HEADER, Layout, chunk_of, write_into
 
 GAVE_UP = -1
 LOCALHOST = "127.0.0.1"
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 16 << 20
 """A broadcast takes so much at once, or one larger tensor."""
-BUFFERS = 2
+BUFFERS = 3
+TAIL = 16
+"""Bytes at the end of a message: lengths of the next one, none after the last."""
 
 
 class BroadcastTransport(Transport):
@@ -98,74 +100,84 @@ class BroadcastTransport(Transport):
         return {"place": self._place, "timeout": self.timeout}
 
     def send(self, chunks: Iterable[WeightChunk]) -> int:
-        num_bytes, number = 0, 0
-        under_way = Broadcast()
+        num_bytes = number = 0
+        under_way, ready = Broadcast(), self._numbers(0, 0)
         try:
             for chunk in chunks:
                 for piece in pieces(chunk, PIECE_BYTES):
-                    layout = Layout.of(piece)
-                    body = self._room(number % BUFFERS, layout.num_bytes)
-                    write_into(piece, layout, body)
-                    under_way.wait()
-                    self._announce(layout)
-                    under_way = self._start(body)
-                    number += 1
+                    message = self._packed(piece, number % BUFFERS)  # while the one before the last is on its way
+                    under_way = self._after(under_way, ready, message)
+                    ready, number = message.whole, number + 1
                 num_bytes += chunk.num_bytes
                 del chunk, piece  # before the next one is made
+            under_way = self._after(under_way, ready, None)
             under_way.wait()
         except BaseException:
-            under_way.wait()
-            self._start(self._numbers(GAVE_UP, 0)).wait()
+            with suppress(RolloutError):
+                ready[-TAIL:].view(torch.int64).copy_(self._numbers(GAVE_UP, 0).view(torch.int64))
+                under_way.wait()
+                self._start(ready).wait()
             raise
         return num_bytes
 
     def receive(self) -> Iterator[WeightChunk]:
-        number = 0
-        layout, body = self._next(number)
+        first = self._start(self._numbers(0, 0))
+        number, coming = 0, self._next(first, 0)
+        here: WeightChunk | None = None
         try:
-            while True:
-                body.wait()
-                here = chunk_of(layout, body.tensor)
-                if layout.last:
-                    break
+            while coming is not None:
+                coming.wait()
+                layout = _layout(coming)
+                here = chunk_of(layout, coming.tensor[coming.header_bytes :])
                 number += 1
-                layout, body = self._next(number)  # on its way while this one is used
+                coming = self._next(coming, number % BUFFERS)  # on its way while this one is used
+                if layout.last != (coming is None):
+                    raise RolloutError("a stream of weights does not end where it says so")
                 yield here
         except GeneratorExit:
-            self._drain(layout, body, number)
+            self._drain(coming, number)
             raise
-        yield here
 
     def close(self) -> None:
         self._buffers = [buffer[:0].clone() for buffer in self._buffers]
 
-    def _next(self, number: int) -> tuple[Layout, Broadcast]:
-        """What comes next, already on its way."""
-        lengths = self._numbers(0, 0)
-        self._start(lengths).wait()
-        header_bytes, body_bytes = (int(x) for x in lengths)
+    def _packed(self, piece: WeightChunk, which: int) -> Message:
+        """Header, tensors and room for the lengths of the next message, in one of the buffers."""
+        layout = Layout.of(piece)
+        text = layout.encode()
+        text += b" " * (-len(text) % ALIGNMENT)
+        whole = self._room(which, len(text) + layout.num_bytes + TAIL)
+        whole[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
+        write_into(piece, layout, whole[len(text) : -TAIL])
+        return Message(whole, len(text))
+
+    def _after(self, under_way: Broadcast, ready: torch.Tensor, following: Message | None) -> Broadcast:
+        """Send what is ready, with the lengths of what follows, once the one before it has gone."""
+        lengths = (0, 0) if following is None else (following.header_bytes, following.whole.numel())
+        ready[-TAIL:].view(torch.int64).copy_(self._numbers(*lengths).view(torch.int64))
+        under_way.wait()
+        return self._start(ready)
+
+    def _next(self, before: Broadcast, which: int) -> Broadcast | None:
+        """What comes after a message that has arrived, already on its way; None at the end."""
+        before.wait()
+        header_bytes, num_bytes = (int(x) for x in before.tensor[-TAIL:].view(torch.int64))
         if header_bytes == GAVE_UP:
             raise OtherEndError("the trainer gave up in the middle of a transfer of weights")
-        if not 0 < header_bytes <= MAX_HEADER or body_bytes < 0:
+        if not num_bytes:
+            return None
+        if not 0 < header_bytes <= min(MAX_HEADER, num_bytes - TAIL) or header_bytes % ALIGNMENT:
             raise RolloutError("a header of weights has an impossible length", got=header_bytes)
-        text = torch.empty(header_bytes, dtype=torch.uint8, device=self.device)
-        self._start(text).wait()
-        layout, _ = Layout.decode(text.cpu().numpy().tobytes())
-        return layout, self._start(self._room(number % BUFFERS, body_bytes))
+        coming = self._start(self._room(which, num_bytes))
+        coming.header_bytes = header_bytes
+        return coming
 
-    def _drain(self, layout: Layout, body: Broadcast, number: int) -> None:
+    def _drain(self, coming: Broadcast | None, number: int) -> None:
         """The rest of a stream of which nothing is wanted any more: the other ranks take part in it."""
         with suppress(RolloutError):
-            body.wait()
-            while not layout.last:
+            while coming is not None:
                 number += 1
-                layout, body = self._next(number)
-                body.wait()
-
-    def _announce(self, layout: Layout) -> None:
-        text = layout.encode()
-        self._start(self._numbers(len(text), layout.num_bytes)).wait()
-        self._start(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)).wait()
+                coming = self._next(coming, number % BUFFERS)
 
     def _start(self, tensor: torch.Tensor) -> Broadcast:
         if not tensor.numel():
@@ -178,7 +190,8 @@ class BroadcastTransport(Transport):
         return Broadcast(tensor, group.broadcast([tensor], options))
 
     def _numbers(self, *values: int) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        """Lengths of a message: its header and the whole of it."""
+        return torch.tensor(values, dtype=torch.int64, device=self.device).view(torch.uint8)
 
     def _room(self, which: int, num_bytes: int) -> torch.Tensor:
         if self._buffers[which].numel() < num_bytes:
@@ -187,11 +200,20 @@ class BroadcastTransport(Transport):
 
 
 @dataclass
+class Message:
+    """What is sent at once: header, tensors, lengths of the next message."""
+
+    whole: torch.Tensor
+    header_bytes: int
+
+
+@dataclass
 class Broadcast:
     """A broadcast that is under way."""
 
     tensor: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     work: Any = None
+    header_bytes: int = 0
 
     def wait(self) -> None:
         """Until the tensor was sent, or has arrived.
@@ -209,6 +231,10 @@ class Broadcast:
                 f"weight transfer: the broadcast failed: {str(error).splitlines()[0][:200]}",
                 fix="Did the process at the other end die? Its log says more.",
             ) from error
+
+
+def _layout(message: Broadcast) -> Layout:
+    return Layout.decode(message.tensor[: message.header_bytes].cpu().numpy().tobytes())[0]
 
 
 def _group(store: dist.Store, rank: int, world_size: int, device: str, limit: timedelta) -> Any:
