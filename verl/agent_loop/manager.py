@@ -10,6 +10,7 @@ from typing import Any
 
 from verl.agent_loop.base import AgentLoopOutput
 from verl.agent_loop.batch import checked, loop_metrics, to_batch
+from verl.agent_loop.beside import ScoreRow, ScoringBeside
 from verl.agent_loop.choose import Loops
 from verl.agent_loop.client import SamplerClient
 from verl.agent_loop.early_stop import Stop, gather_most
@@ -34,6 +35,8 @@ class AgentLoopManager:
         score: ``await score(row, output)`` scores a trajectory as soon as it ends, beside the sampling of the others;
             the batch then has ``rm_scores`` (B, T), the score on the last sampled token.
         data_config: for loops that render messages as the dataset does.
+        score_row: scores a batch of one row as soon as its trajectory ends; unlike ``score`` it leaves the place of
+            the scores to the reward manager, which finds the results in the batch.
     """
 
     def __init__(
@@ -44,8 +47,9 @@ class AgentLoopManager:
         processor: Any = None,
         score: Score | None = None,
         data_config: Any = None,
+        score_row: ScoreRow | None = None,
     ):
-        self.config, self.sampler, self.score = config, sampler, score
+        self.config, self.sampler, self.score, self.score_row = config, sampler, score, score_row
         self.tokenizer, self.processor, self.data_config = tokenizer, processor, data_config
         self.loops = Loops(config, tokenizer, data_config)
 
@@ -67,8 +71,12 @@ class AgentLoopManager:
         rows = [{name: values[i] for name, values in prompts.non_tensor_batch.items()} for i in range(len(prompts))]
         parameters = self.sampling_params(prompts.meta_info)
         stop = Stop()
+        pad = self.tokenizer.pad_token_id
+        pad = self.tokenizer.eos_token_id if pad is None else pad
+        pad = 0 if pad is None else int(pad)
+        beside = None if self.score_row is None else ScoringBeside(self.score_row, rows, pad)
         tasks = [
-            asyncio.ensure_future(self._trajectory(number, row, stream, parameters, stop))
+            asyncio.ensure_future(self._scored(number, row, stream, parameters, stop, beside))
             for number, (row, stream) in enumerate(zip(rows, sample_streams(rows, prompts.meta_info)))
         ]
         try:
@@ -76,13 +84,14 @@ class AgentLoopManager:
         except BaseException:
             for task in tasks:  # one failure ends the batch; what is left must not go on sampling
                 task.cancel()
+            if beside is not None:
+                beside.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
         check_some_worked(outputs)
-        pad = self.tokenizer.pad_token_id
-        pad = self.tokenizer.eos_token_id if pad is None else pad
-        batch = to_batch(outputs, 0 if pad is None else int(pad), with_log_probs=self.config.calculate_log_probs)
-        batch.meta_info["metrics"] = loop_metrics(outputs)
+        batch = to_batch(outputs, pad, with_log_probs=self.config.calculate_log_probs)
+        scoring = {} if beside is None else await beside.finish(outputs, batch)
+        batch.meta_info["metrics"] = {**loop_metrics(outputs), **scoring}
         return batch
 
     def sampling_params(self, meta_info: dict[str, Any]) -> dict[str, Any]:
@@ -102,6 +111,21 @@ class AgentLoopManager:
         """``over_sample_rate`` for samples to train on; a validation or a greedy baseline needs every answer."""
         needs_all = meta_info.get("validate") or "do_sample" in meta_info
         return 0.0 if needs_all else float(self.config.over_sample_rate)
+
+    async def _scored(
+        self,
+        number: int,
+        row: dict[str, Any],
+        stream: tuple[str, int],
+        parameters: dict[str, Any],
+        stop: Stop,
+        beside: ScoringBeside | None,
+    ) -> AgentLoopOutput:
+        """A trajectory whose scoring has begun."""
+        output = await self._trajectory(number, row, stream, parameters, stop)
+        if beside is not None:
+            beside.start(number, output)
+        return output
 
     async def _trajectory(
         self, number: int, row: dict[str, Any], stream: tuple[str, int], parameters: dict[str, Any], stop: Stop

@@ -244,3 +244,14 @@ class RewardConfig(ConfigNode):
         choices=("mask", "raise"),
     )
     timeout: float = setting(30.0, "seconds until the scoring of one sample is given up", upstream=ABSENT)
+    while_sampling: bool = setting(
+        False,
+        "score each sample as soon as it is sampled, beside the sampling of the others, in the processes that sample; "
+        "same numbers",
+        upstream=ABSENT,
+    )
+    max_per_minute: float | None = setting(
+        None,
+        "most calls of the reward function that begin in a minute, evenly spread over all processes; null: no limit",
+        upstream=ABSENT,
+    )

@@ -17,7 +17,7 @@ from verl.rewards.scoring import Limits
 from verl.rewards.user_file import load_user_code
 
 USUAL_NAME = "compute_score"
-LIMIT_NAMES = ("timeout", "on_error", "isolation", "num_workers")
+LIMIT_NAMES = ("timeout", "on_error", "isolation", "num_workers", "max_per_minute")
 NAME_KEY = "reward.reward_manager.name"
 MODULE_KEY = "reward.reward_manager.module.path"
 SHARE_FOR_TESTS = 0.8

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -39,6 +41,8 @@ class Limits:
     without a time limit, for breakpoints."""
     num_workers: int = 8
     """Most processes (never more than cores) or threads."""
+    max_per_minute: float | None = None
+    """Most calls that begin in a minute, evenly spread; None: no limit. For scorers that ask a service."""
 
     def __post_init__(self) -> None:
         for key, value, allowed in (
@@ -51,8 +55,35 @@ class Limits:
                 )
         if self.timeout is not None and not self.timeout > 0:
             raise ConfigError("must be positive", key="reward.timeout", got=self.timeout, allowed="seconds, or null")
+        if self.max_per_minute is not None and not self.max_per_minute > 0:
+            raise ConfigError(
+                "must be positive", key="reward.max_per_minute", got=self.max_per_minute, allowed="calls, or null"
+            )
         if self.num_workers < 1:
             raise ConfigError("must be at least 1", key="reward.num_workers", got=self.num_workers)
+
+
+class Pace:
+    """Times at which calls may begin: evenly spread, in the order in which they are asked for. Safe between threads.
+
+    Args:
+        per_minute: most calls; None: no limit.
+        clock: seconds.
+    """
+
+    def __init__(self, per_minute: float | None, clock: Callable[[], float] = time.monotonic):
+        self._apart = 0.0 if per_minute is None else 60.0 / per_minute
+        self._clock, self._lock, self._free_at = clock, threading.Lock(), 0.0
+
+    def reserve(self) -> float:
+        """Take the next place; how many seconds to wait until it."""
+        if not self._apart:
+            return 0.0
+        with self._lock:
+            now = self._clock()
+            at = max(now, self._free_at)
+            self._free_at = at + self._apart
+            return at - now
 
 
 class Scorer:
@@ -65,6 +96,7 @@ class Scorer:
     def __init__(self, function: RewardFunction, limits: Limits | None = None):
         self.function, self.limits = function, limits or Limits()
         self.timeout = self.limits.timeout or (SAMPLE_TIMEOUT if function.form is Form.SINGLE else BATCH_TIMEOUT)
+        self._pace = Pace(self.limits.max_per_minute)
         self._runner = self._make_runner()
         self._threads: ThreadRunner | None = None  # for rows that cannot be sent to a process
 
@@ -86,6 +118,9 @@ class Scorer:
 
     async def score_async(self, sample: RewardSample) -> RewardResult:
         """The result of one sample, without blocking the event loop (a batch function gets lists of one)."""
+        await asyncio.sleep(self._pace.reserve())
+        if isinstance(self._runner, InlineRunner):
+            return (await asyncio.to_thread(invoke, self.function, [sample]))[0]
         return (await asyncio.wrap_future(self._submit([sample])))[0]
 
     def prepare(self) -> None:
@@ -98,8 +133,15 @@ class Scorer:
         if self._threads is not None:
             self._threads.close()
 
+    def _paced(self, samples: Sequence[RewardSample]) -> Iterator[RewardSample]:
+        """The samples, each as soon as the rate limit allows another call."""
+        for sample in samples:
+            time.sleep(self._pace.reserve())
+            yield sample
+
     def _score_together(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """One call for all. If it raises, find the rows that raise alone, and score the others together once more."""
+        time.sleep(self._pace.reserve())
         results = self._submit(samples).result()
         failure = results[0].failure
         if failure is None or failure.kind not in ("raised", "died") or len(samples) == 1:

@@ -8,17 +8,17 @@ from typing import Any
 from verl import device
 from verl.config import HFModelConfig, PPOTrainerConfig, replace
 from verl.config.root import uses_critic, uses_reference, uses_reward_model
-from verl.data import RLHFDataset, create_rl_dataset, hf_tokenizer
+from verl.data import RLHFDataset, create_rl_dataset
+from verl.metrics import notice
 from verl.models.flops import device_peak_flops
 from verl.observability import samples as sample_output
 from verl.observability.tracking import Tracking
 from verl.rewards import check_reward_data
-from verl.rewards.loading import ServedModel
-from verl.rewards.managers import load_reward_manager
 from verl.single_controller.base import Role
 from verl.trainer.placement import strategy
 from verl.trainer.ppo.validation import Sampled
 from verl.workers.part import Limits, Site
+from verl.workers.scoring import reward_manager as reward_manager
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,17 @@ def worker_arguments(
         length,
         strategy(policy.ref.strategy, processes),
     )
-    return {"config": config.actor_rollout_ref, "role": str(role), "site": site, "data": config.data}
+    arguments = {"config": config.actor_rollout_ref, "role": str(role), "site": site, "data": config.data}
+    return {**arguments, "scoring": config} if scores_while_sampling(config) else arguments
+
+
+def scores_while_sampling(config: PPOTrainerConfig) -> bool:
+    """Whether the workers that sample score, too: not where a function waits for what a reward model says."""
+    if config.reward.while_sampling and uses_reward_model(config):
+        why = "has no effect: the reward model scores whole batches, and the reward function reads its scores"
+        notice("reward.while_sampling", why)
+        return False
+    return config.reward.while_sampling
 
 
 def _reward_model_arguments(config: PPOTrainerConfig, device_name: str, processes: int) -> dict[str, Any]:
@@ -116,27 +126,6 @@ def check_rewards(config: PPOTrainerConfig, dataset: Any) -> None:
         key = config.data.reward_fn_key
         columns = dataset.dataframe.column_names
         check_reward_data(config, list(dataset.dataframe[key]) if key in columns else None)
-
-
-def reward_manager(config: PPOTrainerConfig, tokenizer: Any, num_examine: int) -> Any:
-    """The reward manager of ``reward.reward_manager`` with the scorer of ``reward.custom_reward_function``.
-
-    With a reward model on a server both are told its address, and get its tokenizer if they ask for it.
-    """
-    model = config.reward.reward_model
-    if not model.enable or model.rollout.name != "server":
-        return load_reward_manager(config, tokenizer, num_examine=num_examine)
-    served = ServedModel(
-        address=str(model.rollout.server.url).split("://")[-1].rstrip("/"),
-        tokenizer=lambda: (
-            hf_tokenizer(
-                model.model_path, key="reward.reward_model.model_path", trust_remote_code=model.trust_remote_code
-            )
-            if model.model_path
-            else tokenizer
-        ),
-    )
-    return load_reward_manager(config, tokenizer, served=served, num_examine=num_examine)
 
 
 def report_validation(config: PPOTrainerConfig, tracking: Tracking | None, seen: Sampled, step: int) -> None:

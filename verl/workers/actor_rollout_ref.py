@@ -9,7 +9,15 @@ from typing import Any
 from verl.agent_loop import AgentLoopManager
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.checkpoint import FileRecord
-from verl.config import ActorRolloutRefConfig, DataConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig, replace
+from verl.config import (
+    ActorRolloutRefConfig,
+    DataConfig,
+    FSDPEngineConfig,
+    HFModelConfig,
+    OptimizerConfig,
+    PPOTrainerConfig,
+    replace,
+)
 from verl.data import hf_tokenizer
 from verl.engines.base import Engine
 from verl.engines.settings import PassSettings
@@ -22,6 +30,7 @@ from verl.single_controller.base import Dispatch, Worker, register
 from verl.weight_sync import chunk_weights
 from verl.workers.background import InBackground
 from verl.workers.part import Limits, ModelPart, Site, base_of, local_model, make_engine, memory_of, schedule_steps
+from verl.workers.scoring import early_scorer
 from verl.workers.training import load_part, save_part, saved_records
 
 ROLES = {
@@ -43,6 +52,7 @@ class ActorRolloutRefWorker(Worker):
         role: which of the three it plays: actor, rollout, ref, actor_rollout, actor_rollout_ref.
         site: device, training backend, seed and length of the run.
         data: the section ``data``, for agent loops that render messages.
+        scoring: the whole configuration, where samples are scored beside sampling; None: after it, by the controller.
     """
 
     def __init__(
@@ -51,11 +61,13 @@ class ActorRolloutRefWorker(Worker):
         role: str = "actor_rollout_ref",
         site: Site | None = None,
         data: DataConfig | None = None,
+        scoring: PPOTrainerConfig | None = None,
     ):
         super().__init__()
         if role not in ROLES:
             raise WorkerError("unknown worker role", got=role, allowed=sorted(ROLES))
         self.config, self.site, self.plays, self.data = config, site or Site(), ROLES[role], data
+        self.scoring = scoring
         self.tokenizer: Any = None
         self.hand_over = InBackground("verl-weights")
 
@@ -234,4 +246,7 @@ class ActorRolloutRefWorker(Worker):
     def _make_rollout(self) -> None:
         rollout = self.config.rollout
         self.sampler = make_sampler(rollout, self.model, self.site.device, f"sampler of {self.info.role}[{self.rank}]")
-        self.agent_loops = AgentLoopManager(rollout, self.sampler, self.tokenizer, data_config=self.data)
+        early = None if self.scoring is None else early_scorer(self.scoring, self.tokenizer, self.world_size)
+        self.agent_loops = AgentLoopManager(
+            rollout, self.sampler, self.tokenizer, data_config=self.data, score_row=early and early.score
+        )

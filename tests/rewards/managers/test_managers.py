@@ -260,7 +260,7 @@ def test_a_sample_can_be_scored_while_others_are_sampled():
     import asyncio
 
     manager = NaiveRewardManager(Letters(), 0, half)
-    assert asyncio.run(manager.score_sample(samples("a")[0])).score == 0.5
+    assert asyncio.run(manager.result_of_row(batch(["a"]))).score == 0.5
 
 
 def test_real_answers_are_scored_through_the_manager(shared):

@@ -17,7 +17,7 @@ from verl.rewards.forms import Form
 from verl.rewards.function import RewardFunction
 from verl.rewards.invoke import result_of
 from verl.rewards.managers.abstract import AbstractRewardManager
-from verl.rewards.managers.rows import RM_SCORE, Row, given, prompt_text, read_rows, tensor
+from verl.rewards.managers.rows import RM_SCORE, Row, given, known_results, prompt_text, read_rows, tensor
 from verl.rewards.samples import RewardResult, RewardSample
 from verl.rewards.scoring import Isolation, Limits, Scorer
 
@@ -80,7 +80,7 @@ class RewardManager(AbstractRewardManager):
         if by_model:
             raw = [result_of(score) for score in data.non_tensor_batch[RM_SCORE]]
         else:
-            raw = self._score(samples, self.reward_fn_key in data.non_tensor_batch)
+            raw = self._score(samples, known_results(data), self.reward_fn_key in data.non_tensor_batch)
         results = [
             result if result.failure else self.adjust(row, result) for row, result in zip(rows, raw, strict=True)
         ]
@@ -100,18 +100,31 @@ class RewardManager(AbstractRewardManager):
             "metrics": failure_metrics(results),
         }
 
-    def _score(self, samples: Sequence[RewardSample], has_sources: bool) -> list[RewardResult]:
+    def _score(
+        self, samples: Sequence[RewardSample], known: Sequence[RewardResult | None], has_sources: bool
+    ) -> list[RewardResult]:
         if self._function.is_builtin:
             check_data_sources([s.data_source for s in samples] if has_sources else None, self.reward_fn_key)
-        return self._scorer.score(samples)
+        asked = [sample for sample, result in zip(samples, known, strict=True) if result is None]
+        found = iter(self._scorer.score(asked))
+        return [next(found) if result is None else result for result in known]
+
+    @property
+    def scores_rows(self) -> bool:
+        """Whether each row is scored by itself, so that it need not wait for the batch."""
+        return self._function.form is Form.SINGLE
+
+    async def result_of_row(self, data: DataProto) -> RewardResult:
+        """What the function says of a batch of one row, as long as others are being sampled (`verl.rewards.early`).
+
+        Does not block the event loop.
+        """
+        (row,) = read_rows(data, self.tokenizer, self.reward_fn_key, self._function.is_builtin)
+        return await self._scorer.score_async(row.sample)
 
     def adjust(self, row: Row, result: RewardResult) -> RewardResult:
         """A hook of subclasses: the result of a row, changed by what the manager knows beyond the function."""
         return result
-
-    async def score_sample(self, sample: RewardSample) -> RewardResult:
-        """The result of one answer while others are still being sampled; does not block the event loop."""
-        return await self._scorer.score_async(sample)
 
     def close(self) -> None:
         """Stop the processes and threads of the reward function."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from verl.rewards.dispatch import default_compute_score
 from verl.rewards.failures import failure_metrics, report_failures
 from verl.rewards.invoke import raised, result_of
 from verl.rewards.managers.base import gather_extra, given_scores
-from verl.rewards.managers.rows import given, last_sampled, tensor
+from verl.rewards.managers.rows import given, known_results, last_sampled, tensor
 from verl.rewards.runners import LoopRunner
 from verl.rewards.samples import RewardResult, RewardSample
 from verl.rewards.scoring import SAMPLE_TIMEOUT, Limits
@@ -80,8 +81,9 @@ class RewardManagerBase(ABC):
         if given(data):
             found = given_scores(data)
             return found if return_dict else found["reward_tensor"]
-        waiting = [self._runner.submit(data[i : i + 1]) for i in range(len(data))]
-        results = [future.result()[0] for future in waiting]
+        known = known_results(data)
+        waiting = [None if known[i] else self._runner.submit(data[i : i + 1]) for i in range(len(data))]
+        results = [result or future.result()[0] for result, future in zip(known, waiting, strict=True)]  # type: ignore[union-attr]
         sources = data.non_tensor_batch.get("data_source", [None] * len(data))
         samples = [RewardSample(sources[i], "", None, None, i) for i in range(len(data))]
         report_failures(samples, results, f"{type(self).__name__}.run_single", self.limits.on_error)
@@ -94,6 +96,14 @@ class RewardManagerBase(ABC):
             "unscorable": [result.failure is not None for result in results],
             "metrics": failure_metrics(results),
         }
+
+    async def result_of_row(self, data: DataProto) -> RewardResult:
+        """What ``run_single`` says of a batch of one row, while others are being sampled (`verl.rewards.early`)."""
+        return (await asyncio.wrap_future(self._runner.submit(data)))[0]
+
+    def close(self) -> None:
+        """Stop the event loop of ``run_single``."""
+        self._runner.close()
 
     async def _score_row(self, data: DataProto) -> list[RewardResult]:
         try:

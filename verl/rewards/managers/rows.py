@@ -11,10 +11,15 @@ import torch
 
 from verl.errors import DataError
 from verl.protocol import DataProto
-from verl.rewards.samples import RewardSample
+from verl.rewards import wire
+from verl.rewards.samples import RewardResult, RewardSample
 
 RM_SCORE = "rm_score"
 """Column (B,): what a reward model says of each sample, before a function has its say."""
+EARLY = "early_reward"
+"""Column (B,): packed results of rows that were scored while others were sampled (`verl.rewards.early`)."""
+OWN_SCORE = "reward_score"
+"""Column (B,): scores that agent loops know by themselves, None in rows of other loops."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,19 @@ def given(data: DataProto) -> bool:
     return has(data, "rm_scores") and RM_SCORE not in data.non_tensor_batch
 
 
+def known_results(data: DataProto) -> list[RewardResult | None]:
+    """What is known of each row before its function is asked: its loop's own score, or a result from earlier."""
+    columns, found = data.non_tensor_batch, [None] * len(data)
+    results: list[RewardResult | None] = list(found)
+    for row, packed in enumerate(columns.get(EARLY, found)):
+        if packed is not None:
+            results[row] = wire.unpack_results([packed])[0]
+    for row, score in enumerate(columns.get(OWN_SCORE, found)):
+        if score is not None:
+            results[row] = RewardResult(float(score))
+    return results
+
+
 def tensor(data: DataProto, name: str) -> torch.Tensor:
     """A tensor of the batch; a `DataError` says which one is missing."""
     if data.batch is None or not has(data, name):
@@ -135,6 +153,6 @@ def _extra_info(columns: Mapping[str, np.ndarray], row: int) -> dict[str, Any]:
     known = dict(info) if isinstance(info, Mapping) else {}
     more = (("__num_turns__", "num_turns"), ("reward_scores", "rollout_reward_scores"), (RM_SCORE, RM_SCORE))
     for column, name in more:
-        if column in columns:
+        if column in columns and columns[column][row] is not None:  # another loop's rows may have it alone
             known[name] = columns[column][row]
     return known

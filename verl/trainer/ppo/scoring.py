@@ -15,6 +15,7 @@ import torch
 
 from verl.metrics import MetricSet, notice
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.rewards.managers.rows import EARLY
 from verl.single_controller.base import Role, Roles
 
 RM = str(Role.RewardModel)
@@ -31,7 +32,9 @@ def score_samples(
         metrics: gets ``reward_model/*``.
     """
     if RM not in roles:
-        return reward(samples)
+        found = reward(samples)
+        samples.non_tensor_batch.pop(EARLY, None)  # the manager has read it
+        return found
     scores = add_rm_scores(samples, roles, metrics)
     found = reward(samples)
     details = dict(found.get("reward_extra_info", {}))
