@@ -70,9 +70,7 @@ class Pool:
         Raises:
             SandboxError: no sandbox could be had; `SandboxRefused` where this machine does not offer one.
         """
-        found: list[Outcome] = []
-        self._run(program, [StdinCase(stdin)], limits or Limits(), lambda outcome: bool(found.append(outcome)))
-        return found[0]
+        return self.run_cases(program, [StdinCase(stdin)], limits)[0].outcome
 
     def run_cases(
         self,
