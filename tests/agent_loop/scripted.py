@@ -20,10 +20,16 @@ HERE = "tests.agent_loop.scripted"
 
 
 class Script:
-    """Answers each request of a trajectory with the next entry: token ids, or (ids, finish reason)."""
+    """Answers each request of a trajectory with the next entry: token ids, or (ids, finish reason).
 
-    def __init__(self, answers: list[Any], delay: float = 0.0):
-        self.answers, self.delay = answers, delay
+    Args:
+        answers: the entries; the last one is repeated.
+        delay: seconds per answer.
+        of: entries of single rows by their uid.
+    """
+
+    def __init__(self, answers: list[Any], delay: float = 0.0, of: dict[str, list[Any]] | None = None):
+        self.answers, self.delay, self.of = answers, delay, of or {}
         self.requests: list[Request] = []
         self.turns: dict[Any, int] = {}
 
@@ -32,8 +38,11 @@ class Script:
         await asyncio.sleep(self.delay)
         turn = self.turns.get(request.session, 0)
         self.turns[request.session] = turn + 1
-        answer = self.answers[min(turn, len(self.answers) - 1)]
+        answers = self.of.get(request.uid.split("/")[0], self.answers)
+        answer = answers[min(turn, len(answers) - 1)]
         ids, reason = answer if isinstance(answer, tuple) else (answer, "stop")
+        if len(ids) > request.sampling.max_tokens:
+            ids, reason = ids[: request.sampling.max_tokens], "length"
         return Completion(
             request.id, tuple(ids), tuple(-0.25 * (i + 1) for i in range(len(ids))), reason, (7,) * len(ids)
         )

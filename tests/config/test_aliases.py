@@ -49,6 +49,13 @@ WORKS = [
         f"{R}.checkpoint_engine.update_weights_bucket_megabytes",
         512,
     ),
+    (f"{R}.multi_turn.max_turns", "4", f"{R}.multi_turn.max_assistant_turns", 4),
+    (
+        f"{R}.multi_turn.enable_tokenization_sanity_check",
+        "false",
+        f"{R}.multi_turn.tokenization_sanity_check_mode",
+        "disable",
+    ),
     ("custom_reward_function.path", "/r.py", "reward.custom_reward_function.path", "/r.py"),
     ("custom_reward_function.name", "score", "reward.custom_reward_function.name", "score"),
     ("custom_reward_function.reward_kwargs.k", "3", "reward.custom_reward_function.reward_kwargs", {"k": 3}),

@@ -105,6 +105,12 @@ PPO_RUNS = {
         "reward.reward_manager.name=Mine",
         "reward.reward_manager.module.path=manager.py",
     ],
+    "conversations with a tool": [
+        "algorithm.adv_estimator=grpo",
+        "trainer.total_training_steps=1",
+        "actor_rollout_ref.rollout.multi_turn.enable=true",
+        "actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml",
+    ],
     "a reward model": [
         "algorithm.adv_estimator=grpo",
         "trainer.total_training_steps=1",
@@ -136,6 +142,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_prompts("train.parquet", 8)
     for name, text in {"scorer": SCORER, "manager": MANAGER, "dataset": DATASET, "sft_dataset": SFT_DATASET}.items():
         Path(f"{name}.py").write_text(text)
+    Path("tools.yaml").write_text("tools: [{class_name: verl.tools.calculator.CalculatorTool}]\n")
     turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     pq.write_table(pa.Table.from_pylist([{"messages": turns}] * 4), "sft.parquet")
     return tmp_path

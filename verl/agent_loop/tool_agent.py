@@ -26,6 +26,16 @@ from verl.tools.runner import TimeLimit
 
 
 @dataclass(frozen=True)
+class TurnLimits:
+    """When a conversation ends beside an answer without a call: turns, seconds; and how its tokens are compared."""
+
+    assistant: int | None
+    user: int | None
+    seconds: float | None
+    comparison: str
+
+
+@dataclass(frozen=True)
 class ToolAgentParts:
     """What all trajectories share."""
 
@@ -33,6 +43,7 @@ class ToolAgentParts:
     parser: ToolParser
     calls: ToolCalls
     users: Mapping[str, BaseInteraction]
+    limits: TurnLimits
 
     @classmethod
     def build(cls, multi_turn: Any, tokenizer: Any, template_kwargs: Mapping[str, Any] | None) -> ToolAgentParts:
@@ -47,7 +58,13 @@ class ToolAgentParts:
         tools = load_tools(multi_turn.tool_config_path, multi_turn.function_tool_path)
         parser = ToolParser.get_tool_parser(multi_turn.format, tokenizer)
         users = load_interactions(multi_turn.interaction_config_path)
-        return cls(extender, parser, ToolCalls(tools, limits, extender.defused), users)
+        turns = TurnLimits(
+            multi_turn.max_assistant_turns,
+            multi_turn.max_user_turns,
+            multi_turn.trajectory_timeout,
+            multi_turn.tokenization_sanity_check_mode,
+        )
+        return cls(extender, parser, ToolCalls(tools, limits, extender.defused), users, turns)
 
 
 @dataclass
@@ -74,7 +91,7 @@ class ToolAgentLoop(AgentLoopBase):
         return ToolAgentParts.build(config.multi_turn, tokenizer, template_kwargs)
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        settings, parts = self.config.multi_turn, self.shared
+        parts = self.shared
         names = selected(kwargs, list(parts.calls.tools))
         schemas = [parts.calls.tools[name].get_openai_tool_schema().for_template() for name in names]
         data = self._begin(kwargs, schemas)
@@ -82,7 +99,7 @@ class ToolAgentLoop(AgentLoopBase):
         try:
             partner = await self._partner(data)
             turns = self._turns(data, sampling_params, names, schemas, partner)
-            if not await within(turns, settings.trajectory_timeout):
+            if not await within(turns, parts.limits.seconds):
                 _ended(data, "time_limit", "abort")
         except UserFailed as error:
             notice(
@@ -160,14 +177,14 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _is_over(self, data: AgentData, answer: Completion) -> bool:
         """Whether no further turn may follow, whatever the answer says."""
-        settings = self.config.multi_turn
+        limits = self.shared.limits
         if answer.finish_reason != "stop":
             _ended(data, answer.finish_reason, answer.finish_reason)
         elif self._left(data) < 1:
             _ended(data, "length", "length")
-        elif settings.max_assistant_turns and data.assistant_turns >= settings.max_assistant_turns:
+        elif limits.assistant and data.assistant_turns >= limits.assistant:
             _ended(data, "max_assistant_turns")
-        elif settings.max_user_turns and data.user_turns >= settings.max_user_turns:
+        elif limits.user and data.user_turns >= limits.user:
             _ended(data, "max_user_turns")
         else:
             return False
@@ -240,7 +257,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _compare(self, data: AgentData, schemas: Sequence[Any]) -> None:
         """Report where the conversation rendered anew would have other tokens than those that were sampled."""
-        mode = self.config.multi_turn.tokenization_sanity_check_mode
+        mode = self.shared.limits.comparison
         if mode == "disable" or not data.response_ids:
             return
         recorded = [*data.prompt_ids, *data.response_ids]

@@ -176,9 +176,12 @@ def _tell_devices(trainer: Any, kind: str, there: int) -> None:
 
 def files(cfg: PPOTrainerConfig) -> Problems:
     """Data, reward and agent files that are missing, and model folders that are none."""
-    data, reward = cfg.data, cfg.reward
+    data, reward, rollout = cfg.data, cfg.reward, cfg.actor_rollout_ref.rollout
     found = _data_files(data, data.custom_cls.path)
+    for name in ("tool_config_path", "function_tool_path", "interaction_config_path"):
+        found += missing_files(f"actor_rollout_ref.rollout.multi_turn.{name}", rollout.multi_turn[name])
     for key, path in (
+        ("actor_rollout_ref.rollout.agent.agent_loop_config_path", rollout.agent.agent_loop_config_path),
         ("data.custom_cls.path", data.custom_cls.path),
         ("reward.custom_reward_function.path", reward.custom_reward_function.path),
         ("reward.reward_manager.module.path", reward.reward_manager.module.path),

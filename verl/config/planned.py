@@ -20,7 +20,6 @@ INSTEAD: dict[str, str] = {
     "served reward models": "Leave it out: the reward model runs on the engines that train, or on your own server.",
     "remote checkpoints": "Leave it out to keep checkpoints in trainer.default_local_dir.",
     "asynchronous schedules": "Leave it out to sample and train in turn.",
-    "multi-turn rollouts and tools": "Leave it out for single-turn rollouts.",
 }
 """What works today, by the feature that is missing."""
 

@@ -101,10 +101,21 @@ def _sampling(cfg: PPOTrainerConfig) -> Problems:
         found += in_range(f"{key}.top_k", node.top_k, "-1 for all tokens, or 1 or more", node.top_k >= -1)
     rate = rollout.over_sample_rate
     found += in_range(f"{_R}.over_sample_rate", rate, "0 or more, below 1", 0 <= rate < 1)
+    found += _conversations(rollout.multi_turn)
     bucket = rollout.checkpoint_engine
     found += _at_least(f"{_R}.checkpoint_engine", bucket, 1, "update_weights_bucket_megabytes")
     found += _at_least(_R, rollout, 1, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")
     return found + _at_least(_R, rollout, 1, "log_prob_max_token_len_per_gpu") + _dtype(f"{_R}.dtype", rollout.dtype)
+
+
+def _conversations(turns: Any) -> Problems:
+    key = f"{_R}.multi_turn"
+    found = _at_least(key, turns, 1, "max_assistant_turns", "max_user_turns", "max_parallel_calls")
+    found += _at_least(key, turns, 1, "max_tool_response_length")
+    for name in ("tool_timeout", "trajectory_timeout"):
+        seconds = turns[name]
+        found += in_range(f"{key}.{name}", seconds, "more than 0 seconds, or null", seconds is None or seconds > 0)
+    return found
 
 
 def _actor(cfg: PPOTrainerConfig) -> Problems:

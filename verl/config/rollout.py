@@ -67,7 +67,9 @@ class MultiTurnConfig(ConfigNode):
         "deepseek_v3, deepseek_v4, gemma4, or a dotted path of a parser of your own",
     )
     num_repeat_rollouts: int | None = setting(
-        None, "further samples per conversation", no_effect="actor_rollout_ref.rollout.n says how many samples there are"
+        None,
+        "further samples per conversation",
+        no_effect="actor_rollout_ref.rollout.n says how many samples there are",
     )
     interaction_config_path: str | None = setting(None, "YAML file of simulated users", path=True)
 

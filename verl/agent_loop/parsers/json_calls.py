@@ -194,23 +194,23 @@ class GptOssToolParser(ToolParser):
 
     form = "<|channel|>commentary to=functions.<function-name> <|constrain|>json<|message|><args-json-object><|call|>"
     stop_tokens = ("<|call|>", "<|return|>")
-    _message: ClassVar[re.Pattern[str]] = re.compile(
-        r"(?P<head>(?:(?!<\|message\|>|<\|start\|>).)*)<\|message\|>"
-        r"(?P<body>.*?)(?P<end><\|call\|>|<\|end\|>|<\|return\|>|(?=<\|start\|>)|$)",
-        re.DOTALL,
-    )
+    _message = "<|message|>"
+    _ends: ClassVar[re.Pattern[str]] = re.compile(r"<\|(?:call|end|return|start)\|>")
     _recipient: ClassVar[re.Pattern[str]] = re.compile(r"to=functions\.([^\s<]+)")
 
     def parse_text(self, text: str, tools: Sequence[Any] | None = None) -> Parsed:
+        head, *rest = text.split(self._message)
         items: list[FunctionCall | Malformed] = []
-        said, at = [], 0
-        for message in self._message.finditer(text):
-            recipient = self._recipient.search(message["head"])
-            at = message.end()
+        said = []
+        for part in rest:
+            end = self._ends.search(part)
+            body, after = (part[: end.start()], part[end.end() :]) if end else (part, "")
+            recipient = self._recipient.search(head)
             if recipient and len(items) < MOST_CALLS:
-                items.append(call_with(recipient[1], message["body"]))
-            elif "analysis" not in message["head"]:
-                said.append(message["body"])
-        if self._recipient.search(text, at):
-            items.append(Malformed("it ends before its <|message|>"))
-        return Parsed("".join(said).strip() if at or items else text, items)
+                items.append(call_with(recipient[1], body))
+            elif "analysis" not in head:
+                said.append(body)
+            head = after
+        if self._recipient.search(head):
+            items.append(Malformed(f"it ends before its {self._message}"))
+        return Parsed("".join(said).strip() if rest or items else text, items)

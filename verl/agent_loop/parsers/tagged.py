@@ -43,14 +43,17 @@ class TaggedToolParser(ToolParser):
         starts = [text.find(tag) for tag in self.block if tag in text]
         if not starts:
             return Parsed(text)
-        first, after = min(starts), max(text.rfind(end) + len(end) if end in text else 0 for end in self.block_end)
-        content = (text[:first] + (text[after:] if after > first else "")).strip()
+        first, last = min(starts), max(text.rfind(tag) for tag in self.block)
+        after = max(text.rfind(end) + len(end) if end in text else 0 for end in self.block_end)
+        if last > after:  # the last block is not closed
+            after = len(text)
+        content = (text[:first] + text[after:] if after > first else text[:first]).strip()
         body = text[first : after if after > first else len(text)]
         opened = list(self.function.finditer(body))
-        if not opened:
-            return Parsed(content, [Malformed("its block holds no function")])
         ends = [found.start() for found in opened[1:]] + [len(body)]
         items = [self._read(found[1], body[found.end() : end], tools) for found, end in zip(opened, ends)]
+        if not opened or self.function.search(text, last) is None:
+            items.append(Malformed("its block holds no function"))
         return Parsed(content, items[:MOST_CALLS])
 
     def _read(self, name: str, body: str, tools: Sequence[Any] | None) -> FunctionCall | Malformed:
@@ -74,8 +77,10 @@ class TaggedToolParser(ToolParser):
         """Where arguments begin: at the first tag, and at each one that follows the end of an argument."""
         found: list[re.Match[str]] = []
         for match in self.parameter.finditer(inside):
-            before = inside[: match.start()].rstrip()
-            if not found or before.endswith(self.parameter_end):
+            at = match.start()
+            while at and inside[at - 1].isspace():
+                at -= 1
+            if not found or inside.endswith(self.parameter_end, 0, at):
                 found.append(match)
         return found
 
