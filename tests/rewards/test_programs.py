@@ -243,7 +243,11 @@ def test_answers_of_a_batch_are_scored_side_by_side(sandbox):
 
 def test_a_run_with_programs_starts_the_sandbox_before_anything_else(sandbox, monkeypatch):
     checked = []
-    monkeypatch.setattr(Sandbox, "check", lambda self: checked.append(self))
+
+    def check(self):
+        checked.append(self)
+
+    monkeypatch.setattr(Sandbox, "check", check)
     check_reward_data({"reward": {"sandbox_fusion": {"memory_limit_mb": 77}}}, ["openai/gsm8k"])
     check_reward_data({"reward": {"sandbox_fusion": {"memory_limit_mb": 77}}}, ["openai/gsm8k", "taco"])
     assert len(checked) == 1

@@ -130,6 +130,41 @@ def test_two_runs_are_compared_prompt_by_prompt_whatever_their_order(here):
     assert same["mean"] == 0 and same["better"] == 0.5
 
 
+@pytest.mark.parametrize("words", [["--compare", "other.parquet"], ["--compare=other.parquet"]])
+def test_compare_is_an_option_too(here, words):
+    best = write("best.parquet", [["1"], ["2"], ["3"]])
+    write("other.parquet", GIVEN)
+    settings = [f"data.path={best}", "custom_reward_function.path=scorer.py", "report.json=report.json"]
+    assert main_eval.main([*settings, *words]) == 0
+    assert json.loads(Path("report.json").read_text())["differences"]["sums"]["mean"] == pytest.approx(0.75)
+
+
+def test_compare_without_a_file_is_refused(here, capsys):
+    assert main_eval.main([f"data.path={write('out.parquet', GIVEN)}", "--compare"]) == 2
+    assert "--compare: a file with the answers of another run is needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "right", "wrong"),
+    [
+        ("openai/gsm8k", "#### 1", "#### {}"),
+        ("lighteval/MATH", r"\boxed{1}", r"\boxed{{{}}}"),
+        ("hiyouga/geometry3k", r"<think></think>\boxed{1}", r"<think></think>\boxed{{{}}}"),
+        ("searchR1_nq", "<answer>1</answer>", "<answer>{}</answer>"),
+        ("numina_cn_k12", r"\boxed{1}", r"\boxed{{{}}}"),
+    ],
+)
+def test_the_majority_votes_with_every_scorer(here, source, right, wrong):
+    """Of four answers two are right and the others differ: the majority of the four is right, the mean is a half."""
+    answers = [[right, right, wrong.format(7), wrong.format(8)]] * 30
+    name = write("out.parquet", answers, ["1"] * 30, source)
+    assert main_eval.main([f"data.path={name}", "report.json=report.json", "report.samples=samples.parquet"]) == 0
+    metrics = json.loads(Path("report.json").read_text())["data_sources"][source]["metrics"]
+    variable = next(key.partition("/")[0] for key in metrics if "/maj@4/" in key)
+    assert metrics[f"{variable}/maj@4/mean"] > metrics[f"{variable}/mean@4"] + 0.05
+    assert {row["pred"] for row in pq.read_table("samples.parquet").to_pylist()} == {"1", "7", "8"}
+
+
 def test_runs_without_a_common_prompt_cannot_be_compared(here, capsys):
     mine, other = write("a.parquet", [["1"]], ["1"]), "b.parquet"
     row = {"prompt": "another", "data_source": "sums", "reward_model": {"ground_truth": "1"}, "responses": ["1"]}
@@ -145,6 +180,8 @@ def test_runs_without_a_common_prompt_cannot_be_compared(here, capsys):
     [
         ([{"text": "a"}], [], "no column 'responses'"),
         ([{"responses": [], "reward_model": {"ground_truth": "1"}}], [], "out.parquet, row 0: no text in the column"),
+        ([{"responses": [1], "reward_model": {"ground_truth": "1"}}], [], "out.parquet, row 0: no text in the column"),
+        ([{"responses": ["1"], "reward_model": "1"}], [], "out.parquet, row 0: no fields in the column 'reward_model'"),
         ([{"responses": ["1"], "reward_model": {"ground_truth": "1"}}], ["custom_reward_function.path=null"],
          "no column 'data_source'"),
         ([{"responses": ["1"], "reward_model": {"ground_truth": "1"}, "data_source": "mine"}],

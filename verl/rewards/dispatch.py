@@ -10,7 +10,9 @@ from verl.errors import RewardError, suggest
 from verl.metrics import notice
 from verl.rewards.programs import code_runner
 from verl.rewards.scorers import code, geo3k, gsm8k, math_boxed, math_dapo, numina, search_qa
+from verl.rewards.scorers.text import last_braced
 
+LONGEST_VOTE = 1000
 BuiltinScorer = Callable[..., "float | dict[str, Any]"]
 
 SCORERS: dict[str, BuiltinScorer] = {
@@ -32,6 +34,13 @@ PREFIXES: dict[str, BuiltinScorer] = {
     "searchR1_": search_qa.compute_score,
     "numina_": numina.compute_score,
 }
+ANSWERS: dict[BuiltinScorer | None, Callable[[str], str | None]] = {
+    gsm8k.compute_score: gsm8k.extract_solution,
+    math_boxed.compute_score: lambda text: _spelled(math_boxed.last_boxed(text), math_boxed.normalize),
+    geo3k.compute_score: lambda text: _spelled(last_braced(text, r"\boxed"), geo3k.simplify),
+    search_qa.compute_score: lambda text: _spelled(search_qa.extract_solution(text), search_qa.normalize_answer),
+}
+"""What the scorers that return a bare number read as the answer; the others report it as ``pred``."""
 WAITING = (code.compute_score, numina.compute_score)
 """Scorers that wait for another process: several answers are better scored at once."""
 
@@ -117,9 +126,19 @@ def waits(data_source: Any) -> bool:
     return isinstance(data_source, str) and _known(data_source) in WAITING
 
 
+def answer_of(data_source: Any, solution_str: str) -> str | None:
+    """The final answer that a source's scorer reads in a text, in one spelling, to count votes; None without one."""
+    read = ANSWERS.get(_known(data_source)) if isinstance(data_source, str) else None
+    return None if read is None else read(solution_str)
+
+
 def runs_programs(data_source: Any) -> bool:
     """Whether answers of a data source are programs."""
     return isinstance(data_source, str) and _known(data_source) is code.compute_score
+
+
+def _spelled(answer: str | None, spelling: Callable[[str], str]) -> str | None:
+    return None if answer is None or len(answer) > LONGEST_VOTE else spelling(answer)
 
 
 def _known(data_source: str) -> BuiltinScorer | None:

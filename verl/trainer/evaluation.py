@@ -59,7 +59,11 @@ def read_answers(path: str, data: EvaluationDataConfig, key: str, needs_source: 
         if not answers or not all(isinstance(answer, str) for answer in answers):
             raise DataError(f"no text in the column {data.response_key!r}", key=origin.describe(number), got=answers)
         source = row.get(data.data_source_key)
-        truth = (row[data.reward_model_key] or {}).get("ground_truth")
+        holder = row[data.reward_model_key]
+        if not isinstance(holder, dict):
+            fault = f"no fields in the column {data.reward_model_key!r}"
+            raise DataError(fault, key=origin.describe(number), got=holder, allowed='{"ground_truth": ...}')
+        truth = holder.get("ground_truth")
         for answer in answers:
             samples.append(RewardSample(source, answer, truth, row.get("extra_info"), row=number))
             prompts.append(number)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,11 +13,11 @@ import pyarrow.parquet as pq
 
 from verl.config import load_config
 from verl.config.evaluation import EvaluationConfig
-from verl.errors import VerlError
+from verl.errors import ConfigError, VerlError
 from verl.metrics import notice
-from verl.rewards.dispatch import check_data_sources, default_compute_score
+from verl.rewards.dispatch import answer_of, check_data_sources, default_compute_score, runs_programs
 from verl.rewards.function import RewardFunction, load_reward_function
-from verl.rewards.samples import RewardResult
+from verl.rewards.samples import RewardResult, RewardSample
 from verl.rewards.scoring import Limits, Scorer
 from verl.trainer import evaluation
 from verl.trainer.command import report
@@ -62,6 +63,8 @@ def _scored(config: EvaluationConfig, scorer: Scorer, path: str, key: str) -> tu
     if builtin:
         check_data_sources([sample.data_source for sample in answers.samples], config.data.data_source_key)
     results = scorer.score(answers.samples)
+    if builtin:
+        results = [_with_answer(sample, result) for sample, result in zip(answers.samples, results, strict=True)]
     failures = [(sample, r.failure) for sample, r in zip(answers.samples, results) if r.failure is not None]
     if failures:
         sample, failure = failures[0]
@@ -72,10 +75,33 @@ def _scored(config: EvaluationConfig, scorer: Scorer, path: str, key: str) -> tu
     return answers, results
 
 
+def _with_answer(sample: RewardSample, result: RewardResult) -> RewardResult:
+    """A result with the answer that was read, for the vote of a majority; an answer that was not found votes, too."""
+    if result.failure is not None or "pred" in result.extra or runs_programs(sample.data_source):
+        return result
+    answer = answer_of(sample.data_source, sample.solution_str)
+    return replace(result, extra={**result.extra, "pred": answer or ""})
+
+
+def with_compare(argv: Sequence[str]) -> list[str]:
+    """``--compare FILE`` (or ``--compare=FILE``) as the setting that it stands for."""
+    words, made = iter(argv), []
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option != "--compare":
+            made.append(word)
+            continue
+        value = value if equals else next(words, "")
+        if not value:
+            raise ConfigError("a file with the answers of another run is needed", key="--compare")
+        made.append(f"report.compare={value}")
+    return made
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line; an error that is the user's to mend is one message and exit status 2."""
     try:
-        config = cast(EvaluationConfig, load_config("evaluation", sys.argv[1:] if argv is None else argv))
+        config = cast(EvaluationConfig, load_config("evaluation", with_compare(sys.argv[1:] if argv is None else argv)))
         print(run_eval(config))
     except VerlError as error:
         return report(error)

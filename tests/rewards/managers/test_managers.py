@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.rewards.files import Letters, batch, reward_file, samples
+from tests.rewards.files import Letters, batch, reward_file
 from verl.errors import ConfigError, DataError, RewardError
 from verl.metrics import notices, reset_notices
 from verl.registry import REWARD_MANAGERS

@@ -74,7 +74,7 @@ def test_a_program_that_reads_and_prints_is_run_on_every_test():
         "acc": True,
         "passed": 2,
         "tests": 2,
-        "pred": "passed",
+        "verdict": "passed",
     }
     assert [stdin for _, stdin in python.programs] == ["2\n", "3\n"]
     assert not any("outputs" in code for code, _ in python.programs)
@@ -100,7 +100,7 @@ def test_a_function_is_called_with_the_arguments_of_the_test(code, arguments, ex
 
 
 @pytest.mark.parametrize(
-    ("code", "pred"),
+    ("code", "verdict"),
     [
         ("def add(a, b):\n    return a - b", "wrong"),
         ("def other(a, b):\n    return 3", "error"),
@@ -110,9 +110,9 @@ def test_a_function_is_called_with_the_arguments_of_the_test(code, arguments, ex
         ("def add(a, b):\n    raise ValueError", "error"),
     ],
 )
-def test_a_function_that_is_wrong_or_leaves_early_gets_nothing(code, pred):
+def test_a_function_that_is_wrong_or_leaves_early_gets_nothing(code, verdict):
     found = compute_score(code, {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, Python(), continuous=True)
-    assert (found["score"], found["pred"]) == (0.0, pred)
+    assert (found["score"], found["verdict"]) == (0.0, verdict)
 
 
 def test_partial_credit_is_the_share_of_the_first_ten_tests():
@@ -131,13 +131,13 @@ def test_partial_credit_is_the_share_of_the_first_ten_tests():
 def test_a_program_that_does_not_compile_is_not_run_again():
     runner = Canned(Outcome("error", detail="it does not compile"))
     found = compute_score("x", SQUARES, runner, continuous=True)
-    assert (found["score"], found["pred"], runner.asked) == (0.0, "not compiled", 1)
+    assert (found["score"], found["verdict"], runner.asked) == (0.0, "not compiled", 1)
 
 
 def test_tests_that_do_not_get_their_turn_have_failed():
     runner = Canned(*ok("4", "9"))
     found = compute_score("x", SQUARES, runner, continuous=True, most_seconds=0.0)
-    assert (found["score"], found["pred"], runner.asked) == (0.0, "timeout", 0)
+    assert (found["score"], found["verdict"], runner.asked) == (0.0, "timeout", 0)
 
 
 @pytest.mark.parametrize(

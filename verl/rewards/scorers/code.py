@@ -74,7 +74,7 @@ def compute_score(
     seconds: float = SECONDS,
     most_seconds: float = MOST_SECONDS,
 ) -> dict[str, Any]:
-    """``{"score", "acc", "passed", "tests", "pred"}``: 1.0 if every test passes.
+    """``{"score", "acc", "passed", "tests", "verdict"}``: 1.0 if every test passes.
 
     Args:
         ground_truth: ``{"inputs": [...], "outputs": [...]}``, with ``fn_name`` for tests that call a function, or that
@@ -106,7 +106,7 @@ def compute_score(
     score = 1.0 if complete else (share if continuous else 0.0)
     if not complete and score == 1.0:  # the first ten passed, a later one did not
         score = (len(problem.tests) - 1) / len(problem.tests)
-    return {"score": score, "acc": complete, "passed": sum(passed), "tests": len(problem.tests), "pred": verdict}
+    return {"score": score, "acc": complete, "passed": sum(passed), "tests": len(problem.tests), "verdict": verdict}
 
 
 def extract_code(text: str) -> str:
