@@ -87,6 +87,18 @@ def experts_resume(ranks: Ranks, folder: Path) -> dict:
     return found
 
 
+def experts_with_an_adapter(ranks: Ranks, folder: Path) -> dict:
+    """peft adapts experts and router as bare tensors; nobody shares them."""
+    both = {"lora_rank": 4, "lora_alpha": 8}
+    if With.current == "fsdp2":
+        return compare(ranks, folder, Case("qwen3_moe", config=MIXTURE, both=both, limits={"micro_batch_size": 2}))
+    try:
+        sharded(shared_model(ranks, folder, "qwen3_moe", **MIXTURE), model=both)
+    except NotBuiltError as error:
+        return {"told": str(error)}
+    return {}
+
+
 def experts_refused(ranks: Ranks, folder: Path) -> dict:
     mixture, dense = shared_model(ranks, folder, "qwen3_moe", **MIXTURE), shared_model(ranks, folder, "qwen2")
     odd = shared_model(ranks, folder, "qwen3_moe", **{**MIXTURE, "num_experts": 3})
@@ -96,6 +108,7 @@ def experts_refused(ranks: Ranks, folder: Path) -> dict:
         "odd": lambda: sharded(odd, engine={KEY: 2}),
         "ranks": lambda: sharded(mixture, engine={KEY: 3}),
         "hybrid": lambda: sharded(mixture, engine={KEY: 2, "fsdp_size": 1}),
+        "adapter": lambda: sharded(mixture, engine={KEY: 2}, model={"lora_rank": 4}),
     }.items():
         try:
             make()

@@ -20,6 +20,7 @@ CELLS = {
         cells.experts_that_nobody_asks,
         cells.experts_are_shared,
         cells.experts_resume,
+        cells.experts_with_an_adapter,
         cells.experts_refused,
     ),
     4: (cells.experts, cells.experts_in_pairs, cells.experts_are_shared, cells.experts_resume),
@@ -57,6 +58,13 @@ def test_outputs_loss_gradient_and_weights_equal_the_plain_engine(runs, size, na
     assert sum(answer["rows"] for answer in runs[size][name]) == ROWS
 
 
+def test_an_adapter_on_experts_trains_with_fsdp2_and_is_refused_by_name_with_fsdp(runs):
+    errors = runs[2]["fsdp2: experts_with_an_adapter"][0]["errors"]
+    assert all(error <= EXACT for error in errors.values()), errors
+    for answer in runs[2]["fsdp: experts_with_an_adapter"]:
+        assert "target_modules" in answer["told"] and "mlp.experts" in answer["told"]
+
+
 @cases(cells.experts_are_shared)
 def test_each_rank_holds_its_part_of_the_experts_and_every_token_meets_each_of_its_experts_once(runs, size, name):
     tokens = sum(AlignedRows.of(ragged_batch(rows=5)).lengths)
@@ -81,4 +89,4 @@ def test_what_cannot_be_shared_is_refused_before_training(runs, size, name):
         assert "Qwen2ForCausalLM has no experts" in told["dense"]
         assert "3 experts cannot be shared evenly" in told["odd"] and "1, 3" in told["odd"]
         assert "2 processes cannot share" in told["ranks"]
-        assert "hybrid sharding" in told["hybrid"]
+        assert "hybrid sharding" in told["hybrid"] and "target_modules" in told["adapter"]

@@ -102,6 +102,9 @@ class FSDPEngine(ShardedEngine):
         with self._gathered("", write=False):
             return whole  # gathered once, so that FSDP knows which of them is the root
 
+    def _keeps_parameters(self) -> bool:
+        return False  # of a flat weight they see views
+
     def _held(self) -> str:
         own = sum(p.nbytes for p in self.model.parameters())
         whole = sum(t.numel() * t.element_size() for t in named_tensors(self.blueprint).values())

@@ -67,6 +67,9 @@ class FSDP2Engine(ShardedEngine):
         peers = super()._peers(engine)
         return peers if self.tensor is None else self.tensor.peers
 
+    def _keeps_parameters(self) -> bool:
+        return self.tensor is None
+
     def _deal(self, model: Any) -> tuple[dict[str, Cut], list[list[nn.Module]], DeviceMesh | None]:
         """Leave this rank's part of what neighbours share: cuts by name, modules to be sharded, over which ranks."""
         if self.tensor is not None:

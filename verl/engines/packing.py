@@ -35,8 +35,9 @@ def families(rows: AlignedRows, members: Iterable[int], share: bool) -> list[Fam
     if not share:
         return [Family([row], 0) for row in members]
     found: dict[bytes, list[int]] = {}
+    tokens = rows.tokens.numpy()
     for row in members:
-        found.setdefault(rows.tokens[row, : rows.prompts[row]].numpy().tobytes(), []).append(row)
+        found.setdefault(tokens[row, : rows.prompts[row]].tobytes(), []).append(row)
     result = []
     for group in found.values():
         shared = min(rows.prompts[group[0]], max(rows.lengths[row] for row in group)) if len(group) > 1 else 0

@@ -22,8 +22,9 @@ from verl.engines.forward import TokenForward
 from verl.engines.optimizer import move_optimizer_state
 from verl.engines.sequence_parallel import SequenceForward, check_heads, pooled, sequence_peers
 from verl.engines.torch_engine import TorchEngine
+from verl.errors import NotBuiltError
 from verl.metrics import MetricSet, log
-from verl.models import count_parameters
+from verl.models import count_parameters, lora
 from verl.models.weights import named_tensors, names_in_memory, names_on_disk
 from verl.protocol import DataProto
 
@@ -75,6 +76,10 @@ class ShardedEngine(TorchEngine):
     def _move_weights(self, to: str) -> None:
         """Move this rank's pieces to a kind of device."""
 
+    def _keeps_parameters(self) -> bool:
+        """Whether modules see their own weights, whole, as parameters while they compute."""
+        return True
+
     @abstractmethod
     def _held(self) -> str:
         """How much of the model this rank holds, in words."""
@@ -99,6 +104,8 @@ class ShardedEngine(TorchEngine):
 
         (cut, self.blueprint, whole), _ = self.ranks.together(load)
         check_heads(cut.config, self.num_sequence_ranks)
+        if self.experts is not None or not self._keeps_parameters():
+            refuse_adapted_tensors(cut)
         self.unit_names = [name for name, _ in sharding.unit_modules(cut, self.layout.min_num_params)]
         if any(not p.requires_grad for p in cut.parameters()):  # FSDP's flat weights are trained as a whole or not
             self.layout = replace(self.layout, original_parameters=True)
@@ -199,3 +206,14 @@ class ShardedEngine(TorchEngine):
             self._move_weights(to)
         if optimizer and self.optimizer is not None:
             move_optimizer_state(self.optimizer, moves)
+
+
+def refuse_adapted_tensors(model: nn.Module) -> None:
+    """Raise `NotBuiltError` where an adapter lies on weights that are no linear module's."""
+    found = lora.adapted_tensors(model)
+    if found:
+        raise NotBuiltError(
+            f"an adapter on {found[0]} is not built yet with strategy=fsdp, or where experts or linear maps are shared",
+            key="actor_rollout_ref.model.target_modules",
+            fix="Name linear modules, such as [q_proj,k_proj,v_proj,o_proj]; or use strategy=fsdp2 alone.",
+        )

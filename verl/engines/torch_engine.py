@@ -192,6 +192,10 @@ class TorchEngine(Engine):
         """L2 norm over all shards."""
         return torch.nn.utils.get_total_norm(grads)
 
+    def _merged(self, total: float, metrics: MetricSet) -> tuple[float, MetricSet]:
+        """Loss and metrics of all ranks, which all then have."""
+        return merged(total, metrics, self.ranks, self.sharers)
+
     def _before_micro_batch(self, last: bool) -> None:
         """Called in front of each forward pass of an optimizer step."""
 
@@ -264,7 +268,7 @@ class TorchEngine(Engine):
         report = clip_and_step(self.optimizer, self.model.parameters(), self.grad_clip, self._total_norm)
         if report.skipped_nonfinite:
             tell_broken_rows(batch, broken)
-        total, metrics = merged(total, metrics, self.ranks, self.sharers)
+        total, metrics = self._merged(total, metrics)
         return metrics.merge(report.metrics(total))
 
     def _accumulate(

@@ -146,6 +146,14 @@ def adapter_names(model: Any) -> dict[str, str]:
     return {name: disk_name(name) for name, p in model.named_parameters() if p.requires_grad}
 
 
+def adapted_tensors(model: nn.Module) -> list[str]:
+    """Modules whose weights peft adapts as bare tensors, because they are no linear modules: experts, routers.
+
+    It swaps the weight for the adapted one within each call, so it must be whole there, and a parameter.
+    """
+    return [name for name, module in model.named_modules() if type(module).__name__ == "ParamWrapper"]
+
+
 def disk_name(name: str) -> str:
     """As peft calls it in an adapter's file."""
     return PREFIX + name.replace(f".{NAME}.", ".") if f".{NAME}." in name else PREFIX + name

@@ -1,0 +1,134 @@
+"""Every way to lay out a model over ranks beside the plain engine: which there are, why the others do not exist, and
+how far each is from it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.dist.engine_cells import With, gathered_gradient, loss_of, order_of, plain, sharded, share, shared_model
+from tests.dist.expert_cells import MIXTURE
+from tests.engines.builders import gradients, ragged_batch, relative_error
+from verl.distributed import Ranks
+from verl.engines.torch_engine import TorchEngine
+from verl.models import lora
+
+STRATEGIES, SIZES = ("fsdp", "fsdp2"), (1, 2, 4)
+FAMILIES = {"dense": ("qwen3", {}), "mixture": ("qwen3_moe", MIXTURE)}
+ROWS = 6
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+OUTPUTS = ("log_probs", "entropy")
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """One cell of the matrix.
+
+    Args:
+        ranks: processes. family: `FAMILIES`. packed: rows without padding. adapter: LoRA instead of all weights.
+        sp, ep, tp: neighbours that share sequences, experts, linear maps.
+    """
+
+    strategy: str
+    ranks: int
+    family: str
+    packed: bool
+    adapter: bool
+    sp: int
+    ep: int
+    tp: int
+
+    def __str__(self) -> str:
+        words = [self.strategy, f"{self.ranks} ranks", self.family, "packed" if self.packed else "padded"]
+        words += ["LoRA" if self.adapter else "full"]
+        return " ".join([*words, *(f"{name} 2" for name in ("sp", "ep", "tp") if getattr(self, name) == 2)])
+
+    @property
+    def absence(self) -> str | None:
+        """Why this cell does not exist; None where it does."""
+        shared = [name for name in ("sp", "ep", "tp") if getattr(self, name) == 2]
+        if shared and self.ranks == 1:
+            return "one process has nobody to share with"
+        if self.ep == 2 and self.family == "dense":
+            return "a dense model has no experts"
+        if self.sp == 2 and not self.packed:
+            return "sequences are cut where rows are packed: Ulysses needs use_remove_padding, and padded is refused"
+        if self.tp == 2 and self.strategy == "fsdp":
+            return "tensor parallelism is built for fsdp2; a flat weight per layer cannot hold its cut and whole parts"
+        if self.tp == 2 and len(shared) > 1:
+            return "tensor parallelism beside Ulysses or expert parallelism is not built, and refused"
+        return None
+
+
+def layouts() -> Iterator[Layout]:
+    """All cells, also those that do not exist."""
+    flags = (True, False), (False, True), (1, 2), (1, 2), (1, 2)
+    for strategy, ranks, family in itertools.product(STRATEGIES, SIZES, FAMILIES):
+        for packed, adapter, sp, ep, tp in itertools.product(*flags):
+            yield Layout(strategy, ranks, family, packed, adapter, sp, ep, tp)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The cell of a layout: relative errors of outputs, loss and gradient, on rank 0."""
+
+    layout: Layout
+
+    @property
+    def __name__(self) -> str:
+        return str(self.layout)
+
+    def __call__(self, ranks: Ranks, folder: Path) -> dict[str, float]:
+        how, batch = self.layout, ragged_batch(rows=ROWS, seed=1)
+        With.current = how.strategy
+        family, config = FAMILIES[how.family]
+        path = shared_model(ranks, folder, family, **config)
+        sizes = {"ulysses_sequence_parallel_size": how.sp, "expert_parallel_size": how.ep}
+        model = {"use_remove_padding": how.packed, **adapter_settings(how.adapter)}
+        engine = sharded(path, engine={**sizes, "tensor_parallel_size": how.tp}, model=model)
+        take_adapter(engine, how.adapter)
+        mine = share(ranks, batch)
+        found = engine.infer(mine, OUTPUTS, temperature=0.9, micro_batch_size=2)
+        answers = ranks.exchange({name: values.tolist() for name, values in found.items()})
+        loss, gradient = gathered_gradient(engine, mine, loss_of("causal_lm"), micro_batch_size=2)
+        if not ranks.is_first:
+            return {}
+        outputs, expected_loss, expected = reference(path, how.adapter)
+        order = order_of(ranks, batch)
+        whole = {name: torch.tensor([row for answer in answers for row in answer[name]]) for name in OUTPUTS}
+        return {
+            **{name: relative_error(whole[name], outputs[name][order]) for name in OUTPUTS},
+            "loss": abs(loss - expected_loss) / abs(expected_loss),
+            "gradient": relative_error(gradient, expected),
+        }
+
+
+@cache
+def reference(path: Path, adapter: bool) -> tuple[dict[str, Tensor], float, Tensor]:
+    """What the plain engine gives for the whole batch at once, padded: outputs, loss, gradient."""
+    engine = plain(path, model={"use_remove_padding": False, **adapter_settings(adapter)})
+    take_adapter(engine, adapter)
+    batch = ragged_batch(rows=ROWS, seed=1)
+    return (engine.infer(batch, OUTPUTS, temperature=0.9), *gradients(engine, batch, loss_of("causal_lm")))
+
+
+def adapter_settings(adapter: bool) -> dict[str, Any]:
+    return {"lora_rank": 4, "lora_alpha": 8, "target_modules": ATTENTION} if adapter else {}
+
+
+def take_adapter(engine: TorchEngine, adapter: bool) -> None:
+    """Load an adapter that changes something; a new one changes nothing, and its first factor has no gradient."""
+    if not adapter:
+        return
+    shapes = {name: p.shape for name, p in engine.blueprint.named_parameters()}
+    generator = torch.Generator().manual_seed(7)
+    names = sorted(lora.adapter_names(engine.blueprint).items())
+    engine.load_weights({disk: 0.2 * torch.randn(shapes[name], generator=generator) for name, disk in names})

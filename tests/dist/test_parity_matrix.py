@@ -1,0 +1,44 @@
+"""The parity matrix: every layout over ranks equals the plain engine, one process group per number of ranks.
+
+``python -m tests.dist.parity`` runs it and prints the table.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist import parity
+from tests.dist.group import run_cells
+from tests.dist.parity_cells import SIZES, Beside, layouts
+
+pytestmark = pytest.mark.dist
+
+EXACT = 1e-5
+CELLS = [layout for layout in layouts() if layout.absence is None]
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory):
+    """Layout -> relative errors."""
+    folder = tmp_path_factory.mktemp("matrix")
+    found = {}
+    for size in SIZES:
+        found |= run_cells(size, [Beside(layout) for layout in CELLS if layout.ranks == size], folder)
+    return {name: answers[0] for name, answers in found.items()}
+
+
+@pytest.mark.parametrize("layout", CELLS, ids=str)
+def test_outputs_loss_and_gradient_equal_the_plain_engine(errors, layout):
+    found = errors[str(layout)]
+    assert set(found) == {"log_probs", "entropy", "loss", "gradient"}
+    assert all(error <= EXACT for error in found.values()), found
+
+
+def test_every_combination_exists_or_has_a_reason():
+    everything = list(layouts())
+    assert len(everything) == len(set(everything)) == 2 * 3 * 2 * 2 * 2 * 2 * 2 * 2
+    assert len(CELLS) == 104 and len({layout.absence for layout in everything}) == 1 + 5
+
+
+def test_the_page_shows_the_matrix():
+    assert parity.PAGE.read_text(encoding="utf-8") == parity.page(), "run python -m tests.dist.parity --write"
