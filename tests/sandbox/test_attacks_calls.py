@@ -32,6 +32,10 @@ landlock_restrict_self=446/446 seccomp=317/277 open_tree=428/428 move_mount=429/
 fsmount=432/432 mount_setattr=442/442 setxattr=188/5 rt_sigqueueinfo=129/138 rt_tgsigqueueinfo=297/240
 mlockall=151/230 mlock2=325/284 sync=162/81 syncfs=306/267
 """
+NEED_CAPABILITIES = """
+mount umount2 pivot_root chroot setns reboot init_module kexec_load setgroups sethostname swapon settimeofday acct bpf
+open_by_handle_at
+"""
 COLUMN = {"x86_64": 0, "aarch64": 1}
 
 
@@ -61,9 +65,7 @@ def test_the_list_of_the_filter_and_the_list_of_this_test_have_no_call_in_common
 
 def test_ninety_dangerous_system_calls_are_refused_by_number(box: Box):
     if "seccomp" in box.missing:
-        names = ("mount", "umount2", "pivot_root", "chroot", "setns", "reboot", "init_module", "kexec_load", "setgroups",
-                 "sethostname", "swapon", "settimeofday", "acct", "bpf", "open_by_handle_at")  # fmt: skip
-        wanted = {name: numbers_here()[name] for name in names}
+        wanted = {name: numbers_here()[name] for name in NEED_CAPABILITIES.split()}
     else:
         wanted = numbers_here()
     outcome = box.run(CALL % wanted)
@@ -181,10 +183,11 @@ def test_python_tricks_find_no_way_out(box: Box):
     tries = {
         "subclasses": """
             found = [c for c in ().__class__.__base__.__subclasses__() if c.__name__ == 'Popen']
-            import subprocess; got = subprocess.Popen(['/bin/cat', '/etc/passwd'], stdout=-1).communicate()[0]; assert got
+            import subprocess
+            assert subprocess.Popen(['/bin/cat', '/etc/passwd'], stdout=-1).communicate()[0]
             """,
         "file by codecs": "import codecs; got = codecs.open('/etc/passwd').read()",
-        "file by loader": "from importlib.machinery import SourceFileLoader as L; L('p', '/etc/passwd').get_data('/etc/passwd')",
+        "file by loader": "import importlib.machinery as m; m.SourceFileLoader('p', '').get_data('/etc/passwd')",
         "file by c": "import ctypes; l = ctypes.CDLL(None); assert l.open(b'/etc/passwd', 0) >= 0",
         "map of memory": "import mmap, os; got = mmap.mmap(os.open('/etc/passwd', os.O_RDONLY), 10)",
         "shell": "import os; assert os.system('cat /etc/passwd') == 0",

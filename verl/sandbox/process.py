@@ -117,10 +117,13 @@ class KeeperProcess:
         try:
             self._control.send(json.dumps(start).encode())
             reply = self._control.recv(MAX_REPLY)
-        except OSError as error:
-            raise SandboxError(f"the sandbox did not start within {START_SECONDS:g} s: {error}") from error
+        except TimeoutError as error:
+            raise SandboxError(f"the sandbox did not start within {START_SECONDS:g} s") from error
+        except OSError:  # it ended and let our message lie
+            reply = b""
         if not reply:
             assert self._process.stderr is not None
+            self._process.kill()
             said = self._process.stderr.read()[-2000:].decode("utf-8", "replace").strip()
             raise SandboxError(f"the sandbox did not start: {said or 'it ended without a word'}")
         self._control.settimeout(None)

@@ -57,7 +57,10 @@ class _Run:
         if request["kind"] == "session":
             self._serve_cells()
             return
-        for case in request["cases"]:
+        for number, case in enumerate(request["cases"]):
+            if request["folder"]:  # of this machine: each case gets an empty one below it
+                self._folder = os.path.join(request["folder"], str(number))
+                os.mkdir(self._folder)
             watch = self._start(partial(program.run_case, request["code"], case), case.get("stdin", ""))
             _tell(self._channel, frames.pack(watch.until_the_end()))
 

@@ -1,0 +1,102 @@
+"""Cells that share their variables."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.sandbox.attacks import Box, wait_until_quiet
+from verl.sandbox import Limits, Pool, Session
+
+
+def test_variables_imports_and_files_stay_from_cell_to_cell(box: Box):
+    with Session(box.pool) as session:
+        assert session.run("import math\nx = 9\nopen('note', 'w').write('kept') and None").stdout == ""
+        assert session.run("math.sqrt(x)").stdout == "3.0\n"
+        assert session.run("print(open('note').read())").stdout == "kept\n"
+        assert session.run("def f():\n    return x + 1").stdout == ""
+        assert session.run("x = 20\nf()").stdout == "21\n"
+
+
+def test_an_error_keeps_the_variables_and_shows_the_line(pool: Pool):
+    with Session(pool) as session:
+        session.run("x = 1")
+        outcome = session.run("y = 2\n1 / 0")
+        assert outcome.status == "error" and 'File "<cell 2>", line 2' in outcome.stderr
+        assert "    1 / 0" in outcome.stderr and "verl" not in outcome.stderr
+        assert session.run("x + y").stdout == "3\n"
+
+
+def test_exit_ends_the_cell_and_not_the_session(pool: Pool):
+    with Session(pool) as session:
+        session.run("x = 1")
+        assert session.run("import sys; sys.exit(3)").exit_code == 3
+        assert session.run("x").stdout == "1\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "says"),
+    [
+        ("while True: pass", "timeout", "stopped after its 0.5 s"),
+        ("import os; os._exit(0)", "ok", "it ended the interpreter"),
+        ("print('x' * 200_000)", "output", "wrote more than 64 KB"),
+        ("import ctypes; ctypes.string_at(0)", "crash", "killed by SIGSEGV"),
+    ],
+)
+def test_a_cell_that_is_stopped_takes_the_variables_along_and_says_so(box: Box, code: str, status: str, says: str):
+    with Session(box.pool, Limits(seconds=0.5)) as session:
+        session.run("x = 1")
+        outcome = session.run(code)
+        assert outcome.status == status and says in outcome.detail
+        assert outcome.detail.endswith("its variables and files are lost") and outcome.describe().endswith("lost")
+        assert "NameError" in session.run("x").stderr
+        assert session.run("1 + 1").stdout == "2\n"
+    assert len(wait_until_quiet(box.pool)) == 2
+
+
+def test_memory_of_a_cell_can_run_out_without_an_end_of_the_session(box: Box):
+    with Session(box.pool) as session:
+        assert session.run("x = 5").ok
+        assert session.run("y = bytearray(10 << 30)").status == "memory"
+        assert session.run("x").stdout == "5\n"
+
+
+def test_a_thread_does_no_work_between_cells(pool: Pool):
+    work = "import threading, time\ndef work():\n    while True: pass\n"
+    with Session(pool, Limits(seconds=5)) as session:
+        session.run(work + "threading.Thread(target=work, daemon=True).start()")
+        before = float(session.run("time.process_time()").stdout)
+        time.sleep(1.0)
+        after = float(session.run("time.process_time()").stdout)
+    assert 0 <= after - before < 0.5
+
+
+def test_many_cells_do_not_add_up_to_a_time_limit(pool: Pool):
+    with Session(pool, Limits(seconds=0.6)) as session:
+        for _ in range(4):
+            assert session.run("import time\nend = time.time() + 0.2\nwhile time.time() < end: pass").ok
+
+
+def test_closing_a_session_leaves_nothing_and_it_begins_anew(box: Box):
+    session = Session(box.pool)
+    session.run("x = 1")
+    session.close()
+    assert len(wait_until_quiet(box.pool, seconds=0.0)) == 2
+    assert "NameError" in session.run("x").stderr
+    session.close()
+
+
+def test_a_forged_report_of_an_ended_cell_only_ends_it_early(pool: Pool):
+    with Session(pool, Limits(seconds=5)) as session:
+        session.run("1")
+        outcome = session.run("import os; os.write(3, b'{\"cell\": 2, \"exit\": 0}\\n'); print('a', flush=True); 1 / 0")
+        assert outcome.status == "ok"
+        assert session.run("print('b')").stdout.endswith("b\n")
+
+
+@pytest.mark.parametrize("code", ["", "# nothing", "x =", "\x00", "'\\ud800'", "print('\\ud800')", "await x"])
+def test_cells_of_any_text_leave_the_session_alive(pool: Pool, code: str):
+    with Session(pool) as session:
+        session.run(code)
+        assert session.run("2").stdout == "2\n"
