@@ -1,11 +1,13 @@
 """A whole GRPO step, ours beside TRL's `GRPOTrainer`, in turn, on the same model folder and the same prompts.
 
-    python benchmarks/bench_grpo_step.py --peer-python path/to/venv-with-trl/bin/python [--sizes 0.1M 10M] [--rounds 3]
+    python benchmarks/bench_grpo_step.py --peer-python path/to/venv-with-trl/bin/python [--sizes 0.1M 10M tail]
 
 The peer lives in an environment of its own (``pip install torch==2.13.0 trl==1.16.0 transformers==5.23.0``). Both
 sides: float32, no gradient checkpointing, one update per batch, no reference model, 16 prompts x 8 samples x 32 new
-tokens (end tokens are ignored, so that both generate and train the same number of tokens), AdamW. A round runs ours,
-then the peer's; the table gives the median seconds per step over all counted steps and the ratio of each round.
+tokens (end tokens are ignored, so that both generate and train the same number of tokens), AdamW. ``tail`` is the model
+of 1M whose every token is the last one with probability 1/32, up to 256 tokens. A round runs ours, then the peer's; the
+table gives the median seconds per step over all counted steps, and the ratios of each round, by the clock and by the
+CPU's time, which other work on the machine disturbs less.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ import tempfile
 from pathlib import Path
 
 PROMPTS, SAMPLES, NEW_TOKENS, WARMUP = 16, 8, 32, 3
+TAIL_TOKENS, TAIL_MEAN = 256, 32
 SIZES = {
     "0.1M": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128},
     "1M": {"hidden_size": 128, "num_hidden_layers": 5, "num_attention_heads": 4, "intermediate_size": 384},
     "10M": {"hidden_size": 320, "num_hidden_layers": 8, "num_attention_heads": 10, "intermediate_size": 864},
 }
+SIZES["tail"] = SIZES["1M"]
 VOCAB = 512
 
 PEER = """
@@ -39,7 +43,7 @@ marks = []
 
 class Clock(TrainerCallback):
     def on_step_end(self, *a, **k):
-        marks.append(time.perf_counter())
+        marks.append((time.perf_counter(), time.process_time()))
 
 def reward(completions, **kwargs):
     return [float(len(str(c)) % 7) for c in completions]
@@ -48,14 +52,39 @@ config = GRPOConfig(
     output_dir=out, per_device_train_batch_size=BATCH, num_generations=GROUP, max_completion_length=LENGTH,
     max_steps=steps, gradient_checkpointing=False, num_iterations=1, beta=0.0, temperature=1.0, learning_rate=1e-5,
     logging_steps=1000000, save_strategy="no", report_to=[], bf16=False, use_cpu=True, disable_tqdm=True,
-    shuffle_dataset=False, generation_kwargs={"min_new_tokens": LENGTH}, seed=1,
+    shuffle_dataset=False, generation_kwargs={"min_new_tokens": SHORTEST}, seed=1,
     model_init_kwargs={"dtype": "float32"},
 )
 trainer = GRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows),
                       processing_class=AutoTokenizer.from_pretrained(model), callbacks=[Clock()])
-marks.append(time.perf_counter())
+marks.append((time.perf_counter(), time.process_time()))
 trainer.train()
-print("SECONDS " + json.dumps([b - a for a, b in zip(marks, marks[1:])]))
+print("SECONDS " + json.dumps([[y - x for x, y in zip(a, b)] for a, b in zip(marks, marks[1:])]))
+"""
+
+OURS = """
+import json, sys, time
+from verl.config import load_config
+from verl.trainer.main_ppo import TaskRunner, run_ppo
+from verl.trainer.ppo.callbacks import Callback
+
+marks = []
+
+class Clock(Callback):
+    def on_fit_begin(self, trainer):
+        marks.append((time.perf_counter(), time.process_time()))
+
+    def on_step_end(self, trainer, batch):
+        marks.append((time.perf_counter(), time.process_time()))
+
+class Runner(TaskRunner):
+    def make_trainer(self, config, tokenizer, processor):
+        trainer = super().make_trainer(config, tokenizer, processor)
+        trainer.callbacks.append(Clock())
+        return trainer
+
+run_ppo(load_config("ppo_trainer", sys.argv[1:]), Runner)
+print("SECONDS " + json.dumps([[y - x for x, y in zip(a, b)] for a, b in zip(marks, marks[1:])]))
 """
 
 
@@ -110,37 +139,67 @@ def make_inputs(folder: Path, size: str) -> tuple[Path, Path, Path]:
     return model, ours, theirs
 
 
-def run_ours(folder: Path, model: Path, prompts: Path, steps: int, name: str) -> list[float]:
-    """Seconds per step of `main_ppo`, as its own metrics report them."""
-    command = [
-        sys.executable, "-m", "verl.trainer.main_ppo", "algorithm.adv_estimator=grpo", f"data.train_files={prompts}",
-        f"data.train_batch_size={PROMPTS}", "data.max_prompt_length=64", f"data.max_response_length={NEW_TOKENS}",
-        "data.shuffle=false", f"actor_rollout_ref.model.path={model}", f"actor_rollout_ref.rollout.n={SAMPLES}",
-        "actor_rollout_ref.rollout.ignore_eos=true", f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
-        "actor_rollout_ref.actor.optim.lr=1e-5", f"reward.custom_reward_function.path={folder / 'reward.py'}",
-        f"trainer.total_training_steps={steps}", "trainer.logger=[file]", "trainer.project_name=bench",
-        f"trainer.experiment_name={name}", f"trainer.default_local_dir={folder / 'run'}", "trainer.resume_mode=disable",
-    ]  # fmt: skip
-    root = Path(__file__).resolve().parents[1]
-    environment = {**os.environ, "VERL_FILE_LOGGER_ROOT": str(folder / "logs"), "PYTHONPATH": str(root)}
-    subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
-    lines = (folder / "logs" / "bench" / f"{name}.jsonl").read_text().splitlines()
-    return [json.loads(line)["data"]["timing_s/step"] for line in lines]
+def end_often(model: Path) -> None:
+    """Make every token the end with probability 1 / `TAIL_MEAN`, by a component that all hidden states share."""
+    import math
+
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    network = Qwen2ForCausalLM.from_pretrained(model, tie_word_embeddings=False)
+    with torch.no_grad():
+        network.model.embed_tokens.weight[:, 0] = 1.0
+        for layer in network.model.layers:
+            layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0.0
+        hidden = network.model(torch.arange(64)[None] + 2).last_hidden_state[0, :, 0].mean()
+        network.lm_head.weight.mul_(0.1)[:, 0] = 0.0
+        network.lm_head.weight[0] = 0.0
+        network.lm_head.weight[0, 0] = math.log(VOCAB / TAIL_MEAN) / hidden
+    network.config.tie_word_embeddings = False
+    network.save_pretrained(model)
 
 
-def run_peer(folder: Path, python: str, model: Path, prompts: Path, steps: int) -> list[float]:
-    script = folder / "peer.py"
-    constants = f"BATCH, GROUP, LENGTH = {PROMPTS * SAMPLES}, {SAMPLES}, {NEW_TOKENS}\n"
-    script.write_text(constants + PEER)
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [python, str(script), str(model), str(prompts), str(steps), str(folder / "peer-out")],
-        cwd=folder, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+def seconds_of(command: list[str], folder: Path, environment: dict[str, str]) -> list[list[float]]:
+    """What a child prints: wall and CPU seconds of every step."""
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])
     line = next(line for line in done.stdout.splitlines() if line.startswith("SECONDS "))
     return json.loads(line.removeprefix("SECONDS "))
+
+
+def run_ours(folder: Path, model: Path, prompts: Path, steps: int, length: int, more: list[str]) -> list[list[float]]:
+    script = folder / "ours.py"
+    script.write_text(OURS)
+    command = [
+        sys.executable, str(script), "algorithm.adv_estimator=grpo", f"data.train_files={prompts}",
+        f"data.train_batch_size={PROMPTS}", "data.max_prompt_length=64", f"data.max_response_length={length}",
+        "data.shuffle=false", f"actor_rollout_ref.model.path={model}", f"actor_rollout_ref.rollout.n={SAMPLES}",
+        f"actor_rollout_ref.rollout.ignore_eos={str(length == NEW_TOKENS).lower()}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
+        "actor_rollout_ref.actor.optim.lr=1e-5", f"reward.custom_reward_function.path={folder / 'reward.py'}",
+        f"trainer.total_training_steps={steps}", "trainer.logger=[file]", "trainer.project_name=bench",
+        "trainer.experiment_name=ours", f"trainer.default_local_dir={folder / 'run'}", "trainer.resume_mode=disable",
+        *more,
+    ]  # fmt: skip
+    root = Path(__file__).resolve().parents[1]
+    environment = {**os.environ, "VERL_FILE_LOGGER_ROOT": str(folder / "logs"), "PYTHONPATH": str(root)}
+    return seconds_of(command, folder, environment)
+
+
+def run_peer(folder: Path, python: str, model: Path, prompts: Path, steps: int, length: int) -> list[list[float]]:
+    script = folder / "peer.py"
+    shortest = length if length == NEW_TOKENS else 1
+    constants = f"BATCH, GROUP, LENGTH, SHORTEST = {PROMPTS * SAMPLES}, {SAMPLES}, {length}, {shortest}\n"
+    script.write_text(constants + PEER)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    command = [python, str(script), str(model), str(prompts), str(steps), str(folder / "peer-out")]
+    return seconds_of(command, folder, environment)
+
+
+def medians(seconds: list[list[float]]) -> list[float]:
+    """Of wall and CPU seconds, the first steps left out."""
+    return [statistics.median(column) for column in zip(*seconds[WARMUP:])]
 
 
 def main() -> None:
@@ -149,27 +208,34 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["0.1M", "10M"], choices=SIZES)
     parser.add_argument("--steps", type=int, default=12, help=f"steps per run; the first {WARMUP} are not counted")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--more", nargs="*", default=[], help="settings of ours, key=value")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rows = []
+    lines = []
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             model, ours, theirs = make_inputs(folder, size)
-            mine, peer, ratios = [], [], []
-            for number in range(arguments.rounds):
-                seconds = run_ours(folder, model, ours, arguments.steps, f"r{number}")[WARMUP:]
-                mine += seconds
+            length = NEW_TOKENS
+            if size == "tail":
+                end_often(model)
+                length = TAIL_TOKENS
+            mine, peer = [], []
+            for _ in range(arguments.rounds):
+                mine.append(medians(run_ours(folder, model, ours, arguments.steps, length, arguments.more)))
                 if arguments.peer_python:
-                    other = run_peer(folder, arguments.peer_python, model, theirs, arguments.steps)[WARMUP:]
-                    peer += other
-                    ratios.append(statistics.median(other) / statistics.median(seconds))
-            rows.append((size, statistics.median(mine), statistics.median(peer or [float("nan")]), ratios))
+                    found = run_peer(folder, arguments.peer_python, model, theirs, arguments.steps, length)
+                    peer.append(medians(found))
+        columns = [f"{statistics.median(x):.3f}" for x in zip(*mine)] + [
+            f"{statistics.median(x):.3f}" for x in zip(*peer)
+        ]
+        for which in (0, 1):
+            columns.append(", ".join(f"{p[which] / m[which]:.2f}" for m, p in zip(mine, peer)))
+        lines.append(f"| {size} | {' | '.join(columns)} |")
     threads = os.environ["OMP_NUM_THREADS"]
-    print(f"\n{PROMPTS} prompts x {SAMPLES} samples x {NEW_TOKENS} tokens, {threads} threads, float32")
-    print("| model | ours, s/step | TRL, s/step | TRL / ours, per round |\n|---|---|---|---|")
-    for size, mine_s, peer_s, ratios in rows:
-        print(f"| {size} | {mine_s:.3f} | {peer_s:.3f} | {', '.join(f'{r:.2f}' for r in ratios)} |")
+    print(f"\n{PROMPTS} prompts x {SAMPLES} samples, {threads} threads, float32, seconds per step")
+    print("| model | ours | ours, CPU | TRL | TRL, CPU | TRL / ours, per round | by CPU time |")
+    print("\n".join(["|---|---|---|---|---|---|---|", *lines]))
 
 
 if __name__ == "__main__":
