@@ -31,9 +31,25 @@ class Family:
 
 
 FAMILIES = {
-    "qwen2.5": Family("qwen2.5-instruct", ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), "<|im_end|>"),
+    "qwen2.5": Family(
+        "qwen2.5-instruct",
+        ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"),
+        "<|im_end|>",
+    ),
     "qwen3": Family(
-        "qwen3", ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>"), "<|im_end|>"
+        "qwen3",
+        (
+            "<|endoftext|>",
+            "<|im_start|>",
+            "<|im_end|>",
+            "<tool_call>",
+            "</tool_call>",
+            "<tool_response>",
+            "</tool_response>",
+            "<think>",
+            "</think>",
+        ),
+        "<|im_end|>",
     ),
     "llama-3": Family(
         "llama-3-instruct",
@@ -47,7 +63,20 @@ FAMILIES = {
     ),
     "mistral": Family("mistral-instruct", ("<s>", "</s>", "[INST]", "[/INST]"), "</s>", bos="<s>", pretty=True),
     "kimi-k2": Family(
-        "kimi-k2", ("[EOS]", "<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"), "[EOS]"
+        "kimi-k2",
+        (
+            "[EOS]",
+            "<|im_system|>",
+            "<|im_user|>",
+            "<|im_assistant|>",
+            "<|im_middle|>",
+            "<|im_end|>",
+            "<|media_start|>",
+            "<|media_content|>",
+            "<|media_end|>",
+            "<|media_pad|>",
+        ),
+        "[EOS]",
     ),
 }
 
