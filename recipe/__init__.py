@@ -1,0 +1,1 @@
+"""Recipes: published methods as settings and small parts on top of the library, never a loop of their own."""

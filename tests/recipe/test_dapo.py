@@ -1,0 +1,70 @@
+"""The DAPO recipe: its settings are defaults of `main_ppo`, and its scripts run in small."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipe.dapo.dapo_ray_trainer import RayDAPOTrainer
+from recipe.dapo.main_dapo import DAPO, main
+from tests.support import tiny_model_dir, write_prompts
+from verl.config import load_config
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+REQUIRED = ["data.train_files=train.jsonl", "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            "actor_rollout_ref.model.path=model"]  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory in which the required settings can stand."""
+    monkeypatch.chdir(tmp_path)
+    write_prompts(Path("train.jsonl"), 4)
+    tiny_model_dir("model")
+
+
+def script(root: Path, folder: Path, name: str, *settings: str, **variables: str) -> subprocess.CompletedProcess:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(root), **variables}
+    words = ["bash", str(root / "recipe/dapo" / name), *settings]
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=170, check=False)
+
+
+def test_the_settings_are_those_of_the_paper_and_the_command_line_wins(here):
+    config = load_config("ppo_trainer", [*DAPO, *REQUIRED, "algorithm.filter_groups.metric=seq_reward"])
+    actor = config.actor_rollout_ref.actor
+    assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.loss_agg_mode) == (0.2, 0.28, "token-mean")
+    assert config.algorithm.filter_groups.enable and config.algorithm.filter_groups.metric == "seq_reward"
+    assert not actor.use_kl_loss and not config.algorithm.use_kl_in_reward
+    assert config.reward.reward_manager.name == "dapo" and config.actor_rollout_ref.rollout.n == 16
+
+
+def test_the_command_is_that_of_main_ppo(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["algorithm.filter_groups.max_num_gen_batches=3", "--cfg", "job"])
+    assert not left.value.code
+    said = capsys.readouterr().out
+    assert "max_num_gen_batches: 3" in said and "clip_ratio_high: 0.28" in said
+
+
+def test_the_trainer_is_the_librarys():
+    assert issubclass(RayDAPOTrainer, RayPPOTrainer) and RayDAPOTrainer.fit is RayPPOTrainer.fit
+
+
+def test_the_script_with_importance_sampling_adds_its_settings(project_root, tmp_path):
+    shown = script(project_root, tmp_path, "run_dapo_qwen2.5_32b_tis.sh", "trainer.total_epochs=1", SHOW="1")
+    words = shown.stdout.splitlines()
+    assert words[-1] == "trainer.total_epochs=1" and "algorithm.rollout_is_threshold=2.0" in words
+    assert "actor_rollout_ref.rollout.calculate_log_probs=true" in words and "data.gen_batch_size=1536" in words
+
+
+@pytest.mark.e2e
+def test_the_script_runs_in_small(project_root, tmp_path):
+    done = script(project_root, tmp_path, "run_dapo_qwen2.5_32b_tis.sh", TINY="1")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    for name in ("training/filter_groups/carried_samples", "mismatch/rollout_is_mean", "training/num_gen_batches"):
+        assert f"{name}:" in done.stdout
