@@ -121,8 +121,12 @@ def dataset(config: PPOTrainerConfig, tokenizer: Any, processor: Any, is_train: 
 
 
 def check_rewards(config: PPOTrainerConfig, dataset: Any) -> None:
-    """Before anything is allocated: can the rows be scored? A custom dataset is checked as it is used."""
-    if isinstance(dataset, RLHFDataset):
+    """Before anything is allocated: can the rows be scored?
+
+    A custom dataset is checked as it is used, and so are the rows of a loop that may know their scores by itself.
+    """
+    loop = config.actor_rollout_ref.rollout.agent.default_agent_loop
+    if isinstance(dataset, RLHFDataset) and loop in ("single_turn_agent", "tool_agent"):
         key = config.data.reward_fn_key
         columns = dataset.dataframe.column_names
         check_reward_data(config, list(dataset.dataframe[key]) if key in columns else None)
@@ -134,7 +138,8 @@ def report_validation(config: PPOTrainerConfig, tracking: Tracking | None, seen:
     if trainer.validation_data_dir:
         sample_output.dump_generations(
             trainer.validation_data_dir, step, inputs=seen.inputs, outputs=seen.outputs, gts=seen.ground_truths,
-            scores=seen.scores, reward_extra_infos=dict(seen.infos), key="trainer.validation_data_dir",
+            scores=seen.scores, reward_extra_infos={**seen.infos, **seen.conversations},
+            key="trainer.validation_data_dir",
         )  # fmt: skip
     if trainer.log_val_generations > 0 and tracking is not None:
         rows = list(zip(seen.inputs, seen.outputs, seen.scores))[: trainer.log_val_generations]

@@ -151,7 +151,8 @@ def _extra_info(columns: Mapping[str, np.ndarray], row: int) -> dict[str, Any]:
     """The row's ``extra_info`` (a copy) with what the run knows: turns, rewards of tools, the reward model's score."""
     info = _cell(columns, "extra_info", row)
     known = dict(info) if isinstance(info, Mapping) else {}
-    more = (("__num_turns__", "num_turns"), ("reward_scores", "rollout_reward_scores"), (RM_SCORE, RM_SCORE))
+    same = ((name, name) for name in (RM_SCORE, "tool_rewards", "turn_scores"))
+    more = (("__num_turns__", "num_turns"), ("reward_scores", "rollout_reward_scores"), *same)
     for column, name in more:
         if column in columns and columns[column][row] is not None:  # another loop's rows may have it alone
             known[name] = columns[column][row]

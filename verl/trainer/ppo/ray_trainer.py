@@ -28,6 +28,7 @@ from verl.trainer.ppo import correction, stages
 from verl.trainer.ppo.callbacks import Callback, default_callbacks
 from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.context import StepContext
+from verl.trainer.ppo.conversations import conversation_columns
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_throughout_metrics,
@@ -277,7 +278,7 @@ class RayPPOTrainer:
             "outputs": decode(batch.tensors["responses"], skip_special_tokens=True),
             "gts": [truth.get("ground_truth") if isinstance(truth, dict) else None for truth in truths],
             "scores": batch.tensors["token_level_scores"].sum(-1).tolist(),
-            "reward_extra_infos": extra,
+            "reward_extra_infos": {**extra, **conversation_columns(batch)},
         }
 
     def compute_rollout_importance_weights_and_add_to_batch(

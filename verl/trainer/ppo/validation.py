@@ -13,6 +13,7 @@ from verl.config import PPOTrainerConfig
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
 from verl.single_controller.base import Roles
+from verl.trainer.ppo.conversations import add_columns, conversation_columns, spread
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.scoring import score_samples
 from verl.trainer.ppo.stages import give_uids, sample
@@ -32,6 +33,7 @@ class Sampled:
     uids: list[str] = field(default_factory=list)
     infos: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
     num_turns: list[float] = field(default_factory=list)
+    conversations: dict[str, list[Any]] = field(default_factory=dict)
 
 
 class Validator:
@@ -75,6 +77,7 @@ class Validator:
         truths = samples.non_tensor_batch.get("reward_model", np.full(len(samples), None, dtype=object))
         seen.ground_truths += [truth.get("ground_truth") if isinstance(truth, dict) else None for truth in truths]
         seen.num_turns += [float(turns) for turns in samples.non_tensor_batch.get("__num_turns__", [])]
+        add_columns(seen.conversations, conversation_columns(samples), len(seen.scores) - len(samples), len(samples))
 
     def _metrics(self, seen: Sampled) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -86,10 +89,6 @@ class Validator:
                 for name, value in metrics.items():
                     is_core = variable == core and f"@{largest}" in name and name.startswith(("mean", "maj", "best"))
                     found[f"{'val-core' if is_core else 'val-aux'}/{source}/{variable}/{name}"] = value
-        if seen.num_turns:
-            turns = np.array(seen.num_turns)
-            found |= {
-                f"val-aux/num_turns/{k}": float(f(turns))
-                for k, f in (("min", np.min), ("max", np.max), ("mean", np.mean))
-            }
+        found |= spread("val-aux/num_turns", seen.num_turns)
+        found |= spread("val-aux/tool_call_counts", seen.conversations.get("tool_call_counts", []))
         return found

@@ -1,0 +1,52 @@
+"""What of conversations goes into dumps and validation beside their text: turns, tool calls, rewards, masks."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.protocol import DataProto
+
+RECORD = "trajectory"
+"""Column that loops with several turns write: one entry per piece of the conversation."""
+COLUMNS = ("tool_call_counts", "tool_rewards", "turn_scores", "reward_scores", "ended")
+
+
+def conversation_columns(batch: DataProto) -> dict[str, list[Any]]:
+    """Columns for a dump, one entry per row; nothing for a batch of single turns.
+
+    ``mask_runs`` is the response mask as [value, number of tokens] one after the other: 1 is trained on, 0 is what
+    tools and users said (or all of a row that was masked out).
+    """
+    given = batch.non_tensor_batch
+    if RECORD not in given:
+        return {}
+    found = {name: list(given[name]) for name in COLUMNS if name in given}
+    found["num_turns"] = list(given["__num_turns__"])
+    there = batch.tensors["attention_mask"][:, -batch.tensors["responses"].shape[1] :].bool()
+    found["mask_runs"] = [runs(mask[kept]) for mask, kept in zip(batch.tensors["response_mask"], there)]
+    found[RECORD] = list(given[RECORD])
+    return found
+
+
+def add_columns(columns: dict[str, list[Any]], new: dict[str, list[Any]], before: int, count: int) -> None:
+    """Append the columns of ``count`` more rows to those of ``before`` rows; what a side does not have is None."""
+    for name in {*columns, *new}:
+        known = columns.setdefault(name, [None] * before)
+        known += new.get(name, [None] * count)
+
+
+def runs(mask: torch.Tensor) -> list[list[int]]:
+    """A mask (T,) as [value, length] of each stretch of equal values."""
+    return [[int(value), len(list(same))] for value, same in groupby(mask.tolist())]
+
+
+def spread(name: str, values: list[Any]) -> dict[str, float]:
+    """``<name>/min``, ``/max`` and ``/mean`` of the values that are there; nothing if there is none."""
+    known = np.array([value for value in values if value is not None], dtype=float)
+    if not len(known):
+        return {}
+    return {f"{name}/{k}": float(f(known)) for k, f in (("min", np.min), ("max", np.max), ("mean", np.mean))}
