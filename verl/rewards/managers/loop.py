@@ -99,7 +99,7 @@ class RewardManagerBase(ABC):
 
     async def result_of_row(self, data: DataProto) -> RewardResult:
         """What ``run_single`` says of a batch of one row, while others are being sampled (`verl.rewards.early`)."""
-        return (await asyncio.wrap_future(self._runner.submit(data)))[0]
+        return (await asyncio.wrap_future(self._runner.submit(data)))[0]  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Stop the event loop of ``run_single``."""

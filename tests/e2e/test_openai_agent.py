@@ -1,0 +1,65 @@
+"""An existing agent, unchanged but for its base_url, trains the model that it talks to."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.e2e import runs
+from tests.support import tiny_model_dir, write_prompts
+
+AGENT = '''
+"""An agent as one might have it already: the stock client, two calls, a judgement of its own."""
+
+from openai import OpenAI
+
+
+def agent(base_url, api_key, row):
+    client = OpenAI(base_url=base_url, api_key=api_key)
+    messages = [{"role": "user", "content": "say it"}]
+    answers = []
+    for _ in range(2):
+        answer = client.chat.completions.create(model="policy", messages=messages, max_tokens=1).choices[0].message
+        answers.append(answer.content or "")
+        messages += [answer, {"role": "user", "content": "again"}]
+    return {"score": sum(text.isascii() and text.isalpha() for text in answers) / 2, "said": answers}
+'''
+LOOPS = "- {name: mine, _target_: verl.agent_loop.server.loop.OpenAIAgentLoop, agent: agent.py, timeout: 120}\n"
+
+SETTINGS = [
+    "data.train_files=train.parquet",
+    "data.train_batch_size=2",
+    "data.max_prompt_length=64",
+    "data.max_response_length=64",
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.model.path=model",
+    "actor_rollout_ref.rollout.n=8",
+    "actor_rollout_ref.rollout.agent.default_agent_loop=mine",
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml",
+    "algorithm.rollout_correction.rollout_is=token",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.optim.lr=0.03",
+    "trainer.logger=[file]",
+    "trainer.project_name=agents",
+    "trainer.resume_mode=disable",
+]
+
+
+@pytest.mark.e2e
+def test_the_stock_client_drives_training_and_its_tokens_are_in_the_batch(tmp_path):
+    tiny_model_dir(tmp_path / "model")
+    write_prompts(tmp_path / "train.parquet", 8)
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "loops.yaml").write_text(LOOPS)
+    settings = [*SETTINGS, "trainer.experiment_name=e", "trainer.total_training_steps=15", "trainer.total_epochs=9", "trainer.rollout_data_dir=dumps"]
+    runs.command("verl.trainer.main_ppo", *settings, cwd=tmp_path)
+    steps = runs.metrics(tmp_path, "agents", "e")
+    rewards = runs.curve(steps, "critic/rewards/mean")
+    assert rewards[0] < 0.5 and max(rewards[-3:]) > 0.9, rewards
+    assert all(step["rollout/agent/calls"] == 2 and step["rollout/agent/failed"] == 0 for step in steps)
+    for step in steps:
+        assert step["training/rollout_probs_diff_max"] < 1e-4, "trained on are the tokens that were sampled"
+        assert step["rollout/sampled_tokens"] == 2 * 8 * 2, "prompts x samples x calls of one token"
+    dumped = [json.loads(line) for line in (tmp_path / "dumps" / "1.jsonl").read_text().splitlines()]
+    assert len(dumped) == 16 and all("again" in row["output"] for row in dumped)
