@@ -217,7 +217,7 @@ def test_modules_that_one_program_spoils_are_whole_for_the_next(pool: Pool):
     assert pool.run("import json, math; print(json.dumps([math.sqrt(4)]))").stdout == "[2.0]\n"
 
 
-@pytest.mark.parametrize("module", ["verl.sandbox.inside.watch", "verl.sandbox.inside.init", "verl.sandbox.judge"])
+@pytest.mark.parametrize("module", ["verl.sandbox.inside.watch", "verl.sandbox.inside.init", "verl.sandbox.verdicts"])
 def test_spoiling_our_own_modules_changes_nothing_outside(pool: Pool, module: str):
     code = (
         f"import sys\nmodule = sys.modules.get({module!r})\n"

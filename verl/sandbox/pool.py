@@ -16,11 +16,11 @@ from typing import Any
 from verl.errors import ConfigError
 from verl.sandbox.answers import to_outcome
 from verl.sandbox.channel import Channel
-from verl.sandbox.judge import Compare, judge
 from verl.sandbox.layers import check_names
 from verl.sandbox.limits import CallCase, Limits, StdinCase
 from verl.sandbox.outcome import CaseResult, Outcome
 from verl.sandbox.process import KeeperProcess
+from verl.sandbox.verdicts import Compare, judge
 
 
 class Pool:
@@ -87,7 +87,7 @@ class Pool:
 
         Args:
             compare: whether an answer (text for a `StdinCase`, a value for a `CallCase`) is the expected one; default:
-                `verl.sandbox.judge.same_text` and `same_value`.
+                `verl.sandbox.verdicts.same_text` and `same_value`.
             stop_at_failure: end at the first case that is not passed; the list then ends with it.
 
         Raises:

@@ -7,10 +7,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from verl.errors import SandboxError
-from verl.sandbox.judge import Compare, judge
 from verl.sandbox.limits import CallCase, Limits, StdinCase
 from verl.sandbox.outcome import CaseResult, Outcome, Status
 from verl.sandbox.service import Service, ServiceError
+from verl.sandbox.verdicts import Compare, judge
 
 PATH = "/run_code"
 COMPILE_SECONDS = 10.0

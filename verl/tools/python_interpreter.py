@@ -64,9 +64,7 @@ class PythonInterpreterTool(BaseTool):
 
     def __init__(self, config: Any, tool_schema: Any = None):
         super().__init__(config, tool_schema)
-        given = self.config if "num_workers" in self.config else {**self.config, "num_workers": _cores()}
-        self._settings = read_settings(self.name, given, DEFAULTS)
-        settings = self._settings
+        self._settings = settings = read_settings(self.name, self.config, DEFAULTS)
         self._limits = Limits(
             seconds=settings["default_timeout"],
             memory_mb=settings["memory_limit_mb"],
@@ -79,7 +77,7 @@ class PythonInterpreterTool(BaseTool):
             self._remote = self._connect(settings)
         else:
             self._pool = Pool(
-                settings["num_workers"],
+                settings["num_workers"] or None,
                 allow_missing=settings["allow_missing"],
                 packages=settings["packages"],
                 preload=settings["preload"],
@@ -138,7 +136,3 @@ def _without_fence(code: str) -> str:
     """Models often wrap their code in a Markdown fence."""
     match = _FENCE.match(code)
     return match.group(1) if match else code
-
-
-def _cores() -> int:
-    return Pool().size
