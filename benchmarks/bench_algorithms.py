@@ -7,7 +7,7 @@ bound by memory: each input has to be read and each result to be written once ("
 those bytes per second over what a plain copy between two warm tensors moves that no cache holds, measured in turns with
 it. A loss is timed with its gradient, into a buffer that is already there; GAE likewise. Everything is the best of
 ``--repeat`` runs. ``--peer-python`` is the interpreter of an environment with upstream's package: its functions of the
-same names are timed on the same batch.
+same names are timed on the same batch, losses with their backward pass.
 """
 
 from __future__ import annotations
@@ -47,17 +47,51 @@ LOSS_CONFIG = SimpleNamespace(
 )  # fmt: skip
 PEER = """
 import json, sys, time
-import torch, numpy as np
-from types import SimpleNamespace
+import numpy as np, torch
 from verl.trainer.ppo import core_algos
-batch = torch.load(sys.argv[1], weights_only=True)
-uids = np.array([f"u{i}" for i in batch.pop("group").tolist()], dtype=object)
-found = {}
-for name in json.loads(sys.argv[2]):
-    fn = getattr(core_algos, name)
-    began = time.perf_counter()
-    fn(token_level_rewards=batch["rewards"], response_mask=batch["mask"], index=uids)
-    found[name] = time.perf_counter() - began
+from verl.workers.config import ActorConfig
+from verl.workers.config.actor import PolicyLossConfig
+
+class Settings(dict):  # a stand-in for the configuration: attributes, items and .get
+    __getattr__ = dict.get
+
+def settings(values):
+    return Settings({k: settings(v) if isinstance(v, dict) else v for k, v in values.items()})
+
+def timed(function):
+    seconds = []
+    for _ in range(2):
+        began = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+batch, asked = torch.load(sys.argv[1], weights_only=True), json.loads(sys.argv[2])
+uids = np.array([f"u{i}" for i in batch["group"].tolist()], dtype=object)
+algorithm, found = settings({"norm_adv_by_std_in_grpo": True}), {}
+policy_loss = PolicyLossConfig(**asked["actor"].pop("policy_loss"))
+sizes = {"strategy": "fsdp", "rollout_n": 8, "ppo_micro_batch_size_per_gpu": 8}
+actor = ActorConfig(policy_loss=policy_loss, **sizes, **asked["actor"])
+rewards, mask = batch["rewards"], batch["mask"]
+
+def loss(function):
+    new = batch["new"].clone().requires_grad_()
+    value, _ = function(batch["old"], new, batch["advantages"], mask, loss_agg_mode="token-mean", config=actor)
+    value.backward()
+
+runs = {}
+for name in asked["estimators"]:
+    function = getattr(core_algos, f"compute_{name}_outcome_advantage")
+    more = {"config": algorithm} if name in ("gpg", "grpo_passk", "opo") else {}
+    runs[name] = lambda f=function, m=more: f(token_level_rewards=rewards, response_mask=mask, index=uids, **m)
+runs["gae"] = lambda: core_algos.compute_gae_advantage_return(rewards, batch["values"], mask, 0.99, 0.95)
+for name in asked["losses"]:
+    runs[f"loss {name}"] = lambda f=getattr(core_algos, f"compute_policy_loss_{name}"): loss(f)
+for name, run in runs.items():
+    try:
+        found[name] = timed(run)
+    except Exception as error:
+        print(name, type(error).__name__, error, file=sys.stderr)
 print("SECONDS " + json.dumps(found))
 """
 
@@ -150,8 +184,8 @@ def bench_groups(batch: dict[str, Any], repeat: int, peer: dict[str, float]) -> 
         began = clock()
         loop(batch)
         slow = clock() - began
-        theirs = peer.get(f"compute_{name}_outcome_advantage")
-        table.append({"name": name, "seconds": ours, "loop": slow, "ratio": slow / ours, "upstream": theirs})
+        row = {"name": name, "seconds": ours, "loop": slow, "ratio": slow / ours}
+        table.append({**row, "upstream": peer.get(name)})
     return table
 
 
@@ -168,7 +202,12 @@ def run_loss(loss: PolicyLoss, inputs: Inputs, norm: LossNorm, slope: Tensor) ->
     evaluate(loss.terms, inputs, LOSS_CONFIG, mode, norm, slope, survey, loss.own_weights)
 
 
-def bench_memory(batch: dict[str, Any], repeat: int) -> list[dict[str, Any]]:
+def built_in_losses() -> list[str]:
+    """The names of the losses that are computed block by block; the bypass mode calls two of them."""
+    return [name for name in POLICY_LOSSES.builtin_targets() if isinstance(POLICY_LOSSES.get(name), PolicyLoss)]
+
+
+def bench_memory(batch: dict[str, Any], repeat: int, peer: dict[str, float]) -> list[dict[str, Any]]:
     """Seconds and share of the bandwidth of GAE and of every loss with its gradient."""
     rewards, values, mask, new = batch["rewards"], batch["values"], batch["mask"], batch["new"]
     out = torch.zeros_like(values), torch.zeros_like(values)
@@ -179,33 +218,37 @@ def bench_memory(batch: dict[str, Any], repeat: int) -> list[dict[str, Any]]:
     norm, slope = loss_norm(mask), out[0]
     inputs = Inputs(batch["old"], new, batch["advantages"], mask)
     touched = sum(tensor.nbytes for tensor in (batch["old"], new, batch["advantages"], mask, slope))
-    for name in POLICY_LOSSES.builtin_targets():
-        loss = POLICY_LOSSES.get(name)
-        if isinstance(loss, PolicyLoss):
-            runs[f"loss {name}"] = (partial(run_loss, loss, inputs, norm, slope), touched, LOSS_SHARE)
+    for name in built_in_losses():
+        runs[f"loss {name}"] = (partial(run_loss, POLICY_LOSSES.get(name), inputs, norm, slope), touched, LOSS_SHARE)
     table, source, target = [], torch.zeros(COPIED // 4), torch.zeros(COPIED // 4)
     for name, (run, num_bytes, wanted) in runs.items():
         copying, seconds = in_turns((lambda: target.copy_(source), run), repeat)
         bandwidth = 2 * COPIED / copying
         share = num_bytes / seconds / bandwidth
         table.append({"name": name, "seconds": seconds, "bytes": num_bytes, "GB/s of a copy": bandwidth / 1e9,
-                      "share": share, "wanted": wanted})  # fmt: skip
+                      "share": share, "wanted": wanted, "upstream": peer.get(name)})  # fmt: skip
     return table
 
 
 def peer_seconds(python: str | None, batch: dict[str, Any]) -> dict[str, float]:
-    """Upstream's functions on the same batch, in its own interpreter; empty without one."""
+    """Upstream's functions on the same batch, in its own interpreter; empty without one. It says what failed."""
     if python is None:
         return {}
-    names = [f"compute_{name}_outcome_advantage" for name in LOOPS]
+    actor = {**vars(LOSS_CONFIG), "policy_loss": vars(LOSS_CONFIG.policy_loss)}
+    asked = {"estimators": list(LOOPS), "losses": built_in_losses(), "actor": actor}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "batch.pt"
-        torch.save({key: batch[key] for key in ("rewards", "mask", "group")}, path)
-        done = subprocess.run(
-            [python, "-c", PEER, str(path), json.dumps(names)], cwd=folder, capture_output=True, text=True, check=True
-        )
+        torch.save({key: value for key, value in batch.items() if isinstance(value, Tensor)}, path)
+        command = [python, "-c", PEER, str(path), json.dumps(asked)]
+        done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("SECONDS ")]
     return json.loads(lines[-1].removeprefix("SECONDS "))
+
+
+def beside(row: dict[str, Any]) -> str:
+    """Upstream's time, where it was measured."""
+    return f"   upstream {1e3 * row['upstream']:.1f} ms" if row["upstream"] else ""
 
 
 def main() -> int:
@@ -219,18 +262,19 @@ def main() -> int:
     batch = make_batch(arguments.rows, arguments.width)
     torch.zeros(7 << 20)  # freed at once: from now on the allocator keeps what blocks need instead of returning it
     size = f"({arguments.rows}, {arguments.width}) float32, mask int64, {torch.get_num_threads()} thread(s)"
-    groups = bench_groups(batch, arguments.repeat, peer_seconds(arguments.peer_python, batch))
+    peer = peer_seconds(arguments.peer_python, batch)
+    groups = bench_groups(batch, arguments.repeat, peer)
     print(f"{size}\n{'group estimator':32} {'ms':>9} {'loop ms':>9} {'times':>7}   wanted {SPEEDUP:.0f} times")
     for row in groups:
-        beside = f"   upstream {1e3 * row['upstream']:.1f} ms" if row["upstream"] else ""
         met = "" if row["ratio"] >= SPEEDUP else "   LOSES"
-        print(f"{row['name']:32} {1e3 * row['seconds']:9.1f} {1e3 * row['loop']:9.1f} {row['ratio']:7.1f}{met}{beside}")
+        numbers = f"{1e3 * row['seconds']:9.1f} {1e3 * row['loop']:9.1f} {row['ratio']:7.1f}"
+        print(f"{row['name']:32} {numbers}{met}{beside(row)}")
     print(f"{'bound by memory':32} {'ms':>9} {'copy GB/s':>9} {'share':>7}   wanted")
-    memory = bench_memory(batch, arguments.repeat)
+    memory = bench_memory(batch, arguments.repeat, peer)
     for row in memory:
         met = "" if row["share"] >= row["wanted"] else "   LOSES"
         numbers = f"{1e3 * row['seconds']:9.1f} {row['GB/s of a copy']:9.1f} {row['share']:7.1%}"
-        print(f"{row['name']:32} {numbers}   {row['wanted']:.0%}{met}")
+        print(f"{row['name']:32} {numbers}   {row['wanted']:.0%}{met}{beside(row)}")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"size": size, "groups": groups, "memory": memory}, indent=1) + "\n")
     reset_notices()
