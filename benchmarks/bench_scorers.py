@@ -45,8 +45,7 @@ def gsm8k(count: int) -> list[RewardSample]:
     solutions = [json.loads(line)["answer"] for line in lines]
     truths = [text.rpartition("#### ")[2].replace(",", "") for text in solutions]
     return [
-        RewardSample("openai/gsm8k", solutions[i % len(lines)], truths[(i + i % 2) % len(lines)])
-        for i in range(count)
+        RewardSample("openai/gsm8k", solutions[i % len(lines)], truths[(i + i % 2) % len(lines)]) for i in range(count)
     ]
 
 

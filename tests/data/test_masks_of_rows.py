@@ -116,5 +116,7 @@ def test_three_turns_under_a_system_message_are_learned_token_by_token(tmp_path,
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_row_without_an_assistants_turn_names_file_row_and_what_is_missing(tmp_path, family, name):
-    with pytest.raises(DataError, match=r"sft\.parquet, row 0: the conversation has no assistant message"):
+    with pytest.raises(
+        DataError, match=r"sft\.parquet, row 0, column 'messages': the conversation has no assistant message"
+    ):
         dataset(tmp_path, family(name), MESSAGES[:2])

@@ -104,7 +104,9 @@ def test_turns_as_they_were_produced_are_trained_when_asked_for(tmp_path, family
     tokenizer = family("qwen3")
     thought = {"role": "assistant", "content": "<think>\nhm\n</think>\n\n2"}
     rows = [{"messages": [TURN[0], thought, *TURN]}]
-    with pytest.raises(DataError, match=r"sft\.parquet, row 0: the chat template changes an earlier assistant turn"):
+    with pytest.raises(
+        DataError, match=r"sft\.parquet, row 0, column 'messages': the chat template changes an earlier assistant turn"
+    ):
         dataset(tmp_path, tokenizer, rows)
     row = dataset(tmp_path, tokenizer, rows, ignore_input_ids_mismatch=True)[0]
     assert learned(tokenizer, row).startswith("<think>\nhm\n</think>\n\n2<|im_end|>")
@@ -155,7 +157,7 @@ def test_a_number_of_samples_is_kept(tmp_path, tokenizer):
         ([{"message": TURN}], "Did you mean 'message'"),
         ([{"messages": TURN}, {"messages": None}], r"row 1, column 'messages': not a conversation"),
         ([{"messages": TURN}, {"messages": []}], "row 1, column 'messages': the conversation is empty"),
-        ([{"messages": TURN[:1]}], "row 0: the conversation has no assistant message"),
+        ([{"messages": TURN[:1]}], "row 0, column 'messages': the conversation has no assistant message"),
         ([{"prompt": "a", "response": None}], "row 0: the response is not text"),
         ([{"prompt": None, "response": "a"}], "row 0: the prompt is empty"),
         ([{"messages": TURN, "tools": "{"}], "row 0, column 'tools': the tools are not valid JSON"),

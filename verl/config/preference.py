@@ -38,11 +38,6 @@ class PreferenceDataConfig(SFTDataConfig):
         "column with how much better the chosen answer is, where there is one (reward models)",
         upstream=ABSENT,
     )
-    filter_invalid: bool = setting(
-        False,
-        "leave out, and count, rows that cannot be learned from, instead of stopping at the first",
-        upstream=ABSENT,
-    )
     messages_key: str = setting("messages", "column with the chat messages", no_effect=_PAIRS)
     response_key: str | None = setting(None, "column with the answer", no_effect=_PAIRS)
     prompt_dict_keys: list | None = setting(None, "path to the question inside its column", no_effect=_PAIRS)

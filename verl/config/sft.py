@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from verl.config.actor import CHECKPOINT_CONTENTS
 from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
-from verl.config.node import ConfigNode, section, setting
+from verl.config.node import ABSENT, ConfigNode, section, setting
 from verl.config.optim import OptimizerConfig
 from verl.config.profiler import ProfilerConfig
 
@@ -38,6 +38,11 @@ class SFTDataConfig(ConfigNode):
         "~/data/gsm8k/train.parquet", "parquet, json or jsonl file, or a list of them (local or hdfs://)", path=True
     )
     val_files: str | list | None = setting(None, "the same for validation; null: no validation", path=True)
+    filter_invalid: bool = setting(
+        False,
+        "leave out, and count, rows that cannot be learned from, instead of stopping at the first",
+        upstream=ABSENT,
+    )
     train_max_samples: int = setting(-1, "use at most that many rows; -1: all")
     val_max_samples: int = setting(-1, "use at most that many rows; -1: all")
     messages_key: str = setting("messages", "column with the chat messages")

@@ -13,6 +13,9 @@ from jinja2 import TemplateError
 from verl.data.messages import Message
 from verl.errors import DataError, ModelError
 
+MARK = "verlMarksThisPlace"
+"""A content that no template changes: letters only."""
+
 
 class ChatTemplate:
     """Renders and tokenises conversations with one tokenizer and fixed template arguments.
@@ -41,8 +44,42 @@ class ChatTemplate:
         arguments = {"add_generation_prompt": add_generation_prompt, **self.kwargs, **extra}
         try:
             return self.tokenizer.apply_chat_template(list(messages), **arguments, tokenize=False)
-        except (TemplateError, TypeError, ValueError) as failure:
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+        ) as failure:
             raise DataError(f"the chat template refuses the conversation: {failure}") from failure
+
+    def check_generation(self) -> None:
+        """Whether the template begins an answer when it is asked to.
+
+        One without a generation prompt that writes a header before an answer all the same would make the model learn
+        to write that header, and never show it at inference.
+
+        Raises:
+            ModelError: it has none and writes a header.
+        """
+        asked: list[Message] = [{"role": "user", "content": "x"}]
+        try:
+            bare, prompt = self.render(asked), self.render(asked, add_generation_prompt=True)
+            whole = self.render([*asked, {"role": "assistant", "content": MARK}])
+        except DataError:
+            return  # a template that needs more than this speaks for itself when it meets a row
+        header = whole[len(bare) : whole.find(MARK)] if whole.startswith(bare) and MARK in whole else ""
+        if prompt == bare and header.strip():
+            raise ModelError(
+                f"the chat template has no generation prompt, but writes {header!r} before an answer",
+                key="model.custom_chat_template",
+                got=self.tokenizer.name_or_path,
+                fix="Give it one: {% if add_generation_prompt %}"
+                + header.replace("\n", "\\n")
+                + "{% endif %} at its end.",
+            )
 
     def encode(self, text: str) -> list[int]:
         """The ids of rendered text: the template wrote the special tokens, so none is added."""

@@ -98,8 +98,14 @@ class PreferenceDataset(MultiTurnSFTDataset):
         if chosen == rejected:
             fix = "Set data.filter_invalid=true to leave such rows out."
             raise DataError("the chosen and the rejected answer are the same", key=self.describe(row), fix=fix)
+        if length == 0:  # the template refuses it, in its own words
+            for side in SIDES:
+                self._encode_side(self.dataframe[row], row, side)
         if length > self.max_length and self.truncation == "error":
             raise self._too_long(row, length)
+
+    def _leave_out_invalid(self) -> None:
+        """`_check_rows` has done it."""
 
     def _pair_lengths(self, chunk: range) -> list[int]:
         """Tokens of the longer side of each pair; 0 where a pair is broken, which `_check_row` tells."""
@@ -121,7 +127,7 @@ class PreferenceDataset(MultiTurnSFTDataset):
         try:
             ids, mask = self._turns.encode(self._conversation(row, item, side), **self._arguments(row, item))
         except DataError as failure:
-            raise self._at(failure, item) from failure
+            raise self._at(failure, item, self._keys[side]) from failure
         answer = last_run(mask)
         if len(ids) > self.max_length:
             if self.truncation == "error":

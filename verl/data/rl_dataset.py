@@ -77,6 +77,7 @@ class RLHFDataset(Dataset):
         self.return_full_prompt = bool(read(config, "return_full_prompt", False))
         self.need_tools_kwargs = bool(read(config, "need_tools_kwargs", False))
         self._template = ChatTemplate(tokenizer, read_mapping(config, "apply_chat_template_kwargs"))
+        self._template.check_generation()
         tools = load_tools(read(config, "tool_config_path"), read(config, "function_tool_path"))
         self._tools = [tool.get_openai_tool_schema().for_template() for tool in tools.values()]
         self._load()

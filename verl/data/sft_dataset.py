@@ -75,7 +75,9 @@ class MultiTurnSFTDataset(Dataset):
         self._encoded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._room = KEPT_TOKENS
         self._load(parquet_files, max_samples)
-        if self.truncation == "error":
+        if bool(read(config, "filter_invalid", False)):
+            self._leave_out_invalid()
+        elif self.truncation == "error":
             self._refuse_overlong()
         self[0]  # a template whose turns cannot be told is found now and not in the first step
 
@@ -176,6 +178,25 @@ class MultiTurnSFTDataset(Dataset):
             found["enable_thinking"] = bool(thinking)
         return found
 
+    def _leave_out_invalid(self) -> None:
+        """Encode every row now, keep those from which something can be learned, and say how many are left out."""
+        first, kept = None, []
+        for item in range(len(self.dataframe)):
+            try:
+                self[item]
+            except DataError as failure:
+                first = first or failure
+            else:
+                kept.append(item)
+        if not kept:
+            raise DataError("no row is left to learn from; the first is wrong", key=self._origin.files[0]) from first
+        if first is None:
+            return
+        left = len(self.dataframe) - len(kept)
+        notice("data.filter_invalid", f"{left} of {len(self.dataframe)} rows are left out; first: {first}")
+        self._rows, self.dataframe = self._rows[kept], self.dataframe.select(kept)
+        self._encoded = {new: self._encoded[old] for new, old in enumerate(kept) if old in self._encoded}
+
     def _refuse_overlong(self) -> None:
         lengths = measure(len(self), self._lengths, description="measuring conversations")
         long = np.flatnonzero(lengths > self.max_length)
@@ -222,9 +243,10 @@ class MultiTurnSFTDataset(Dataset):
         pad = self.tokenizer.pad_token_id
         return int(self.tokenizer.eos_token_id or 0) if pad is None else int(pad)
 
-    def _at(self, failure: DataError, item: int) -> DataError:
-        """The same error with its row, unless it has a place already."""
-        key = failure.key or self.describe(item)
+    def _at(self, failure: DataError, item: int, column: str | None = None) -> DataError:
+        """The same error with its row and column, unless it has a place already."""
+        column = column or (self.messages_key if self._pair is None else None)
+        key = failure.key or self.describe(item) + (f", column {column!r}" if column else "")
         return DataError(failure.message, key=key, got=failure.got, allowed=failure.allowed, fix=failure.fix)
 
 

@@ -14,13 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl.data.chat_template import ChatTemplate
+from verl.data.chat_template import MARK, ChatTemplate
 from verl.data.messages import Message
 from verl.errors import DataError
 from verl.metrics import notice
-
-MARK = "verlMarksThisPlace"
-"""A content that no template changes: letters only."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +47,7 @@ class TurnFinder:
     """
 
     def __init__(self, template: ChatTemplate, *, keep_produced: bool = False):
+        template.check_generation()
         self.template, self.keep_produced = template, keep_produced
         tokens = set(template.tokenizer.get_added_vocab()) | set(template.tokenizer.all_special_tokens)
         self._special = re.compile("|".join(re.escape(t) for t in sorted(tokens, key=len, reverse=True)) or r"(?!)")
