@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +16,11 @@ from tests.support import tiny_model_dir
 from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import ConfigError, RolloutError
 from verl.metrics import notices, reset_notices
-from verl.models import export_weights
+from verl.models import export_weights, load_causal_lm
 from verl.rollout import place
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.hosted import HostedSampler, SamplerHost
+from verl.rollout.lost import EngineLostError
 from verl.rollout.replicas import Here
 from verl.weight_sync import DiskTransport, ResidentTransport, chunk_weights
 
@@ -86,6 +89,39 @@ def test_what_the_trainer_does_wrong_is_told_in_its_words_and_the_next_update_is
         asyncio.run(sampler.update_weights(broken(), 1))
     update(sampler, seed=1, version=2)
     assert sample(sampler, requests([prompt(3, 1)]))[0].token_versions[0] == 2
+    sampler.close()
+
+
+def test_shared_memory_has_no_name_any_more_once_both_ends_have_it(model):
+    before = set(Path("/dev/shm").glob("verl-weights-*"))
+    for backend in ("shared_memory", "delta"):
+        sampler = hosted(model, backend)
+        update(sampler, seed=1, version=1)
+        assert set(Path("/dev/shm").glob("verl-weights-*")) <= before, (
+            "a process that is killed now leaves nothing behind"
+        )
+        update(sampler, seed=2, version=2)
+        sampler.close()
+
+
+@pytest.mark.dist
+def test_a_sampler_in_a_process_of_its_own_that_is_killed_is_an_error_and_no_hang(model):
+    sampler = place.make_sampler(rollout("shared_memory"), model, "cpu")
+    weights = dict(export_weights(load_causal_lm(model.path, torch.float32)))
+    asyncio.run(sampler.update_weights(chunk_weights(weights.items(), 9000, 1), 1))
+    child = sampler._callee.process.process
+
+    async def run():
+        wanted = requests([prompt(3, 1)], samples=4, max_tokens=400, ignore_eos=True)
+        tasks = [asyncio.ensure_future(sampler.generate(request)) for request in wanted]
+        await asyncio.sleep(0.3)
+        os.kill(child.pid, signal.SIGKILL)
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
+
+    found = asyncio.run(run())
+    assert len(found) == 4 and all(isinstance(one, EngineLostError) for one in found), found
+    with pytest.raises(EngineLostError, match="the sampler's process ended"):
+        asyncio.run(sampler.update_weights(chunk_weights(weights.items(), 9000, 2), 2))
     sampler.close()
 
 

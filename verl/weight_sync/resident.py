@@ -97,6 +97,8 @@ class ResidentTransport(SharedMemoryTransport):
             if os.fstat(handle).st_size < num_bytes:
                 raise RolloutError("a segment of weights is too short", key=self._name(place, num_bytes))
             memory = mmap.mmap(handle, max(1, num_bytes))
+            if self._unlinks:
+                Path(self._name(place, num_bytes)).unlink(missing_ok=True)
         finally:
             os.close(handle)
         return memory, torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -59,7 +59,7 @@ class SharedMemoryTransport(Transport):
         self.bucket_bytes = -(-bucket_bytes // CONTROL) * CONTROL
         self._slot_bytes = CONTROL + HEADER_SHARE + (self.bucket_bytes if self.keeps_bodies else 0)
         self._is_owner, self._most_bytes = path is None, self.bucket_bytes
-        self._next = 0
+        self._next, self._unlinks = 0, False
         if path is None:
             folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
             handle, self.path = tempfile.mkstemp(prefix="verl-weights-", dir=folder)
@@ -77,6 +77,14 @@ class SharedMemoryTransport(Transport):
     @classmethod
     def begin(cls, bucket_bytes: int, device: str = "cpu", **options: Any) -> SharedMemoryTransport:
         return cls(bucket_bytes=bucket_bytes, **options)
+
+    @classmethod
+    def reach(cls, address: Mapping[str, Any], device: str = "cpu") -> SharedMemoryTransport:
+        """The memory's name goes as soon as both ends have it: whoever is killed later leaves nothing behind."""
+        end = cls(**address)
+        end._unlinks = True
+        Path(end.path).unlink(missing_ok=True)
+        return end
 
     @property
     def address(self) -> dict[str, Any]:

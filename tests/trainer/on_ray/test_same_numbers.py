@@ -43,6 +43,14 @@ def test_two_workers_give_the_samples_the_losses_and_the_gradients_of_one(train:
     agree(two, alone, steps=slice(0, 2))
 
 
+def test_samplers_in_actors_of_their_own_and_weights_in_the_background_change_no_number(train: Callable[..., Run]):
+    two = train("again", 2, "trainer.n_gpus_per_node=2")
+    hosted = "actor_rollout_ref.rollout.checkpoint_engine.backend=shared_memory"
+    beside = train("beside", 2, "trainer.n_gpus_per_node=2", hosted, "trainer.async_weight_update=true")
+    assert [numbers(step) for step in beside.steps] == [numbers(step) for step in two.steps]
+    assert beside.samples == two.samples
+
+
 def test_four_workers_on_two_nodes_do_so_too_and_say_where_they_are(train: Callable[..., Run], alone: Run):
     reset_notices()
     four = train("four", 2, "trainer.n_gpus_per_node=2", "trainer.nnodes=2")

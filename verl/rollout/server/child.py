@@ -6,6 +6,7 @@ that only this user can read, because a command line is seen by everybody.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import shutil
@@ -93,10 +94,18 @@ class ChildCallee:
         try:
             answer = await self._client.ask("POST", path, payload, ANSWER_SECONDS)
         except EngineLostError as error:
-            if self.process.is_alive:
+            if not await self._has_ended():
                 raise
             raise EngineLostError(f"the sampler's process ended: {self.process.last_words}") from error
         found = answer.json()
         if answer.status >= 300:
             raise RolloutError(str(found.get("error", found)))
         return found
+
+    async def _has_ended(self) -> bool:
+        """Connections break a moment before the process is gone."""
+        for _ in range(20):
+            if not self.process.is_alive:
+                return True
+            await asyncio.sleep(0.05)
+        return False
