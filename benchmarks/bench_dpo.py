@@ -121,6 +121,7 @@ def main() -> None:
     parser.add_argument("--size", default="10M", choices=SIZES)
     parser.add_argument("--steps", type=int, default=8, help=f"steps per run; the first {WARMUP} are not counted")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peer-setting", choices=PEER_SETTINGS, help="take this one instead of trying all")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     steps, python = arguments.steps, arguments.peer_python
@@ -139,10 +140,10 @@ def main() -> None:
             return child(python, PEER, words, folder, None)
 
         tried = {}
-        for name, settings in PEER_SETTINGS.items() if python else ():
+        for name, settings in PEER_SETTINGS.items() if python and not arguments.peer_setting else ():
             tried[name] = speed(tokens, peer_run(settings)[0])
             print(f"TRL {name}: {tried[name]:.0f} tokens per CPU-second", flush=True)
-        best = max(tried, key=tried.__getitem__, default="")
+        best = arguments.peer_setting or max(tried, key=tried.__getitem__, default="")
         mine, peer, apart = [], [], []
         for _ in range(arguments.rounds):
             seconds, losses = run_ours(folder, model, reference, ours, steps)

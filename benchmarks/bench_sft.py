@@ -207,6 +207,7 @@ def main() -> None:
     parser.add_argument("--size", default="10M", choices=SIZES)
     parser.add_argument("--steps", type=int, default=8, help=f"steps per run; the first {WARMUP} are not counted")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peer-setting", choices=PEER_SETTINGS, help="take this one instead of trying all")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as temporary:
@@ -215,11 +216,11 @@ def main() -> None:
         ours, theirs, tokens = make_rows(folder, arguments.steps)
         print(f"{ROWS} rows per step, {statistics.mean(tokens):.0f} tokens on average, one thread, float32", flush=True)
         tried = {}
-        for name, settings in PEER_SETTINGS.items() if arguments.peer_python else ():
+        for name, settings in PEER_SETTINGS.items() if arguments.peer_python and not arguments.peer_setting else ():
             seconds, _ = run_peer(folder, arguments.peer_python, model, theirs, arguments.steps, settings)
             tried[name] = speed(tokens, seconds)
             print(f"TRL {name}: {tried[name]:.0f} tokens per CPU-second", flush=True)
-        best = max(tried, key=tried.__getitem__, default="")
+        best = arguments.peer_setting or max(tried, key=tried.__getitem__, default="")
         mine, peer, apart = [], [], []
         for _ in range(arguments.rounds):
             seconds, losses = run_ours(folder, model, ours, arguments.steps)
