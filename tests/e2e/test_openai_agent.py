@@ -37,7 +37,7 @@ SETTINGS = [
     "actor_rollout_ref.rollout.n=8",
     "actor_rollout_ref.rollout.agent.default_agent_loop=mine",
     "actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml",
-    "algorithm.rollout_correction.rollout_is=token",
+    "actor_rollout_ref.actor.ppo_epochs=2",
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     "actor_rollout_ref.actor.optim.lr=0.03",
     "trainer.logger=[file]",
@@ -52,7 +52,7 @@ def test_the_stock_client_drives_training_and_its_tokens_are_in_the_batch(tmp_pa
     write_prompts(tmp_path / "train.parquet", 8)
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "loops.yaml").write_text(LOOPS)
-    settings = [*SETTINGS, "trainer.experiment_name=e", "trainer.total_training_steps=15", "trainer.total_epochs=9", "trainer.rollout_data_dir=dumps"]
+    settings = [*SETTINGS, "trainer.experiment_name=e", "trainer.total_training_steps=12", "trainer.total_epochs=9", "trainer.rollout_data_dir=dumps"]
     runs.command("verl.trainer.main_ppo", *settings, cwd=tmp_path)
     steps = runs.metrics(tmp_path, "agents", "e")
     rewards = runs.curve(steps, "critic/rewards/mean")
