@@ -7,7 +7,7 @@ import xml.etree.ElementTree as xml
 
 import pytest
 
-from scripts import draw_architecture, generate_readme
+from scripts import draw_architecture, generate_baselines, generate_readme
 from tests.sanity.source_tree import ROOT
 
 DOCS = ROOT / "docs"
@@ -74,3 +74,25 @@ def test_the_readme_says_what_works_and_what_is_refused():
     text = generate_readme.PAGE.read_text(encoding="utf-8")
     assert generate_readme.page(text) == text, "run scripts/generate_readme.py"
     assert "`grpo`" in generate_readme.table() and generate_readme.table().count("\n") == 10
+
+
+def test_the_baselines_are_those_that_the_script_has_noted():
+    noted = generate_baselines.noted()
+    assert set(noted) <= set(generate_baselines.MEASURES) and "scorers" in noted
+    made = generate_baselines.page(noted)
+    assert generate_baselines.PAGE.read_text(encoding="utf-8") == made, "run scripts/generate_baselines.py"
+    for one in generate_baselines.MEASURES.values():
+        assert (ROOT / one.words[0]).is_file()
+
+
+def test_a_measurement_is_read_off_what_its_command_prints(monkeypatch, tmp_path):
+    (tmp_path / "speed.py").write_text("print('| fast | 1,234 | 5 |')")
+    one = generate_baselines.Measure("speed", (str(tmp_path / "speed.py"),), {"fast": r"^\| fast \| ([0-9,]+) \|"})
+    monkeypatch.setattr(generate_baselines, "MEASURES", {"speed": one})
+    found = generate_baselines.measure("speed")
+    assert found["results"] == {"fast": "1,234"}
+    page = generate_baselines.page({"speed": found})
+    assert "| `speed` | speed |" in page and "fast: 1,234" in page
+    (tmp_path / "speed.py").write_text("print('nothing')")
+    with pytest.raises(SystemExit, match="printed no fast"):
+        generate_baselines.measure("speed")
