@@ -22,10 +22,11 @@ def ended_in_time(outcome: Outcome, seconds: float = SECONDS) -> bool:
 
 def run_and_bury(box: Box, code: str, **limits: float) -> Outcome:
     """The outcome, after it is sure that it came in time and that no process is left."""
+    limits = {"seconds": SECONDS, **limits}
     begin = time.monotonic()
-    outcome = box.run(code, **{"seconds": SECONDS, **limits})
-    assert time.monotonic() - begin < SECONDS + 1 + BUSY_MACHINE
-    assert ended_in_time(outcome), outcome
+    outcome = box.run(code, **limits)
+    assert time.monotonic() - begin < limits["seconds"] + 1 + BUSY_MACHINE
+    assert ended_in_time(outcome, limits["seconds"]), outcome
     assert len(wait_until_quiet(box.pool, seconds=0.0)) == 2
     return outcome
 

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from tests.sandbox.attacks import Box, wait_until_quiet
+from tests.sandbox.attacks import Box, is_alive, wait_until_quiet
+from tests.sandbox.conftest import OFFERED
 from verl.sandbox import Limits, Pool, Session
 
 
@@ -85,6 +86,29 @@ def test_closing_a_session_leaves_nothing_and_it_begins_anew(box: Box):
     assert len(wait_until_quiet(box.pool, seconds=0.0)) == 2
     assert "NameError" in session.run("x").stderr
     session.close()
+
+
+def test_the_process_of_a_session_ends_with_it_even_where_no_namespace_ends_it():
+    missing = ("namespaces",)
+    if "without namespaces" not in OFFERED:
+        return
+    with Pool(1, allow_missing=missing, without=missing) as pool:
+        sessions = [Session(pool) for _ in range(3)]
+        pids = [int(session.run("import os; os.getpid()").stdout) for session in sessions]
+        assert all(map(is_alive, pids))
+        sessions[0].close()
+        assert not is_alive_after(pids[0], 5.0) and is_alive(pids[1])
+        undo = "import ctypes; ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)"
+        assert sessions[1].run(undo).stdout == "-1\n"
+    assert not any(is_alive_after(pid, 5.0) for pid in pids)
+
+
+def is_alive_after(pid: int, seconds: float) -> bool:
+    """Whether a process still runs when it has had so long to end."""
+    deadline = time.monotonic() + seconds
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return is_alive(pid)
 
 
 def test_a_forged_report_of_an_ended_cell_only_ends_it_early(pool: Pool):

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from verl.sandbox import frames
 from verl.sandbox.inside import program, root, walls
 from verl.sandbox.inside.watch import Watch
+from verl.sandbox.kernel import calls
 
 REQUEST_PIECE = 1 << 16
 LOW_FDS = 64
@@ -28,6 +29,7 @@ def main(channel: socket.socket, stand: walls.Walls) -> NoReturn:
     """Serve one request, then end."""
     code = 1
     try:
+        calls.prctl(calls.PR_SET_PDEATHSIG, signal.SIGKILL)  # with the keeper, also without a pid namespace
         os.closerange(3, channel.fileno())
         os.closerange(channel.fileno() + 1, HIGHEST_FD)
         _Run(channel, stand).serve()
@@ -82,10 +84,11 @@ class _Run:
         """
         inputs, outputs, errors, report, cells, trouble = (os.pipe() for _ in range(6))
         own = [inputs[0], outputs[1], errors[1], report[1], *([cells[0]] if stdin is None else [])]
+        init = os.getpid()
         pid = os.fork()
         if pid == 0:
             try:
-                self._become_program(own, trouble[1], body)
+                self._become_program(own, trouble[1], init, body)
             finally:
                 os._exit(1)
         for fd in (*own, trouble[1]):
@@ -101,7 +104,7 @@ class _Run:
         data = (stdin or "").encode("utf-8", "surrogatepass")
         return Watch(pid, ends, data, self._limits, self._proc, everything=self._walls.has("namespaces"))
 
-    def _become_program(self, own: list[int], trouble: int, body: Callable[[], NoReturn]) -> None:
+    def _become_program(self, own: list[int], trouble: int, init: int, body: Callable[[], NoReturn]) -> None:
         """Keep the pipes as descriptors 0 to 4, close all others, put up the last walls, run."""
         kept = [*own, trouble, *([] if self._proc is None else [self._proc])]
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, LOW_FDS) for fd in kept]
@@ -115,7 +118,8 @@ class _Run:
             os.close(high[place])
         trouble = high[len(own)]
         try:
-            walls.enter_program(self._walls, self._limits, high[-1] if self._proc is not None else None, self._folder)
+            proc = high[-1] if self._proc is not None else None
+            walls.enter_program(self._walls, self._limits, proc, self._folder, init)
         except OSError as error:
             os.write(trouble, str(error).encode())
             return

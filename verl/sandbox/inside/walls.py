@@ -6,9 +6,11 @@ no capability, no way to gain one, and the list of system calls; only then is a 
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import resource
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,10 +79,11 @@ def enter_run(walls: Walls) -> int | None:
         return None
 
 
-def enter_program(walls: Walls, limits: Mapping[str, Any], proc: int | None, folder: str) -> None:
+def enter_program(walls: Walls, limits: Mapping[str, Any], proc: int | None, folder: str, parent: int) -> None:
     """For the program's process: its temporary folder, its limits, and the end of all privileges.
 
     Args:
+        parent: init, as the program's process sees it.
         folder: its temporary folder, where it cannot have a file system of its own.
     """
     if walls.has("namespaces"):
@@ -94,6 +97,10 @@ def enter_program(walls: Walls, limits: Mapping[str, Any], proc: int | None, fol
     calls.prctl(calls.PR_SET_NO_NEW_PRIVS, 1)
     calls.drop_capabilities()
     calls.prctl(calls.PR_SET_DUMPABLE, 0)
+    # Without a pid namespace nothing else ends the program when init is killed. The filter keeps it from being undone.
+    calls.prctl(calls.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise OSError(errno.ESRCH, "init is gone")
     if walls.has("landlock"):
         devices = [path for path in root.DEVICES if os.path.exists(path)]
         landlock.restrict([path for path in walls.paths if not os.path.islink(path)], [folder], devices)

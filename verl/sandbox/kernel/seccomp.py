@@ -26,8 +26,8 @@ _CLONE_THREAD = 0x00010000
 _SET_MODE_FILTER = 1
 _SECCOMP = {"x86_64": 317, "aarch64": 277}
 
-_PRCTL_OPTIONS = (1, 2, 3, 15, 16, 21, 23, 38, 39, 0x53564D41)
-"""Parent-death signal (read, set), dumpable (read), thread name, seccomp mode, capability (read), no-new-privs,
+_PRCTL_OPTIONS = (2, 3, 15, 16, 21, 23, 38, 39, 0x53564D41)
+"""Parent-death signal (read), dumpable (read), thread name, seccomp mode, capability (read), no-new-privs,
 names of memory areas."""
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """Is it a terminal, its size, bytes to read, non-blocking, close-on-exec."""
