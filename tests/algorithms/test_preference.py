@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -82,3 +83,61 @@ def test_the_loss_of_a_batch_is_the_formula_on_its_sums():
 def test_an_unknown_loss_is_refused_before_the_first_step():
     with pytest.raises(ConfigError, match=r"dpo.loss_type.*sigmoid"):
         DPOLoss(kind="kto")
+
+
+def by_hand(kind: str, smoothing: float, normalised: bool, beta: float, outputs: dict, batch: dict):
+    """The loss and its derivative by every token's log-probability, in NumPy and float64, written out pair by pair."""
+    log_probs, mask = outputs["log_probs"].numpy(), batch["response_mask"].numpy()
+    reference, total, gradient = batch["ref_sums"].numpy(), 0.0, np.zeros(mask.shape)
+    count = len(mask) // 2
+    for pair in range(count):
+        better, worse = 2 * pair, 2 * pair + 1
+        size = {row: mask[row].sum() if normalised else 1 for row in (better, worse)}
+        ratio = {row: (log_probs[row][mask[row] == 1].sum() - reference[row]) / size[row] for row in (better, worse)}
+        h = ratio[better] - ratio[worse]
+        s = 1 / (1 + np.exp(-beta * h))
+        if kind == "sigmoid":
+            loss = -(1 - smoothing) * np.log(s) - smoothing * np.log(1 - s)
+            slope = beta * (-(1 - smoothing) * (1 - s) + smoothing * s)
+        elif kind == "ipo":
+            loss, slope = (h - 1 / (2 * beta)) ** 2, 2 * (h - 1 / (2 * beta))
+        else:
+            loss, slope = max(0.0, 1 - beta * h), -beta if beta * h < 1 else 0.0
+        total += loss / count
+        gradient[better] += slope / count * mask[better] / size[better]
+        gradient[worse] -= slope / count * mask[worse] / size[worse]
+    return total, gradient
+
+
+@pytest.mark.parametrize("normalised", [False, True], ids=["whole answers", "per token"])
+@pytest.mark.parametrize("kind, smoothing", [("sigmoid", 0.0), ("sigmoid", 0.2), ("ipo", 0.0), ("hinge", 0.0)])
+def test_dpo_and_its_gradient_are_the_formulas_written_out_in_float64(kind, smoothing, normalised):
+    for seed in range(5):
+        outputs, batch = pairs(seed, rows=8)
+        log_probs = outputs["log_probs"].clone().requires_grad_()
+        loss_fn = DPOLoss(0.3, kind, smoothing, normalised)
+        loss, _ = loss_fn({"log_probs": log_probs}, batch, LossNorm(num_tokens=1.0, num_sequences=8))
+        loss.backward()
+        expected, slope = by_hand(kind, smoothing, normalised, 0.3, outputs, batch)
+        assert loss.item() == pytest.approx(expected, rel=1e-12)
+        np.testing.assert_allclose(log_probs.grad.numpy(), slope, rtol=1e-10, atol=1e-14)
+
+
+def test_the_reward_models_loss_and_its_gradient_are_the_formulas_written_out_in_float64():
+    """L = -log s(r_w - r_l - m) + c (r_w + r_l)^2, dL/dr_w = -(1 - s) + 2 c (r_w + r_l), dL/dr_l = 1 - s + the same."""
+    centering = 0.05
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        scores = torch.randn(8, 1, generator=generator, dtype=torch.float64)
+        margin = torch.rand(4, generator=generator, dtype=torch.float64).repeat_interleave(2)
+        batch = {"response_mask": torch.ones(8, 1, dtype=torch.long), "margin": margin}
+        values = scores.clone().requires_grad_()
+        loss, _ = RewardModelLoss(centering)({"values": values}, batch, LossNorm(num_tokens=1.0, num_sequences=8))
+        loss.backward()
+        r, m = scores[:, 0].numpy(), margin[0::2].numpy()
+        better, worse = r[0::2], r[1::2]
+        s = 1 / (1 + np.exp(-(better - worse - m)))
+        assert loss.item() == pytest.approx(np.mean(-np.log(s) + centering * (better + worse) ** 2), rel=1e-12)
+        pull = 2 * centering * (better + worse)
+        slope = np.stack([-(1 - s) + pull, (1 - s) + pull], axis=1).reshape(8, 1) / 4
+        np.testing.assert_allclose(values.grad.numpy(), slope, rtol=1e-10, atol=1e-14)
