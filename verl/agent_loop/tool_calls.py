@@ -258,7 +258,12 @@ def shortened(text: str, length: int, side: Side) -> str:
 
 def takes(method: Callable[..., Any], name: str) -> bool:
     """Whether a method can be given an argument of this name."""
-    found = inspect.signature(method).parameters
+    return _takes(method.__func__ if inspect.ismethod(method) else method, name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    found = inspect.signature(function).parameters
     return name in found or any(p.kind is p.VAR_KEYWORD for p in found.values())
 
 
