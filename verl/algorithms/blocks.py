@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,16 +55,22 @@ def inner_product(values: Tensor, mask: Tensor) -> Tensor:
     return zero_outside(values, mask).sum()
 
 
-def positions_from(values: Tensor, floor: float) -> Tensor:
-    """The flat positions, ascending, of what is at least ``floor``; fast where that is little (CPU)."""
-    if values.device.type != "cpu":
-        return (values >= floor).flatten().nonzero()[:, 0]
-    return torch.from_numpy(np.flatnonzero(values.numpy() >= floor))
+def comparable(values: Tensor) -> Any:
+    """The same numbers in the same memory as something that compares fast: on a CPU numpy does, five times as fast."""
+    return values.numpy() if values.device.type == "cpu" else values
 
 
-def log(values: Tensor) -> Tensor:
-    """The natural logarithm; in float32 on a CPU by numpy, whose loop is three times as fast."""
+def positions(condition: Any) -> Tensor:
+    """The flat positions, ascending, where a comparison of `comparable` values holds."""
+    if isinstance(condition, Tensor):
+        return condition.flatten().nonzero()[:, 0]
+    return torch.from_numpy(np.flatnonzero(condition))
+
+
+def log_(values: Tensor) -> Tensor:
+    """The natural logarithm in place; in float32 on a CPU by numpy, whose loop is three times as fast."""
     if values.device.type != "cpu" or values.dtype != torch.float32:
-        return values.log()
+        return values.log_()
     with np.errstate(divide="ignore", invalid="ignore"):
-        return torch.from_numpy(np.log(values.numpy()))
+        np.log(values.numpy(), out=values.numpy())
+    return values

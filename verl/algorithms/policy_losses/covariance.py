@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.blocks import cleaned, float_mask, inner_product, positions_from, row_blocks
+from verl.algorithms.blocks import comparable, float_mask, inner_product, positions, row_blocks
 from verl.algorithms.policy_losses.clip import Clip
 from verl.algorithms.policy_losses.kernel import Block, Changes, Inputs, Terms, policy_loss
 
@@ -42,7 +42,15 @@ def covariance(block: Block, mean_advantage: Tensor, mean_log_prob: Tensor) -> T
 
 def joined(parts: list[Changes]) -> Changes:
     """The changes of several blocks as one."""
-    return Changes(*(torch.cat(tensors) for tensors in zip(*parts)))
+    where, loss, slope = (torch.cat(tensors) for tensors in list(zip(*parts))[:3])
+    keys = [part.key for part in parts if part.key is not None]
+    return Changes(where, loss, slope, torch.cat(keys) if keys else None)
+
+
+def only(changes: Changes, which: Tensor) -> Changes:
+    """Some of them."""
+    key = None if changes.key is None else changes.key[which]
+    return Changes(changes.where[which], changes.loss[which], changes.slope[which], key)
 
 
 class RandomShare:
@@ -64,7 +72,7 @@ class RandomShare:
             return None, {}
         every = joined(self.parts)
         picked = torch.randperm(len(every.where))[: self.wanted].to(every.where.device).sort().values
-        return Changes(*(tensor[picked] for tensor in every)), {"pg_clipfrac": float(len(picked))}
+        return only(every, picked), {"pg_clipfrac": float(len(picked))}
 
 
 @policy_loss(survey=RandomShare)
@@ -88,10 +96,10 @@ def clip_cov(block: Block, config: Any) -> Terms:
     is_plain = torch.ge(plain, clipped, out=cost)
     loss = torch.maximum(plain, clipped, out=clipped)
     slope = plain.mul_(is_plain)
-    where = positions_from(cov, lb)
-    found = cov.view(-1)[where]
-    where = where[(found > lb) & (found < ub) & _at(block.mask, where).bool() & _at(is_plain, where).bool()]
-    return Terms(loss, slope, changes=Changes(where, -_at(loss, where), -_at(slope, where), _at(cov, where)))
+    cov, mask, plain = comparable(cov), comparable(block.mask), comparable(is_plain)
+    where = positions((cov > lb) & (cov < ub) & (mask > 0) & (plain > 0))
+    without = -slope.take(where)  # where the clip leaves a token alone its slope is its loss
+    return Terms(loss, slope, changes=Changes(where, without, without))
 
 
 class Highest:
@@ -111,10 +119,11 @@ class Highest:
 
     def collect(self, changes: Changes) -> None:
         every = changes if self.best is None else joined([self.best, changes])
+        assert every.key is not None
         order = every.key.sort(descending=True, stable=True).indices[: self.wanted]
-        self.best = Changes(*(tensor[order] for tensor in every))
+        self.best = only(every, order)
         if len(order) == self.wanted:
-            self.floor = self.best.key[-1].item()
+            self.floor = every.key[order[-1]].item()
 
     def chosen(self) -> tuple[Changes | None, dict[str, float]]:
         return self.best, {}
@@ -132,15 +141,10 @@ def kl_cov(block: Block, config: Any) -> Terms:
     ``ppo_kl`` is the mean of |d|. Settings: policy_loss.kl_cov_ratio (the share), policy_loss.ppo_kl_coef.
     """
     beta = 0.1 if config is None else float(config.policy_loss.ppo_kl_coef)
-    # Nothing outside the mask is chosen; a 0 there rarely has to be looked at.
-    cov = cleaned(covariance(block, *block.survey.means), block.mask)
-    where = positions_from(cov, block.survey.enters(cov, block.mask))
-    where = where[_at(block.mask, where).bool()]
-    moved = _at(block.log_ratio, where)
+    cov = covariance(block, *block.survey.means)
+    where = positions(comparable(cov) >= block.survey.enters(cov, block.mask))
+    where = where[block.mask.take(where) > 0]
+    moved = block.log_ratio.take(where)
+    changes = Changes(where, beta * moved.abs(), beta * moved.sign(), cov.take(where))
     loss = block.ratio().mul_(block.advantages.neg_())
-    changes = Changes(where, beta * moved.abs(), beta * moved.sign(), _at(cov, where))
     return Terms(loss, loss, {"ppo_kl": block.log_ratio.abs_().sum()}, changes)
-
-
-def _at(values: Tensor, where: Tensor) -> Tensor:
-    return values.view(-1)[where]

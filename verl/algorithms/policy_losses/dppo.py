@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.blocks import log
+from verl.algorithms.blocks import log_
 from verl.algorithms.policy_losses.clip import Clip
 from verl.algorithms.policy_losses.kernel import Block, Terms, exp, policy_loss
 
@@ -37,7 +37,7 @@ def dppo_kl(block: Block, config: Any) -> Terms:
     ratio = block.ratio()
     new, old = _probabilities(block, ratio)
     rest = 1.0 - old
-    others = log((rest + EPSILON).div_(new.neg_().add_(1.0 + EPSILON))).mul_(rest)
+    others = log_((rest + EPSILON).div_(new.neg_().add_(1.0 + EPSILON))).mul_(rest)
     divergence = others.addcmul_(old, block.log_ratio, value=-1.0)
     return _terms(block, Clip.of(config), ratio, torch.copysign(divergence, block.log_ratio, out=rest))
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.blocks import positions_from
+from verl.algorithms.blocks import comparable, positions
 from verl.algorithms.policy_losses.clip import Clip
 from verl.algorithms.policy_losses.kernel import Block, Terms, policy_loss
 
@@ -28,16 +28,16 @@ def geo_mean(block: Block, config: Any) -> Terms:
     Importance weights multiply a row by their geometric mean.
     """
     clip, d, advantages = Clip.of(config), block.log_ratio, block.advantages
-    moves = torch.ne(advantages, 0.0, out=torch.empty_like(d))
-    total = torch.linalg.vecdot(d, moves)
     # Few tokens stand outside the bounds, so these are looked at one by one.
     beyond = d - d.clamp(-clip.low, clip.high)
-    where = positions_from(beyond.abs(), torch.finfo(d.dtype).tiny)
-    sign, excess = advantages.view(-1)[where].sign(), beyond.view(-1)[where]
+    where = positions(comparable(beyond) != 0)
+    sign, excess = advantages.take(where).sign(), beyond.take(where)
     held = sign * excess > 0
-    total.index_add_(0, where[held] // d.shape[1], excess[held], alpha=-1.0)
-    moves.view(-1)[where[held]] = 0.0
-    row = -_row_mean(advantages, block) * (total[:, None] / block.lengths).exp()
+    stops, excess = where[held], excess[held]
+    moves = torch.ne(advantages, 0.0, out=beyond)
+    kept = d.put_(stops, -excess, accumulate=True)
+    row = -_row_mean(advantages, block) * (torch.linalg.vecdot(kept, moves)[:, None] / block.lengths).exp()
+    moves.put_(stops, torch.zeros_like(excess))
     if block.weights is not None:
         row = row * _row_mean((block.weights + EPSILON).log_().mul_(block.mask), block).exp()
     sums = {"pg_clipfrac": (sign > 0).sum(), "pg_clipfrac_lower": (sign < 0).sum()}

@@ -95,13 +95,13 @@ class Changes(NamedTuple):
     Args:
         where: positions in the flattened block, ascending; the kernel makes them positions in the micro-batch.
         loss, slope: what is added to the token's loss and slope if it is chosen; the kernel scales both.
-        key: what the choice goes by.
+        key: what the choice goes by, if it is not chance.
     """
 
     where: Tensor
     loss: Tensor
     slope: Tensor
-    key: Tensor
+    key: Tensor | None = None
 
 
 class Terms(NamedTuple):
