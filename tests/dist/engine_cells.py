@@ -79,6 +79,7 @@ def sharded(path: Path, kind: str = "causal_lm", trains: bool = True, **sections
         kind=kind,
         total_training_steps=10,
         seed=5,
+        passes=sections.get("passes"),
     )
 
 

@@ -1,4 +1,4 @@
-"""``python -m tests.dist.parity`` runs the parity matrix and prints it; ``--write`` puts its cells into docs/parity.md."""
+"""``python -m tests.dist.parity`` runs the parity matrix and prints it; ``--write`` puts its cells into a page."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ HEAD = """# Which layouts over processes there are
 Each cell computes from equal weights what the plain engine does: log-probs, entropies, loss and gradient of a ragged
 mini-batch, cut into micro-batches, agree to a relative L2 error of 1e-5 in float32, over gloo
 (`tests/dist/test_parity_matrix.py`). A number instead of a cross is the reason why a cell does not exist; it stands
-below. `python -m tests.dist.parity --write` writes this page; without `--write` it runs all cells and prints the largest
-error of each.
+below. `python -m tests.dist.parity --write` writes this page; without `--write` it runs all cells and prints the
+largest error of each.
 
 `dense` is a Qwen3, `mixture` a Qwen3-MoE of four experts; LoRA is on the attention's linear maps. sp, ep, tp: processes
 that share sequences (Ulysses), experts, linear maps.

@@ -6,7 +6,7 @@ import pytest
 
 from tests.dist import engine_cells as cells
 from tests.dist import resume_cells as resume
-from tests.dist import switch_cells
+from tests.dist import switch_cells, switches
 from tests.dist.engine_cells import With
 from tests.dist.group import run_cells
 
@@ -149,6 +149,11 @@ def test_every_switch_is_real(runs, strategy, switch):
         found = answer[switch]
         for seen, value in zip(found, expected, strict=True):
             assert seen == (pytest.approx(parts[value], rel=0.01) if value in parts else value)
+
+
+def test_the_page_of_switches_shows_what_is_seen(runs):
+    shown = switches.PAGE.read_text(encoding="utf-8")
+    assert switches.settings_table(runs[2]) in shown, "run python -m tests.dist.switches --write"
 
 
 @world("nan_on_one_rank")

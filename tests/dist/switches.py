@@ -1,0 +1,67 @@
+"""``python -m tests.dist.switches`` shows what each setting changes, off and on; ``--write`` puts it into a page."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.dist.engine_cells import With
+from tests.dist.group import run_cells
+from tests.dist.sharing_cells import sharing
+from tests.dist.switch_cells import switches
+
+STRATEGIES = ("fsdp", "fsdp2")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "switches.md"
+HEAD = """# What each switch changes
+
+Seen on two processes over gloo, with models of two layers (three units with the root), width 32 and a vocabulary of
+259, in float32. The rows of the first table are shared by both processes; those of the second are all on the first one,
+and each of its numbers is what arithmetic says: tokens of the rows, (P-1)/P (N/P) (2H + 2h) d numbers for Ulysses, 1/P
+of the experts. `python -m tests.dist.switches --write` makes this page, and the tests
+check it.
+
+Not seen here, because on a CPU they change nothing: `param_offload`, `optimizer_offload`, `offload_policy`,
+`model.enable_activation_offload` (`tests/gpu`), `model.use_liger`.
+"""
+
+
+def main(write: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        cells = [With(strategy, cell) for cell in (switches, sharing) for strategy in STRATEGIES]
+        found = page(run_cells(2, cells, Path(folder)))
+    if write:
+        PAGE.write_text(found, encoding="utf-8")
+    else:
+        print(found)
+
+
+def page(runs: dict[str, list[Any]]) -> str:
+    """The document, from what rank 0 saw in the cells of two processes."""
+    return f"{HEAD}\n{settings_table(runs)}\n{sharing_table(runs)}"
+
+
+def settings_table(runs: dict[str, list[Any]]) -> str:
+    return _table({s: runs[f"{s}: switches"][0] for s in STRATEGIES})
+
+
+def sharing_table(runs: dict[str, list[Any]]) -> str:
+    return _table({s: {k: v["seen"] for k, v in runs[f"{s}: sharing"][0].items()} for s in STRATEGIES})
+
+
+def _table(found: dict[str, dict[str, list[Any]]]) -> str:
+    lines = ["| setting | seen | strategy | off | on |", "| --- | --- | --- | --- | --- |"]
+    for switch in found["fsdp2"]:
+        setting, _, seen = switch.partition(": ")
+        values = {s: found[s][switch] for s in STRATEGIES if switch in found[s]}
+        alike = len({str(value) for value in values.values()}) == 1
+        for strategy, value in list(values.items())[: 1 if alike else None]:
+            off, *on = (f"{v:,}" if isinstance(v, int) else str(v).removeprefix("torch.") for v in value)
+            which = " and ".join(values) if alike else strategy
+            lines.append(f"| `{setting}` | {seen} | {which} | {off} | {' or '.join(on)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main("--write" in sys.argv[1:])

@@ -1,0 +1,31 @@
+"""Packing, shared prompts, budgets, the fused head, and what neighbours share: seen off and on, as arithmetic says."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist import switches
+from tests.dist.engine_cells import With
+from tests.dist.group import run_cells
+from tests.dist.sharing_cells import sharing
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Cell -> what each of two ranks returned."""
+    return run_cells(2, [With(s, sharing) for s in switches.STRATEGIES], tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize("strategy", switches.STRATEGIES)
+def test_what_is_computed_and_sent_is_as_arithmetic_says(runs, strategy):
+    found = runs[f"{strategy}: sharing"][0]  # the rows are rank 0's
+    assert len(found) == {"fsdp": 9, "fsdp2": 10}[strategy]
+    for switch, case in found.items():
+        assert case["seen"] == case["expected"] and case["seen"][0] != case["seen"][1], switch
+
+
+def test_the_page_of_switches_shows_it(runs):
+    shown = switches.PAGE.read_text(encoding="utf-8")
+    assert switches.sharing_table(runs) in shown, "run python -m tests.dist.switches --write"
