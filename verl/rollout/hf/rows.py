@@ -20,7 +20,7 @@ UNIFORMS_AT_ONCE = 32
 class Row:
     """One request on its way: its tokens so far, and where its keys and values lie.
 
-    ``state`` belongs to the scheduler; ``cell`` is the runner's own note of the place.
+    ``state`` belongs to the scheduler; ``cell`` is the runner's own note of the place; ``most`` tokens may be drawn.
     """
 
     request: Request
@@ -33,6 +33,10 @@ class Row:
     state: RowState = "waiting"
     cell: object = None
     uniforms: list[float] = field(default_factory=list)
+    most: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.most = self.request.sampling.max_tokens - len(self.request.generated_prefix)
 
     @classmethod
     def bare(cls, prompt: Prompt) -> Row:
@@ -43,7 +47,12 @@ class Row:
     @property
     def budget(self) -> int:
         """Tokens that may still be drawn."""
-        return self.request.sampling.max_tokens - len(self.request.generated_prefix) - len(self.tokens)
+        return self.most - len(self.tokens)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its last token was drawn."""
+        return self.tokens[-1] in self.stops or len(self.tokens) >= self.most
 
     @property
     def num_cached(self) -> int:

@@ -302,7 +302,9 @@ class HFSampler(Sampler):
         admitted = [(prompt, self._scheduler.take(prompt)) for prompt in prompts]
         fresh = [row for _, members in admitted for row in members]
         self._draw([*rows, *fresh], parts)
-        ended = [row for row in (*rows, *fresh) if self._ends(row)]
+        ended = [row for row in (*rows, *fresh) if row.is_complete]
+        for row in ended:
+            self._end(row)
         if ended:
             self._runner.remove(ended)
         starting = [(prompt, [row for row in members if row.state == "running"]) for prompt, members in admitted]
@@ -323,12 +325,13 @@ class HFSampler(Sampler):
                 self._columns = (rows, columns)
             numbers = torch.tensor(self._uniforms(rows), dtype=torch.float64, device=logits.device)
             tokens, log_probs = (x.tolist() for x in draw(logits, numbers, self._columns[1]))
+        if not math.isfinite(sum(log_probs)):
+            row = next(row for row, log_prob in zip(rows, log_probs) if not math.isfinite(log_prob))
+            raise RolloutError(
+                f"the model's logits are not finite (request {row.request.id!r}, position {row.position()})",
+                fix="Did the weights become NaN in training?",
+            )
         for row, token, log_prob in zip(rows, tokens, log_probs):
-            if not math.isfinite(log_prob):
-                raise RolloutError(
-                    f"the model's logits are not finite (request {row.request.id!r}, position {row.position()})",
-                    fix="Did the weights become NaN in training?",
-                )
             row.tokens.append(token)
             row.log_probs.append(log_prob)
         self._counts["response_tokens"] += len(rows)
@@ -342,15 +345,11 @@ class HFSampler(Sampler):
                 row.uniforms = numbers
         return [row.uniforms.pop() for row in rows]
 
-    def _ends(self, row: Row) -> bool:
+    def _end(self, row: Row) -> None:
         """Resolve a row that has its last token."""
-        stopped = row.tokens[-1] in row.stops
-        if not stopped and row.budget > 0:
-            return False
         row.state = "ended"
         self._counts["requests"] += 1
-        row.finish("stop" if stopped else "length", self._state.version)
-        return True
+        row.finish("stop" if row.tokens[-1] in row.stops else "length", self._state.version)
 
 
 class _Hold:
