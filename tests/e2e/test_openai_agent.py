@@ -52,7 +52,8 @@ def test_the_stock_client_drives_training_and_its_tokens_are_in_the_batch(tmp_pa
     write_prompts(tmp_path / "train.parquet", 8)
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "loops.yaml").write_text(LOOPS)
-    settings = [*SETTINGS, "trainer.experiment_name=e", "trainer.total_training_steps=12", "trainer.total_epochs=9", "trainer.rollout_data_dir=dumps"]
+    more = ["experiment_name=e", "total_training_steps=12", "total_epochs=9", "rollout_data_dir=dumps"]
+    settings = [*SETTINGS, *(f"trainer.{setting}" for setting in more)]
     runs.command("verl.trainer.main_ppo", *settings, cwd=tmp_path)
     steps = runs.metrics(tmp_path, "agents", "e")
     rewards = runs.curve(steps, "critic/rewards/mean")

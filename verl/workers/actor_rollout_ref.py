@@ -248,5 +248,9 @@ class ActorRolloutRefWorker(Worker):
         self.sampler = make_sampler(rollout, self.model, self.site.device, f"sampler of {self.info.role}[{self.rank}]")
         early = None if self.scoring is None else early_scorer(self.scoring, self.tokenizer, self.world_size)
         self.agent_loops = AgentLoopManager(
-            rollout, self.sampler, self.tokenizer, data_config=self.data, score_row=early and early.score
+            rollout,
+            self.sampler,
+            self.tokenizer,
+            data_config=self.data,
+            score_row=None if early is None else early.score,
         )
