@@ -39,7 +39,7 @@ READ_ELSEWHERE = {
     # Only a reward model on a server has one: tests/trainer/ppo/test_reward_model.py.
     "reward.reward_model.rollout.server.url",
     # Only rows whose answers are programs are scored there: tests/rewards/test_programs.py.
-    *(f"reward.sandbox_fusion.{name}" for name in ("url", "max_concurrent", "memory_limit_mb")),
+    *(f"reward.sandbox_fusion.{name}" for name in ("url", "max_concurrent", "memory_limit_mb", "allow_missing")),
     # Only a transport between processes reads them: tests/rollout/test_place.py.
     *(f"actor_rollout_ref.rollout.checkpoint_engine.{name}" for name in ("engine_kwargs", "custom_backend_module")),
     # They stand for those of fsdp_config, which follow them.

@@ -68,7 +68,7 @@ def test_programs_are_scored_by_whoever_runs_them(source, monkeypatch):
     tests = {"inputs": ["1", "2", "3"], "outputs": ["1", "2", "4"]}
     found = default_compute_score(source, "x", tests, sandbox_fusion_url="http://s", memory_limit_mb=9)
     assert (found["score"], found["acc"], found["passed"]) == (pytest.approx(2 / 3), False, 2)
-    assert asked == [("http://s", 64, 9, None)]
+    assert asked == [("http://s", 64, 9, None, ())]
     assert default_compute_score(source, "x", tests, continuous=False)["score"] == 0.0
 
 

@@ -20,8 +20,10 @@ from verl.rewards import (
     check_reward_data,
     default_compute_score,
     load_reward_manager,
+    programs,
 )
 from verl.rewards.programs import Sandbox, code_runner, does_not_compile
+from verl.sandbox import Outcome
 from verl.sandbox import service as http_service
 
 
@@ -170,6 +172,23 @@ def test_a_run_sends_programs_to_the_service_that_its_settings_name(service, man
     assert {f"reward.sandbox_fusion.{name}" for name in settings} <= reads
     assert {asked["memory_limit_MB"] for asked in service.asked[1:]} == {99} and len(service.asked) == 10
     assert manager == "prime" or service.most_at_once == 3
+    made.close()
+
+
+def test_a_weaker_sandbox_is_used_where_the_settings_name_the_layer(monkeypatch):
+    asked = []
+
+    class Place:
+        def run(self, code, stdin, limits):
+            return Outcome("ok", stdin)
+
+    monkeypatch.setattr(programs, "default_pool", lambda allow_missing: asked.append(list(allow_missing)) or Place())
+    config = replace(PPOTrainerConfig(), **{"reward.sandbox_fusion.allow_missing": ["landlock"]})
+    with record_reads() as reads:
+        check_reward_data(config, ["taco"])
+        made = load_reward_manager(config, Letters())
+    assert made(batch(["x"], [{"inputs": ["1"], "outputs": ["1"]}], source="taco"))["reward_tensor"].sum() == 1.0
+    assert "reward.sandbox_fusion.allow_missing" in reads and asked[0] == asked[-1] == ["landlock"]
     made.close()
 
 

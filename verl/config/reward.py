@@ -222,6 +222,11 @@ class SandboxFusionConfig(ConfigNode):
     )
     max_concurrent: int = setting(64, "programs that run at the service at once")
     memory_limit_mb: int = setting(1024, "memory of one program in MB, there and here")
+    allow_missing: list = setting(
+        [],
+        "layers that the sandbox of this machine may lack: namespaces, landlock, seccomp; without any, it must have all",
+        upstream=ABSENT,
+    )
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from verl.errors import RewardError, suggest
@@ -102,6 +102,7 @@ def default_compute_score(
     concurrent_semaphore: Any = None,
     memory_limit_mb: int | None = None,
     max_concurrent: int = 64,
+    allow_missing: Sequence[str] = (),
     **kwargs: Any,
 ) -> float | dict[str, Any]:
     """The score of one answer by the scorer of its ``data_source``: a float, or a dict with ``score``.
@@ -112,12 +113,15 @@ def default_compute_score(
         sandbox_fusion_url: a service that runs programs; without it the local sandbox does.
         concurrent_semaphore: held while the service is asked, instead of one of ``max_concurrent`` places.
         memory_limit_mb: memory of a program.
+        allow_missing: layers that the local sandbox may lack.
     """
     scorer = find_scorer(data_source)
     options = _options_of(scorer, kwargs) if kwargs else {}
     if scorer is code.compute_score:
         options.setdefault("continuous", True)
-        options["runner"] = code_runner(sandbox_fusion_url, max_concurrent, memory_limit_mb, concurrent_semaphore)
+        options["runner"] = code_runner(
+            sandbox_fusion_url, max_concurrent, memory_limit_mb, concurrent_semaphore, allow_missing
+        )
     return scorer(solution_str, ground_truth, **options)
 
 

@@ -157,7 +157,7 @@ def _builtin(config: Any, limits: Limits) -> RewardFunction:
 def _sandbox(config: Any) -> dict[str, Any]:
     """The settings of ``reward.sandbox_fusion`` that are set."""
     section = _at(config, "reward.sandbox_fusion")
-    found = {name: _at(section, name) for name in ("max_concurrent", "memory_limit_mb")}
+    found = {name: _at(section, name) for name in ("max_concurrent", "memory_limit_mb", "allow_missing")}
     return {"url": _at(section, "url"), **{name: value for name, value in found.items() if value is not None}}
 
 

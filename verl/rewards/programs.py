@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, Protocol
@@ -43,15 +44,21 @@ class Sandbox:
 
 
 def code_runner(
-    url: str | None = None, max_concurrent: int = 64, memory_limit_mb: int | None = None, places: Any = None
+    url: str | None = None,
+    max_concurrent: int = 64,
+    memory_limit_mb: int | None = None,
+    places: Any = None,
+    allow_missing: Sequence[str] = (),
 ) -> Sandbox:
     """What runs programs: the service at ``url``, else the sandbox of this machine.
 
     Args:
         max_concurrent: most programs at the service at once, over everything in this process that names it.
         places: a semaphore of the caller's, held in addition.
+        allow_missing: layers that the sandbox of this machine may lack, see `verl.sandbox.LAYERS`.
     """
-    return Sandbox(_service(url, max_concurrent) if url else default_pool(), memory_limit_mb, places)
+    place = _service(url, max_concurrent) if url else default_pool(allow_missing)
+    return Sandbox(place, memory_limit_mb, places)
 
 
 @lru_cache(maxsize=16)
