@@ -98,7 +98,7 @@ def current(base_url: str, api_key: str, row: dict[str, Any], model: str) -> Any
     return AGENTS["now"](base_url=base_url, api_key=api_key, row=row, model=model)
 
 
-def rollout(sampler: Any, agent: Callable[..., Any], batch: DataProto | None = None, score: Any = None, **options: Any):
+def rollout(sampler: Any, agent: Callable[..., Any], batch: DataProto | None = None, rate: float = 0.0, **options: Any):
     """A batch of rollouts of ``agent`` over ``sampler``; ``options`` as in the YAML entry of the loop."""
     AGENTS["now"] = agent
     batch = batch if batch is not None else rows()
@@ -109,5 +109,5 @@ def rollout(sampler: Any, agent: Callable[..., Any], batch: DataProto | None = N
         file = Path(folder, "loops.yaml")
         file.write_text(json.dumps([entry]))
         section = SimpleNamespace(default_agent_loop="single_turn_agent", agent_loop_config_path=str(file))
-        manager = AgentLoopManager(settings(agent=section), sampler, TOKENIZER, score=score)
+        manager = AgentLoopManager(settings(agent=section, over_sample_rate=rate), sampler, TOKENIZER)
         return manager.generate_sequences(batch)

@@ -20,8 +20,12 @@ from verl.metrics import notices, reset_notices
 USER = {"role": "user", "content": "hi"}
 
 
+CLIENT = openai.OpenAI(base_url="http://127.0.0.1:9", api_key="none", max_retries=0)
+"""Making a client takes long beside the time limits here."""
+
+
 def one_call(base_url, api_key, model="policy"):
-    found = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    found = CLIENT.with_options(base_url=base_url, api_key=api_key)
     return found.chat.completions.create(model=model, messages=[USER]).choices[0].message.content
 
 
@@ -61,9 +65,9 @@ def calls_nothing(**kwargs):
 
 BAD = {
     raises: "ValueError: the tool is broken",
-    hangs: "took longer than 1 s",
-    hangs_async: "took longer than 1 s",
-    blocks_its_loop: "took longer than 1 s",
+    hangs: "took longer than 3 s",
+    hangs_async: "took longer than 3 s",
+    blocks_its_loop: "took longer than 3 s",
     exits: "SystemExit: 3",
     returns_text: "returned 'great', which is no reward",
     returns_nan: "returned nan, which is no reward",
@@ -84,7 +88,9 @@ def test_a_bad_agent_costs_its_own_row_which_is_masked_and_counted(bad):
             await asyncio.to_thread(one_call, base_url, api_key)
             return await bad() if row["uid"] == "u0" else 1.0
 
-    made = rollout(Scripted("a", "b"), agent, rows(2), timeout=1.0)
+    made = rollout(
+        Scripted("a", "b"), agent, rows(2), timeout=3.0 if bad in (hangs, hangs_async, blocks_its_loop) else 20.0
+    )
     columns = made.non_tensor_batch
     assert columns["finish_reason"].tolist() == ["abort", "stop"], "abort leaves the row out of loss and baselines"
     assert BAD[bad] in columns["agent_error"][0] and columns["agent_error"][1] is None
@@ -133,6 +139,28 @@ def test_a_key_is_worth_nothing_once_its_rollout_is_over():
         raise AssertionError("the key still works")
 
     assert rollout(Scripted("a", "b"), agent, rows(2)).batch["rm_scores"].sum() == 1.0
+
+
+def test_agents_that_the_batch_does_not_wait_for_are_ended_and_their_rows_are_masked():
+    told = []
+
+    def agent(base_url, api_key, row, model):
+        one_call(base_url, api_key)
+        if row["uid"] == "u0":
+            return 1.0
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            try:
+                one_call(base_url, api_key)
+            except openai.APIStatusError as error:
+                told.append(error.status_code)
+                break
+        time.sleep(100)  # it goes on with something else, whatever it was told
+
+    made = rollout(Scripted(*"ab" * 5000), agent, rows(2), rate=0.5, branches="last")
+    assert made.non_tensor_batch["finish_reason"].tolist() == ["stop", "abort"]
+    assert made.meta_info["metrics"]["rollout/agent/failed"].value == 0, "it was not its fault"
+    assert told in ([410], [401], []), "rollout over"
 
 
 def test_a_sampler_that_is_lost_ends_the_batch_and_is_not_blamed_on_the_agent():

@@ -16,6 +16,7 @@ import pytest
 
 from tests.agent_loop.server.scripted import Scripted, rollout
 from verl.agent_loop.server import http as door
+from verl.agent_loop.server.endpoint import Endpoint
 from verl.rollout.base import check_request
 
 USER = {"role": "user", "content": "hi"}
@@ -115,10 +116,14 @@ def test_what_the_sampler_itself_refuses_comes_back_as_a_400():
 
 
 def test_every_route_wants_the_right_token_and_takes_it_from_the_header_only():
+    async def all_routes():
+        return list(Endpoint().server.routes)
+
+    routes = asyncio.run(all_routes())
+    assert ("POST", CHAT) in routes
+
     def check(base_url, key):
-        routes = [("POST", CHAT), ("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/v1/models/policy"),
-                  ("GET", "/"), ("DELETE", CHAT)]  # fmt: skip
-        for method, path in routes:
+        for method, path in [*routes, ("GET", "/"), ("DELETE", CHAT)]:
             for wrong in ("", key[:-1], key + "0", "sk-verl-" + "0" * 48, "ü"):
                 header = {"authorization": f"Bearer {wrong}".encode().decode("latin-1")}
                 status, found = ask(base_url, key, None, f"{path}?api_key={key}", method, header)
@@ -224,3 +229,30 @@ def test_a_conversation_that_has_used_up_its_tokens_is_told_so():
 
     made = rollout(Scripted("x" * 500), agent)
     assert made.batch["responses"].shape == (1, 400) and made.batch["rm_scores"].sum() == 1.0
+
+
+def test_a_body_that_trickles_in_and_connections_beyond_the_limit_are_refused():
+    async def never(owner, message):
+        raise AssertionError("its body never came")
+
+    def talk(port):
+        lines = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(2)]
+        head = f"POST / HTTP/1.1\r\nhost: localhost:{port}\r\nauthorization: Bearer right\r\ncontent-length: 9\r\n\r\n"
+        lines[0].sendall(head.encode() + b"{")
+        third = socket.create_connection(("127.0.0.1", port), timeout=20)
+        answers = third.recv(64), lines[0].recv(64)
+        for line in (*lines, third):
+            line.close()
+        return answers
+
+    async def run():
+        limits = door.Limits(read_seconds=1.0, connections=2)
+        server = door.Server({("POST", "/"): never}, authorize=lambda token: token == "right" or None, limits=limits)
+        await server.start()
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(talk, server.port), 60)
+        finally:
+            await server.close()
+
+    beyond, slow = asyncio.run(run())
+    assert beyond.startswith(b"HTTP/1.1 503") and slow.startswith(b"HTTP/1.1 408")

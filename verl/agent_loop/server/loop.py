@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from verl.agent_loop.server.prompts import Prompts
 from verl.agent_loop.server.record import Answer, trajectory
 from verl.agent_loop.server.settings import AgentSettings
 from verl.errors import RolloutError
+
+STOP_POLL = 0.25
 
 
 @dataclass(frozen=True)
@@ -62,20 +65,31 @@ class OpenAIAgentLoop(AgentLoopBase):
         return Shared(settings, settings.function(), parser, {**dict(of_data or {}), **settings.template_kwargs})
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        settings, conversation = self.shared.settings, self._conversation(sampling_params)
+        conversation = self._conversation(sampling_params)
         start = time.perf_counter()
-        outcome: Outcome | AgentFailure
         async with shared_endpoint().open(conversation) as base_url:
             given = {"base_url": base_url, "api_key": conversation.key, "row": kwargs, "model": conversation.models[0]}
-            try:
-                outcome = await run_agent(self.shared.function, given, settings.timeout)
-            except AgentFailure as error:
-                outcome = error
+            outcome = await self._outcome(given)
         if conversation.lost is not None:
             raise conversation.lost  # not the agent's fault: the batch ends as it does with any other loop
         output = await self._output(conversation, outcome, kwargs)
         output.metrics.tool_calls = max(0.0, time.perf_counter() - start - conversation.client.seconds)
         return output
+
+    async def _outcome(self, given: dict[str, Any]) -> Outcome | AgentFailure:
+        """What the agent returned or did wrong; it is ended early once no more is to be sampled for the batch."""
+        work = asyncio.ensure_future(run_agent(self.shared.function, given, self.shared.settings.timeout))
+        try:
+            while not work.done() and not self.server_manager.stop.is_set:
+                await asyncio.wait({work}, timeout=STOP_POLL)
+            if not work.done():
+                return AgentFailure("the batch ended without it")
+            return work.result()
+        except AgentFailure as error:
+            return error
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
 
     def _conversation(self, sampling_params: dict[str, Any]) -> Conversation:
         client, shared = self.server_manager, self.shared
