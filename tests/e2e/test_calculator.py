@@ -12,7 +12,7 @@ from tests.e2e.runs import PROJECT, command, curve, metrics, run
 
 pytestmark = pytest.mark.e2e
 EXAMPLE = PROJECT / "examples/calculator"
-WARM_UP, STEPS = 150, 10
+WARM_UP, STEPS = 150, 8
 ACCURACY = "val-core/products/reward/mean@1"
 
 
