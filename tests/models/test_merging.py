@@ -24,9 +24,9 @@ from verl.algorithms.losses import SFTLoss
 from verl.checkpoint.part import write_part
 from verl.errors import ModelError
 from verl.metrics import notices, reset_notices
-from verl.model_merger.__main__ import main as merger
 from verl.models.hf_folder import read_weights
 from verl.models.merging import compare, merge
+from verl.trainer.export import main as merger
 
 
 def logits(folder) -> torch.Tensor:
