@@ -210,6 +210,37 @@ def test_nothing_of_a_run_is_left_when_its_outcome_is_there(pool: Pool):
     assert len(wait_until_quiet(pool, seconds=0.0)) == 2
 
 
+def test_many_runs_leave_no_descriptor_open_and_no_memory_in_the_keeper():
+    with Pool(4) as pool:
+        pool.run("pass")
+        keeper = max(keeper_processes(pool) - {pool._keepers[-1].pid})
+
+        def state() -> tuple[int, int]:
+            return len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{keeper}/fd"))
+
+        before = state()
+        codes = [
+            "pass",
+            "1 / 0",
+            "import os; os._exit(3)",
+            "print('x' * 100_000)",
+            "import ctypes; ctypes.string_at(0)",
+        ]
+
+        def work() -> None:
+            for code in codes:
+                pool.run(code)
+                with Session(pool) as session:
+                    session.run(code)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert state() == before
+
+
 @pytest.mark.parametrize("given", [{"seconds": 0}, {"memory_mb": -1}, {"processes": True}, {"disk_mb": 1.5}])
 def test_limits_that_make_no_sense_are_refused(given: dict):
     with pytest.raises(ConfigError, match="sandbox limit"):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.sandbox.conftest import OFFERED
 from verl.errors import ConfigError, SandboxError
-from verl.sandbox import LAYERS, Pool, SandboxRefused
+from verl.sandbox import LAYERS, Pool, SandboxRefused, process
 from verl.sandbox.inside import walls
 from verl.sandbox.kernel import calls, landlock, seccomp
 from verl.sandbox.layers import refusal
@@ -89,7 +89,23 @@ def test_an_old_landlock_does_not_stand_alone(monkeypatch: pytest.MonkeyPatch):
         landlock.is_offered(alone=True)
 
 
+def test_where_no_proc_can_be_mounted_a_program_gets_one_process(monkeypatch: pytest.MonkeyPatch):
+    """Containers that hide parts of /proc have namespaces, but processes cannot be counted and weighed in them."""
+    spoil = (
+        "from verl.sandbox.inside import root; root.mount_processes = lambda: (_ for _ in ()).throw(OSError(1, 'no')); "
+    )
+    monkeypatch.setattr(process, "BOOT", process.BOOT.replace("main()", spoil + "main()"))
+    if "whole" not in OFFERED:
+        return
+    with Pool(1) as pool:
+        assert pool.run("import os\ntry: os.fork()\nexcept PermissionError: print('one')").stdout == "one\n"
+        assert pool.run("import os; os.listdir('/proc')").status == "error"
+        threads = "import threading; t = threading.Thread(target=print, args=('thread',)); t.start(); t.join()"
+        assert pool.run(threads).stdout == "thread\n"
+        assert pool.run("x = bytearray(10 << 30)").status == "memory"
+
+
 def test_an_interpreter_that_does_not_start_is_an_error_with_its_words(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("verl.sandbox.process.BOOT", "raise SystemExit('no luck')")
+    monkeypatch.setattr(process, "BOOT", "raise SystemExit('no luck')")
     with Pool() as pool, pytest.raises(SandboxError, match="no luck"):
         pool.run("pass")

@@ -50,7 +50,7 @@ class KeeperProcess:
     def __init__(self, allow_missing: Sequence[str], packages: bool, preload: Sequence[str], without: Sequence[str]):
         self.owner = os.getpid()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        interpreter = getattr(sys, "_base_executable", None) or sys.executable
+        interpreter = _interpreter()
         self._process = subprocess.Popen(
             [interpreter, "-S", "-s", "-B", "-X", "utf8", "-c", BOOT, str(theirs.fileno()), _home_of_this_package()],
             env=ENVIRONMENT,
@@ -107,7 +107,7 @@ class KeeperProcess:
         library = [sysconfig.get_path("stdlib"), str(Path(sysconfig.get_path("stdlib"), "lib-dynload"))]
         start = {
             "caller": os.getpid(),
-            "paths": [*_interpreter_paths(), *folders],
+            "paths": _with_targets([*_interpreter_paths(), *folders]),
             "sys_path": [*library, *folders],
             "preload": list(preload),
             "accepted": list(allow_missing),
@@ -140,11 +140,19 @@ def _home_of_this_package() -> str:
 
 def _interpreter_paths() -> list[str]:
     """What an interpreter needs to read to run and to be started again."""
-    interpreter = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-    prefixes = [
-        prefix for prefix in (sys.base_prefix, sys.base_exec_prefix) if prefix not in ("/", "/usr", "/usr/local")
-    ]
-    return [*prefixes, interpreter, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
+    common = ("/", "/usr", "/usr/local")  # of which the libraries are shown, and no more
+    prefixes = [prefix for prefix in (sys.base_prefix, sys.base_exec_prefix) if prefix not in common]
+    return [*prefixes, _interpreter(), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
+
+
+def _interpreter() -> str:
+    """The interpreter outside of any virtual environment: the file itself, because programs see no links to it."""
+    return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+
+
+def _with_targets(paths: Sequence[str]) -> list[str]:
+    """The paths, and what they lead to where they are links."""
+    return list(dict.fromkeys([*paths, *map(os.path.realpath, paths)]))
 
 
 def _package_folders() -> list[str]:

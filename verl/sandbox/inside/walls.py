@@ -91,6 +91,7 @@ def enter_program(walls: Walls, limits: Mapping[str, Any], proc: int | None, fol
         root.mount_temporary(limits["disk_mb"], INSIDE_ID)
     if proc is not None:
         _enter_user_namespace(proc, INSIDE_ID, INSIDE_ID)  # of its own, because processes are counted per namespace
+        _write(proc, "oom_score_adj", "1000")  # if memory runs out, this process goes, and not the training
         os.close(proc)
     os.chdir(folder)
     _set_limits(limits, count_processes=proc is not None)
@@ -140,11 +141,16 @@ def _enter_user_namespace(proc: int, user: int, group: int) -> None:
         ("uid_map", f"{INSIDE_ID} {user} 1"),
         ("gid_map", f"{INSIDE_ID} {group} 1"),
     ):
-        file = os.open(f"self/{name}", os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
-        try:
-            os.write(file, text.encode())
-        finally:
-            os.close(file)
+        _write(proc, name, text)
+
+
+def _write(proc: int, name: str, text: str) -> None:
+    """Write to a file of this process in /proc."""
+    file = os.open(f"self/{name}", os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
+    try:
+        os.write(file, text.encode())
+    finally:
+        os.close(file)
 
 
 def _enter_namespaces(shown: Sequence[str]) -> None:
