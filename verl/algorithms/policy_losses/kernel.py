@@ -42,6 +42,7 @@ class Block:
         advantages: as the loss got them.
         mask: 0 or 1, of the same dtype.
         lengths: (b, 1) valid tokens per row, at least 1.
+        num_tokens: valid tokens of the block.
         weights: importance weights, or None; to be read only.
         survey: what the loss's `survey` found out about the whole micro-batch, or None.
         bounded: whether the bound changed a log-ratio.
@@ -53,6 +54,7 @@ class Block:
     advantages: Tensor
     mask: Tensor
     lengths: Tensor
+    num_tokens: Tensor
     weights: Tensor | None = None
     survey: Any = None
     bounded: bool = False
@@ -163,17 +165,18 @@ class Inputs:
         bounded = not (lowest >= -LOG_RATIO_BOUND and highest <= LOG_RATIO_BOUND)
         if bounded:
             log_ratio.clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        weights = self.rollout_is_weights
+        weights, lengths = self.rollout_is_weights, mask.sum(dim=-1, keepdim=True)
         return Block(
-            log_ratio,
-            highest,
-            (new, old),
-            cleaned(self.advantages[rows].to(self.dtype), mask),
-            mask,
-            mask.sum(dim=-1, keepdim=True).clamp_(min=1.0),
-            None if weights is None else cleaned(weights[rows].to(self.dtype), mask),
-            survey,
-            bounded,
+            log_ratio=log_ratio,
+            highest=highest,
+            uncleaned=(new, old),
+            advantages=cleaned(self.advantages[rows].to(self.dtype), mask),
+            mask=mask,
+            lengths=lengths.clamp(min=1.0),
+            num_tokens=lengths.sum(),
+            weights=None if weights is None else cleaned(weights[rows].to(self.dtype), mask),
+            survey=survey,
+            bounded=bounded,
         )
 
 
@@ -215,7 +218,7 @@ def evaluate(
     names: tuple[str, ...] = ()
     for rows in row_blocks(inputs.log_prob):
         block = inputs.block(rows, survey)
-        basic = block.mask.sum(), block.log_ratio.sum()  # before the loss uses the memory
+        basic = block.num_tokens, block.log_ratio.sum()  # before the loss uses the memory
         found = terms(block, config)
         factor: Tensor | float = scale / block.lengths if loss_agg_mode == "seq-mean-token-mean" else scale
         if block.weights is not None and not own_weights:
@@ -246,10 +249,11 @@ def _add_up(found: Terms, factor: Tensor | float, block: Block, slope_out: Tenso
         by_row = isinstance(factor, float) or factor.shape[1] == 1
         loss = found.loss.sum(dim=-1, keepdim=True) if by_row else found.loss
         return (loss * factor).double().sum()
-    total = torch.linalg.vecdot(slope, block.uncleaned[0])
-    if not math.isfinite(total.sum().item()):
-        total = torch.linalg.vecdot(slope, block.log_prob)
-    return total.double().sum()
+    if slope.device.type == "cpu":
+        total = torch.linalg.vecdot(slope, block.uncleaned[0]).double().sum()
+        if math.isfinite(total.item()):  # else there is junk in the padding
+            return total
+    return torch.linalg.vecdot(slope, block.log_prob).double().sum()
 
 
 def _scaled(changes: Changes, factor: Tensor | float, first_row: int, width: int) -> Changes:
