@@ -57,6 +57,15 @@ SCORERS: dict[str, Callable[[str], Any]] = {
     "code": lambda text: code.compute_score(text, TESTS, Refuses())["score"],
     "text": lambda text: text_of(text) == "18",
 }
+ORDINARY = (
+    "#### 18",
+    r"\boxed{18}",
+    "Answer: 18",
+    "<answer>eighteen</answer>",
+    r"\boxed{\frac{\sqrt{x}}{18}}",
+    "18+x",
+    "17",
+)
 _seen: list[str] | None = None
 
 
@@ -96,6 +105,7 @@ def test_hostile_answers_run_nothing_and_cost_a_second_together(name, tmp_path):
     score = SCORERS[name]
     score("18"), score(r"\boxed{(x+18)^2}"), symbolic.equal("x+x", "2x")  # modules and processes are there
     before, size = grader_seconds(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    ordinary = [score(text) for text in ORDINARY]
     with watched() as seen:
         right = [text for text in texts if score(text) not in (0, 0.0, False)]
     spent = grader_seconds() - before
@@ -104,6 +114,7 @@ def test_hostile_answers_run_nothing_and_cost_a_second_together(name, tmp_path):
     assert not canary.exists()
     assert spent < MOST_SECONDS, f"{spent:.2f} s"
     assert grown < MOST_MEMORY
+    assert [score(text) for text in ORDINARY] == ordinary, "what came before changed the grader"
     assert all("18" in text or "⑱" in text for text in right), [text[:60] for text in right]
 
 
