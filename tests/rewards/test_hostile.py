@@ -49,6 +49,7 @@ SCORERS: dict[str, Callable[[str], Any]] = {
     "dapo": lambda text: math_dapo.compute_score(text, "18")["acc"],
     "dapo, strict": lambda text: math_dapo.compute_score(text, "18", strict_box_verify=True)["acc"],
     "geo3k": lambda text: geo3k.compute_score(text, "18") > 0.5,
+    "geo3k, formula": lambda text: geo3k.compute_score(text, r"\frac{\sqrt{x}}{18}") > 0.5,
     "search": lambda text: search_qa.compute_score(text, {"target": ["eighteen"]}),
     "search, part": lambda text: search_qa.compute_score_subem(text, {"target": ["eighteen"]}),
     "numina": lambda text: numina.compute_score(text, "18")["score"],

@@ -41,7 +41,7 @@ ANSWERS: dict[BuiltinScorer | None, Callable[[str], str | None]] = {
     search_qa.compute_score: lambda text: _spelled(search_qa.extract_solution(text), search_qa.normalize_answer),
 }
 """What the scorers that return a bare number read as the answer; the others report it as ``pred``."""
-WAITING = (code.compute_score, numina.compute_score)
+WAITING = (code.compute_score, geo3k.compute_score, numina.compute_score)
 """Scorers that wait for another process: several answers are better scored at once."""
 
 OWN_FUNCTION = (

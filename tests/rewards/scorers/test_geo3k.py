@@ -54,3 +54,18 @@ def test_the_weights_and_the_box_can_be_chosen():
 )
 def test_answers_are_compared_as_strings_tuples_and_numbers(answer, truth, same):
     assert same_answer(answer, truth) is same
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "right"),
+    [
+        (r"5\sqrt{3}", r"\sqrt{75}", True),
+        (r"\frac{3\sqrt{2}}{2}", r"\frac{3}{\sqrt{2}}", True),
+        (r"(1, \frac{\sqrt8}{2})", r"(1, \sqrt{2})", True),
+        (r"\sqrt{4}", "2", False),
+        (r"2x+2", "2(x+1)", True),
+        (r"5\sqrt{3}", r"\sqrt{74}", False),
+    ],
+)
+def test_formulas_are_compared_by_value_and_integers_as_they_are_written(answer, truth, right):
+    assert same_answer(answer, truth) is right

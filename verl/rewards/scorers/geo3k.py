@@ -1,7 +1,7 @@
 r"""Geometry3K: 0.9 for the right answer and 0.1 for the form ``<think>...</think> ... \boxed{...}``.
 
-Answers are compared as normalised strings, as tuples element by element, and as exact numbers. Symbolic equality is
-deliberately left out here: it would evaluate what a model wrote, and belongs in a process that can be killed.
+Answers are compared as normalised strings, as tuples element by element, as exact numbers, and as formulas by
+`symbolic.equal`, in a process that can be killed. An integer has to be written as one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from verl.rewards.scorers.math_boxed import is_equiv
+from verl.rewards.scorers.symbolic import equal
 from verl.rewards.scorers.text import last_braced, text_of
 
 LONGEST_ANSWER = 400
@@ -69,8 +70,8 @@ def same_answer(answer: str, truth: str) -> bool:
         return True
     ours, theirs = _elements(first), _elements(second)
     if len(ours) == len(theirs) > 1:
-        return (first[0], first[-1]) == (second[0], second[-1]) and all(map(_same_number, ours, theirs))
-    return len(ours) == len(theirs) and _same_number(first, second)
+        return (first[0], first[-1]) == (second[0], second[-1]) and all(map(_same_element, ours, theirs))
+    return len(ours) == len(theirs) and _same_element(first, second)
 
 
 def simplify(text: str) -> str:
@@ -97,6 +98,14 @@ def _whole(text: str) -> str:
 def _elements(text: str) -> list[str]:
     inside = text[1:-1] if text[0] in "([" and text[-1] in ")]" else text
     return [_whole(element) for element in inside.split(",")]
+
+
+def _same_element(first: str, second: str) -> bool:
+    if _same_number(first, second):
+        return True
+    plain = [any(form.fullmatch(text) for form in (INTEGER, RATIO, DECIMAL)) for text in (first, second)]
+    integer = any(INTEGER.fullmatch(text) for text in (first, second))
+    return not all(plain) and not integer and equal(first, second)
 
 
 def _same_number(first: str, second: str) -> bool:
