@@ -1,0 +1,64 @@
+"""A model learns to play a small text environment through ``environment_agent``."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e import runs
+from tests.support import tiny_model_dir, write_prompts
+
+GAME = '''
+"""Two turns; each action that begins with a letter earns a half."""
+
+
+class Letters:
+    def reset(self, *, seed=None, options=None):
+        self.turns = 0
+        return "Say a letter.", {}
+
+    def step(self, action):
+        self.turns += 1
+        good = action[:1].isascii() and action[:1].isalpha()
+        return "Another one.", 0.5 * good, self.turns == 2, False, {}
+'''
+LOOPS = """
+- name: letters
+  _target_: verl.agent_loop.envs.loop.EnvironmentAgentLoop
+  environment: game.py:Letters
+  max_tokens_per_turn: 1
+"""
+SETTINGS = [
+    "data.train_files=train.parquet",
+    "data.train_batch_size=4",
+    "data.max_prompt_length=64",
+    "data.max_response_length=64",
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.model.path=model",
+    "actor_rollout_ref.rollout.n=8",
+    "actor_rollout_ref.rollout.agent.default_agent_loop=letters",
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.actor.ppo_epochs=2",
+    "actor_rollout_ref.actor.optim.lr=0.03",
+    "trainer.logger=[file]",
+    "trainer.project_name=games",
+    "trainer.experiment_name=e",
+    "trainer.total_training_steps=12",
+    "trainer.total_epochs=9",
+    "trainer.resume_mode=disable",
+]
+
+
+@pytest.mark.e2e
+def test_a_model_learns_to_play_and_its_steps_are_rewarded(tmp_path):
+    tiny_model_dir(tmp_path / "model")
+    write_prompts(tmp_path / "train.parquet", 8)
+    (tmp_path / "game.py").write_text(GAME)
+    (tmp_path / "loops.yaml").write_text(LOOPS)
+    runs.command("verl.trainer.main_ppo", *SETTINGS, cwd=tmp_path)
+    steps = runs.metrics(tmp_path, "games", "e")
+    rewards = runs.curve(steps, "critic/rewards/mean")
+    assert rewards[0] < 0.5 and max(rewards[-3:]) > 0.9, rewards
+    for step in steps:
+        assert step["rollout/environment/steps"] == 2 and step["rollout/environment/terminated"] == 1
+        assert step["training/rollout_probs_diff_max"] < 1e-4
