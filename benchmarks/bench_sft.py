@@ -23,7 +23,7 @@ from pathlib import Path
 
 from bench_grpo_step import SIZES, make_model
 
-ROWS, WARMUP, LONGEST = 32, 2, 512
+ROWS, WARMUP, LONGEST = 32, 1, 512
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}"
 PEER_SETTINGS = {
     "padded, one pass": {"per_device_train_batch_size": ROWS},

@@ -12,13 +12,12 @@ from verl.algorithms.aggregation import LossNorm
 from verl.algorithms.preference import MARGIN, REFERENCE_SUMS, answer_sums
 from verl.checkpoint.tensors import read_tensors, write_tensors
 from verl.config import DPOTrainerConfig, HFModelConfig, replace
-from verl.engines.settings import PassSettings
 from verl.errors import CheckpointError
 from verl.metrics import MetricSet
 from verl.models.lora import LoraSettings
 from verl.protocol import DataProto
 from verl.trainer.supervised import SupervisedTrainer
-from verl.workers.part import ModelPart, base_of, local_model
+from verl.workers.part import ModelPart, base_of, local_model, sharing_prompts
 from verl.workers.reward_model import with_end_column
 
 INDEX = "index"
@@ -42,8 +41,7 @@ class PairTrainer(SupervisedTrainer):
 
     def make_engine(self, model: HFModelConfig, **arguments: Any) -> Any:
         """As for all supervised runs; where rows are packed, the prompt of a pair is computed once."""
-        passes = PassSettings.of(model, self.config.engine, share_prompts=True)
-        return super().make_engine(model, passes=passes, **arguments)
+        return super().make_engine(model, passes=sharing_prompts(model, self.config.engine), **arguments)
 
     def validate(self) -> dict[str, float]:
         """``val/loss`` and ``val/<metric of the loss>``: means over the pairs of the validation rows."""

@@ -14,10 +14,11 @@ from typing import Any
 from verl import distributed, env
 from verl.algorithms.losses import LossFn
 from verl.checkpoint import BackgroundPart
-from verl.config import HFModelConfig, OptimizerConfig, replace
+from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig, replace
 from verl.device import memory_now
 from verl.engines.adapters import BaseOfAdapter
 from verl.engines.base import Engine
+from verl.engines.settings import PassSettings
 from verl.errors import ConfigError, ModelError, WorkerError
 from verl.metrics import Metric, MetricSet
 from verl.protocol import DataProto
@@ -171,6 +172,11 @@ def local_model(model: HFModelConfig, key: str) -> HFModelConfig:
 def schedule_steps(optim: OptimizerConfig, site: Site) -> int:
     """Steps of the learning-rate schedule: ``total_training_steps`` where it is set, else the run's length."""
     return optim.total_training_steps if optim.total_training_steps > 0 else site.total_training_steps
+
+
+def sharing_prompts(model: HFModelConfig, engine: FSDPEngineConfig) -> PassSettings:
+    """Passes in which rows with the same prompt compute it once, where rows are packed."""
+    return PassSettings.of(model, engine, share_prompts=True)
 
 
 def make_engine(

@@ -11,12 +11,11 @@ from verl.config import FSDPEngineConfig, HFModelConfig
 from verl.config.reward_model import headless
 from verl.data import hf_tokenizer
 from verl.data.rewriting import Rewriter, speaks_alike
-from verl.engines.settings import PassSettings
 from verl.errors import ModelError
 from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.single_controller.base import Dispatch, Worker, register
-from verl.workers.part import Limits, ModelPart, Site, local_model, make_engine
+from verl.workers.part import Limits, ModelPart, Site, local_model, make_engine, sharing_prompts
 
 MODEL_KEY = "reward.reward_model.model_path"
 TRUNCATED = "rm_truncated"
@@ -66,7 +65,7 @@ class RewardModelWorker(Worker):
             kind="value",
             device=self.site.device,
             seed=self.site.seed,
-            passes=PassSettings.of(model, self.engine_config, share_prompts=True),
+            passes=sharing_prompts(model, self.engine_config),
         )
         self.part = ModelPart(engine, infer_limits=self.limits)
 
