@@ -130,6 +130,7 @@ def test_names_of_upstream_and_this_machine_choose_the_transport(model, tmp_path
     assert isinstance(place.link(rollout("shared_memory"), model, "cpu").make(), ResidentTransport)
     assert place.link(rollout("nccl"), model, "cpu").kind == "gloo"
     assert any("broadcast over gloo" in text for text in notices().values())
+    assert place.link(rollout("nccl"), model, "cuda").kind == "cuda_ipc"
     below = place.link(rollout("delta_sharded", over="disk", folder=str(tmp_path)), model, "cpu").make()
     assert isinstance(below.over, DiskTransport) and below.encoder.dtype == torch.float32
     nested = place.link(rollout("disk", disk={"folder": str(tmp_path), "checksums": True}), model, "cpu").make()

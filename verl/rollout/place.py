@@ -52,9 +52,8 @@ def link(rollout: Any, model: Any, device: str) -> Link:
         load_module(_as_module(engine.custom_backend_module))
     kind, options = engine.backend, dict(engine.engine_kwargs)
     options = dict(options.get(kind) or {}) if isinstance(options.get(kind), dict) else options
-    if kind == "nccl" and device == "cpu":
-        notice(f"{_E}.backend", "nccl needs GPUs: these weights are broadcast over gloo")
-        kind = "gloo"
+    if kind == "nccl":
+        kind = _instead_of_nccl(device)
     if kind == "cuda_ipc" and device == "cpu":
         raise ConfigError("this transport needs a GPU", key=f"{_E}.backend", got=kind, fix="Take shared_memory.")
     if kind == "shared_memory" and rollout.name == "hf" and device == "cpu":
@@ -67,6 +66,15 @@ def link(rollout: Any, model: Any, device: str) -> Link:
     if below in RINGS:
         size = min(size, _enough(model, size))
     return Link(kind, partial(TRANSPORTS.get(kind).begin, size, device, **options))
+
+
+def _instead_of_nccl(device: str) -> str:
+    """A worker and its sampler share a device, and NCCL wants one for each of its ranks."""
+    if device == "cpu":
+        notice(f"{_E}.backend", "nccl needs GPUs: these weights are broadcast over gloo")
+        return "gloo"
+    notice(f"{_E}.backend", "nccl does not connect two processes on one GPU: these weights go by cuda_ipc")
+    return "cuda_ipc"
 
 
 def _check_options(kind: str, below: str, options: Mapping[str, Any]) -> None:
