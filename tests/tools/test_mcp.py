@@ -82,8 +82,8 @@ def test_errors_of_a_tool_and_wrong_arguments_are_messages_to_the_model(tools):
 
 
 def test_a_slow_call_is_given_up_and_the_server_goes_on(tmp_path):
-    found = tools_of(tmp_path, STDIO, timeout=0.5)
-    assert call(found["sleep"], seconds=30)[0] == "Error: sleep did not answer within 0.5 seconds"
+    found = tools_of(tmp_path, STDIO, timeout=3)
+    assert call(found["sleep"], seconds=15)[0] == "Error: sleep did not answer within 3 seconds"
     assert call(found["multiply"], a=2, b=3) == ("6", {"mcp_failed": 0.0, "mcp_restarts": 0})
     asyncio.run(found["sleep"].close())
 

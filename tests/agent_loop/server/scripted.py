@@ -65,6 +65,7 @@ def settings(**changes: Any) -> SimpleNamespace:
     base = {
         "seed": 42,
         "response_length": 400,
+        "max_model_len": None,
         "ignore_eos": False,
         "over_sample_rate": 0.0,
         "calculate_log_probs": True,
@@ -98,16 +99,25 @@ def current(base_url: str, api_key: str, row: dict[str, Any], model: str) -> Any
     return AGENTS["now"](base_url=base_url, api_key=api_key, row=row, model=model)
 
 
-def rollout(sampler: Any, agent: Callable[..., Any], batch: DataProto | None = None, rate: float = 0.0, **options: Any):
+def rollout(
+    sampler: Any,
+    agent: Callable[..., Any],
+    batch: DataProto | None = None,
+    rate: float = 0.0,
+    context: int | None = None,
+    **options: Any,
+) -> DataProto:
     """A batch of rollouts of ``agent`` over ``sampler``; ``options`` as in the YAML entry of the loop."""
     AGENTS["now"] = agent
     batch = batch if batch is not None else rows()
     batch.non_tensor_batch["agent_name"] = np.array(["mine"] * len(batch), dtype=object)
     entry = {"name": "mine", "_target_": "verl.agent_loop.server.loop.OpenAIAgentLoop"}
-    entry |= {"agent": f"{__name__}:current", "timeout": 20.0, **options}
+    entry |= {"agent": f"{__name__}:current", "timeout": 60.0, **options}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "loops.yaml")
         file.write_text(json.dumps([entry]))
         section = SimpleNamespace(default_agent_loop="single_turn_agent", agent_loop_config_path=str(file))
-        manager = AgentLoopManager(settings(agent=section, over_sample_rate=rate), sampler, TOKENIZER)
+        manager = AgentLoopManager(
+            settings(agent=section, over_sample_rate=rate, max_model_len=context), sampler, TOKENIZER
+        )
         return manager.generate_sequences(batch)

@@ -6,6 +6,7 @@ import openai
 import pytest
 
 from tests.agent_loop.server.scripted import END, TOKENIZER, Scripted, ids, rollout, rows
+from verl.agent_loop.parsers import ToolParser
 from verl.errors import RolloutError
 
 USER = {"role": "user", "content": "hi"}
@@ -215,3 +216,35 @@ def test_special_tokens_in_the_text_of_a_tool_or_user_stay_text():
     batch = rollout(Scripted("a", "b"), agent).batch
     assert batch["prompts"][0].tolist().count(END) == 1, "the end of the one user turn"
     assert batch["responses"][0].tolist().count(END) == 3, "two answers and one tool turn"
+
+
+def test_the_token_that_ends_a_family_of_calls_stops_the_answer_only_where_there_are_tools():
+    sampler = Scripted("a", "b")
+
+    def agent(base_url, api_key, row, model):
+        found = client(base_url, api_key)
+        found.chat.completions.create(model=model, messages=[USER], tools=[SCHEMA])
+        found.chat.completions.create(model=model, messages=[USER])
+
+    made = rollout(sampler, agent, tool_format=f"{__name__}:Marked", branches="last")
+    with_tools, without = (request.sampling.stop_token_ids for request in sampler.requests)
+    assert set(with_tools) == {END, *ids("!")} and set(without) == {END}
+    assert made.meta_info["metrics"]["rollout/agent/dropped_tokens"].value == 2
+
+
+class Marked(ToolParser):
+    """A family whose calls end with an exclamation mark."""
+
+    stop_tokens = ("!",)
+
+
+def test_the_context_of_the_model_bounds_an_answer_too():
+    def agent(base_url, api_key, row, model):
+        found = client(base_url, api_key)
+        assert found.chat.completions.create(model=model, messages=[USER]).choices[0].finish_reason == "length"
+        with pytest.raises(openai.BadRequestError, match="context"):
+            found.chat.completions.create(model=model, messages=[{"role": "user", "content": "x" * 50}])
+
+    sampler = Scripted("x" * 100)
+    batch = rollout(sampler, agent, context=len(PROMPT) + 5).batch
+    assert batch["responses"].shape == (1, 5) and sampler.requests[0].sampling.max_tokens == 5

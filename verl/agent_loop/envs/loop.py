@@ -146,6 +146,8 @@ class EnvironmentAgentLoop(AgentLoopBase):
         data.messages = _opening(data.row.get("raw_prompt"), extender.defused(first)[0])
         data.prompt_ids = extender.prompt(data.messages)
         data.record.append(_entry("user", first, len(data.prompt_ids), 0))
+        if self._left(data) < 1:
+            raise EnvironmentFailure(f"its first observation and the prompt have {len(data.prompt_ids)} tokens already")
         while True:
             answer = await self._sample(data, sampling_params)
             history, text = list(data.messages), extender.text(answer.token_ids)
@@ -181,7 +183,9 @@ class EnvironmentAgentLoop(AgentLoopBase):
         return answer
 
     def _left(self, data: AgentData) -> int:
-        return int(self.server_manager.response_length) - len(data.response_ids)
+        left = int(self.server_manager.response_length) - len(data.response_ids)
+        context = self.config.max_model_len
+        return left if context is None else min(left, context - len(data.prompt_ids) - len(data.response_ids))
 
     async def _output(self, episode: _Episode, row: dict[str, Any]) -> AgentLoopOutput:
         data = episode.data

@@ -59,6 +59,7 @@ class Conversation:
         client: the sampler as this trajectory sees it.
         sampling: parameters of the run.
         budget: most tokens after the first prompt.
+        context: most tokens with the prompt; None: what the sampler takes.
         prompts: messages to tokens.
         models: names under which the policy is served; ``*`` takes any.
         follows_request: whether temperature, top_p, top_k and seed of a request count, or the run's own.
@@ -70,6 +71,7 @@ class Conversation:
     sampling: Mapping[str, Any]
     budget: int
     prompts: Prompts
+    context: int | None = None
     models: tuple[str, ...] = ("policy",)
     follows_request: bool = False
     parser: Any = None
@@ -127,6 +129,9 @@ class Conversation:
     def _parameters(self, ask: Ask, parent: Answer | None, inserted: int) -> dict[str, Any]:
         used = 0 if parent is None else parent.response_length + inserted
         left = self.budget - used
+        if self.context is not None:
+            before = inserted if parent is None else len(parent.tokens) + inserted
+            left = min(left, self.context - before)
         if ask.max_tokens is not None and ask.max_tokens > self.budget:
             raise bad("max_tokens", f"max_tokens={ask.max_tokens} is more than the {self.budget} tokens that a whole "
                       "rollout may have after its first prompt (data.max_response_length).")  # fmt: skip
@@ -134,12 +139,14 @@ class Conversation:
             raise ApiError(
                 400,
                 f"This conversation has used up its {self.budget} tokens after the first prompt "
-                f"(data.max_response_length): {used} are sampled or inserted.",
+                f"(data.max_response_length; {used} are sampled or inserted), or the model's context.",
                 "context_length_exceeded",
                 "messages" if ask.messages is not None else "prompt",
             )
         found = {**self.sampling, "max_tokens": min(left, ask.max_tokens or left)}
         stops = [ids[0] for ids in map(self._ids, ask.stops) if len(ids) == 1]
+        if ask.parses_calls and self.parser is not None:
+            stops += self.parser.stop_token_ids
         if stops:
             found["stop_token_ids"] = tuple(stops)
         return {**found, **self._asked(ask)}

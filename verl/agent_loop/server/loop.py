@@ -98,6 +98,7 @@ class OpenAIAgentLoop(AgentLoopBase):
             sampling={**sampling_params, "seed": client.seed},
             budget=client.response_length,
             prompts=Prompts(self.tokenizer, shared.template_kwargs),
+            context=self.config.max_model_len,
             models=shared.settings.models,
             follows_request=shared.settings.sampling == "request",
             parser=shared.parser,
