@@ -78,7 +78,7 @@ def test_the_built_in_scorer_is_tried_without_a_file(tmp_path, capsys):
     [
         (ROWS, "add a column 'data_source'"),
         (with_source("openai/gsm8"), "Did you mean 'openai/gsm8k'"),
-        (with_source("apps"), "not built yet"),
+        (with_source("haiku"), "no built-in scorer for this data_source"),
         ([{"data_source": "openai/gsm8k", "prompt": "q"}], "reward_model.ground_truth"),
     ],
 )
