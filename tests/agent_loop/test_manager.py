@@ -288,3 +288,21 @@ def test_the_real_sampler_behind_the_real_loop_reports_what_a_forward_pass_finds
     ends = (found["responses"] == EOS) & mask
     assert bool((ends.sum(-1) <= 1).all()), "nothing is sampled after the end token"
     assert found["token_versions"][mask].eq(0).all() and found["token_versions"][~mask].eq(-1).all()
+
+
+def test_upstreams_manager_is_made_from_the_whole_configuration(tmp_path):
+    from tests.support import tiny_model_dir, write_prompts
+    from verl.config import load_config
+    from verl.errors import NotBuiltError
+    from verl.experimental.agent_loop.agent_loop import AgentLoopManager as Upstreams
+    from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+
+    model = tiny_model_dir(tmp_path / "model")
+    data = write_prompts(tmp_path / "train.parquet")
+    settings = [f"actor_rollout_ref.model.path={model}", f"data.train_files={data}", "data.max_response_length=4"]
+    config = load_config("ppo_trainer", settings)
+    for made in (Upstreams(config, Table()), AgentLoopWorker(config=config, llm_client=Table())):
+        batch = made.generate_sequences(prompts([[3]], ["a"]))
+        assert batch.batch["responses"].tolist() == [[3, 2, 1]]
+    with pytest.raises(NotBuiltError, match="teacher_client"):
+        Upstreams(config, Table(), teacher_client=object())

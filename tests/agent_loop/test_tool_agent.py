@@ -358,3 +358,48 @@ def test_it_works_inside_a_running_event_loop(tokenizer, tmp_path):
 
     assert asyncio.run(inside())[2].endswith("ok<|im_end|>")
     assert HERE == "tests.agent_loop.scripted"
+
+
+def test_the_log_probs_of_all_turns_are_those_of_one_forward_pass_and_of_the_engine(tokenizer, tmp_path):
+    """Prompt, answers and what the tool says in one pass: mask 1 has the sampler's log-probs, the engine's agree."""
+    from tests.agent_loop.every_answer import __file__ as tools
+    from tests.support import tiny_model_dir
+    from verl.config import FSDPEngineConfig, HFModelConfig, replace
+    from verl.engines.plain import PlainEngine
+    from verl.rollout.hf.sampler import HFSampler
+
+    folder = tiny_model_dir(tmp_path / "model")
+    model = replace(HFModelConfig(), path=str(folder))
+    config = rollout(
+        multi_turn__enable=True,
+        multi_turn__format="tests.agent_loop.every_answer.EveryAnswer",
+        multi_turn__function_tool_path=tools,
+        multi_turn__max_assistant_turns=3,
+        response_length=200,
+    )
+    sampler = HFSampler.from_config(config, model, device="cpu")
+    batch = manager(config, sampler, tokenizer).generate_sequences(rows(ASK, [{"role": "user", "content": "longer"}]))
+    mask = batch.batch["response_mask"].bool()
+    assert all(len(list(runs)) == 5 for runs in (turn_lengths(row) for row in mask.tolist()))
+    with torch.no_grad():
+        logits = sampler.model(
+            input_ids=batch.batch["input_ids"],
+            attention_mask=batch.batch["attention_mask"],
+            position_ids=batch.batch["position_ids"],
+        ).logits
+    width = batch.batch["prompts"].shape[1]
+    picked = logits[:, width - 1 : -1].log_softmax(-1).gather(-1, batch.batch["responses"][:, :, None])[..., 0]
+    assert torch.allclose(batch.batch["rollout_log_probs"][mask], picked[mask], atol=2e-5, rtol=1e-5)
+    engine = PlainEngine(
+        model, FSDPEngineConfig(), None, kind="causal_lm", total_training_steps=1, device="cpu", seed=0
+    )
+    found = engine.infer(batch, ("log_probs",))["log_probs"]
+    assert torch.allclose(found[mask], picked[mask], atol=2e-5, rtol=1e-5) and bool((found[~mask] == 0).all())
+
+
+def turn_lengths(mask: list[bool]) -> list[int]:
+    """Lengths of the stretches of equal values, without the padding at the end."""
+    from itertools import groupby
+
+    runs = [(value, len(list(same))) for value, same in groupby(mask)]
+    return [length for value, length in runs[: len(runs) - (not runs[-1][0])]]

@@ -1,5 +1,55 @@
-"""Upstream's module of the agent loops; they live in `verl.agent_loop`."""
+"""Upstream's module of the agent loops; they live in `verl.agent_loop`.
 
-from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopMetrics, AgentLoopOutput, register
+Upstream makes a manager from the whole configuration and a client of the sampler; these two classes take the same.
+"""
 
-__all__ = ["AgentLoopBase", "AgentLoopManager", "AgentLoopMetrics", "AgentLoopOutput", "register"]
+from __future__ import annotations
+
+from typing import Any
+
+from verl.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+from verl.agent_loop import AgentLoopManager as Manager
+from verl.data import hf_tokenizer
+from verl.errors import NotBuiltError
+
+__all__ = [
+    "AgentLoopBase",
+    "AgentLoopManager",
+    "AgentLoopMetrics",
+    "AgentLoopOutput",
+    "AgentLoopWorker",
+    "register",
+]
+
+
+class AgentLoopManager(Manager):
+    """All loops of a run.
+
+    Args:
+        config: the configuration of ``main_ppo``.
+        llm_client: the sampler (`verl.rollout.base.Sampler`).
+
+    Raises:
+        NotBuiltError: a teacher, or workers that score, are given.
+    """
+
+    def __init__(
+        self, config: Any, llm_client: Any, teacher_client: Any = None, reward_loop_worker_handles: Any = None
+    ):
+        if teacher_client is not None:
+            raise NotBuiltError("a teacher beside the agent loops is not built yet", key="teacher_client")
+        if reward_loop_worker_handles is not None:
+            fix = "Leave it out; a manager takes score=, a function that scores a trajectory when it ends."
+            raise NotBuiltError(
+                "reward workers are not handed to agent loops", key="reward_loop_worker_handles", fix=fix
+            )
+        model = config.actor_rollout_ref.model
+        path = model.tokenizer_path or model.path
+        tokenizer = hf_tokenizer(
+            path, trust_remote_code=model.trust_remote_code, custom_chat_template=model.custom_chat_template
+        )
+        super().__init__(config.actor_rollout_ref.rollout, llm_client, tokenizer, data_config=config.data)
+
+
+class AgentLoopWorker(AgentLoopManager):
+    """Upstream's worker of one process; here the manager runs all loops itself."""
