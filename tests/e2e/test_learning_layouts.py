@@ -1,0 +1,71 @@
+"""The quickstart's task is learned in bf16, by processes that share sequences, and by a mixture with shared experts.
+
+LoRA is in `test_learning`, two nodes are in `test_two_nodes`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.mixture import write_dense, write_mixture
+from tests.e2e.runs import command, curve
+from tests.e2e.test_learning import ACCURACY, learn
+
+pytestmark = pytest.mark.e2e
+GRPO, STEPS, WARM_UP = "algorithm.adv_estimator=grpo", 20, 200
+TWO = ["trainer.nnodes=1", "trainer.n_gpus_per_node=2", "trainer.device=cpu", "actor_rollout_ref.actor.strategy=fsdp2"]
+
+
+def check(steps: list[dict]) -> None:
+    before, *_, after = curve(steps, ACCURACY)
+    rewards = curve(steps, "critic/score/mean")
+    print(f"accuracy {before:.2f} -> {after:.2f}, reward {sum(rewards[:3]) / 3:.2f} -> {sum(rewards[-3:]) / 3:.2f}")
+    assert before <= 0.6
+    assert after >= 0.85
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
+
+
+def test_grpo_learns_in_bf16(arithmetic):
+    """Sampler and training multiply in bf16; weights and optimizer stay in float32."""
+    both = ["actor_rollout_ref.actor.fsdp_config.dtype=bfloat16", "actor_rollout_ref.rollout.dtype=bfloat16"]
+    check(learn(arithmetic, "bf16", STEPS, GRPO, *both))
+
+
+def test_grpo_learns_with_sequences_shared_by_two_processes(arithmetic):
+    steps = learn(arithmetic, "ulysses", STEPS, GRPO, *TWO, "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2")
+    check(steps)
+
+
+@pytest.fixture(scope="module")
+def mixture(arithmetic) -> Path:
+    """A Qwen3-MoE that can add as well as the quickstart's model does: its experts start as copies of an MLP."""
+    folder = arithmetic.folder / "mixture"
+    write_dense(folder / "base", like=arithmetic.model)
+    command(
+        "verl.trainer.sft_trainer",
+        "data.train_files=data/pupil.parquet",
+        "data.train_batch_size=128",
+        "data.max_length=32",
+        "model.path=mixture/base",
+        "optim.lr=3e-3",
+        "optim.lr_warmup_steps=20",
+        "optim.lr_scheduler_type=cosine",
+        f"trainer.total_training_steps={WARM_UP}",
+        f"trainer.save_freq={WARM_UP}",
+        "trainer.default_local_dir=mixture/sft",
+        "trainer.project_name=e2e",
+        "trainer.experiment_name=mixture_sft",
+        "trainer.logger=[file]",
+        "checkpoint.save_contents=[model]",
+        cwd=arithmetic.folder,
+    )
+    write_mixture(folder / "model", folder / "sft" / f"global_step_{WARM_UP}" / "model" / "huggingface")
+    return folder / "model"
+
+
+def test_grpo_teaches_a_mixture_whose_experts_two_processes_share(arithmetic, mixture):
+    """Each process holds two of the four experts of a layer."""
+    changes = [f"actor_rollout_ref.model.path={mixture}", "actor_rollout_ref.actor.fsdp_config.expert_parallel_size=2"]
+    check(learn(arithmetic, "experts", STEPS, GRPO, *TWO, *changes))
