@@ -35,16 +35,22 @@ def test_ray_with_one_worker_gives_the_bits_of_this_process(train: Callable[...,
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def test_two_workers_give_the_samples_the_losses_and_the_gradients_of_one(train: Callable[..., Run], alone: Run):
-    two = train("two", 2, "trainer.n_gpus_per_node=2")
+@pytest.fixture(scope="module")
+def two(train: Callable[..., Run]) -> Run:
+    """Two steps on two workers."""
+    return train("two", 2, "trainer.n_gpus_per_node=2")
+
+
+def test_two_workers_give_the_samples_the_losses_and_the_gradients_of_one(two: Run, alone: Run):
     assert [[s["output"] for s in step] for step in two.samples] == [
         [s["output"] for s in step] for step in alone.samples[:2]
     ]
     agree(two, alone, steps=slice(0, 2))
 
 
-def test_samplers_in_actors_of_their_own_and_weights_in_the_background_change_no_number(train: Callable[..., Run]):
-    two = train("again", 2, "trainer.n_gpus_per_node=2")
+def test_samplers_in_actors_of_their_own_and_weights_in_the_background_change_no_number(
+    train: Callable[..., Run], two: Run
+):
     hosted = "actor_rollout_ref.rollout.checkpoint_engine.backend=shared_memory"
     beside = train("beside", 2, "trainer.n_gpus_per_node=2", hosted, "trainer.async_weight_update=true")
     assert [numbers(step) for step in beside.steps] == [numbers(step) for step in two.steps]
