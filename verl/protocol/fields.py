@@ -123,7 +123,7 @@ def _declare_standard_fields() -> None:
         Field("returns", float32, response, "advantage stage", 0.0, "what the critic is trained on"),
         Field("rollout_is_weights", float32, response, "rollout correction", 0.0, "importance weights"),
         Field("positive", float32, row, "advantage stage", 0.0, "1 where the answer is right (VAPO)"),
-        Field("positive_lm_weights", float32, response, "training stage", 0.0, "weights that sum to 1 over right answers"),
+        Field("positive_lm_weights", float32, response, "training stage", 0.0, "weights, of sum 1, of right answers"),
         Field("rollout_rs_mask", token, response, "rollout correction", 0, "response_mask without what was rejected"),
         Field(
             "reward_baselines", float32, row, "greedy rollout (ReMax)", 0.0, "reward of the prompt's greedy response"
