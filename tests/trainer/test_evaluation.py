@@ -105,6 +105,36 @@ def test_an_answer_that_cannot_be_scored_is_counted_and_told(here):
     assert "1 of 6 answers have no score" in notices()["data.path"] and "cannot read this" in notices()["data.path"]
 
 
+def test_a_report_of_answers_that_all_have_no_score_is_json_all_the_same(here):
+    evaluate(f"data.path={write('out.parquet', [['crash'], ['crash'], ['crash']])}")
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    found = json.loads(Path("report.json").read_text(), parse_constant=refuse)
+    assert found["test_score/sums"] is None and found["data_sources"]["sums"]["interval"] == [None, None]
+
+
+def test_programs_are_scored_in_the_sandbox(here):
+    tests = [{"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}] * 2
+    programs = ["```python\nprint(sum(map(int, input().split())))\n```", "```python\nprint(3)\n```"]
+    rows = [
+        {
+            "prompt": f"q{i}",
+            "data_source": "taco",
+            "reward_model": {"ground_truth": json.dumps(test)},
+            "responses": [text],
+        }
+        for i, (test, text) in enumerate(zip(tests, programs))
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), "out.parquet")
+    words = ["data.path=out.parquet", "report.json=report.json", "report.samples=samples.parquet"]
+    assert main_eval.main(words) == 0
+    one = json.loads(Path("report.json").read_text())["data_sources"]["taco"]
+    assert one["mean"] == pytest.approx(0.75) and one["metrics"]["pass@1"] == 0.5
+    assert [row["score"] for row in pq.read_table("samples.parquet").to_pylist()] == [1.0, 0.5]
+
+
 def test_built_in_scorers_are_picked_by_the_data_source(here):
     name = write("out.parquet", ["#### 1", "#### 5", "no number"], source="openai/gsm8k")
     assert main_eval.main([f"data.path={name}", "report.json=report.json"]) == 0

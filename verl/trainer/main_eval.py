@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -17,6 +18,7 @@ from verl.errors import ConfigError, VerlError
 from verl.metrics import notice
 from verl.rewards.dispatch import answer_of, check_data_sources, default_compute_score, runs_programs
 from verl.rewards.function import RewardFunction, load_reward_function
+from verl.rewards.programs import code_runner
 from verl.rewards.samples import RewardResult, RewardSample
 from verl.rewards.scoring import Limits, Scorer
 from verl.trainer import evaluation
@@ -50,7 +52,7 @@ def run_eval(config: EvaluationConfig) -> str:
         numbers["data_sources"] = {source: asdict(one) for source, one in found.items()}
         if differences is not None:
             numbers["differences"] = {source: asdict(gap) for source, gap in differences.items()}
-        Path(settings.json).write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+        Path(settings.json).write_text(json.dumps(_finite(numbers), indent=1) + "\n", encoding="utf-8")
     if settings.samples:
         pq.write_table(evaluation.sample_table(answers, results), settings.samples)
     return text
@@ -61,7 +63,12 @@ def _scored(config: EvaluationConfig, scorer: Scorer, path: str, key: str) -> tu
     builtin = scorer.function.is_builtin
     answers = evaluation.read_answers(path, config.data, key, needs_source=builtin)
     if builtin:
-        check_data_sources([sample.data_source for sample in answers.samples], config.data.data_source_key)
+        sources = [sample.data_source for sample in answers.samples]
+        check_data_sources(sources, config.data.data_source_key)
+        if any(map(runs_programs, sources)):
+            given = scorer.function.reward_kwargs
+            places = given.get("max_concurrent", 64)
+            code_runner(given.get("sandbox_fusion_url"), places, given.get("memory_limit_mb")).check()
     results = scorer.score(answers.samples)
     if builtin:
         results = [_with_answer(sample, result) for sample, result in zip(answers.samples, results, strict=True)]
@@ -73,6 +80,15 @@ def _scored(config: EvaluationConfig, scorer: Scorer, path: str, key: str) -> tu
             f"{len(failures)} of {len(results)} answers have no score; the first, {sample.place}: {failure.message}",
         )
     return answers, results
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for what JSON has no number for: the mean of answers that all have no score."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _with_answer(sample: RewardSample, result: RewardResult) -> RewardResult:
