@@ -85,6 +85,15 @@ def test_a_function_from_a_file_is_stopped_whatever_it_does(nasty, text, kind, p
     assert bad.failure.kind == kind and part in bad.failure.message
 
 
+def test_a_call_that_hangs_delays_the_others_by_its_own_time_limit_at_most(nasty):
+    nasty.score(samples("good", "good"))  # both processes are there
+    start = time.monotonic()
+    results = nasty.score(samples("loop", *["good"] * 30))
+    spent = time.monotonic() - start
+    assert results[0].failure.kind == "timeout" and all(result.score == 1.0 for result in results[1:])
+    assert spent < FAST.timeout + 5, "the others went on in the other process; the limit, and starting a process anew"
+
+
 def test_an_exception_in_a_process_can_be_raised_from_with_the_users_traceback(nasty):
     (result,) = nasty.score(samples("raise"))
     assert isinstance(result.failure.exception, ValueError) and str(result.failure.exception) == "bad answer"
