@@ -70,6 +70,8 @@ CASES = [
      f"greedy validation gives the same response 4 times; set {R}.val_kwargs.do_sample=true and a temperature"),
     ([f"{R}.val_kwargs.temperature=0.6"], f"{R}.val_kwargs.temperature",
      f"has no effect without {R}.val_kwargs.do_sample=true"),
+    ([f"{R}.multi_turn.max_parallel_calls=2"], f"{R}.multi_turn.max_parallel_calls",
+     f"has effect only for rows with agent_name=tool_agent, unless {R}.multi_turn.enable=true"),
     (["reward.custom_reward_function.name=score"], "reward.custom_reward_function.name",
      "has no effect without reward.custom_reward_function.path"),
     (["trainer.resume_from_path=/a/global_step_3"], "trainer.resume_from_path",
@@ -84,6 +86,7 @@ def test_a_setting_without_effect_is_told_with_what_would_give_it_one(ppo, told,
 
 
 EFFECTIVE = [
+    [f"{R}.multi_turn.max_parallel_calls=2", f"{R}.multi_turn.enable=true"],
     ["algorithm.kl_ctrl.kl_coef=0.01", KL_IN_REWARD],
     ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.2", KL_IN_REWARD],
     [f"{A}.kl_loss_coef=0.1", f"{A}.use_kl_loss=true"],

@@ -273,3 +273,14 @@ def test_rows_collate_and_the_dataset_travels_to_loader_processes(tmp_path, toke
     assert ForkingPickler.dumps(found)
     batch = collate_fn([found[i] for i in range(4)])
     assert batch["raw_prompt_ids"].shape == (4,) and batch["reward_model"][3] == {"style": "rule", "ground_truth": "6"}
+
+
+def test_prompts_are_measured_with_the_schemas_of_the_tools_and_kept_without_them(tmp_path, tokenizer):
+    tokenizer.chat_template = "{{ tools | tojson if tools else '' }}" + tokenizer.chat_template
+    tools = tmp_path / "tools.yaml"
+    tools.write_text("tools: [{class_name: verl.tools.calculator.CalculatorTool}]")
+    plain = dataset(tmp_path, tokenizer, asking("abc"), max_prompt_length=OVERHEAD + 20)
+    with pytest.raises(DataError, match=r"longer than data\.max_prompt_length"):
+        dataset(tmp_path, tokenizer, asking("abc"), max_prompt_length=OVERHEAD + 20, tool_config_path=str(tools))
+    with_tools = dataset(tmp_path, tokenizer, asking("abc"), max_prompt_length=2000, tool_config_path=str(tools))
+    assert with_tools[0]["raw_prompt_ids"] == plain[0]["raw_prompt_ids"]

@@ -34,6 +34,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
         _critic,
         _validation,
         _reward,
+        _conversations,
         _resume,
     ):
         part(cfg)
@@ -46,6 +47,16 @@ def tell_sft(cfg: SFTTrainerConfig) -> None:
         notice("data.val_files", "no validation files are given, so nothing is validated")
     if cfg.data.use_dynamic_bsz and "micro_batch_size_per_gpu" in _changed(cfg.data):
         notice("data.micro_batch_size_per_gpu", "has no effect without data.use_dynamic_bsz=false")
+
+
+def _conversations(cfg: PPOTrainerConfig) -> None:
+    rollout = cfg.actor_rollout_ref.rollout
+    turns, loop = rollout.multi_turn, rollout.agent.default_agent_loop
+    changed = sorted(set(_changed(turns)) - {"enable", "num_repeat_rollouts"})
+    if changed and not turns.enable and loop == "single_turn_agent":
+        beside = f"; so has {', '.join(changed[1:])}" if changed[1:] else ""
+        text = f"has effect only for rows with agent_name=tool_agent, unless {_R}.multi_turn.enable=true"
+        notice(f"{_R}.multi_turn.{changed[0]}", text + beside)
 
 
 def _kl(cfg: PPOTrainerConfig) -> None:
