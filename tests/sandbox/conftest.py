@@ -10,35 +10,14 @@ from collections.abc import Iterator
 import pytest
 
 from tests.sandbox.attacks import Box
-from verl.sandbox import LAYERS, Pool, SandboxRefused
-
-MODES: dict[str, tuple[str, ...]] = {"whole": (), **{f"without {layer}": (layer,) for layer in LAYERS}}
-
-
-def open_pool(mode: str, size: int | None = None) -> Pool:
-    """A pool in this mode; without layers, they are left out even where the machine has them."""
-    return Pool(size, allow_missing=MODES[mode], without=MODES[mode])
-
-
-def offered_modes() -> list[str]:
-    """The modes that this machine can run."""
-    found = []
-    for mode in MODES:
-        with open_pool(mode) as pool:
-            try:
-                pool.prepare()
-            except SandboxRefused:
-                continue
-        found.append(mode)
-    return found
-
-
-OFFERED = offered_modes()
+from tests.sandbox.modes import MODES, OFFERED, open_pool
+from verl.sandbox import Pool
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "box" in metafunc.fixturenames:
-        metafunc.parametrize("box", OFFERED, indirect=True, scope="session")
+        wanted = getattr(metafunc.module, "ONLY_MODES", OFFERED)
+        metafunc.parametrize("box", [mode for mode in OFFERED if mode in wanted], indirect=True, scope="session")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -11,6 +11,8 @@ import pytest
 from tests.sandbox.attacks import Box, descendants, wait_until_quiet
 from verl.sandbox import Limits, Outcome, Pool
 
+ONLY_MODES = ("whole", "without namespaces")
+"""Limits are kept in two ways; Landlock and seccomp have no part in it."""
 SECONDS = 0.5
 BUSY_MACHINE = 6.0
 """What a loaded machine may add from the caller's view: to get to the program, and to bury it."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sandbox.conftest import OFFERED
+from tests.sandbox.modes import OFFERED
 from verl.errors import ConfigError, SandboxError
 from verl.sandbox import LAYERS, Pool, SandboxRefused, process
 from verl.sandbox.inside import walls

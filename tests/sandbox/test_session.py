@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.sandbox.attacks import Box, is_alive, wait_until_quiet
-from tests.sandbox.conftest import OFFERED
+from tests.sandbox.modes import OFFERED
 from verl.sandbox import Limits, Pool, Session
 
 
