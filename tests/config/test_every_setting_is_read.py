@@ -27,6 +27,8 @@ READ_ELSEWHERE = {
     "algorithm.vapo_lam_critic",
     "algorithm.pf_ppo.reweight_method",
     "algorithm.pf_ppo.weight_pow",
+    # Only dynamic sampling reads it: tests/trainer/ppo/test_dynamic_sampling.py.
+    "algorithm.filter_groups.max_inflight_gen_batches",
     # The actor reads its mirror, actor.policy_loss.rollout_correction.loss_type.
     "algorithm.rollout_correction.loss_type",
     # Trackers get the configuration as a plain dict; tests/observability/backends/test_wandb.py reads this one.
