@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.sandbox.attacks import Box, descendants, is_alive, keeper_processes, wait_until_quiet
+from tests.sandbox.modes import MODES, OFFERED
 from verl.errors import ConfigError
 from verl.sandbox import Limits, Pool, Session
 
@@ -187,6 +188,17 @@ def test_when_the_caller_is_killed_nothing_of_its_pool_is_left():
         time.sleep(0.02)
     assert not any(map(is_alive, below))
     caller.stdout.close()
+
+
+def test_a_pool_outlives_the_thread_that_started_it():
+    with Pool(1, allow_missing=MODES[OFFERED[0]], without=MODES[OFFERED[0]]) as pool:
+        thread = threading.Thread(target=pool.prepare)
+        thread.start()
+        thread.join(30)
+        time.sleep(0.1)
+        before = pool._keepers[-1].pid
+        assert pool.run("print('alive')").stdout == "alive\n"
+        assert pool._keepers[-1].pid == before
 
 
 def test_a_caller_that_forks_gets_a_pool_of_its_own_in_the_child(pool: Pool):

@@ -8,6 +8,7 @@ import pytest
 
 from tests.sandbox.attacks import Box, is_alive, wait_until_quiet
 from tests.sandbox.modes import OFFERED
+from verl.errors import SandboxError
 from verl.sandbox import Limits, Pool, Session
 
 
@@ -109,6 +110,20 @@ def is_alive_after(pid: int, seconds: float) -> bool:
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     return is_alive(pid)
+
+
+def test_a_session_whose_pool_was_closed_tells_it_once_and_begins_anew():
+    if "whole" not in OFFERED:
+        return
+    with Pool(1) as pool, Session(pool) as session:
+        session.run("x = 1")
+        pool.close()
+        with pytest.raises(SandboxError, match="ended without an answer"):
+            session.run("x")
+        assert "NameError" in session.run("x").stderr
+        pool.close()
+        session.close()
+        assert session.run("2").stdout == "2\n"
 
 
 def test_a_forged_report_of_an_ended_cell_only_ends_it_early(pool: Pool):
