@@ -58,7 +58,7 @@ def tensor_mixture(ranks: Ranks, folder: Path) -> dict:
 
 
 def tensor_is_shared(ranks: Ranks, folder: Path) -> dict:
-    """Bytes of weights, the width of what passes the head, and numbers summed over ranks in a forward pass."""
+    """Bytes of weights, the width of what passes the head, what is summed over ranks in a pass and in a step."""
     path = shared_model(ranks, folder, "qwen2", vocab=260)
     engine, whole = sharded(path, engine={KEY: ranks.size}), sharded(path)
     batch, widths, sums = ragged_batch(rows=5), [], []
@@ -66,6 +66,8 @@ def tensor_is_shared(ranks: Ranks, folder: Path) -> dict:
     peers = engine.tensor.peers
     summed, peers.sum = peers.sum, lambda x: (sums.append(x.numel()), summed(x))[1]
     engine.infer(share(ranks, batch))
+    forward = list(sums)
+    engine.train_batch(share(ranks, batch), loss_of("causal_lm"), micro_batch_size=100)
     del peers.sum
     parts = {name: p.to_local() for name, p in engine.model.named_parameters() if isinstance(p, DTensor)}
     return {
@@ -74,7 +76,8 @@ def tensor_is_shared(ranks: Ranks, folder: Path) -> dict:
         "q_proj": list(parts["model.layers.0.self_attn.q_proj.weight"].shape),
         "o_proj": list(parts["model.layers.0.self_attn.o_proj.weight"].shape),
         "widths": widths,
-        "sums": sums,
+        "sums": forward,
+        "sums_per_step": len(sums) - len(forward),
         "tokens": sum(AlignedRows.of(batch).lengths),
     }
 

@@ -63,13 +63,19 @@ def test_each_rank_holds_half_of_every_map_and_computes_half_of_the_vocabulary(r
         shared, sharded = answer["bytes"]
         assert shared == pytest.approx(answer["whole"] / 2, rel=0.01) and sharded == pytest.approx(shared, rel=0.01)
         assert answer["q_proj"] == [16, 32] and answer["o_proj"] == [32, 16]
-        assert answer["widths"] == [130]
+        assert set(answer["widths"]) == {130}
 
 
 def test_a_forward_pass_sums_once_behind_the_embedding_attention_and_the_mlp_of_each_layer(runs):
     """Ring sums of N tokens of width H: one for the embeddings, two per layer."""
     for answer in runs[2]["tensor_is_shared"]:
         assert answer["sums"] == [answer["tokens"] * 32] * (1 + 2 * 2)
+
+
+def test_a_backward_pass_sums_once_for_all_maps_that_read_the_same_tensor(runs):
+    """Queries, keys and values together, gate and input together, and the head."""
+    for answer in runs[2]["tensor_is_shared"]:
+        assert answer["sums_per_step"] == (1 + 2 * 2) + (2 * 2 + 1)
 
 
 @cases(cells.tensor_resumes)

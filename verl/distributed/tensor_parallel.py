@@ -22,6 +22,24 @@ def copied(x: Tensor, peers: Ranks) -> Tensor:
     return _Copied.apply(x, peers)  # type: ignore[no-untyped-call]
 
 
+class CopiedOnce:
+    """`copied`, once for all maps that read the same tensor one after the other: their gradients travel together."""
+
+    def __init__(self, peers: Ranks):
+        self.peers = peers
+        self._last: tuple[Tensor, Tensor, bool] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        graph = torch.is_grad_enabled()
+        if self._last is None or self._last[0] is not x or self._last[2] != graph:
+            self._last = x, copied(x, self.peers), graph
+        return self._last[1]
+
+    def forget(self) -> None:
+        """Hold no tensor any longer: nothing reads the last one again."""
+        self._last = None
+
+
 def reduced(x: Tensor, peers: Ranks) -> Tensor:
     """The sum over ranks; its gradient is whole on each rank already."""
     return _Reduced.apply(x, peers)  # type: ignore[no-untyped-call]

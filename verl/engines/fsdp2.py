@@ -53,6 +53,8 @@ class FSDP2Engine(ShardedEngine):
         self.cuts, groups, mesh = self._deal(model)
         for group in groups:
             fully_shard(group, reshard_after_forward=layout.reshard_after_forward, **{**common, "mesh": mesh})
+        if self.tensor is not None:
+            self.tensor.join_readers()
         for unit in units:
             fully_shard(unit, reshard_after_forward=layout.reshard_after_forward, **common)
         # The root's weights are used last and needed first by the backward pass: they stay until then (None).

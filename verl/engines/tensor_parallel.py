@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from verl.distributed import Ranks
 from verl.distributed.mesh import new_mesh
-from verl.distributed.tensor_parallel import copied, reduced, scaled_backwards
+from verl.distributed.tensor_parallel import CopiedOnce, copied, reduced, scaled_backwards
 from verl.engines.cuts import Cut
 from verl.engines.sharding import unit_of
 from verl.errors import ConfigError, NotBuiltError
@@ -35,11 +35,14 @@ class TensorRanks:
         ranks: all.
         peers: those that hold whole maps together; they are handed the same rows.
         mesh: of the ranks that hold the same parts as this one.
+        copied: what the maps of ``readers``, those cut by columns, get as their input.
     """
 
     ranks: Ranks
     peers: Ranks
     mesh: DeviceMesh
+    copied: CopiedOnce
+    readers: list[nn.Module] = field(default_factory=list)
 
     @classmethod
     def of(cls, ranks: Ranks, device: str, size: int, engine: Any) -> TensorRanks | None:
@@ -65,7 +68,8 @@ class TensorRanks:
                 raise NotBuiltError(f"tensor parallelism beside {other} is not built yet", key=KEY, got=size, fix=fix)
         mesh = new_mesh(device, (ranks.size // size, size), ("same_parts", "parts"))
         same, parts = mesh.mesh_dim_names or ()
-        return cls(ranks, Ranks(ranks.rank % size, size, mesh.get_group(parts)), mesh[same])
+        peers = Ranks(ranks.rank % size, size, mesh.get_group(parts))
+        return cls(ranks, peers, mesh[same], CopiedOnce(peers))
 
     def cut(self, model: Any, unit_names: list[str]) -> tuple[dict[str, Cut], list[list[nn.Module]]]:
         """Leave this rank's parts in a model without values, and make its modules exchange what they must.
@@ -96,7 +100,13 @@ class TensorRanks:
         groups: dict[str, list[nn.Module]] = {}
         for name, owner in cutter.owners.items():
             groups.setdefault(unit_of(name, unit_names) or cutter.outside(owner), []).append(owner)
+        self.readers.extend(cutter.readers)
         return cutter.cuts, list(groups.values())
+
+    def join_readers(self) -> None:
+        """To be called when FSDP has its hooks: they make a tensor of its own for each module, so ours come first."""
+        for module in self.readers:
+            module.register_forward_pre_hook(lambda _, inputs: (self.copied(inputs[0]), *inputs[1:]), prepend=True)
 
 
 @dataclass
@@ -111,6 +121,9 @@ class _Cutter:
     """A whole weight by its identity -> this rank's part of it, and the name under which it was cut first."""
     kept: list[nn.Parameter] = field(default_factory=list)
     """Whole weights, so that no other one gets the identity of one that is gone."""
+
+    readers: list[nn.Module] = field(default_factory=list)
+    """Maps that are cut by columns."""
 
     @property
     def peers(self) -> Ranks:
@@ -149,7 +162,7 @@ class _Cutter:
                 self._partial(owner)
             else:
                 self._cut(path, owner, attribute, axis=0)
-        module.register_forward_pre_hook(lambda _, inputs: (copied(inputs[0], self.peers), *inputs[1:]))
+        self.readers.append(module)
 
     def _rows(self, name: str, module: nn.Module) -> None:
         """This rank's part of the inputs; the outputs are summed."""
@@ -164,7 +177,11 @@ class _Cutter:
                 self._partial(owner)
             else:
                 self._cut(path, owner, attribute, axis=1)
-        module.register_forward_hook(lambda _, inputs, output: reduced(output, self.peers))
+        module.register_forward_hook(lambda _, inputs, output: self._summed(output))
+
+    def _summed(self, output: Tensor) -> Tensor:
+        self.tensor.copied.forget()  # this map ends what others began
+        return reduced(output, self.peers)
 
     def _head(self, name: str, module: nn.Module) -> None:
         """This rank's part of the vocabulary; what is wanted of all logits is joined later, and they never are."""
