@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 
 from verl.config import DataConfig, SFTDataConfig
 from verl.config.preference import PreferenceDataConfig
-from verl.data import RLHFDataset
+from verl.data import RLHFDataset, chat_template
 from verl.data.preference import PreferenceDataset
 from verl.data.sft_dataset import MultiTurnSFTDataset
 from verl.errors import DataError, ModelError
@@ -190,3 +192,22 @@ def test_a_template_that_fails_or_reaches_into_python_is_an_error_in_its_own_wor
         bad.chat_template = template
         with pytest.raises((DataError, ModelError)):
             make(kind, jsonl(tmp_path, GOOD[kind]), bad)
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("kind", GOOD)
+@pytest.mark.parametrize(
+    ("template", "words"), [(ENDLESS, "did not end within 0.5 s"), ("{{ 'x' * 2000000 }}", "writes more than 1000000")]
+)
+def test_a_template_that_never_ends_is_stopped_and_refused(tmp_path, tokenizer, monkeypatch, kind, template, words):
+    monkeypatch.setattr(chat_template, "PROBE_SECONDS", 0.5)
+    bad = copy.deepcopy(tokenizer)
+    bad.chat_template = template
+    with pytest.raises(ModelError, match=words):
+        make(kind, jsonl(tmp_path, GOOD[kind]), bad)
+    deadline = time.monotonic() + 10
+    while any(thread.name == "chat template" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "its thread goes on"
+        time.sleep(0.05)

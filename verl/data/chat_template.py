@@ -5,6 +5,8 @@ Text is rendered first and tokenised after, so that masks and lengths can be fou
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +15,8 @@ from jinja2 import TemplateError
 from verl.data.messages import Message
 from verl.errors import DataError, ModelError
 
+PROBE_SECONDS = 10.0
+PROBE_CHARACTERS = 1_000_000
 MARK = "verlMarksThisPlace"
 """A content that no template changes: letters only."""
 
@@ -52,6 +56,7 @@ class ChatTemplate:
             LookupError,
             AttributeError,
             RecursionError,
+            MemoryError,
         ) as failure:
             raise DataError(f"the chat template refuses the conversation: {failure}") from failure
 
@@ -62,12 +67,11 @@ class ChatTemplate:
         to write that header, and never show it at inference.
 
         Raises:
-            ModelError: it has none and writes a header.
+            ModelError: it has none and writes a header, or it does not end, or writes without end.
         """
         asked: list[Message] = [{"role": "user", "content": "x"}]
         try:
-            bare, prompt = self.render(asked), self.render(asked, add_generation_prompt=True)
-            whole = self.render([*asked, {"role": "assistant", "content": MARK}])
+            bare, prompt, whole = self._probe(asked)
         except DataError:
             return  # a template that needs more than this speaks for itself when it meets a row
         header = whole[len(bare) : whole.find(MARK)] if whole.startswith(bare) and MARK in whole else ""
@@ -80,6 +84,41 @@ class ChatTemplate:
                 + header.replace("\n", "\\n")
                 + "{% endif %} at its end.",
             )
+
+    def _probe(self, asked: list[Message]) -> list[str]:
+        """A question without and with a generation prompt, and with an answer; in a thread that is given some time."""
+        found: list[list[str] | DataError] = []
+
+        def work() -> None:
+            try:
+                answered = [*asked, {"role": "assistant", "content": MARK}]
+                found.append(
+                    [self.render(asked), self.render(asked, add_generation_prompt=True), self.render(answered)]
+                )
+            except DataError as failure:
+                found.append(failure)
+            except SystemExit:  # it was too slow, see below
+                return
+
+        thread = threading.Thread(target=work, name="chat template", daemon=True)
+        thread.start()
+        thread.join(PROBE_SECONDS)
+        if not found:
+            if thread.ident is not None:  # ends the thread at its next instruction
+                exit_ = ctypes.py_object(SystemExit)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), exit_)
+            raise self._hostile(f"did not end within {PROBE_SECONDS:g} s for two short messages")
+        (result,) = found
+        if isinstance(result, DataError):
+            raise result
+        if max(map(len, result)) > PROBE_CHARACTERS:
+            raise self._hostile(f"writes more than {PROBE_CHARACTERS} characters for two short messages")
+        return result
+
+    def _hostile(self, what: str) -> ModelError:
+        return ModelError(
+            f"the chat template {what}", key="model.custom_chat_template", got=self.tokenizer.name_or_path
+        )
 
     def encode(self, text: str) -> list[int]:
         """The ids of rendered text: the template wrote the special tokens, so none is added."""
