@@ -70,7 +70,7 @@ def test_micro_batches_and_packing_change_nothing_but_rounding(here):
 
 def test_a_model_with_a_tokenizer_of_its_own_reads_the_conversation_in_its_chat_template(here):
     folder = reward_model_dir("rm", own_tokenizer=True)
-    seen = train(ALONE, ON, "reward_model.model.path=rm")
+    seen = train(ALONE, ON, "reward_model.model.path=rm", "reward_model.model.input_tokenizer=model")
     (batch,) = seen.batches
     policy, own = AutoTokenizer.from_pretrained("model"), AutoTokenizer.from_pretrained("rm")
     assert policy.encode("7") != own.encode("7")
