@@ -46,7 +46,7 @@ def test_ppo_with_a_trained_reward_model_raises_its_score_near_the_policy_it_sta
     )
     trained = metrics(arithmetic.folder, "e2e", "rm")
     first, *_, last = curve(trained, "val/accuracy")
-    assert last >= 0.75 and last >= first
+    assert last >= 0.7 and last >= first
     assert curve(trained, "val/loss")[-1] < 0.6 * curve(trained, "val/loss")[0]
     model = arithmetic.folder / f"rm/global_step_{RM_STEPS}/model/huggingface"
     words = [
