@@ -96,19 +96,14 @@ print("SECONDS " + json.dumps(found))
 """
 
 
-def clock() -> float:
-    """Seconds; with one thread those of this thread alone, so that other processes take no time out of a run."""
-    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
-
-
 def best(function: Callable[[], Any], repeat: int) -> float:
     """The shortest of several runs after one that does not count, in seconds."""
     function()
     seconds = []
     for _ in range(repeat):
-        began = clock()
+        began = time.perf_counter()
         function()
-        seconds.append(clock() - began)
+        seconds.append(time.perf_counter() - began)
     return min(seconds)
 
 
@@ -181,9 +176,9 @@ def bench_groups(batch: dict[str, Any], repeat: int, peer: dict[str, float]) -> 
     for name, loop in LOOPS.items():
         estimator = ADVANTAGE_ESTIMATORS.get(name)
         ours = best(lambda: estimator(batch["rewards"], batch["mask"], batch["index"]), repeat)  # noqa: B023
-        began = clock()
+        began = time.perf_counter()
         loop(batch)
-        slow = clock() - began
+        slow = time.perf_counter() - began
         row = {"name": name, "seconds": ours, "loop": slow, "ratio": slow / ours}
         table.append({**row, "upstream": peer.get(name)})
     return table
