@@ -127,6 +127,8 @@ class Odd(BaseTool):
             raise ZeroDivisionError("a bug of mine")
         if kind == "exits":
             raise SystemExit(3)
+        if kind == "cancels":
+            raise asyncio.CancelledError
         if kind == "hangs":
             await asyncio.sleep(600)
         if kind == "blocks":

@@ -97,6 +97,8 @@ FAULTS = {
     "nan": "the reward is nan",
     "images": "images or videos",
     "bare": "returned str",
+    "exits": "SystemExit: 3",
+    "cancels": "the tool cancelled its own call",
     "hangs": "no answer within 0.2 seconds",
 }
 

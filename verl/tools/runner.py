@@ -52,6 +52,8 @@ class ToolRunner:
             future.cancel()
             raise
         if done:
+            if wrapped.cancelled():  # by the tool's own code: it must not look as if the trajectory were cancelled
+                raise RuntimeError("the tool cancelled its own call")
             return wrapped.result()
         wrapped.cancel()
         await self._replace_if_blocked(loop)
