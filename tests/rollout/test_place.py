@@ -127,7 +127,9 @@ def test_a_sampler_in_a_process_of_its_own_that_is_killed_is_an_error_and_no_han
 
 def test_names_of_upstream_and_this_machine_choose_the_transport(model, tmp_path):
     reset_notices()
-    assert isinstance(place.link(rollout("shared_memory"), model, "cpu").make(), ResidentTransport)
+    here = place.link(rollout("shared_memory"), model, "cpu").make()
+    assert isinstance(here, ResidentTransport)
+    here.close()
     assert place.link(rollout("nccl"), model, "cpu").kind == "gloo"
     assert any("broadcast over gloo" in text for text in notices().values())
     assert place.link(rollout("nccl"), model, "cuda").kind == "cuda_ipc"
