@@ -48,11 +48,19 @@ def test_the_command_trains_on_two_ranks_and_only_rank_0_speaks(torchrun):
     assert done.stderr.count("clip_grad") <= 1 and done.stderr.count("notice") == done.stdout.count("notice") == 0
 
 
-def test_ranks_that_share_their_sequences_give_the_same_curve(torchrun):
-    apart, _ = torchrun("apart", "engine.strategy=fsdp")
-    shared, done = torchrun("shared", "engine.strategy=fsdp", "engine.ulysses_sequence_parallel_size=2")
+@pytest.fixture(scope="module")
+def apart(torchrun):
+    """Metrics of a run whose ranks share nothing but weights."""
+    return SFT.metrics(torchrun("apart", "engine.strategy=fsdp")[0])
+
+
+@pytest.mark.parametrize(
+    "strategy, size", [("fsdp", "ulysses_sequence_parallel_size"), ("fsdp2", "tensor_parallel_size")]
+)
+def test_ranks_that_share_sequences_or_linear_maps_give_the_same_curve(torchrun, apart, strategy, size):
+    shared, done = torchrun(size, f"engine.strategy={strategy}", f"engine.{size}=2")
     assert done.returncode == 0, done.stderr[-4000:]
-    found, expected = SFT.metrics(shared), SFT.metrics(apart)
+    found, expected = SFT.metrics(shared), apart
     for step in range(1, STEPS + 1):
         names = [name for name in expected[step] if "time" not in name]
         assert {n: found[step][n] for n in names} == pytest.approx({n: expected[step][n] for n in names}, rel=1e-5)
