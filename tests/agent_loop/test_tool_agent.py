@@ -195,11 +195,11 @@ def test_calls_of_one_turn_run_side_by_side_up_to_the_limit(tokenizer, tmp_path)
         "multi_turn__tool_config_path": tool_file(tmp_path, ("Waiting", waiting)),
         "multi_turn__max_parallel_calls": 3,
     }
-    said = "".join(call("wait", seconds=0.3) for _ in range(5))
+    said = "".join(call("wait", seconds=1.0) for _ in range(5))
     batch, _, text = play(tokenizer, [said + "<|im_end|>", "ok<|im_end|>"], {**settings, "response_length": 900})
     assert text.count("tool\ndone<|im_end|>") == 3 and "at most 3 calls run per turn; 2 more did not run" in text
     assert batch.non_tensor_batch["tool_call_counts"].tolist() == [3]
-    assert 0.3 <= count(batch, "timing_s/agent_loop/tool_calls/max") < 0.85
+    assert 1.0 <= count(batch, "timing_s/agent_loop/tool_calls/max") < 2.5, "one after the other: 3 seconds"
 
 
 def test_turn_limits_end_a_conversation_that_never_ends(tokenizer, tmp_path):
@@ -349,7 +349,7 @@ def test_many_trajectories_wait_at_the_same_time(tokenizer, tmp_path):
     said = [call("wait", seconds=0.2) + "<|im_end|>", call("wait", seconds=0.2) + "<|im_end|>", "ok<|im_end|>"]
     start = time.perf_counter()
     play(tokenizer, said, settings, rows(*[ASK] * 64))
-    assert time.perf_counter() - start < 5, "one after the other they would take 25 seconds"
+    assert time.perf_counter() - start < 13, "one after the other they would take 25 seconds"
 
 
 def test_it_works_inside_a_running_event_loop(tokenizer, tmp_path):

@@ -108,7 +108,7 @@ def test_what_a_function_returns_becomes_the_answer(value, text, reward):
 def test_plain_functions_run_beside_each_other_and_coroutines_where_they_are():
     @function_tool()
     def slow() -> str:
-        time.sleep(0.3)
+        time.sleep(1.0)
         return "done"
 
     @function_tool()
@@ -120,7 +120,7 @@ def test_plain_functions_run_beside_each_other_and_coroutines_where_they_are():
 
     start = time.perf_counter()
     assert [found[0].text for found in asyncio.run(both())] == ["done"] * 4
-    assert time.perf_counter() - start < 0.85
+    assert time.perf_counter() - start < 2.5, "one after the other: 3 seconds"
 
 
 def test_wrong_arguments_are_told_before_anything_runs():
