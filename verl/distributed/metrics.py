@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from verl.distributed.ranks import Ranks
 from verl.metrics import Metric, MetricSet
 
 
-def merged(loss: float, metrics: MetricSet, ranks: Ranks, sharers: int = 1) -> tuple[float, MetricSet]:
+def merged(
+    loss: float, metrics: MetricSet, ranks: Ranks, sharers: int = 1, counted: Sequence[int] | None = None
+) -> tuple[float, MetricSet]:
     """The mean of a loss over ranks, and each metric merged by its own reduction, in rank order.
 
     Args:
         loss: this rank's share, scaled so that the mean over ranks is the global value.
         metrics: a rank without rows may have none of those that others have.
         sharers: neighbouring ranks that have the same rows, and so the same numbers, which then count once.
+        counted: the ranks whose numbers count, where those are not every ``sharers``-th.
     """
     if ranks.size == 1:
         return loss, metrics
     mine = [[name, m.value, m.reduction, m.weight] for name, m in metrics.items()]
-    found = ranks.exchange({"loss": loss, "metrics": mine})[::sharers]
+    answers = ranks.exchange({"loss": loss, "metrics": mine})
+    found = answers[::sharers] if counted is None else [answers[rank] for rank in counted]
     everything = MetricSet()
     for answer in found:
         everything.merge({name: Metric(value, kind, weight) for name, value, kind, weight in answer["metrics"]})

@@ -54,6 +54,7 @@ class Layout:
         expert_tensor: ranks that share each expert; null: ``tensor``.
         order: which coordinate changes fastest from rank to rank: Megatron-Core's ``tp-dp-pp``, or the paper's
             ``tp-pp-dp`` with whole copies on consecutive ranks.
+        virtual: runs of layers per stage (the interleaved schedule).
 
     Raises:
         ConfigError: sizes that are not positive, an unknown order, or experts that do not divide the ranks of a stage.
@@ -65,6 +66,7 @@ class Layout:
     expert: int = 1
     expert_tensor: int | None = None
     order: str = MEGATRON
+    virtual: int = 1
 
     def __post_init__(self) -> None:
         sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "data": self.data, "expert": self.expert}
@@ -145,7 +147,8 @@ class Sharded:
 
 def divides(training: Layout, sampling: Layout) -> bool:
     """Whether every sampling shard is made of whole training shards."""
-    return training.tensor % sampling.tensor == 0 and training.pipeline % sampling.pipeline == 0
+    runs = sampling.pipeline == 1 or training.virtual == sampling.virtual == 1
+    return runs and training.tensor % sampling.tensor == 0 and training.pipeline % sampling.pipeline == 0
 
 
 def zero_redundancy(training: Layout, sampling: Layout) -> Coordinates:

@@ -25,7 +25,8 @@ class Weight:
         place: the stages that hold it.
         experts: how many of it a layer has; 0: it is not part of an expert.
         itemsize: bytes per element.
-        padded: rows to which the cut axis is filled up before it is divided (vocabularies).
+        uneven: the last pieces may be shorter, where ranks do not divide the axis (vocabularies).
+        only: the layers that have it; null: all.
     """
 
     name: str
@@ -35,7 +36,8 @@ class Weight:
     place: str = LAYER
     experts: int = 0
     itemsize: int = 2
-    padded: int | None = None
+    uneven: bool = False
+    only: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.place not in PLACES:
@@ -59,7 +61,7 @@ class Weight:
         rows, pieces = self.shape[self.cut], ranks
         if self.units is not None and self.units < ranks:
             pieces = self.units
-        whole = self.padded or rows
+        whole = -(-rows // pieces) * pieces if self.uneven else rows
         if whole % pieces or ranks % pieces or (self.units is not None and self.units % pieces):
             raise ConfigError(
                 f"{self.units or whole} {'heads' if self.units else 'rows'} cannot be divided among this many ranks",
@@ -90,24 +92,29 @@ class ModelWeights:
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole model."""
-        per_weight = (w.num_bytes * max(w.experts, 1) * (self.layers if w.place == LAYER else 1) for w in self.weights)
-        return sum(per_weight)
+        return sum(w.num_bytes * max(w.experts, 1) * self._copies(w) for w in self.weights)
 
-    def layers_of(self, stage: int, stages: int) -> range:
-        """The layers of a pipeline stage.
+    def _copies(self, weight: Weight) -> int:
+        if weight.place != LAYER:
+            return 1
+        return self.layers if weight.only is None else len(weight.only)
+
+    def layers_of(self, stage: int, stages: int, groups: int = 1) -> list[int]:
+        """The layers of a pipeline stage: ``groups`` runs of consecutive ones, every ``stages``-th run is its own.
 
         Raises:
             ConfigError: the layers do not divide.
         """
-        if self.layers % stages:
+        if self.layers % (stages * groups):
             raise ConfigError(
                 f"{self.layers} layers do not divide into stages of one length",
                 key="pipeline",
-                got=stages,
+                got=stages * groups,
                 allowed=[n for n in range(1, self.layers + 1) if self.layers % n == 0],
             )
-        size = self.layers // stages
-        return range(stage * size, (stage + 1) * size)
+        size = self.layers // (stages * groups)
+        starts = ((group * stages + stage) * size for group in range(groups))
+        return [layer for start in starts for layer in range(start, start + size)]
 
 
 def decoder(

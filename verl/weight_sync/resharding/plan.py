@@ -41,7 +41,7 @@ class Entry:
     """
 
     weight: Weight
-    layers: range
+    layers: Sequence[int]
     experts: range
     source: Division
     target: Division
@@ -208,17 +208,18 @@ def _entries(
 
 def _by_stage(
     model: ModelWeights, weight: Weight, training: Layout | Sharded, sampling: Layout
-) -> Iterator[tuple[range, tuple[int, ...], tuple[int, ...]]]:
+) -> Iterator[tuple[Sequence[int], tuple[int, ...], tuple[int, ...]]]:
     """The layers that lie in one stage on both sides, with these stages."""
-    sizes = (_stages(training), sampling.pipeline)
+    sizes = (_stages(training)[0], sampling.pipeline)
     if weight.place != LAYER:
         ends = [{FIRST: (0,), LAST: (n - 1,), ENDS: tuple({0, n - 1})}[weight.place] for n in sizes]
         yield range(1), ends[0], ends[1]
         return
     for ours in range(sizes[0]):
         for theirs in range(sizes[1]):
-            a, b = model.layers_of(ours, sizes[0]), model.layers_of(theirs, sizes[1])
-            both = range(max(a.start, b.start), min(a.stop, b.stop))
+            here = set(model.layers_of(ours, *_stages(training)))
+            there = model.layers_of(theirs, *_stages(sampling))
+            both = [n for n in there if n in here and (weight.only is None or n in weight.only)]
             if both:
                 yield both, (ours,), (theirs,)
 
@@ -242,8 +243,8 @@ def _by_expert(weight: Weight, training: Layout | Sharded, sampling: Layout) -> 
         yield range(start, start + step), owners[0], owners[1]
 
 
-def _stages(layout: Layout | Sharded) -> int:
-    return layout.pipeline if isinstance(layout, Layout) else 1
+def _stages(layout: Layout | Sharded) -> tuple[int, int]:
+    return (layout.pipeline, layout.virtual) if isinstance(layout, Layout) else (1, 1)
 
 
 def _division(

@@ -1,0 +1,188 @@
+"""What every rank does with a Megatron-Core engine, beside the plain engine on the same weights."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tests.engines.builders import make_engine, model_dir, ragged_batch, relative_error
+from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
+from verl.config import ActorConfig, CriticConfig, HFModelConfig, OptimizerConfig
+from verl.config.megatron import MegatronEngineConfig
+from verl.engines.base import EngineState
+from verl.models.hf_folder import read_weights
+from verl.weight_sync.resharding import Layout
+
+OPTIM = {"lr": 1e-2, "lr_scheduler_type": "cosine", "override_optimizer_config": {"eps": 1e-4}}
+ROWS, STEPS = 7, 3
+SHIM = "tests.megatron.shim"
+TENSOR, PIPELINE, EXPERT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+)
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+
+
+def megatron(path, kind="causal_lm", trains=True, **sizes):
+    from verl.engines.megatron import MegatronEngine
+    from verl.engines.megatron.parallel import leave
+
+    __import__(SHIM, fromlist=["install"])
+    leave()
+    return MegatronEngine(
+        HFModelConfig(path=str(path), external_lib=SHIM),
+        MegatronEngineConfig(**{"dtype": "float32", **sizes}),
+        OptimizerConfig(**OPTIM) if trains else None,
+        kind=kind,
+        total_training_steps=10,
+    )
+
+
+def loss_for(kind):
+    return PPOValueLoss(CriticConfig()) if kind == "value" else PPOPolicyLoss(ActorConfig(entropy_coeff=0.01))
+
+
+def shared_model(ranks, folder, family, **config):
+    path = folder / "-".join([family, *(f"{key}={value}" for key, value in sorted(config.items()))])
+    if ranks.is_first and not path.exists():
+        model_dir(path, family, **config)
+    dist.barrier()
+    return path / family
+
+
+def kept(weights):
+    """Copies: what an engine exports may be its own memory."""
+    return {name: tensor.clone() for name, tensor in weights}
+
+
+def share(batch, ranks):
+    return torch.arange(len(batch)).tensor_split(ranks.size)[ranks.rank].tolist()
+
+
+def compared(ranks, folder, family="qwen2", kind="causal_lm", config=None, limits=None, **sizes):
+    """Outputs, loss and gradient norm of three steps and the weights after them, beside those of the plain engine."""
+    path, batch, limits = shared_model(ranks, folder, family, **(config or {})), ragged_batch(ROWS), limits or {}
+    name, mine = "values" if kind == "value" else "log_probs", share(batch, ranks)
+    engine = megatron(path, kind, **sizes)
+    plain = make_engine(path, kind, optim=OPTIM, model={"use_remove_padding": False})
+    before, theirs_before = kept(engine.export_weights()), kept(plain.export_weights())
+    names = (name,) if kind == "value" else (name, "entropy")
+    outputs = engine.infer(batch[mine], names, temperature=0.7, **limits)
+    expected = plain.infer(batch, names, temperature=0.7)
+    told = [engine.train_batch(batch[mine], loss_for(kind), **limits).values() for _ in range(STEPS)]
+    theirs = [plain.train_batch(batch, loss_for(kind)).values() for _ in range(STEPS)]
+    after = dict(engine.export_weights())
+    shown = [(outputs[n], expected[n][mine]) for n in names if expected[n][mine].any()]
+    return {
+        "held": sum(b.parameter.numel() for b in engine.table.bound) / engine.num_parameters,
+        "same bits": before.keys() == theirs_before.keys()
+        and all(torch.equal(before[n], t) for n, t in theirs_before.items()),
+        "outputs": max((relative_error(a, b) for a, b in shown), default=0.0),
+        "loss": max(abs(a["loss"] - b["loss"]) for a, b in zip(told, theirs)),
+        "norm": max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(told, theirs)),
+        "weights": max(relative_error(after[n], t) for n, t in plain.export_weights()),
+        "metrics": sorted(set(theirs[0]) ^ set(told[0])),
+    }
+
+
+# ---- two ranks -------------------------------------------------------------------------------------------------
+
+
+def tensor_parallel(ranks, folder):
+    return compared(ranks, folder, sequence_parallel=False, limits={"micro_batch_size": 2}, **{TENSOR: 2})
+
+
+def tensor_and_sequence_parallel(ranks, folder):
+    return compared(ranks, folder, "qwen3", **{TENSOR: 2})
+
+
+def pipeline_parallel(ranks, folder):
+    return compared(ranks, folder, "llama", limits={"micro_batch_size": 2}, **{PIPELINE: 2})
+
+
+def a_value_model(ranks, folder):
+    return compared(ranks, folder, kind="value", **{TENSOR: 2})
+
+
+def experts_shared(ranks, folder):
+    return compared(ranks, folder, "qwen3_moe", config=MIXTURE, limits={"micro_batch_size": 2}, **{EXPERT: 2})
+
+
+def data_parallel_with_the_distributed_optimizer(ranks, folder):
+    return compared(ranks, folder, "mistral", config={"sliding_window": None})
+
+
+def whole_vocabulary_in_odd_parts(ranks, folder):
+    """Two ranks share 259 tokens; the embedding is the head."""
+    return compared(ranks, folder, config={"tie_word_embeddings": True}, **{TENSOR: 2})
+
+
+def state_goes_to_the_plain_engine_and_back(ranks, folder):
+    """Train a step, save; the plain engine goes on from it, and another layout does: the next loss is the same."""
+    path, batch = shared_model(ranks, folder, "qwen2"), ragged_batch(ROWS)
+    mine, loss_fn = share(batch, ranks), loss_for("causal_lm")
+    engine = megatron(path, **{TENSOR: 2})
+    engine.train_batch(batch[mine], loss_fn)
+    engine.step_scheduler()
+    saved = engine.state()
+    kept = EngineState({n: t.clone() for n, t in saved.tensors.items()}, dict(saved.scalars))
+    told = engine.train_batch(batch[mine], loss_fn).values()
+    other = megatron(path, **{PIPELINE: 2})
+    other.load_state(kept)
+    elsewhere = other.train_batch(batch[mine], loss_fn).values()
+    answer = {"loss": told["loss"], "norm": told["grad_norm"], "elsewhere": [elsewhere["loss"], elsewhere["grad_norm"]]}
+    if ranks.is_first:
+        plain = make_engine(path, optim=OPTIM, model={"use_remove_padding": False})
+        plain.load_state(kept)
+        expected = plain.train_batch(batch, loss_fn).values()
+        answer["plain"] = [expected["loss"], expected["grad_norm"]]
+    return answer
+
+
+def refusals(ranks, folder):
+    path = shared_model(ranks, folder, "qwen2")
+    found = {}
+    for name, sizes in {
+        "heads": {TENSOR: ranks.size, "pipeline_model_parallel_size": 1, "context_parallel_size": 2},
+        "layers": {PIPELINE: ranks.size, "virtual_pipeline_model_parallel_size": 4},
+        "experts": {EXPERT: 2},
+        "processes": {TENSOR: 3},
+    }.items():
+        try:
+            megatron(path, **sizes)
+        except Exception as error:
+            found[name] = str(error)
+    return found
+
+
+# ---- four ranks ------------------------------------------------------------------------------------------------
+
+
+def tensor_and_pipeline_parallel(ranks, folder):
+    return compared(
+        ranks, folder, config={"tie_word_embeddings": True}, limits={"micro_batch_size": 2}, **{TENSOR: 2, PIPELINE: 2}
+    )
+
+
+def tensor_and_data_parallel(ranks, folder):
+    return compared(ranks, folder, "qwen3", **{TENSOR: 2})
+
+
+def shards_of_a_sampling_layout(ranks, folder):
+    """Trained on TP 2 x DP 2; what TP 1 x DP 4 and TP 4 x DP 1 would sample with, after a step."""
+    path, batch = shared_model(ranks, folder, "llama", kv_heads=4), ragged_batch(ROWS)
+    engine = megatron(path, **{TENSOR: 2})
+    engine.train_batch(batch[share(batch, ranks)], loss_for("causal_lm"))
+    whole, found = kept(engine.export_weights()), {}
+    for sampling in (Layout(1, 1, 4), Layout(4, 1, 1)):
+        exact, size, plan = True, 0, engine.plan_for(sampling)
+        place = int(plan.places.tensor[ranks.rank])
+        for name, shard in engine.shards_for(plan):
+            size += shard.numel()
+            axis = next((a for a in range(shard.dim()) if shard.shape[a] != whole[name].shape[a]), None)
+            expected = whole[name] if axis is None else whole[name].tensor_split(4, axis)[place]
+            exact &= torch.equal(shard, expected)
+        found[str(sampling)] = [exact, size / engine.num_parameters]
+    found["moved"] = not all(torch.equal(whole[n], t) for n, t in read_weights(path).items())
+    return found

@@ -1,0 +1,84 @@
+"""Real Megatron-Core over gloo: its own schedules, parallel layers and collectives, beside the plain engine."""
+
+import pytest
+
+from tests.dist.group import run_cells
+from tests.megatron import cells
+
+pytestmark = pytest.mark.dist
+PARITY = {
+    2: [
+        cells.tensor_parallel,
+        cells.tensor_and_sequence_parallel,
+        cells.pipeline_parallel,
+        cells.a_value_model,
+        cells.experts_shared,
+        cells.data_parallel_with_the_distributed_optimizer,
+        cells.whole_vocabulary_in_odd_parts,
+    ],
+    4: [cells.tensor_and_pipeline_parallel, cells.tensor_and_data_parallel],
+}
+OTHERS = {
+    2: [cells.state_goes_to_the_plain_engine_and_back, cells.refusals],
+    4: [cells.shards_of_a_sampling_layout],
+}
+LIMIT = 1e-5
+"""Relative, in float32; three optimizer steps."""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("megatron")
+    return {size: run_cells(size, PARITY[size] + OTHERS[size], folder / str(size)) for size in PARITY}
+
+
+@pytest.mark.parametrize("size, cell", [(size, cell.__name__) for size in PARITY for cell in PARITY[size]])
+def test_three_steps_equal_those_of_the_plain_engine(answers, size, cell):
+    for found in answers[size][cell]:
+        assert found["same bits"], "Hugging Face to Megatron-Core and back"
+        assert found["outputs"] < LIMIT, found
+        assert found["loss"] < LIMIT and found["norm"] < LIMIT, found
+        assert found["weights"] < LIMIT, found
+        assert all(name.startswith("moe/") for name in found["metrics"]), "the other metrics are those of every engine"
+
+
+@pytest.mark.parametrize(
+    "size, cell, most",
+    [
+        (2, "tensor_parallel", 0.52),
+        (2, "pipeline_parallel", 0.52),
+        (2, "experts_shared", 0.85),
+        (4, "tensor_and_pipeline_parallel", 0.4),
+    ],
+)
+def test_a_rank_holds_its_part_of_the_weights_only(answers, size, cell, most):
+    assert all(found["held"] < most for found in answers[size][cell])
+
+
+def test_a_state_goes_on_in_the_plain_engine_and_in_another_layout(answers):
+    for found in answers[2]["state_goes_to_the_plain_engine_and_back"]:
+        for name in ("elsewhere", "plain"):
+            if name in found:
+                assert found[name] == pytest.approx([found["loss"], found["norm"]], rel=1e-5)
+
+
+def test_sampling_layouts_get_the_slices_of_the_trained_weights(answers):
+    for found in answers[4]["shards_of_a_sampling_layout"]:
+        assert found["moved"], "a step was taken"
+        assert found["t1-p1-d4"] == [True, pytest.approx(1.0)]
+        assert found["t4-p1-d1"][0] and found["t4-p1-d1"][1] < 0.27
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("heads", ("context parallelism", "Transformer Engine")),
+        ("layers", ("layers of a stage", "virtual_pipeline_model_parallel_size")),
+        ("experts", ("without experts", "expert_model_parallel_size")),
+        ("processes", ("2 processes", "1x1, 1x2, 2x1")),
+    ],
+)
+def test_what_cannot_be_laid_out_is_refused_with_what_can(answers, name, words):
+    for found in answers[2]["refusals"]:
+        for word in words:
+            assert word in found[name], found

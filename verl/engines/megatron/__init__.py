@@ -1,0 +1,5 @@
+"""Training with Megatron-Core."""
+
+from verl.engines.megatron.engine import MegatronEngine
+
+__all__ = ["MegatronEngine"]

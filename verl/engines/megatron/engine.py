@@ -1,0 +1,421 @@
+"""The Megatron-Core backend: tensor, pipeline and expert parallelism, driven by Megatron-Core's own schedules.
+
+Rows, micro-batches, denominators, losses, clipping and checkpoints are those of every engine; here are the stages, the
+schedule, and the way of weights between the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl import distributed
+from verl.algorithms.aggregation import LossNorm
+from verl.algorithms.losses import LossFn
+from verl.algorithms.schedules import build_schedule
+from verl.device import torch_dtype
+from verl.distributed.metrics import merged
+from verl.engines.megatron.forward import StageForward
+from verl.engines.megatron.gradients import Gradients
+from verl.engines.megatron.layers import build_chunks, padded_vocabulary
+from verl.engines.megatron.optimizer import ShardedState, optimizer_section
+from verl.engines.megatron.parallel import SECTION, Sizes, check_version, import_megatron, join
+from verl.engines.megatron.weights import WeightTable, check_given
+from verl.engines.optimizer import move_optimizer_state
+from verl.engines.rows import MicroBatch
+from verl.engines.sequence_parallel import pooled
+from verl.engines.torch_engine import LOADERS, TorchEngine, Work
+from verl.errors import EngineError, NotBuiltError
+from verl.metrics import MetricSet, log
+from verl.models import count_parameters
+from verl.models.config import import_external
+from verl.models.flops import ModelFlops
+from verl.models.lora import LoraSettings
+from verl.models.megatron import family_of
+from verl.models.routers import RouterStatistics
+from verl.models.slices import SlicedFolder
+from verl.models.weights import named_tensors, names_on_disk
+from verl.protocol import DataProto
+from verl.weight_sync.resharding import Layout, Plan, Resharder, make_plan
+
+
+class Stages(nn.Module):
+    """This rank's stages, with what the rest of the library asks a model for."""
+
+    def __init__(self, chunks: list[nn.Module], blueprint: Any):
+        super().__init__()
+        self.chunks = nn.ModuleList(chunks)
+        self.config = blueprint.config
+        self._generates = bool(blueprint.can_generate())
+        self.generation_config = getattr(blueprint, "generation_config", None)
+
+    def can_generate(self) -> bool:
+        """Whether the whole model is a language model."""
+        return self._generates
+
+
+class MegatronEngine(TorchEngine):
+    """A model over tensor x pipeline x data (x expert) parallel processes.
+
+    Args:
+        model, optim, kind, grad_clip, total_training_steps, seed: as for `PlainEngine`.
+        engine: the ``megatron`` section.
+        device: ``cpu`` works where Megatron-Core's CUDA calls are answered (the tests do that); else an accelerator.
+
+    Raises:
+        ConfigError: sizes that do not divide processes, heads, layers or experts; Megatron-Core is not installed.
+        ModelError: the family has no table, or its weights do not fit it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        engine: Any,
+        optim: Any = None,
+        *,
+        kind: str = "causal_lm",
+        grad_clip: float | None = 1.0,
+        total_training_steps: int = 1,
+        device: str = "cpu",
+        seed: int | None = None,
+        passes: Any = None,
+    ):
+        if kind not in LOADERS:
+            raise EngineError("unknown kind of model", got=kind, allowed=LOADERS)
+        _refuse(model, engine)
+        import_external(model.external_lib)
+        check_version()
+        self.kind, self.device, self.grad_clip, self.path = kind, device, grad_clip, model.path
+        self.idle = {"params": engine.param_offload, "optimizer": engine.optimizer_offload}
+        self.dtype = torch_dtype(engine.dtype)
+        self.ranks = distributed.start(device=device)
+        self.sizes = Sizes.of(engine, self.ranks)
+        self.model = self._build(model, engine, engine.seed if seed is None else seed)
+        self.routers, self.activations = RouterStatistics(self.model), None
+        self.gradients = Gradients(self.table.bound, self.sizes, self.groups, self.ranks, trains=optim is not None)
+        self.optimizer = self.scheduler = None
+        if optim is not None:
+            shares = bool(engine.use_distributed_optimizer)
+            section = optimizer_section(optim)
+            self.stepper = ShardedState(self.table, self.gradients, self.groups, section, device, shares)
+            self.optimizer = self.stepper.optimizer
+            self.scheduler = build_schedule(self.optimizer, optim, total_training_steps)
+
+    # ---- building ----------------------------------------------------------------------------------------------
+
+    def _build(self, model: Any, engine: Any, seed: int) -> nn.Module:
+        def plan() -> tuple[Any, None]:
+            blueprint: Any = LOADERS[self.kind](
+                model.path,
+                dtype=self.dtype,
+                override_config=dict(model.override_config or {}),
+                trust_remote_code=model.trust_remote_code,
+                external_lib=model.external_lib,
+                hf_config_path=model.hf_config_path,
+                seed=seed,
+                device="meta",
+            )
+            family = family_of(blueprint.config.get_text_config())
+            settings = family.settings(blueprint.config.get_text_config())
+            self.sizes.check(settings)
+            return (blueprint, family, settings), None
+
+        (self.blueprint, family, settings), _ = self.ranks.together(plan)
+        self.architecture = type(self.blueprint).__name__
+        config = self.blueprint.config.get_text_config()
+        self.groups = join(self.sizes, self.ranks, seed)
+        self.peers, self.sharers = self.groups.peers, self.groups.peers.size
+        chunks = build_chunks(config, settings, self.sizes, self.groups, engine, self.dtype, self.kind)
+        shapes = {
+            name: tuple(tensor.shape)
+            for name, tensor in names_on_disk(self.blueprint, _detached(self.blueprint)).items()
+        }
+        tied = bool(config.tie_word_embeddings) and self.kind == "causal_lm"
+        self.table = WeightTable(
+            shapes,
+            family,
+            settings,
+            self.sizes,
+            self.groups,
+            chunks,
+            kind=self.kind,
+            tied=tied,
+            itemsize=self.dtype.itemsize,
+        )
+        self._read_folder(model.path, seed)
+        width = padded_vocabulary(config.vocab_size, self.sizes.tensor) // self.sizes.tensor
+        self.forward: Any = StageForward(self.kind, self.sizes, self.groups, config.vocab_size, width)
+        held = sum(b.parameter.numel() for b in self.table.bound)
+        log.info("MegatronEngine: %s holds %d of %d parameters", self.ranks, held, self.num_parameters)
+        return Stages(chunks, self.blueprint)
+
+    def _read_folder(self, path: str, seed: int) -> None:
+        """Each rank reads its own slices; a new value head is drawn alike on all of them."""
+
+        def fill() -> tuple[None, None]:
+            with SlicedFolder.opened(path) as folder:
+
+                def read(name: str, axis: int, low: int, high: int) -> Tensor:
+                    if name not in folder and name.startswith("score."):
+                        return _new_head(name, self.table.shapes[name], seed)
+                    return folder.read(name, axis, low, high)
+
+                self.table.fill(read)
+            return None, None
+
+        self.ranks.together(fill)
+
+    @property
+    def num_parameters(self) -> int:
+        return count_parameters(self.blueprint)
+
+    def train_flops(self, lengths: Any) -> float:
+        return ModelFlops.of(self.model.config, self.num_parameters).train(lengths)
+
+    # ---- passes ------------------------------------------------------------------------------------------------
+
+    def infer(
+        self,
+        batch: DataProto,
+        outputs: tuple[str, ...] = ("log_probs",),
+        temperature: float = 1.0,
+        micro_batch_size: int | None = None,
+        max_tokens: int | None = None,
+    ) -> dict[str, Tensor]:
+        whole, mine = pooled(batch, self.peers) if self.sharers > 1 else (batch, slice(None))
+        work = self._prepare("infer", whole, outputs, temperature, micro_batch_size, max_tokens)
+        self.onload(optimizer=False)
+        self.model.eval()
+        results = {name: torch.zeros(work.rows.mask.shape, dtype=torch.float32) for name in outputs}
+
+        def keep(found: Tensor, micro: MicroBatch) -> Tensor:
+            if len(micro.index):
+                for name, values in self.forward.read(found, micro, outputs, temperature).items():
+                    results[name][micro.index] = values.cpu()
+            return found.new_zeros(())
+
+        with torch.no_grad():
+            self._schedule(self._micro_batches(work), keep, forward_only=True)
+        if not self.groups.last:  # the other stages know nothing: the sum is the last one's
+            results = {name: torch.zeros_like(values) for name, values in results.items()}
+        width = batch.tensors["responses"].shape[1]
+        found = {name: self.groups.pipeline.sum(values)[mine, :width] for name, values in results.items()}
+        self.offload(**self.idle)
+        return found
+
+    def train_batch(self, batch: DataProto, *args: Any, **kwargs: Any) -> MetricSet:
+        whole = batch if self.sharers == 1 else pooled(batch, self.peers)[0]
+        return super().train_batch(whole, *args, **kwargs)
+
+    def _accumulate(
+        self, work: Work, tensors: Any, loss_fn: LossFn, temperature: float, norm: LossNorm
+    ) -> tuple[float, MetricSet, list[int]]:
+        """Gradients of all micro-batches, summed over ranks; on the last stage loss, metrics and broken rows."""
+        metrics, broken, losses = MetricSet(), [], []
+
+        def loss_of(found: Tensor, micro: MicroBatch) -> Tensor:
+            outputs = self.forward.read(found, micro, loss_fn.outputs, temperature)
+            if not len(micro.index):
+                return found.float().sum() * 0.0  # zero, with a graph
+            loss, told = loss_fn(outputs, tensors[micro.index].to(self.device), norm)
+            metrics.merge(told)
+            value = float(loss.detach())
+            losses.append(value)
+            if not math.isfinite(value):
+                broken.extend(micro.index.tolist())
+            return (
+                loss / self.groups.data.size
+            )  # a rank's loss is scaled for the mean over copies; gradients are summed
+
+        self.gradients.clear()
+        self._schedule(self._micro_batches(work), loss_of, forward_only=False)
+        self.gradients.finish()
+        return sum(losses), metrics, broken
+
+    def _micro_batches(self, work: Work) -> list[MicroBatch]:
+        found = list(work.micro_batches(self.device))
+        if self.sizes.virtual:  # the interleaved schedule wants a multiple of the stages
+            found += [MicroBatch.filler(self.device)] * (-len(found) % self.sizes.pipeline)
+        return found
+
+    def _schedule(self, micro_batches: list[MicroBatch], loss_of: Any, forward_only: bool) -> None:
+        """Megatron-Core's schedule: no pipeline, 1F1B, or interleaved."""
+        if not micro_batches:
+            return
+        run = import_megatron("pipeline_parallel").get_forward_backward_func()
+        chunks = list(self.model.chunks)
+
+        def step(waiting: Iterator[MicroBatch], stage: nn.Module) -> Any:
+            micro = next(waiting)
+
+            def loss(found: Tensor) -> Any:
+                return loss_of(found, micro), torch.zeros((), dtype=torch.int), {}
+
+            return self.forward.run(stage, micro), loss
+
+        waiting = [iter(micro_batches) for _ in chunks]
+        with nullcontext():
+            run(
+                forward_step_func=step,
+                data_iterator=waiting if len(chunks) > 1 else waiting[0],
+                model=chunks if len(chunks) > 1 else chunks[0],
+                num_microbatches=len(micro_batches),
+                seq_length=1,  # every stage tells the next one its shapes
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+
+    def _total_norm(self, grads: list[Tensor]) -> Tensor:
+        return self.gradients.norm()
+
+    def _merged(self, total: float, metrics: MetricSet) -> tuple[float, MetricSet]:
+        """The numbers of the ranks that computed a loss: one per copy of the model."""
+        return merged(total, metrics, self.ranks, counted=self.groups.heads)
+
+    # ---- weights -----------------------------------------------------------------------------------------------
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """As `Engine.export_weights`, gathered layer by layer from the ranks that hold parts."""
+        self.onload(optimizer=False)
+        yield from self._gathered(lambda parameter: parameter, self.dtype)
+        self.offload(params=self.idle["params"], optimizer=False)
+
+    def plan_for(self, sampling: Layout) -> Plan:
+        """How weights go to a sampling layout on the same ranks; its ``places`` say what each rank samples with."""
+        return make_plan(self.table.model, self.sizes.layout, sampling)
+
+    def shards_for(self, plan: Plan) -> Iterator[tuple[str, Tensor]]:
+        """The weights as the sampling layout of a plan holds them: each rank gets the slices of its place."""
+        yield from self._gathered(lambda parameter: parameter, self.dtype, plan)
+
+    def _gathered(self, tensor_of: Any, dtype: torch.dtype, plan: Plan | None = None) -> Iterator[tuple[str, Tensor]]:
+        plan = plan or self.plan_for(Layout(data=self.ranks.size))
+        resharder = Resharder(plan, self.ranks.rank, dtype=dtype, device=self.device)
+        for name, tensor in resharder.run(lambda name: self.table.piece(name, tensor_of)):
+            yield name, tensor.detach()
+
+    def _saved_weights(self) -> dict[str, Tensor]:
+        return self._on_first(self.export_weights())
+
+    def _on_first(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Copies on rank 0's host; elsewhere each is dropped as it comes."""
+        found = {}
+        for name, tensor in weights:
+            if self.is_first:
+                found[name] = tensor.to("cpu", copy=True)
+        return found
+
+    def _fill(self, given: dict[str, Tensor]) -> None:
+        def check() -> tuple[None, None]:
+            check_given(self.table.shapes, given)
+            return None, None
+
+        self.ranks.together(check)
+        bound = {name: b for b in self.table.bound for name in b.slot.theirs}
+        parts: dict[str, dict[str, Tensor]] = {}
+        self.onload(optimizer=False)
+        for name in self.table.shapes:
+            values = self._whole(given[name])
+            if name not in bound:
+                continue
+            b = bound[name]
+            have = parts.setdefault(b.slot.ours, {})
+            have[name] = values
+            if len(have) == len(b.slot.theirs):
+                self._put(b, parts.pop(b.slot.ours))
+
+    def load_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+        """As `Engine.load_weights`; rank 0's weights count, the others may pass the same ones or none."""
+        items = weights.items() if isinstance(weights, Mapping) else weights
+        kept = {name: tensor.cpu() if self.is_first else tensor.to("meta") for name, tensor in items}
+        self._fill(distributed.shards.mirror(kept, self.ranks))
+
+    @torch.no_grad()
+    def _put(self, bound: Any, values: Mapping[str, Tensor]) -> None:
+        def read(name: str, axis: int, low: int, high: int) -> Tensor:
+            return values[name].narrow(axis, low, high - low)
+
+        self.table.put(bound, bound.parameter, read)
+        master = self.gradients.masters.get(bound.parameter) if hasattr(self, "gradients") else None
+        if master is not None and master is not bound.parameter:
+            self.table.put(bound, master, read)
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """Rank 0's values, on every rank."""
+        if self.ranks.size == 1:
+            return tensor
+        values = tensor.contiguous() if self.is_first else torch.empty(tensor.shape, dtype=tensor.dtype)
+        return self.ranks.broadcast(values)
+
+    def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        named: dict[str, Tensor] = {}
+        for key in self.stepper.keys(self.ranks):
+            values = {bound.parameter: tensor for bound, tensor in self.stepper.tensors(key)}
+            if any(tensor.dim() == 0 for tensor in values.values()):
+                named |= self._steps(key, values)
+                continue
+            whole = self._gathered(values.__getitem__, torch.float32)
+            named |= {f"{name}/{key}": tensor for name, tensor in self._on_first(whole).items()}
+        return named, self.stepper.scalars()
+
+    def _steps(self, key: str, values: Mapping[Any, Tensor]) -> dict[str, Tensor]:
+        """Counters, one per weight; on rank 0."""
+        here = {name: float(values[b.parameter]) for b in self.table.bound for name in b.slot.theirs}
+        found: dict[str, float] = {}
+        for answer in self.ranks.exchange(here):
+            found |= answer
+        return {f"{n}/{key}": torch.tensor(found[n]) for n in self.table.shapes if n in found} if self.is_first else {}
+
+    def _load_optimizer_state(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+        self.stepper.load(tensors, scalars, self._whole)
+
+    # ---- host and device ---------------------------------------------------------------------------------------
+
+    def offload(self, params: bool = True, optimizer: bool = True) -> None:
+        self._move({self.device: "cpu"}, "cpu", params, optimizer)
+
+    def onload(self, params: bool = True, optimizer: bool = True) -> None:
+        self._move({"cpu": self.device}, self.device, params, optimizer)
+
+    def _move(self, moves: dict[str, str], to: str, params: bool, optimizer: bool) -> None:
+        if self.device == "cpu" or not hasattr(self, "gradients"):
+            return
+        if params:
+            for parameter in self.gradients.masters:
+                parameter.data = parameter.data.to(to, non_blocking=True)
+        if optimizer and self.optimizer is not None:
+            for parameter, master in self.gradients.masters.items():
+                if master is not parameter:
+                    master.data = master.data.to(to, non_blocking=True)
+            move_optimizer_state(self.optimizer, moves)
+
+
+def _refuse(model: Any, engine: Any) -> None:
+    if LoraSettings.of(model) is not None or (model.lora or {}).get("rank", 0):
+        raise NotBuiltError("LoRA adapters on Megatron-Core models are not built yet", key="model.lora_rank")
+    for name, usual in UNBUILT.items():
+        if engine[name] != usual:
+            raise NotBuiltError("this part of Megatron-Core training is not built yet", key=f"{SECTION}.{name}")
+
+
+UNBUILT = {
+    "use_megatron_fsdp": False,
+    "use_dist_checkpointing": False,
+    "dist_checkpointing_path": None,
+}
+
+
+def _detached(blueprint: Any) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in named_tensors(blueprint).items()}
+
+
+def _new_head(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """As `load_value_model` draws it."""
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / (shape[-1] + 1)

@@ -1,0 +1,182 @@
+"""Megatron-Core's model for a Hugging Face configuration: this rank's stages, its own layers or Transformer Engine's.
+
+Without Transformer Engine its local layers run, with a norm of ours: theirs knows no sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from verl.engines.megatron.parallel import SECTION, Groups, Sizes, import_megatron
+from verl.errors import ConfigError, suggest
+from verl.metrics import notice
+from verl.models.megatron import rope_settings
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, computed in float32 as the Hugging Face families do."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any):
+        super().__init__()
+        device = import_megatron("utils").torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.eps = eps
+        # Each rank normalises its part of the tokens, so the gradients of the parts are summed.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = F.rms_norm(x.float(), (x.shape[-1],), None, self.eps)
+        return self.weight * scaled.to(x.dtype)
+
+
+class ValueHead(nn.Module):
+    """hidden -> 1 in place of the LM head: whole on every tensor-parallel rank."""
+
+    sequence_parallel = False
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype, device: Any):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return F.linear(hidden, self.weight, self.bias), None
+
+
+def build_chunks(
+    hf_config: Any,
+    settings: Mapping[str, Any],
+    sizes: Sizes,
+    groups: Groups,
+    section: Any,
+    dtype: torch.dtype,
+    kind: str,
+) -> list[nn.Module]:
+    """The stages of this rank, their weights not filled.
+
+    Args:
+        settings: fields of TransformerConfig that the family gives.
+        section: the ``megatron`` section; its override_transformer_config and override_mcore_model_config count last.
+    """
+    config = transformer_config(settings, sizes, section, dtype)
+    state, model = import_megatron("parallel_state"), import_megatron("models.gpt")
+    rope = rope_settings(hf_config)
+    tied = bool(hf_config.tie_word_embeddings) and kind == "causal_lm"
+    chunks = []
+    for number in range(sizes.virtual or 1):
+        stage = number if sizes.virtual else None
+        first = groups.first and number == 0
+        last = groups.last and number == (sizes.virtual or 1) - 1
+        if sizes.virtual:
+            state.set_virtual_pipeline_model_parallel_rank(number)
+        chunk = model.GPTModel(
+            config,
+            _layer_specs(config, stage),
+            vocab_size=padded_vocabulary(hf_config.vocab_size, sizes.tensor),
+            max_sequence_length=hf_config.max_position_embeddings,
+            pre_process=first,
+            post_process=last,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=tied,
+            vp_stage=stage,
+            **rope,
+        )
+        if last:
+            if kind == "value":
+                device = import_megatron("utils").torch.cuda.current_device()
+                chunk.output_layer = ValueHead(config.hidden_size, dtype, device)
+            # Hidden states are gathered where the positions are chosen that the head sees (see `forward`).
+            chunk.output_layer.sequence_parallel = False
+        chunks.append(chunk)
+    return chunks
+
+
+def transformer_config(settings: Mapping[str, Any], sizes: Sizes, section: Any, dtype: torch.dtype) -> Any:
+    """Megatron-Core's TransformerConfig.
+
+    Raises:
+        ConfigError: an override that it does not know.
+    """
+    cls = import_megatron("transformer.transformer_config").TransformerConfig
+    recompute = section.override_transformer_config
+    chosen = {
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "tensor_model_parallel_size": sizes.tensor,
+        "pipeline_model_parallel_size": sizes.pipeline,
+        "virtual_pipeline_model_parallel_size": sizes.virtual,
+        "expert_model_parallel_size": sizes.expert,
+        "expert_tensor_parallel_size": sizes.expert_tensor,
+        "sequence_parallel": sizes.sequence,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "variable_seq_lengths": True,
+        "calculate_per_token_loss": True,  # the loss carries its own denominator: no schedule divides it again
+        "perform_initialization": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "recompute_granularity": recompute.recompute_granularity,
+        **({"recompute_modules": list(recompute.recompute_modules)} if recompute.recompute_granularity else {}),
+        **({"recompute_method": recompute.recompute_method} if recompute.recompute_method else {}),
+        **({"recompute_num_layers": recompute.recompute_num_layers} if recompute.recompute_num_layers else {}),
+        **settings,
+    }
+    for name, value in dict(section.override_mcore_model_config).items():
+        if name not in cls.__dataclass_fields__:
+            raise ConfigError(
+                "Megatron-Core's TransformerConfig has no such field",
+                key=f"{SECTION}.override_mcore_model_config.{name}",
+                fix=suggest(name, cls.__dataclass_fields__),
+            )
+        chosen[name] = value
+    if chosen.get("num_moe_experts") is not None and sizes.tensor > 1 and not sizes.sequence:
+        chosen["sequence_parallel"] = True
+        notice(
+            f"{SECTION}.sequence_parallel",
+            "is switched on: Megatron-Core needs it for experts beside tensor parallelism",
+        )
+    return cls(**chosen)
+
+
+def padded_vocabulary(size: int, ranks: int) -> int:
+    """Rows of the embedding, so that each rank has the same number."""
+    return -(-size // ranks) * ranks
+
+
+def has_transformer_engine() -> bool:
+    """Whether its layers can be used."""
+    return bool(import_megatron("models.gpt.gpt_layer_specs").HAVE_TE)
+
+
+def _layer_specs(config: Any, stage: int | None) -> Any:
+    specs = import_megatron("models.gpt.gpt_layer_specs")
+    fast = has_transformer_engine()
+    block = specs.get_gpt_decoder_block_spec(
+        config, use_transformer_engine=fast, normalization=config.normalization, vp_stage=stage
+    )
+    if fast:
+        return block
+    block.layer_norm = RMSNorm
+    for layer in block.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        if config.qk_layernorm:
+            parts.self_attention.submodules.q_layernorm = RMSNorm
+            parts.self_attention.submodules.k_layernorm = RMSNorm
+    return block

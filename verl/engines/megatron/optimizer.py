@@ -1,0 +1,167 @@
+"""The optimizer over this rank's weights; distributed, each data-parallel rank keeps a part of its state.
+
+Whole weights are dealt out (largest first, to whoever has least), stepped where they belong and broadcast. So no rank
+but one holds a weight's moments, and the numbers are those of every rank stepping everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from verl.checkpoint.state import EngineState
+from verl.distributed import Ranks
+from verl.engines.megatron.gradients import Gradients
+from verl.engines.megatron.parallel import Groups
+from verl.engines.megatron.weights import Bound, WeightTable
+from verl.engines.optimizer import (
+    build_optimizer,
+    check_class,
+    known,
+    optimizer_state,
+    state_device,
+    take_group_options,
+)
+
+__all__ = ["EngineState", "ShardedState"]
+ALIASES = {"adam": "AdamW", "sgd": "SGD"}
+"""Megatron's names, which mean the decoupled weight decay too."""
+
+
+class ShardedState:
+    """The optimizer of a stage, and its state under Hugging Face names.
+
+    Args:
+        shares: whether data-parallel ranks share the state.
+    """
+
+    def __init__(self, table: WeightTable, gradients: Gradients, groups: Groups, optim: Any, device: str, shares: bool):
+        self.table, self.gradients = table, gradients
+        self.owner = dict(_dealt(table.bound, groups, shares))
+        mine = [b for b in table.bound if self._is_mine(b)]
+        self.parameters = [gradients.masters[b.parameter] for b in mine]
+        # A rank that has been dealt nothing still has learning rates and a state to report.
+        self.optimizer = build_optimizer(self.parameters or [nn.Parameter(torch.zeros(0))], optim, device)
+        self.optimizer.register_step_post_hook(self._after_step)
+
+    def _is_mine(self, bound: Bound) -> bool:
+        ranks, owner = self.owner[bound.slot.ours]
+        return ranks.rank == owner
+
+    @torch.no_grad()
+    def _after_step(self, *_: Any) -> None:
+        for bound in self.table.bound:
+            ranks, owner = self.owner[bound.slot.ours]
+            if ranks.size > 1 and owner >= 0:
+                torch.distributed.broadcast(
+                    self.gradients.masters[bound.parameter].data, group=ranks.group, group_src=owner
+                )
+        self.gradients.spread()
+
+    # ---- state -------------------------------------------------------------------------------------------------
+
+    def scalars(self) -> dict[str, Any]:
+        """What of the state is no tensor."""
+        return optimizer_state(self.optimizer, _Anonymous())[1]
+
+    def keys(self, ranks: Ranks) -> list[str]:
+        """Names of the state's tensors, on all ranks."""
+        own = sorted({key for entries in self.optimizer.state.values() for key, v in entries.items() if _is_tensor(v)})
+        return sorted({key for answer in ranks.exchange(own) for key in answer})
+
+    def tensors(self, key: str) -> Iterator[tuple[Bound, Tensor]]:
+        """One tensor of the state for each of this rank's weights; whoever shares it is sent it. Collective."""
+        for bound in self.table.bound:
+            master = self.gradients.masters[bound.parameter]
+            ranks, owner = self.owner[bound.slot.ours]
+            found = self.optimizer.state.get(master, {}).get(key)
+            if ranks.size > 1 and owner >= 0:
+                count = torch.tensor([0 if found is None else 1 + (found.dim() == 0)])
+                torch.distributed.broadcast(count, group=ranks.group, group_src=owner)
+                if not int(count):
+                    continue
+                if found is None:
+                    found = torch.zeros(()) if int(count) == 2 else torch.zeros_like(master)
+                else:
+                    found = found.clone()
+                torch.distributed.broadcast(found, group=ranks.group, group_src=owner)
+            if found is not None:
+                yield bound, found
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any], whole: Any) -> None:
+        """Continue from a state under Hugging Face names.
+
+        Args:
+            tensors: name/key -> tensor; values on rank 0, shapes elsewhere.
+            whole: gives every rank the values of one of them. Collective.
+        """
+        check_class(self.optimizer, scalars)
+        by_name = {name: (b, i) for b in self.table.bound for i, name in enumerate(b.slot.theirs)}
+        self.optimizer.state.clear()
+        waiting: dict[tuple[str, str], dict[str, Tensor]] = {}
+        for full_name, tensor in tensors.items():
+            values = whole(tensor)
+            name, _, key = full_name.rpartition("/")
+            known({**self.table.shapes, **dict.fromkeys(by_name)}, name)
+            if name not in by_name or not self._is_mine(by_name[name][0]):
+                continue
+            bound, _ = by_name[name]
+            parts = waiting.setdefault((bound.slot.ours, key), {})
+            parts[name] = values
+            if len(parts) == len(bound.slot.theirs):
+                self._put(bound, key, waiting.pop((bound.slot.ours, key)))
+        take_group_options(self.optimizer, scalars)
+
+    def _put(self, bound: Bound, key: str, parts: Mapping[str, Tensor]) -> None:
+        master = self.gradients.masters[bound.parameter]
+        device = state_device(key, master, self.optimizer)
+        first = next(iter(parts.values()))
+        if first.dim() == 0:
+            value = first.clone()
+        else:
+            value = torch.zeros_like(master)
+            self.table.put(bound, value, lambda name, axis, low, high: parts[name].narrow(axis, low, high - low))
+        self.optimizer.state.setdefault(master, {})[key] = value.to(device)
+
+
+class _Anonymous(dict):  # type: ignore[type-arg]
+    """Names that nobody reads: only the rest of the state is asked for."""
+
+    def __missing__(self, key: Any) -> str:
+        return ""
+
+
+def _dealt(bound: list[Bound], groups: Groups, shares: bool) -> Iterator[tuple[str, tuple[Ranks, int]]]:
+    """Megatron-Core's name -> the ranks that hold the same weight, and which of them steps it.
+
+    Without sharing every rank steps its own copy, and its number is its own.
+    """
+    loads = {False: [0] * groups.data.size, True: [0] * groups.expert_data.size}
+    for b in sorted(bound, key=lambda b: (-b.parameter.numel(), b.slot.ours)):
+        ranks = groups.expert_data if b.expert else groups.data
+        if not shares or ranks.size == 1:
+            yield b.slot.ours, (Ranks(), 0)
+            continue
+        load = loads[b.expert]
+        owner = min(range(len(load)), key=load.__getitem__)
+        load[owner] += b.parameter.numel()
+        yield b.slot.ours, (ranks, owner)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def optimizer_section(optim: Any) -> Any:
+    """The section with Megatron's names of optimizers as torch has them."""
+    from verl.config import replace
+
+    return replace(optim, optimizer=ALIASES.get(optim.optimizer, optim.optimizer))
+
+
+__all__ += ["Optimizer", "optimizer_section"]

@@ -1,0 +1,246 @@
+"""Sizes of Megatron-Core's parallelism, its process groups, and who holds the same rows as this rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.distributed import Ranks
+from verl.errors import ConfigError, EngineError, NotBuiltError
+from verl.weight_sync.resharding import Layout
+
+SECTION = "megatron"
+VERSIONS = "megatron-core 0.16"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The parallel sizes of a run; every process has one set of them."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    expert: int = 1
+    expert_tensor: int = 1
+    virtual: int | None = None
+    sequence: bool = False
+
+    @classmethod
+    def of(cls, section: Any, ranks: Ranks) -> Sizes:
+        """From the ``megatron`` section.
+
+        Raises:
+            ConfigError: sizes that do not divide the number of processes.
+            NotBuiltError: context parallelism.
+        """
+        if section.context_parallel_size > 1 or section.dynamic_context_parallel:
+            raise NotBuiltError(
+                "context parallelism needs Transformer Engine, and is not built yet",
+                key=f"{SECTION}.context_parallel_size",
+                fix="Set it to 1.",
+            )
+        tensor, pipeline = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
+            if section[name] < 1:
+                raise ConfigError("a parallel size is at least 1", key=f"{SECTION}.{name}", got=section[name])
+        if ranks.size % (tensor * pipeline):
+            raise ConfigError(
+                f"{ranks.size} processes do not divide into copies of {tensor} x {pipeline}",
+                key=f"{SECTION}.tensor_model_parallel_size, {SECTION}.pipeline_model_parallel_size",
+                got=f"{tensor}, {pipeline}",
+                allowed=f"sizes whose product divides {ranks.size}: {_products(ranks.size)}",
+            )
+        expert = section.expert_model_parallel_size
+        shared = tensor if section.expert_tensor_parallel_size is None else section.expert_tensor_parallel_size
+        stage = ranks.size // pipeline
+        if stage % (expert * shared):
+            raise ConfigError(
+                f"{expert} x {shared} processes per copy of the experts do not divide the {stage} of a pipeline stage",
+                key=f"{SECTION}.expert_model_parallel_size",
+                got=expert,
+                allowed=[n for n in range(1, stage + 1) if stage % (n * shared) == 0],
+            )
+        return cls(
+            tensor,
+            pipeline,
+            stage // tensor,
+            expert,
+            shared,
+            section.virtual_pipeline_model_parallel_size,
+            bool(section.sequence_parallel) and tensor > 1,
+        )
+
+    @property
+    def layout(self) -> Layout:
+        """As the planner of weight transfers wants it; Megatron-Core's own order of ranks."""
+        return Layout(self.tensor, self.pipeline, self.data, self.expert, self.expert_tensor)
+
+    def check(self, settings: dict[str, Any]) -> None:
+        """Raise `ConfigError` where heads, layers or experts of a model do not divide."""
+        heads, groups, layers = (settings[n] for n in ("num_attention_heads", "num_query_groups", "num_layers"))
+        for name, count, what in (
+            ("tensor_model_parallel_size", heads, "attention heads"),
+            ("tensor_model_parallel_size", groups, "key/value heads"),
+        ):
+            _divides(count, self.tensor, name, what)
+        _divides(layers, self.pipeline, "pipeline_model_parallel_size", "layers")
+        if self.virtual is not None:
+            if self.pipeline < 2:
+                raise ConfigError(
+                    "several groups of layers per stage need a pipeline",
+                    key=f"{SECTION}.virtual_pipeline_model_parallel_size",
+                    got=self.virtual,
+                    fix="Leave it out, or set pipeline_model_parallel_size to 2 or more.",
+                )
+            stage = layers // self.pipeline
+            _divides(stage, self.virtual, "virtual_pipeline_model_parallel_size", "layers of a stage")
+        experts = settings.get("num_moe_experts")
+        if experts is None and self.expert > 1:
+            raise ConfigError(
+                "a model without experts cannot share them among processes",
+                key=f"{SECTION}.expert_model_parallel_size",
+                got=self.expert,
+                fix="Set it to 1.",
+            )
+        if experts is not None:
+            _divides(experts, self.expert, "expert_model_parallel_size", "experts")
+
+
+@dataclass(frozen=True)
+class Groups:
+    """This rank's groups.
+
+    Args:
+        tensor, pipeline, data, expert_data: the ranks that differ in one coordinate.
+        peers: the ranks that compute on the same rows as this one, itself included.
+        heads: ranks of the world that hold results, one per copy of the model.
+        first, last: whether this rank has the first, the last stage.
+    """
+
+    tensor: Ranks
+    pipeline: Ranks
+    data: Ranks
+    expert_data: Ranks
+    embedding: Ranks | None
+    peers: Ranks
+    heads: list[int]
+    first: bool
+    last: bool
+
+
+def join(sizes: Sizes, ranks: Ranks, seed: int) -> Groups:
+    """Make the groups, or find them where another role of this process has made the same ones.
+
+    Raises:
+        ConfigError: Megatron-Core is not installed, or another role of this process has other sizes.
+    """
+    state = import_megatron("parallel_state")
+    if not state.model_parallel_is_initialized():
+        state.initialize_model_parallel(
+            tensor_model_parallel_size=sizes.tensor,
+            pipeline_model_parallel_size=sizes.pipeline,
+            virtual_pipeline_model_parallel_size=sizes.virtual,
+            expert_model_parallel_size=sizes.expert,
+            expert_tensor_parallel_size=sizes.expert_tensor,
+            create_gloo_process_groups=False,
+        )
+        import_megatron("tensor_parallel").model_parallel_cuda_manual_seed(seed)
+    _check_same(state, sizes)
+    return _groups(state, sizes, ranks)
+
+
+def leave() -> None:
+    """Forget the groups; for whoever starts another run in this process."""
+    state = import_megatron("parallel_state")
+    if state.model_parallel_is_initialized():
+        state.destroy_model_parallel()
+
+
+def import_megatron(module: str = "") -> Any:
+    """A module of Megatron-Core.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    import importlib
+    import warnings
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what it misses (Apex, Transformer Engine) is said by us where it matters
+            return importlib.import_module(f"megatron.core{'.' + module if module else ''}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("megatron", "megatron.core"):
+            raise
+        raise ConfigError(
+            "Megatron-Core is not installed",
+            key="strategy",
+            got="megatron",
+            fix="pip install 'verl[megatron]', or use strategy=fsdp2.",
+        ) from error
+
+
+def _groups(state: Any, sizes: Sizes, ranks: Ranks) -> Groups:
+    def as_ranks(group: Any) -> Ranks:
+        return Ranks(group.rank(), group.size(), group)
+
+    places = sizes.layout.coordinates()
+    heads = [
+        rank for rank in range(ranks.size) if places.tensor[rank] == 0 and places.stage[rank] == sizes.pipeline - 1
+    ]
+    embedding = None
+    if sizes.pipeline > 1 and state.is_rank_in_embedding_group():
+        embedding = as_ranks(state.get_embedding_group())
+    return Groups(
+        tensor=as_ranks(state.get_tensor_model_parallel_group()),
+        pipeline=as_ranks(state.get_pipeline_model_parallel_group()),
+        data=as_ranks(state.get_data_parallel_group()),
+        expert_data=as_ranks(state.get_expert_data_parallel_group()),
+        embedding=embedding,
+        peers=as_ranks(state.get_model_parallel_group()),
+        heads=heads,
+        first=state.is_pipeline_first_stage(ignore_virtual=True),
+        last=state.is_pipeline_last_stage(ignore_virtual=True),
+    )
+
+
+def _check_same(state: Any, sizes: Sizes) -> None:
+    found = {
+        "tensor_model_parallel_size": (state.get_tensor_model_parallel_world_size(), sizes.tensor),
+        "pipeline_model_parallel_size": (state.get_pipeline_model_parallel_world_size(), sizes.pipeline),
+        "expert_model_parallel_size": (state.get_expert_model_parallel_world_size(), sizes.expert),
+        "virtual_pipeline_model_parallel_size": (
+            state.get_virtual_pipeline_model_parallel_world_size(),
+            sizes.virtual,
+        ),
+    }
+    for name, (before, now) in found.items():
+        if before != now:
+            raise ConfigError(
+                f"another model of the same process has {before} here: Megatron-Core has one set of groups per process",
+                key=f"{SECTION}.{name}",
+                got=now,
+                fix="Give all roles the same sizes, or a pool of their own with trainer.resource_pools.",
+            )
+
+
+def _divides(count: int, size: int, name: str, what: str) -> None:
+    if count % size:
+        raise ConfigError(
+            f"the model's {count} {what} do not divide",
+            key=f"{SECTION}.{name}",
+            got=size,
+            allowed=[n for n in range(1, count + 1) if count % n == 0],
+        )
+
+
+def _products(world: int) -> str:
+    divisors = [n for n in range(1, world + 1) if world % n == 0]
+    return ", ".join(f"{t}x{p}" for t in divisors for p in divisors if world % (t * p) == 0)
+
+
+def check_version() -> None:
+    """Raise `EngineError` where Megatron-Core is a version that this engine was not written for."""
+    version = import_megatron().__version__
+    if tuple(int(part) for part in version.split(".")[:2]) < (0, 16):
+        raise EngineError("this version of Megatron-Core is too old", got=version, allowed=f"{VERSIONS} or newer")

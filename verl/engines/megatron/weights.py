@@ -1,0 +1,269 @@
+"""Hugging Face weights and this rank's weights of Megatron-Core: which is made of which, in both directions.
+
+A rank never holds more than its own part: it reads slices from the folder, and gives slices to the planner of weight
+transfers (`verl.weight_sync.resharding`), which brings each rank what it needs layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl.engines.megatron.parallel import Groups, Sizes
+from verl.errors import ModelError, suggest
+from verl.models.megatron import (
+    COLUMNS,
+    EMBEDDING,
+    FINAL_NORM,
+    GATED,
+    OUTPUT,
+    QKV,
+    ROWS,
+    VALUE_HEAD,
+    VOCABULARY,
+    Family,
+    Slot,
+    slots_of,
+)
+from verl.weight_sync.resharding import ModelWeights, Weight
+from verl.weight_sync.resharding.model import ENDS, FIRST, LAST, LAYER
+
+Read = Callable[[str, int, int, int], Tensor]
+"""Name, axis, low, high -> that part of a Hugging Face weight."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A weight of this rank.
+
+    Args:
+        slot: with its final names.
+        weights: how the planner describes its Hugging Face weights, one each.
+        parameter: Megatron-Core's.
+        expert: whether it is one of a mixture's experts.
+    """
+
+    slot: Slot
+    weights: tuple[Weight, ...]
+    parameter: nn.Parameter
+    expert: bool
+
+
+class WeightTable:
+    """What a model is made of, on all ranks and on this one.
+
+    Args:
+        shapes: Hugging Face name -> shape of every weight.
+        chunks: this rank's stages.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        family: Family,
+        settings: Mapping[str, Any],
+        sizes: Sizes,
+        groups: Groups,
+        chunks: Iterable[nn.Module],
+        *,
+        kind: str,
+        tied: bool,
+        itemsize: int,
+    ):
+        self.sizes, self.groups, self.settings = sizes, groups, settings
+        self.shapes = dict(shapes)
+        self._itemsize = itemsize
+        self._templates = [*_ends(kind, tied, shapes), *((s, LAYER, w) for s, w in slots_of(family, settings))]
+        weights = [w for slot, place, where in self._templates for w in self._weights_of(slot, place, where)]
+        self.model = ModelWeights(tuple(weights), settings["num_layers"])
+        self.bound = list(self._bind(chunks))
+        self._by_name = {name: (b, i) for b in self.bound for i, name in enumerate(b.slot.theirs)}
+        unknown = sorted(set(self.shapes) - self._all_names())
+        if unknown:
+            raise ModelError(
+                f"the table of Megatron-Core weights does not know {unknown[0]} of this model",
+                fix="Use strategy=fsdp2, which trains any transformers model.",
+            )
+
+    # ---- in ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def fill(self, read: Read) -> None:
+        """Copy this rank's parts into its parameters."""
+        for bound in self.bound:
+            self.put(bound, bound.parameter, read)
+
+    def put(self, bound: Bound, target: Tensor, read: Read) -> None:
+        """Copy the parts that make up one weight, or a tensor of its shape, into ``target``."""
+        parts = [read(name, *self._span(bound, weight)) for name, weight in zip(bound.slot.theirs, bound.weights)]
+        value = self._joined(bound.slot.form, parts)
+        if bound.slot.form == VOCABULARY:
+            target[value.shape[0] :].zero_()  # rows that only fill up the last rank
+            target = target[: value.shape[0]]
+        if value.shape != target.shape:
+            raise ModelError(
+                f"the weight {bound.slot.theirs[0]} has another shape",
+                got=tuple(value.shape),
+                allowed=str(tuple(target.shape)),
+            )
+        target.copy_(value)
+
+    # ---- out ---------------------------------------------------------------------------------------------------
+
+    def piece(self, name: str, tensor_of: Callable[[nn.Parameter], Tensor]) -> Tensor:
+        """This rank's part of a Hugging Face weight, or of something of its shape.
+
+        Args:
+            tensor_of: parameter -> the tensor of its shape that is meant, as the parameter itself.
+        """
+        bound, number = self._by_name[name]
+        tensor = tensor_of(bound.parameter).detach()
+        if bound.slot.form == QKV:
+            return self._heads(tensor, number)
+        if bound.slot.form == GATED:
+            return tensor.chunk(2)[number]
+        if bound.slot.form == VOCABULARY:
+            _, low, high = self._span(bound, bound.weights[0])
+            return tensor[: high - low]
+        return tensor
+
+    def parameter_names(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Megatron-Core's names, as they are on every rank, and the parameters of this one."""
+        for bound in self.bound:
+            yield bound.slot.ours, bound.parameter
+
+    # ---- how weights are cut -----------------------------------------------------------------------------------
+
+    def _weights_of(self, slot: Slot, place: str, where: tuple[int, ...]) -> list[Weight]:
+        experts = int(self.settings["num_moe_experts"]) if "{expert}" in slot.theirs[0] else 0
+        cut = {COLUMNS: 1, ROWS: 0, QKV: 0, GATED: 0, VOCABULARY: 0}.get(slot.form)
+        found = []
+        for name in slot.theirs:
+            first = name.replace("{layer}", str(where[0] if where else 0)).replace("{expert}", "0")
+            if first not in self.shapes:
+                raise ModelError(f"the model has no weight {first}", fix=suggest(first, self.shapes))
+            shape = self.shapes[first]
+            only = where if place == LAYER and len(where) < self.settings["num_layers"] else None
+            uneven = slot.form == VOCABULARY
+            weight = Weight(
+                name, shape, cut, place=place, experts=experts, itemsize=self._itemsize, uneven=uneven, only=only
+            )
+            found.append(weight)
+        return found
+
+    def _span(self, bound: Bound, weight: Weight) -> tuple[int, int, int]:
+        """Axis, low and high of this rank's part."""
+        ranks = self.sizes.expert_tensor if bound.expert else self.sizes.tensor
+        place = self._places().expert_tensor if bound.expert else self._places().tensor
+        axis, bounds = weight.bounds(ranks)
+        piece = int(place[0]) * (len(bounds) - 1) // ranks
+        return axis, bounds[piece], bounds[piece + 1]
+
+    def _places(self) -> Any:
+        if not hasattr(self, "_here"):
+            rank = torch.distributed.get_rank()
+            self._here = self.sizes.layout.coordinates().taken(_one(rank))
+        return self._here
+
+    def _joined(self, form: str, parts: list[Tensor]) -> Tensor:
+        if form == QKV:
+            groups = self.settings["num_query_groups"] // self.sizes.tensor
+            return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _heads(self, fused: Tensor, number: int) -> Tensor:
+        """Query, key or value rows out of a weight in which the heads of one key/value group lie together."""
+        s = self.settings
+        groups, dim = s["num_query_groups"] // self.sizes.tensor, s["kv_channels"]
+        queries = s["num_attention_heads"] // s["num_query_groups"] * dim
+        low = (0, queries, queries + dim)[number]
+        size = (queries, dim, dim)[number]
+        return fused.unflatten(0, (groups, -1)).narrow(1, low, size).flatten(0, 1)
+
+    # ---- this rank's parameters --------------------------------------------------------------------------------
+
+    def _bind(self, chunks: Iterable[nn.Module]) -> Iterator[Bound]:
+        named = self._named_parameters(chunks)
+        for slot, place, where in self._templates:
+            weights = tuple(w for w in self.model.weights if w.name in slot.theirs)
+            for layer in where if place == LAYER else (0,):
+                for expert in range(max(weights[0].experts, 1)):
+                    final = Slot(
+                        _filled(slot.ours, layer, expert),
+                        tuple(_filled(name, layer, expert) for name in slot.theirs),
+                        slot.form,
+                        slot.partial,
+                    )
+                    if final.ours in named:
+                        yield Bound(final, weights, named.pop(final.ours), weights[0].experts > 0)
+        if named:
+            raise ModelError(
+                f"Megatron-Core's model has a weight that the table does not know: {sorted(named)[0]}",
+                fix="Another version of Megatron-Core, or Transformer Engine, may name it otherwise.",
+            )
+
+    def _named_parameters(self, chunks: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+        """Parameters under names with the layer's and the expert's number in the whole model."""
+        experts = int(self.settings.get("num_moe_experts") or 0) // self.sizes.expert
+        first_expert = int(self._places().expert[0]) * experts
+        found: dict[str, nn.Parameter] = {}
+        for chunk in chunks:
+            numbers: dict[str, str] = {}
+            for local, layer in enumerate(chunk.decoder.layers):  # type: ignore[union-attr,arg-type]
+                numbers[str(local)] = str(layer.layer_number - 1)
+            for name, parameter in chunk.named_parameters():
+                words = name.split(".")
+                if name.startswith("decoder.layers."):
+                    words[2] = numbers[words[2]]
+                if "local_experts" in words:
+                    at = words.index("local_experts") + 1
+                    words[at] = str(int(words[at]) + first_expert)
+                found[".".join(words)] = parameter
+        # A tied output layer of a later stage is its copy of the embedding.
+        if "output_layer.weight" in found and not any(s.ours == "output_layer.weight" for s, _, _ in self._templates):
+            found.setdefault("embedding.word_embeddings.weight", found.pop("output_layer.weight"))
+        return found
+
+    def _all_names(self) -> set[str]:
+        found = set()
+        for weight in self.model.weights:
+            layers = weight.only if weight.only is not None else range(self.model.layers)
+            for layer in layers if weight.place == LAYER else (0,):
+                for expert in range(max(weight.experts, 1)):
+                    found.add(_filled(weight.name, layer, expert))
+        return found
+
+
+def check_given(shapes: Mapping[str, tuple[int, ...]], given: Mapping[str, Tensor]) -> None:
+    """Raise `ModelError` where a weight is missing, unknown or of another shape."""
+    for name, shape in shapes.items():
+        if name not in given:
+            raise ModelError(f"the weight {name} is missing", fix=suggest(name, given))
+        if tuple(given[name].shape) != tuple(shape):
+            raise ModelError(f"the weight {name} has another shape", got=tuple(given[name].shape), allowed=str(shape))
+    unknown = sorted(set(given) - set(shapes) - {"lm_head.weight"})
+    if unknown:
+        raise ModelError(f"this model has no weight {unknown[0]}", fix=suggest(unknown[0], shapes))
+
+
+def _ends(kind: str, tied: bool, shapes: Mapping[str, Any]) -> Iterator[tuple[Slot, str, tuple[int, ...]]]:
+    yield EMBEDDING, ENDS if tied else FIRST, ()
+    yield FINAL_NORM, LAST, ()
+    if kind == "value":
+        yield from ((slot, LAST, ()) for slot in VALUE_HEAD if slot.theirs[0] in shapes)
+    elif not tied:
+        yield OUTPUT, LAST, ()
+
+
+def _filled(name: str, layer: int, expert: int) -> str:
+    return name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+
+
+def _one(rank: int) -> Any:
+    import numpy as np
+
+    return np.array([rank])

@@ -1,0 +1,189 @@
+"""Families as Megatron-Core has them: which of its weights is made of which Hugging Face weights, and its settings.
+
+Facts only: `verl.engines.megatron` carries them out, and nothing here needs Megatron-Core. Weights are named with
+``{layer}`` and ``{expert}``; shapes come from the Hugging Face model itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verl.errors import ConfigError, ModelError, suggest
+
+WHOLE, ROWS, COLUMNS, QKV, GATED, VOCABULARY = "whole", "rows", "columns", "qkv", "gated", "vocabulary"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One weight of Megatron-Core.
+
+    Args:
+        ours: its name there.
+        theirs: the Hugging Face weights it is made of.
+        form: how tensor parallelism cuts it. whole: not at all; rows, columns: along the first or second axis; qkv: the
+            heads of query, key and value of one key/value group lie together; gated: this rank's rows of the first,
+            then those of the second; vocabulary: rows, filled up to a multiple of the ranks.
+        partial: each tensor-parallel rank sees only its heads, so its gradient is a part of the whole.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    form: str = WHOLE
+    partial: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model type.
+
+    Args:
+        layer: slots of a layer, with ``{layer}``; those of a mixture's experts also have ``{expert}``.
+        settings: Hugging Face text configuration -> fields of Megatron-Core's TransformerConfig.
+    """
+
+    layer: tuple[Slot, ...]
+    settings: Callable[[Any], dict[str, Any]]
+    mixture: tuple[Slot, ...] = ()
+
+
+_HF, _MEGATRON = "model.layers.{layer}.", "decoder.layers.{layer}."
+_ATTENTION = (
+    Slot(f"{_MEGATRON}input_layernorm.weight", (f"{_HF}input_layernorm.weight",)),
+    Slot(
+        f"{_MEGATRON}self_attention.linear_qkv.weight",
+        tuple(f"{_HF}self_attn.{name}_proj.weight" for name in "qkv"),
+        QKV,
+    ),
+    Slot(f"{_MEGATRON}self_attention.linear_proj.weight", (f"{_HF}self_attn.o_proj.weight",), COLUMNS),
+    Slot(f"{_MEGATRON}pre_mlp_layernorm.weight", (f"{_HF}post_attention_layernorm.weight",)),
+)
+_QKV_BIAS = (
+    Slot(f"{_MEGATRON}self_attention.linear_qkv.bias", tuple(f"{_HF}self_attn.{n}_proj.bias" for n in "qkv"), QKV),
+)
+_QK_NORM = (
+    Slot(f"{_MEGATRON}self_attention.q_layernorm.weight", (f"{_HF}self_attn.q_norm.weight",), partial=True),
+    Slot(f"{_MEGATRON}self_attention.k_layernorm.weight", (f"{_HF}self_attn.k_norm.weight",), partial=True),
+)
+_MLP = (
+    Slot(f"{_MEGATRON}mlp.linear_fc1.weight", (f"{_HF}mlp.gate_proj.weight", f"{_HF}mlp.up_proj.weight"), GATED),
+    Slot(f"{_MEGATRON}mlp.linear_fc2.weight", (f"{_HF}mlp.down_proj.weight",), COLUMNS),
+)
+_OURS, _THEIRS = f"{_MEGATRON}mlp.experts.local_experts.{{expert}}.", f"{_HF}mlp.experts.{{expert}}."
+_EXPERTS = (
+    Slot(f"{_MEGATRON}mlp.router.weight", (f"{_HF}mlp.gate.weight",)),
+    Slot(f"{_OURS}linear_fc1.weight", (f"{_THEIRS}gate_proj.weight", f"{_THEIRS}up_proj.weight"), GATED),
+    Slot(f"{_OURS}linear_fc2.weight", (f"{_THEIRS}down_proj.weight",), COLUMNS),
+)
+EMBEDDING = Slot("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), VOCABULARY)
+FINAL_NORM = Slot("decoder.final_layernorm.weight", ("model.norm.weight",))
+OUTPUT = Slot("output_layer.weight", ("lm_head.weight",), VOCABULARY)
+VALUE_HEAD = (Slot("output_layer.weight", ("score.weight",)), Slot("output_layer.bias", ("score.bias",)))
+
+
+def _dense(config: Any) -> dict[str, Any]:
+    _refuse(config, "attention_bias", bool(getattr(config, "attention_bias", False)) and config.model_type == "llama")
+    _refuse(config, "mlp_bias", bool(getattr(config, "mlp_bias", False)))
+    _refuse(config, "hidden_act", config.hidden_act not in ("silu", "swish"))
+    return {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": config.num_key_value_heads,
+        "kv_channels": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "ffn_hidden_size": config.intermediate_size,
+        "layernorm_epsilon": config.rms_norm_eps,
+    }
+
+
+def _with_bias(config: Any) -> dict[str, Any]:
+    return {**_dense(config), "add_qkv_bias": True}
+
+
+def _with_qk_norm(config: Any) -> dict[str, Any]:
+    _refuse(config, "attention_bias", bool(config.attention_bias))
+    return {**_dense(config), "qk_layernorm": True}
+
+
+def _mixture(config: Any) -> dict[str, Any]:
+    """Softmax over all experts, the best k, and their weights as they are or normalised to 1."""
+    step, dense = config.decoder_sparse_step, set(config.mlp_only_layers)
+    sparse = [int(n not in dense and (n + 1) % step == 0) for n in range(config.num_hidden_layers)]
+    return {
+        **_with_qk_norm(config),
+        "num_moe_experts": config.num_experts,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_layer_freq": sparse,
+        # A softmax over the best k alone is the softmax over all, normalised to 1 over the best k.
+        "moe_router_pre_softmax": not config.norm_topk_prob,
+    }
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family((*_ATTENTION, *_MLP), _dense),
+    "mistral": Family((*_ATTENTION, *_MLP), _dense),
+    "qwen2": Family((*_ATTENTION, *_QKV_BIAS, *_MLP), _with_bias),
+    "qwen3": Family((*_ATTENTION, *_QK_NORM, *_MLP), _with_qk_norm),
+    "qwen3_moe": Family((*_ATTENTION, *_QK_NORM, *_MLP), _mixture, mixture=_EXPERTS),
+}
+
+
+def family_of(config: Any) -> Family:
+    """The family of a Hugging Face text configuration.
+
+    Raises:
+        ModelError: Megatron-Core training has no table for it.
+    """
+    if config.model_type not in FAMILIES:
+        raise ModelError(
+            "Megatron-Core training has no table of weights for this kind of model",
+            got=config.model_type,
+            allowed=FAMILIES,
+            fix=suggest(config.model_type, FAMILIES) or "Use strategy=fsdp2, which trains any transformers model.",
+        )
+    return FAMILIES[config.model_type]
+
+
+def slots_of(family: Family, settings: Mapping[str, Any]) -> list[tuple[Slot, tuple[int, ...]]]:
+    """The slots of the layers, each with the layers that have it."""
+    layers = range(settings["num_layers"])
+    sparse = settings.get("moe_layer_freq") or [0] * len(layers)
+    mixed = tuple(layer for layer in layers if sparse[layer])
+    dense = tuple(layer for layer in layers if not sparse[layer])
+    found = [(slot, dense if slot in _MLP else tuple(layers)) for slot in family.layer]
+    return [(slot, where) for slot, where in [*found, *((slot, mixed) for slot in family.mixture)] if where]
+
+
+def rope_settings(config: Any) -> dict[str, Any]:
+    """Rotary base and scaling as arguments of Megatron-Core's GPTModel.
+
+    Raises:
+        ConfigError: a scaling that it does not know, or knows with other constants.
+    """
+    found = dict(getattr(config, "rope_parameters", None) or {})
+    kind = found.get("rope_type", "default")
+    base = {"rotary_base": found.get("rope_theta", getattr(config, "rope_theta", 10000.0))}
+    if kind == "default":
+        return base
+    known = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if kind != "llama3" or any(found.get(name) != value for name, value in known.items()):
+        raise ConfigError(
+            "Megatron-Core does not scale rotary positions as this model does",
+            key="rope_parameters",
+            got=found,
+            allowed=f"rope_type default, or llama3 with {known}",
+            fix="Use strategy=fsdp2.",
+        )
+    return {**base, "rope_scaling": True, "rope_scaling_factor": found["factor"]}
+
+
+def _refuse(config: Any, field: str, refused: bool) -> None:
+    if refused:
+        raise ConfigError(
+            f"the Megatron-Core form of {config.model_type} has no such model",
+            key=field,
+            got=getattr(config, field),
+            fix="Use strategy=fsdp2, which trains any transformers model.",
+        )

@@ -1,0 +1,66 @@
+"""Parts of the weights of a Hugging Face folder, read from its safetensors without reading the rest."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from verl.errors import ModelError, suggest
+from verl.models import folder as model_folder
+
+
+class SlicedFolder:
+    """The weights of a folder by name.
+
+    Raises:
+        ModelError: the folder holds no safetensors files.
+    """
+
+    def __init__(self, path: str | Path, files: dict[str, Any]):
+        self.path, self._files = str(path), files
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, path: str | Path) -> Iterator[SlicedFolder]:
+        """Within the block the folder's files are open; nothing of them is in memory."""
+        found = Path(model_folder.resolve(path))
+        names = sorted(found.glob("model*.safetensors"))
+        if not names:
+            raise ModelError(
+                "this folder holds no safetensors files, and only those can be read in parts",
+                got=str(path),
+                fix="Write them with transformers: model.save_pretrained(folder).",
+            )
+        with contextlib.ExitStack() as stack:
+            files: dict[str, Any] = {}
+            for name in names:
+                file = stack.enter_context(safe_open(name, framework="pt"))
+                files.update(dict.fromkeys(file.keys(), file))
+            yield cls(path, files)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a whole weight."""
+        return tuple(self._of(name).get_slice(name).get_shape())
+
+    def read(self, name: str, axis: int, low: int, high: int) -> Tensor:
+        """``low`` to ``high`` along one axis, in memory of its own.
+
+        Raises:
+            ModelError: the folder has no such weight.
+        """
+        cut = [slice(None)] * axis + [slice(low, high)]
+        return torch.as_tensor(self._of(name).get_slice(name)[tuple(cut)]).clone()
+
+    def _of(self, name: str) -> Any:
+        if name not in self._files:
+            raise ModelError(f"the weight {name} is missing", got=self.path, fix=suggest(name, self._files))
+        return self._files[name]
