@@ -14,7 +14,7 @@ from tests.e2e.runs import command, curve
 from tests.e2e.test_learning import ACCURACY, learn
 
 pytestmark = pytest.mark.e2e
-GRPO, STEPS, WARM_UP = "algorithm.adv_estimator=grpo", 20, 200
+GRPO, STEPS, WARM_UP = "algorithm.adv_estimator=grpo", 20, 320
 TWO = ["trainer.nnodes=1", "trainer.n_gpus_per_node=2", "trainer.device=cpu", "actor_rollout_ref.actor.strategy=fsdp2"]
 
 
