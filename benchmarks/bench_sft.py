@@ -24,6 +24,7 @@ from pathlib import Path
 from bench_grpo_step import SIZES, make_model
 
 ROWS, WARMUP, LONGEST = 32, 1, 512
+AS_THEY_COME = "rows-as-they-come.json"
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}"
 PEER_SETTINGS = {
     "padded, one pass": {"per_device_train_batch_size": ROWS},
@@ -34,6 +35,10 @@ PEER_SETTINGS = {
     "padded, passes of 4 rows of like length": {
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": ROWS // 4,
+    },
+    "padded, passes of 8 rows as they come": {
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": ROWS // 8,
     },
     "padding-free, passes of 8 rows": {
         "per_device_train_batch_size": 8,
@@ -138,6 +143,8 @@ def make_rows(folder: Path, steps: int) -> tuple[Path, Path, list[int]]:
         asked, said = (tokenizer.encode(part + "<|end|>", add_special_tokens=False) for part in (question, answer))
         ready.append({"input_ids": asked + said, "labels": [-100] * len(asked) + said})
     theirs.write_text(json.dumps(ready))
+    mixed = [row for i in range(0, len(ready), ROWS) for row in draw.sample(ready[i : i + ROWS], ROWS)]
+    (folder / AS_THEY_COME).write_text(json.dumps(mixed))
     counts = [len(row["input_ids"]) for row in ready]
     return ours, theirs, [sum(counts[i : i + ROWS]) for i in range(0, len(counts), ROWS)]
 
@@ -217,7 +224,8 @@ def main() -> None:
         print(f"{ROWS} rows per step, {statistics.mean(tokens):.0f} tokens on average, one thread, float32", flush=True)
         tried = {}
         for name, settings in PEER_SETTINGS.items() if arguments.peer_python and not arguments.peer_setting else ():
-            seconds, _ = run_peer(folder, arguments.peer_python, model, theirs, arguments.steps, settings)
+            rows = folder / AS_THEY_COME if name.endswith("as they come") else theirs
+            seconds, _ = run_peer(folder, arguments.peer_python, model, rows, arguments.steps, settings)
             tried[name] = speed(tokens, seconds)
             print(f"TRL {name}: {tried[name]:.0f} tokens per CPU-second", flush=True)
         best = arguments.peer_setting or max(tried, key=tried.__getitem__, default="")
@@ -226,8 +234,9 @@ def main() -> None:
             seconds, losses = run_ours(folder, model, ours, arguments.steps)
             mine.append(speed(tokens, seconds))
             if best:
+                rows = folder / AS_THEY_COME if best.endswith("as they come") else theirs
                 seconds, others = run_peer(
-                    folder, arguments.peer_python, model, theirs, arguments.steps, PEER_SETTINGS[best]
+                    folder, arguments.peer_python, model, rows, arguments.steps, PEER_SETTINGS[best]
                 )
                 peer.append(speed(tokens, seconds))
                 apart.append(furthest(losses, others))
