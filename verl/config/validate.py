@@ -74,7 +74,9 @@ def _transport(rollout: RolloutConfig) -> Problems:
         return [ConfigError("a server takes its weights through a folder", key=key, got=engine.backend, fix=fix)]
     if engine.custom_backend_module:
         return []  # the module registers it where the sampler is made
-    return known_name(registry.TRANSPORTS, key, engine.backend, f"Leave it out, or take one of these with {_R}.name=hf.")
+    return known_name(
+        registry.TRANSPORTS, key, engine.backend, f"Leave it out, or take one of these with {_R}.name=hf."
+    )
 
 
 def _names(cfg: PPOTrainerConfig) -> Problems:

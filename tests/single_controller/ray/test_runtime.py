@@ -113,9 +113,10 @@ def test_importing_the_package_loads_neither_ray_nor_torch(project_root):
 def test_a_run_that_this_machine_cannot_hold_is_refused_before_anything_starts(asked, message):
     from verl.single_controller.ray import runtime
 
+    before = set(psutil.Process().children())  # pools of other tests may wait for work
     with pytest.raises(ConfigError, match=message):
         runtime.start(asked, ray_init={"address": "local", "num_cpus": 2})
-    assert not psutil.Process().children()
+    assert set(psutil.Process().children()) <= before
 
 
 # ---- which cluster -------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def test_a_scorer_that_fails_on_a_row_masks_that_row():
         "reward_extra_info": {"acc": [None, 1.0]},
     }
     ctx = context(reward=lambda _: reward)
-    scored = stages.score(data, None, ctx)
+    scored = stages.score(data, {}, ctx)
     assert scored.batch["response_mask"].sum(-1).tolist() == [0, 3]
     assert scored.non_tensor_batch["acc"].tolist() == [None, 1.0]
 
@@ -183,7 +183,7 @@ def test_masking_a_sample_does_not_write_into_memory_that_workers_share():
     shared.flags.writeable = False
     data.batch["response_mask"] = torch.from_numpy(shared)
     reward = {"reward_tensor": torch.zeros(2, 4), "unscorable": [True, False]}
-    stages.score(data, None, context(reward=lambda _: reward))
+    stages.score(data, {}, context(reward=lambda _: reward))
     assert data.batch["response_mask"].sum(-1).tolist() == [0, 3]
     assert shared.sum() == 6, "the shared memory is as it was"
 
@@ -192,7 +192,7 @@ def test_an_aborted_sample_is_masked_counted_and_in_no_baseline():
     data = batch([1.0, 0.0, 0.25], ["a", "a", "a"])
     data.non_tensor_batch["finish_reason"] = np.array(["stop", "abort", "length"], dtype=object)
     ctx = context(reward=lambda d: {"reward_tensor": d.batch["token_level_scores"]})
-    stages.score(data, None, ctx)
+    stages.score(data, {}, ctx)
     stages.add_advantages(data, ctx)
     assert data.batch["response_mask"].sum(-1).tolist() == [3, 0, 3]
     assert ctx.metrics.values()["training/aborted_samples"] == 1
