@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from verl.data.chat_template import ChatTemplate
 from verl.data.messages import Message
+from verl.data.special_tokens import special_tokens
 from verl.errors import DataError, RolloutError
 from verl.metrics import notice
 
@@ -182,12 +183,6 @@ class Extender:
             return ""
         text = self.tokenizer.decode([int(sampled[-1])], skip_special_tokens=False)
         return text if text in self.specials else ""
-
-
-def special_tokens(tokenizer: Any) -> frozenset[str]:
-    """The special tokens of a tokenizer as text: those that its texts are searched for."""
-    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return frozenset(added | set(tokenizer.all_special_tokens))
 
 
 def _marked(answer: Message, form: Form) -> Message:

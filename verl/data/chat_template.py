@@ -13,6 +13,8 @@ from typing import Any
 from jinja2 import TemplateError
 
 from verl.data.messages import Message
+from verl.data.special_tokens import ALLOW, SpecialTokensAsText
+from verl.data.special_tokens import MARK as MARKED
 from verl.errors import DataError, ModelError
 
 PROBE_SECONDS = 10.0
@@ -26,7 +28,8 @@ class ChatTemplate:
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        kwargs: further arguments of the template (``enable_thinking`` and the like).
+        kwargs: further arguments of the template (``enable_thinking`` and the like). ``allow_special_tokens`` is ours:
+            special tokens in messages count as such; else they are text, and cannot end a turn.
 
     Raises:
         ModelError: the tokenizer has no chat template.
@@ -42,9 +45,16 @@ class ChatTemplate:
             )
         self.tokenizer = tokenizer
         self.kwargs = dict(kwargs or {})
+        allowed = bool(self.kwargs.pop(ALLOW, False))
+        self._as_text = None if allowed else SpecialTokensAsText(tokenizer, self._ids)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **extra: Any) -> str:
-        """The conversation as text; a template that refuses it is a `DataError` with the template's own words."""
+        """The conversation as text; a template that refuses it is a `DataError` with the template's own words.
+
+        Special tokens that a message holds are marked in it: `encode` knows, `without_marks` takes the marks away.
+        """
+        if self._as_text is not None:
+            messages = self._as_text.marked(messages)
         arguments = {"add_generation_prompt": add_generation_prompt, **self.kwargs, **extra}
         try:
             return self.tokenizer.apply_chat_template(list(messages), **arguments, tokenize=False)
@@ -122,8 +132,17 @@ class ChatTemplate:
 
     def encode(self, text: str) -> list[int]:
         """The ids of rendered text: the template wrote the special tokens, so none is added."""
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, in one call."""
+        if self._as_text is None:
+            return self._ids(texts)
+        found = self._ids([text for text in texts if MARKED not in text])
+        if len(found) == len(texts):
+            return found
+        plain = iter(found)
+        return [self._as_text.encode([text])[0] if MARKED in text else next(plain) for text in texts]
+
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
         return self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []

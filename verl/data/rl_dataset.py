@@ -21,6 +21,7 @@ from verl.data.files import as_dataset, choose_rows, read_files, require_column
 from verl.data.messages import Message, as_messages, prune
 from verl.data.overlong import check_truncation, measure, truncate
 from verl.data.settings import read, read_mapping, read_number
+from verl.data.special_tokens import without_marks
 from verl.errors import DataError, NotBuiltError
 from verl.metrics import log, notice
 from verl.tools.loading import load_tools
@@ -95,7 +96,7 @@ class RLHFDataset(Dataset):
         if self.return_raw_chat:
             row["raw_prompt"] = messages
         if self.return_full_prompt:
-            row["full_prompts"] = text
+            row["full_prompts"] = without_marks([text])[0]
         if self.return_raw_input_ids:
             row["raw_input_ids"] = self._template.encode("\n".join(m["content"] for m in messages))
         return {**row, **self._reward_fields(row, int(item))}
