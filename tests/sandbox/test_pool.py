@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 from tests.sandbox.attacks import Box, descendants, is_alive, keeper_processes, wait_until_quiet
 from tests.sandbox.modes import MODES, OFFERED
 from verl.errors import ConfigError
-from verl.sandbox import Limits, Pool, Session
+from verl.sandbox import Limits, Pool, Session, process
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -257,3 +259,17 @@ def test_many_runs_leave_no_descriptor_open_and_no_memory_in_the_keeper():
 def test_limits_that_make_no_sense_are_refused(given: dict):
     with pytest.raises(ConfigError, match="sandbox limit"):
         Limits(**given)
+
+
+def test_packages_that_lie_below_the_machines_temporary_folder_are_found(monkeypatch):
+    """A program's own /tmp hides the machine's, in which an environment may live."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        folder.chmod(0o755)  # a program is nobody
+        (folder / "greeting.py").write_text("word = 'good day'\n")
+        monkeypatch.setattr(process, "_package_folders", lambda: [str(folder)])
+        with Pool(1, packages=True) as pool:
+            assert pool.run("import greeting; print(greeting.word)").stdout == "good day\n"
+            assert "greeting" not in pool.run("import os; print(os.listdir('/tmp'))").stdout
+    finally:
+        shutil.rmtree(folder)

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from verl.sandbox.inside import init, walls
+from verl.sandbox.inside import init, root, walls
 from verl.sandbox.kernel import calls
 
 CONTROL_FD = 3
@@ -84,7 +84,8 @@ class Keeper:
     def _prepare(self) -> None:
         if self._walls.has("namespaces"):
             self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
-        sys.path[:] = self._start["sys_path"]
+        folders = self._start["sys_path"]
+        sys.path[:] = [root.place(path) for path in folders] if self._walls.has("namespaces") else folders
         failed = {}
         for name in self._start["preload"]:
             try:

@@ -10,6 +10,7 @@ from verl.sandbox.kernel import calls
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 LIBRARIES = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64", "/usr/local/lib")
 TEMPORARY = "/tmp"
+MOVED = "/packages"
 PROC = "/proc"
 _STAGE = "/tmp"
 _HARMLESS = calls.MS_NOSUID | calls.MS_NODEV
@@ -25,8 +26,13 @@ def visible(paths: Sequence[str]) -> list[str]:
     return kept
 
 
+def place(path: str) -> str:
+    """Where a path of the machine is shown: a program's own /tmp would hide what lies below the machine's."""
+    return MOVED + path if path.startswith(f"{TEMPORARY}/") else path
+
+
 def enter(paths: Sequence[str]) -> None:
-    """Make an empty root with these paths in it this process's root. Needs a mount namespace of its own."""
+    """Make an empty root with these paths in it, at their `place`, this process's root. Needs a mount namespace."""
     calls.mount(None, "/", None, calls.MS_REC | calls.MS_PRIVATE)
     sources = [(path, os.open(path, os.O_PATH | os.O_CLOEXEC)) for path in paths if not os.path.islink(path)]
     links = [(path, os.readlink(path)) for path in paths if os.path.islink(path)]
@@ -34,12 +40,12 @@ def enter(paths: Sequence[str]) -> None:
     proc = os.open(PROC, os.O_PATH | os.O_CLOEXEC)
     calls.mount("sandbox", _STAGE, "tmpfs", _HARMLESS, "mode=0755,size=1m,nr_inodes=4096")
     for path, fd in sources:
-        _bind(fd, path, calls.ATTR_RDONLY | calls.ATTR_NOSUID | calls.ATTR_NODEV)
+        _bind(fd, place(path), calls.ATTR_RDONLY | calls.ATTR_NOSUID | calls.ATTR_NODEV)
     for path, fd in devices:
         _bind(fd, path, calls.ATTR_NOSUID | calls.ATTR_NOEXEC)
     for path, target in links:
-        os.makedirs(os.path.dirname(_STAGE + path), exist_ok=True)
-        os.symlink(target, _STAGE + path)
+        os.makedirs(os.path.dirname(_STAGE + place(path)), exist_ok=True)
+        os.symlink(place(target), _STAGE + place(path))
     os.mkdir(_STAGE + TEMPORARY)
     _bind(proc, PROC, 0)
     calls.pivot_root(_STAGE)

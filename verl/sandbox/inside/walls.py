@@ -59,6 +59,7 @@ def raise_outer(paths: Sequence[str], without: Sequence[str], accept: Callable[[
     accept(missing)
     if "namespaces" not in missing:
         _enter_namespaces(shown)
+        shown = [root.place(path) for path in shown]
     return Walls(missing, shown)
 
 
