@@ -26,3 +26,5 @@ def offered_modes() -> list[str]:
 
 
 OFFERED = offered_modes()
+HERE: dict[str, tuple[str, ...]] = {"allow_missing": MODES[OFFERED[0]], "without": MODES[OFFERED[0]]} if OFFERED else {}
+"""Arguments of a pool with all that this machine offers."""

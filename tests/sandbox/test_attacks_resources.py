@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.sandbox.attacks import Box, descendants, wait_until_quiet
+from tests.sandbox.modes import HERE
 from verl.sandbox import Limits, Outcome, Pool
 
 ONLY_MODES = ("whole", "without namespaces")
@@ -195,7 +196,7 @@ def test_the_tree_of_processes_below_a_bomb_stays_small_while_it_runs(pool: Pool
 
 
 def test_other_programs_go_on_beside_hostile_ones():
-    with Pool(4) as pool:
+    with Pool(4, **HERE) as pool:
         pool.prepare()
         bomb = "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass"
         threads = [

@@ -7,7 +7,8 @@ import pickle
 import pytest
 
 from tests.sandbox.attacks import Box
-from verl.sandbox import CallCase, Limits, Pool, StdinCase, run_cases
+from tests.sandbox.modes import HERE
+from verl.sandbox import CallCase, Limits, Pool, StdinCase, default_pool
 
 SQUARE = [StdinCase("3\n", "9"), StdinCase("12\n", "144")]
 
@@ -158,7 +159,7 @@ def test_functions_and_methods_are_called_with_plain_arguments():
         CallCase("absent", (), None),
         CallCase("add", ("ü", None), ["ü", None]),
     ]
-    results = run_cases(code, cases)
+    results = default_pool(HERE["allow_missing"]).run_cases(code, cases)
     assert [result.verdict for result in results] == ["passed", "passed", "error", "passed"]
     assert results[0].outcome.value == [1, 2]
     assert results[2].outcome.stderr.endswith("the program defines no function 'absent'\n")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.sandbox.attacks import Box, descendants, is_alive, keeper_processes, wait_until_quiet
-from tests.sandbox.modes import MODES, OFFERED
+from tests.sandbox.modes import HERE, MODES, OFFERED
 from verl.errors import ConfigError
 from verl.sandbox import Limits, Pool, Session, process
 
@@ -99,12 +99,12 @@ def test_a_program_finds_its_own_small_environment_and_an_empty_folder(box: Box,
 
 def test_installed_packages_can_be_imported_or_kept_away(pool: Pool):
     assert pool.run("import numpy; print(numpy.arange(3).sum())", limits=Limits(seconds=20)).stdout == "3\n"
-    with Pool(1, packages=False) as bare:
+    with Pool(1, packages=False, **HERE) as bare:
         assert "ModuleNotFoundError" in bare.run("import numpy").stderr
 
 
 def test_what_is_preloaded_costs_a_program_nothing(pool: Pool):
-    with Pool(1, preload=["fractions", "no_such_module"]) as warm:
+    with Pool(1, preload=["fractions", "no_such_module"], **HERE) as warm:
         assert warm.run("import sys; print('fractions' in sys.modules)").stdout == "True\n"
         assert warm._keepers[-1].not_preloaded.keys() == {"no_such_module"}
     assert pool.run("import sys; print('fractions' in sys.modules)").stdout == "False\n"
@@ -112,12 +112,12 @@ def test_what_is_preloaded_costs_a_program_nothing(pool: Pool):
 
 def test_the_order_of_sets_is_the_same_in_every_run():
     code = "print(list({'a', 'b', 'c', 'd', 'e', 'f'}))"
-    with Pool(1) as first, Pool(1) as second:
+    with Pool(1, **HERE) as first, Pool(1, **HERE) as second:
         assert first.run(code).stdout == second.run(code).stdout
 
 
 def test_programs_run_side_by_side_but_no_more_than_there_are_places():
-    with Pool(3) as pool:
+    with Pool(3, **HERE) as pool:
         pool.run("pass")
         spans: list[tuple[float, float]] = []
 
@@ -150,7 +150,7 @@ def test_the_event_loop_goes_on_while_programs_run(pool: Pool):
 
 
 def test_a_pool_whose_keeper_was_killed_starts_a_new_one():
-    with Pool(1) as pool:
+    with Pool(1, **HERE) as pool:
         pool.run("pass")
         before = keeper_processes(pool)
         os.kill(pool._keepers[-1].pid, signal.SIGKILL)
@@ -160,7 +160,7 @@ def test_a_pool_whose_keeper_was_killed_starts_a_new_one():
 
 
 def test_closing_a_pool_ends_all_its_processes():
-    pool = Pool(1)
+    pool = Pool(1, **HERE)
     session = Session(pool)
     session.run("x = 1")
     processes = keeper_processes(pool)
@@ -175,7 +175,7 @@ def test_closing_a_pool_ends_all_its_processes():
 def test_when_the_caller_is_killed_nothing_of_its_pool_is_left():
     code = (
         "import time, threading; from verl.sandbox import Pool\n"
-        "pool = Pool(2); pool.run('pass')\n"
+        f"pool = Pool(2, **{HERE}); pool.run('pass')\n"
         "threading.Thread(target=lambda: pool.run('while 1: pass')).start()\n"
         "time.sleep(0.3); print('ready', flush=True); time.sleep(60)"
     )
@@ -225,7 +225,7 @@ def test_nothing_of_a_run_is_left_when_its_outcome_is_there(pool: Pool):
 
 
 def test_many_runs_leave_no_descriptor_open_and_no_memory_in_the_keeper():
-    with Pool(4) as pool:
+    with Pool(4, **HERE) as pool:
         pool.run("pass")
         keeper = max(keeper_processes(pool) - {pool._keepers[-1].pid})
 
@@ -268,7 +268,7 @@ def test_packages_that_lie_below_the_machines_temporary_folder_are_found(monkeyp
         folder.chmod(0o755)  # a program is nobody
         (folder / "greeting.py").write_text("word = 'good day'\n")
         monkeypatch.setattr(process, "_package_folders", lambda: [str(folder)])
-        with Pool(1, packages=True) as pool:
+        with Pool(1, packages=True, **HERE) as pool:
             assert pool.run("import greeting; print(greeting.word)").stdout == "good day\n"
             assert "greeting" not in pool.run("import os; print(os.listdir('/tmp'))").stdout
     finally:

@@ -11,9 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.sandbox.modes import HERE
 from verl.config import load_config
 from verl.errors import ConfigError
 from verl.metrics import notices, reset_notices
+from verl.rewards import programs as places
 from verl.trainer import main_eval
 from verl.trainer.evaluation import interval, pass_at_k
 
@@ -115,7 +117,9 @@ def test_a_report_of_answers_that_all_have_no_score_is_json_all_the_same(here):
     assert found["test_score/sums"] is None and found["data_sources"]["sums"]["interval"] == [None, None]
 
 
-def test_programs_are_scored_in_the_sandbox(here):
+def test_programs_are_scored_in_the_sandbox(here, monkeypatch):
+    real = places.default_pool  # where a layer is missing, programs run without it
+    monkeypatch.setattr(places, "default_pool", lambda allow=(): real(allow or HERE["allow_missing"]))
     tests = [{"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}] * 2
     programs = ["```python\nprint(sum(map(int, input().split())))\n```", "```python\nprint(3)\n```"]
     rows = [
