@@ -67,13 +67,18 @@ def experts_are_shared(ranks: Ranks, folder: Path) -> dict:
 
 def experts_resume(ranks: Ranks, folder: Path) -> dict:
     """A checkpoint with shared experts goes on without, in the plain engine, and back; the next loss is the same."""
+    return resumes(ranks, folder, f"experts-{With.current}-{ranks.size}", KEY)
+
+
+def resumes(ranks: Ranks, folder: Path, name: str, key: str) -> dict:
+    """Two steps with ``key`` at 2, saved; the next loss with it, without it, and in the plain engine."""
     path, loss_fn = shared_model(ranks, folder, "qwen3_moe", **MIXTURE), loss_of("causal_lm")
-    engine = sharded(path, engine={KEY: 2})
+    engine = sharded(path, engine={key: 2})
     for seed in range(2):
         engine.train_batch(share(ranks, ragged_batch(rows=6, seed=seed)), loss_fn)
-    root = folder / f"experts-{With.current}-{ranks.size}"
+    root = folder / name
     save(engine, ranks, root)
-    again, whole = sharded(path, engine={KEY: 2}), sharded(path)
+    again, whole = sharded(path, engine={key: 2}), sharded(path)
     load(again, ranks, root)
     load(whole, ranks, root)
     batch = ragged_batch(rows=6, seed=2)

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.dist.engine_cells import Case, compare, flat, local_bytes, loss_of, plain, sharded, share, shared_model
-from tests.dist.expert_cells import MIXTURE
+from tests.dist.expert_cells import MIXTURE, resumes
 from tests.dist.resume_cells import load, save
 from tests.engines.builders import ragged_batch, relative_error
 from verl.distributed import Ranks
@@ -84,24 +84,7 @@ def tensor_is_shared(ranks: Ranks, folder: Path) -> dict:
 
 def tensor_resumes(ranks: Ranks, folder: Path) -> dict:
     """A checkpoint of shared maps goes on alike, without sharing, and in the plain engine, with the same next loss."""
-    path, loss_fn = shared_model(ranks, folder, "qwen3_moe", **MIXTURE), loss_of("causal_lm")
-    engine = sharded(path, engine={KEY: 2})
-    for seed in range(2):
-        engine.train_batch(share(ranks, ragged_batch(rows=6, seed=seed)), loss_fn)
-    root = folder / f"tensor-{ranks.size}"
-    save(engine, ranks, root)
-    again, whole = sharded(path, engine={KEY: 2}), sharded(path)
-    load(again, ranks, root)
-    load(whole, ranks, root)
-    batch = ragged_batch(rows=6, seed=2)
-    losses = [made.train_batch(share(ranks, batch), loss_fn).values()["loss"] for made in (engine, again, whole)]
-    weights = [flat(made.export_weights()) for made in (engine, again, whole)]
-    found = {"losses": losses, "same": torch.equal(*weights[:2]), "near": relative_error(weights[2], weights[0])}
-    if ranks.is_first:
-        alone = plain(path)
-        load(alone, Ranks(), root)
-        found["plain"] = alone.train_batch(batch, loss_fn).values()["loss"]
-    return found
+    return resumes(ranks, folder, f"tensor-{ranks.size}", KEY)
 
 
 def tensor_nan_on_one_rank(ranks: Ranks, folder: Path) -> dict:

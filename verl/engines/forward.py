@@ -145,15 +145,18 @@ class TokenForward:
 
     def check(self, outputs: Sequence[str], temperature: float) -> None:
         """Raise as `__call__` does, without a forward pass."""
-        unknown = [name for name in outputs if name not in OUTPUTS[self.kind]]
-        if unknown:
-            raise EngineError(
-                f"a model of kind {self.kind!r} has no such output", got=unknown[0], allowed=OUTPUTS[self.kind]
-            )
-        if not temperature > 0:
-            raise ConfigError(
-                "log-probabilities need a positive temperature",
-                key="actor_rollout_ref.rollout.temperature",
-                got=temperature,
-                fix="For greedy sampling set do_sample=False and leave the temperature.",
-            )
+        check_outputs(self.kind, outputs, temperature)
+
+
+def check_outputs(kind: str, outputs: Sequence[str], temperature: float) -> None:
+    """Raise where a model of this kind has no such output, or a temperature is not positive; see `TokenForward`."""
+    unknown = [name for name in outputs if name not in OUTPUTS[kind]]
+    if unknown:
+        raise EngineError(f"a model of kind {kind!r} has no such output", got=unknown[0], allowed=OUTPUTS[kind])
+    if not temperature > 0:
+        raise ConfigError(
+            "log-probabilities need a positive temperature",
+            key="actor_rollout_ref.rollout.temperature",
+            got=temperature,
+            fix="For greedy sampling set do_sample=False and leave the temperature.",
+        )

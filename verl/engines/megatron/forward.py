@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from verl.distributed.vocabulary import STATISTICS, statistics_from_parts
-from verl.engines.forward import OUTPUTS
+from verl.engines.forward import check_outputs
 from verl.engines.megatron.parallel import Groups, Sizes, import_megatron
 from verl.engines.rows import MicroBatch
 from verl.engines.settings import PassSettings
-from verl.errors import ConfigError, EngineError
 
 
 class StageForward:
@@ -35,18 +34,7 @@ class StageForward:
 
     def check(self, outputs: Sequence[str], temperature: float) -> None:
         """Raise as a pass does, without one."""
-        unknown = [name for name in outputs if name not in OUTPUTS[self.kind]]
-        if unknown:
-            raise EngineError(
-                f"a model of kind {self.kind!r} has no such output", got=unknown[0], allowed=OUTPUTS[self.kind]
-            )
-        if not temperature > 0:
-            raise ConfigError(
-                "log-probabilities need a positive temperature",
-                key="actor_rollout_ref.rollout.temperature",
-                got=temperature,
-                fix="For greedy sampling set do_sample=False and leave the temperature.",
-            )
+        check_outputs(self.kind, outputs, temperature)
 
     def run(self, stage: Any, micro: MicroBatch) -> Tensor:
         """Hidden states of a stage; of the last one what its head gives at the chosen positions, (1, N, v)."""

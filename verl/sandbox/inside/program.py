@@ -82,6 +82,7 @@ def _run_cell(code: str, number: int, variables: dict[str, Any]) -> None:
     linecache.cache[place] = (len(code), None, code.splitlines(keepends=True), place)
     tree = ast.parse(code, place)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    # What a model wrote is run here and nowhere else: this process is behind all walls, and of it only text goes out.
     exec(compile(tree, place, "exec"), variables)
     if isinstance(last, ast.Expr):
         value = eval(compile(ast.Expression(last.value), place, "eval"), variables)
