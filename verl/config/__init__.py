@@ -1,7 +1,8 @@
 """The configuration: every default once, typed, with its meaning beside it."""
 
-from verl.config.actor import ActorConfig, CheckpointConfig, PolicyLossConfig, RefConfig
+from verl.config.actor import ActorConfig, PolicyLossConfig, RefConfig
 from verl.config.algorithm import AlgoConfig, FilterGroupsConfig, KLControlConfig
+from verl.config.checkpoint import CheckpointConfig
 from verl.config.correction import RolloutCorrectionConfig
 from verl.config.critic import CriticConfig
 from verl.config.data import DataConfig

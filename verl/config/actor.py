@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.engine import FSDPEngineConfig
+from verl.config.checkpoint import CheckpointConfig
+from verl.config.engine import FSDPEngineConfig, QATConfig
 from verl.config.megatron import MegatronEngineConfig
 from verl.config.node import ABSENT, ConfigNode, section, setting
 from verl.config.optim import OptimizerConfig
 from verl.config.profiler import ProfilerConfig
 from verl.config.torchtitan import TorchtitanEngineConfig
 from verl.config.veomni import VeOmniEngineConfig
-
-CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
-
 
 _CORRECTION = "algorithm.rollout_correction"
 
@@ -61,57 +59,6 @@ class PolicyLossConfig(ConfigNode):
     ppo_kl_coef: float = setting(0.1, "weight of that KL term")
     dro_beta: float | None = setting(None, "dro: weight of the squared log-ratio; has to be set, above 0")
     rollout_correction: PolicyCorrectionConfig = section(PolicyCorrectionConfig)
-
-
-@dataclass(frozen=True)
-class CheckpointConfig(ConfigNode):
-    """What a checkpoint of the actor holds."""
-
-    save_contents: list = setting(
-        ["model", "optimizer", "extra"],
-        "what is written: model, optimizer, extra (random states and schedules), hf_model (a Hugging Face folder)",
-        choices=CHECKPOINT_CONTENTS,
-    )
-    load_contents: list | None = setting(
-        None,
-        "what is read on resume, of the same names; null: what save_contents names",
-        follows=".save_contents",
-        choices=CHECKPOINT_CONTENTS,
-    )
-    async_save: bool = setting(False, "copy the state and write the copy while training goes on")
-    strict: bool = setting(
-        True, "stop on a weight that cannot be exported", no_effect="weights are always exported strictly"
-    )
-    save_lora_only: bool = setting(
-        False,
-        "write only the adapters of a LoRA model",
-        no_effect="a checkpoint of a LoRA model always holds the adapter alone; its base stays where model.path says",
-    )
-    mbridge_config: dict = setting(
-        {}, "arguments of Megatron-Bridge when it writes weights", planned="Megatron-Core training"
-    )
-
-
-@dataclass(frozen=True)
-class ActorQATConfig(ConfigNode):
-    """Training with the rounding of low-precision weights in the forward pass."""
-
-    enable: bool = setting(False, "train with quantized weights", planned="quantization-aware training")
-    mode: str = setting(
-        "w4a16", "w4a16 (weights in 4 bits) or w4a4 (activations too)", planned="quantization-aware training"
-    )
-    group_size: int = setting(16, "numbers that share one scale; 16 for NVFP4", planned="quantization-aware training")
-    ignore_patterns: list = setting(
-        ["lm_head", "embed_tokens", "re:.*mlp.gate$"],
-        "modules that stay unquantized, by name or re:pattern",
-        planned="quantization-aware training",
-    )
-    activation_observer: str = setting(
-        "static_minmax", "how the range of activations is found (w4a4)", planned="quantization-aware training"
-    )
-    quantization_config_path: str | None = setting(
-        None, "JSON file with the quantization of the sampler", planned="quantization-aware training", path=True
-    )
 
 
 @dataclass(frozen=True)
@@ -191,7 +138,7 @@ class ActorConfig(ConfigNode):
         follows="actor_rollout_ref.model.use_fused_kernels",
         no_effect="actor_rollout_ref.model.use_fused_kernels is what counts",
     )
-    qat: ActorQATConfig = section(ActorQATConfig)
+    qat: QATConfig = section(QATConfig)
     grad_clip: float = setting(
         1.0, "largest gradient norm; a larger gradient is scaled down to it", follows=".optim.clip_grad"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.actor import CHECKPOINT_CONTENTS
+from verl.config.checkpoint import CriticCheckpointConfig
 from verl.config.engine import FSDPEngineConfig
 from verl.config.megatron import MegatronEngineConfig
 from verl.config.model import HFModelConfig
@@ -13,24 +13,6 @@ from verl.config.optim import OptimizerConfig
 from verl.config.profiler import ProfilerConfig
 from verl.config.torchtitan import TorchtitanEngineConfig
 from verl.config.veomni import VeOmniEngineConfig
-
-
-@dataclass(frozen=True)
-class CriticCheckpointConfig(ConfigNode):
-    """What a checkpoint of the critic holds."""
-
-    save_contents: list = setting(
-        ["model", "optimizer", "extra"],
-        "what is written: model, optimizer, extra (random states and schedules), hf_model (a Hugging Face folder)",
-        choices=CHECKPOINT_CONTENTS,
-    )
-    load_contents: list | None = setting(
-        None,
-        "what is read on resume, of the same names; null: what save_contents names",
-        follows=".save_contents",
-        choices=CHECKPOINT_CONTENTS,
-    )
-    async_save: bool = setting(False, "copy the state and write the copy while training goes on")
 
 
 @dataclass(frozen=True)

@@ -149,35 +149,7 @@ class RayConfig(ConfigNode):
 
 @dataclass(frozen=True)
 class SkipRolloutConfig(ConfigNode):
-    """Replay of dumped samples in synchronous runs."""
-
-    enable: bool = setting(False, "replay dumped samples", planned="replay of dumped rollouts")
-    dump_dir: str = setting(
-        "~/.verl/rollout_dump", "folder of the dumps", planned="replay of dumped rollouts", path=True
-    )
-    steps: list = setting([], "steps that are replayed", planned="replay of dumped rollouts")
-    action: str = setting(
-        "cache", "cache (dump where there is none yet) or repeat", planned="replay of dumped rollouts"
-    )
-
-
-@dataclass(frozen=True)
-class SkipRolloutTqConfig(ConfigNode):
-    """Replay of dumped samples with the transfer queue."""
-
-    enable: bool = setting(False, "replay dumped samples", planned="replay of dumped rollouts")
-    dump_dir: str = setting(
-        "~/.verl/rollout_dump", "folder of the dumps", planned="replay of dumped rollouts", path=True
-    )
-    steps: list = setting([], "steps that are replayed", planned="replay of dumped rollouts")
-    action: str = setting(
-        "cache", "cache (dump where there is none yet) or repeat", planned="replay of dumped rollouts"
-    )
-
-
-@dataclass(frozen=True)
-class SkipAsyncRolloutConfig(ConfigNode):
-    """Replay of dumped samples in asynchronous runs."""
+    """Replay of dumped samples, of one kind of run."""
 
     enable: bool = setting(False, "replay dumped samples", planned="replay of dumped rollouts")
     dump_dir: str = setting(
@@ -194,5 +166,5 @@ class SkipConfig(ConfigNode):
     """Replay of dumped samples instead of sampling."""
 
     rollout: SkipRolloutConfig = section(SkipRolloutConfig)
-    rollout_tq: SkipRolloutTqConfig = section(SkipRolloutTqConfig)
-    async_rollout: SkipAsyncRolloutConfig = section(SkipAsyncRolloutConfig)
+    rollout_tq: SkipRolloutConfig = section(SkipRolloutConfig)
+    async_rollout: SkipRolloutConfig = section(SkipRolloutConfig)

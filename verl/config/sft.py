@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.actor import CHECKPOINT_CONTENTS
+from verl.config.checkpoint import CheckpointContentsConfig
 from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
 from verl.config.node import ABSENT, ConfigNode, section, setting
@@ -81,23 +81,6 @@ class SFTDataConfig(ConfigNode):
 
 
 @dataclass(frozen=True)
-class SFTCheckpointConfig(ConfigNode):
-    """What a checkpoint holds."""
-
-    save_contents: list = setting(
-        ["model", "optimizer", "extra"],
-        "what is written: model, optimizer, extra (random states and schedules), hf_model (a Hugging Face folder)",
-        choices=CHECKPOINT_CONTENTS,
-    )
-    load_contents: list | None = setting(
-        None,
-        "what is read on resume, of the same names; null: what save_contents names",
-        follows=".save_contents",
-        choices=CHECKPOINT_CONTENTS,
-    )
-
-
-@dataclass(frozen=True)
 class SFTEngineConfig(FSDPEngineConfig):
     """The training backend, with the settings of the engines that hold a whole model per data-parallel group."""
 
@@ -156,7 +139,7 @@ class SFTTrainerConfig(ConfigNode):
     """A supervised fine-tuning run."""
 
     data: SFTDataConfig = section(SFTDataConfig)
-    checkpoint: SFTCheckpointConfig = section(SFTCheckpointConfig)
+    checkpoint: CheckpointContentsConfig = section(CheckpointContentsConfig)
     trainer: SFTRunConfig = section(SFTRunConfig)
     model: HFModelConfig = section(HFModelConfig)
     engine: SFTEngineConfig = section(SFTEngineConfig)
