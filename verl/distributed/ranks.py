@@ -7,7 +7,7 @@ returns at once, so that code is written once for one process and for many.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -23,13 +23,22 @@ T = TypeVar("T")
 class Ranks:
     """``size`` processes, of which this is number ``rank``; all of them make the same calls in the same order.
 
+    ``order`` says which number in ``group`` each of them has, where it is not its own.
+
     Example:
         >>> ranks = verl.distributed.start()
         >>> tokens = ranks.sum(torch.tensor([here]))  # over all ranks
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None):
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        group: dist.ProcessGroup | None = None,
+        order: Sequence[int] | None = None,
+    ):
         self.rank, self.size, self.group = rank, size, group
+        self.order = range(size) if order is None else order
 
     @classmethod
     def of_world(cls) -> Ranks:
@@ -58,13 +67,13 @@ class Ranks:
         found = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(self.size)]
         with self._told():
             dist.all_gather(found, values.contiguous(), group=self.group)
-        return found
+        return [found[number] for number in self.order]
 
     def broadcast(self, values: Tensor) -> Tensor:
         """Overwrite ``values`` with those of rank 0."""
         if self.size > 1:
             with self._told():
-                dist.broadcast(values, group=self.group, group_src=0)
+                dist.broadcast(values, group=self.group, group_src=self.order[0])
         return values
 
     def exchange(self, fact: Any) -> list[Any]:

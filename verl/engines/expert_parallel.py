@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl.distributed import Ranks
+from verl.distributed.cuts import Cut
 from verl.distributed.experts import ExpertExchange
 from verl.distributed.mesh import new_mesh
-from verl.engines.cuts import Cut
 from verl.errors import ConfigError
 
 KEY = "fsdp_config.expert_parallel_size"

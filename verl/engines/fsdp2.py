@@ -14,9 +14,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from verl.distributed import Ranks
+from verl.distributed.cuts import Cut
 from verl.distributed.shards import gather, gather_to_first, scatter
 from verl.engines import sharding
-from verl.engines.cuts import Cut
 from verl.engines.forward import TokenForward
 from verl.engines.settings import tell_without_effect
 from verl.engines.sharded_engine import ShardedEngine

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from verl import distributed
 from verl.distributed import Ranks, data_parallel_mesh
+from verl.distributed.cuts import Cut
 from verl.distributed.shards import mirror
 from verl.engines import sharding
-from verl.engines.cuts import Cut
 from verl.engines.expert_parallel import ExpertRanks
 from verl.engines.forward import TokenForward
 from verl.engines.optimizer import move_optimizer_state
@@ -25,7 +25,7 @@ from verl.engines.torch_engine import TorchEngine
 from verl.errors import NotBuiltError
 from verl.metrics import MetricSet, log
 from verl.models import count_parameters, lora
-from verl.models.weights import named_tensors, names_in_memory, names_on_disk
+from verl.models.weights import loose_tensors, named_tensors, names_in_memory, names_on_disk
 from verl.protocol import DataProto
 
 
@@ -109,7 +109,7 @@ class ShardedEngine(TorchEngine):
         self.unit_names = [name for name, _ in sharding.unit_modules(cut, self.layout.min_num_params)]
         if any(not p.requires_grad for p in cut.parameters()):  # FSDP's flat weights are trained as a whole or not
             self.layout = replace(self.layout, original_parameters=True)
-        loose = list(sharding.loose_tensors(cut))
+        loose = list(loose_tensors(cut))
         self.model = self._cut(cut)
         self._write(self._values_of(whole))
         sharding.fill_loose(loose, whole, self.device, self.ranks)

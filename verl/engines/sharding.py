@@ -6,7 +6,7 @@ transformer layer is one; what lies outside (embeddings, last norm, head) belong
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from verl.distributed import Ranks
 from verl.metrics import notice
+from verl.models.weights import loose_tensors
 
 
 @dataclass(frozen=True)
@@ -116,14 +117,6 @@ def unwrapped(model: Any) -> Any:
 def unit_of(name: str, prefixes: list[str]) -> str:
     """The innermost unit that a weight belongs to; empty for the root's."""
     return max((p for p in prefixes if name.startswith(f"{p}.")), key=len, default="")
-
-
-def loose_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Buffers and tensors that a module keeps as plain attributes (rotary frequencies): every rank has them whole."""
-    for prefix, module in model.named_modules():
-        for name, value in [*module._buffers.items(), *vars(module).items()]:
-            if isinstance(value, Tensor):
-                yield f"{prefix}.{name}", module, value
 
 
 def fill_loose(

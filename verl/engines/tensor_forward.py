@@ -16,8 +16,8 @@ from torch import Tensor
 from verl import device as devices
 from verl.algorithms.logprob import sum_pi_squared_from_logits
 from verl.distributed import Ranks
+from verl.distributed.cuts import Cut
 from verl.distributed.tensor_parallel import joined_statistics
-from verl.engines.cuts import Cut
 from verl.engines.forward import TokenForward
 from verl.engines.rows import MicroBatch
 from verl.errors import EngineError

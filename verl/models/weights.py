@@ -6,6 +6,7 @@ the Hugging Face files, so both directions go through the family's own conversio
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -29,6 +30,14 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def loose_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
+    """Buffers and tensors that a module keeps as plain attributes (rotary frequencies): every rank has them whole."""
+    for prefix, module in model.named_modules():
+        for name, value in [*module._buffers.items(), *vars(module).items()]:
+            if isinstance(value, torch.Tensor):
+                yield f"{prefix}.{name}", module, value
+
+
 def export_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights under Hugging Face names, detached, in the order of the model.
 
@@ -49,6 +58,55 @@ def names_on_disk(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
         tensors: name in memory -> whole tensor; all of them or a part, such as one layer.
     """
     return revert_weight_conversion(model, lora.merged(model, tensors) if lora.has_adapter(model) else dict(tensors))
+
+
+def views_on_disk(model: Any) -> dict[str, torch.Tensor] | None:
+    """The memory of each weight under its Hugging Face name: what is written there is in the model.
+
+    Families that fuse weights only stack and join them, so each weight of a file lies in one tensor, at regular
+    distances. Where is found out by converting the numbers of the elements instead of their values.
+
+    Returns:
+        Name -> a view of a parameter or buffer; None if a weight lies nowhere as a whole.
+    """
+    found: dict[str, torch.Tensor] = {}
+    known: dict[tuple[str, torch.Size], dict[str, tuple[list[int], list[int], int]] | None] = {}
+    for name, tensor in named_tensors(model).items():
+        layer = next((part for part in re.findall(r"(?<=\.)\d+(?=\.)", name)), None)
+        template = name if layer is None else name.replace(f".{layer}.", ".{}.", 1)
+        key = (template, tensor.shape)
+        if key not in known:
+            known[key] = _places(model, name, tensor, layer)
+        places = known[key]
+        if places is None:
+            return None
+        for other, (shape, strides, offset) in places.items():
+            final = other if layer is None else other.replace(".{}.", f".{layer}.", 1)
+            found[final] = tensor.detach().as_strided(shape, strides, tensor.storage_offset() + offset)
+    return found
+
+
+def _places(
+    model: Any, name: str, tensor: torch.Tensor, layer: str | None
+) -> dict[str, tuple[list[int], list[int], int]] | None:
+    """Disk name -> shape, strides and offset within one contiguous tensor; None if a weight is no such part of it."""
+    if not tensor.is_contiguous():
+        return None
+    numbers = torch.arange(tensor.numel()).view(tensor.shape)
+    found = {}
+    for other, part in revert_weight_conversion(model, {name: numbers}).items():
+        if not part.numel():
+            return None
+        at = [[0] * part.dim() for _ in range(part.dim())]
+        for axis in range(part.dim()):
+            at[axis][axis] = min(1, part.shape[axis] - 1)
+        offset = int(part.flatten()[0])
+        strides = [max(int(part[tuple(where)]) - offset, 0) for where in at]
+        if not torch.equal(numbers.as_strided(part.shape, strides, offset), part):
+            return None
+        template = other if layer is None else other.replace(f".{layer}.", ".{}.", 1)
+        found[template] = (list(part.shape), strides, offset)
+    return found
 
 
 def load_weights(model: Any, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -9,7 +9,7 @@ Shapes: T packed tokens, H query heads, h key/value heads, d head dimension, V v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from verl.models.attention import Flavour
 from verl.rollout.hf.attention import StepPlan, UnsupportedModelError
+from verl.rollout.hf.parts import Part
 from verl.rollout.hf.projections import (
     FusedProjections,
     LayerModules,
@@ -35,6 +36,9 @@ FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}
 MAX_TABLE = 1 << 20
 
 
+Summed = Callable[[torch.Tensor], torch.Tensor]
+
+
 class Attend(Protocol):
     """From normed inputs (T, hidden) of a layer to its attention's result (T, H * d)."""
 
@@ -48,10 +52,13 @@ class NativeLayer:
         module: the layer of transformers.
         flavour: of its attention.
         projections: how its matrix products are computed.
+        summed: joins what ranks that share the layer's heads and inner width computed.
     """
 
-    def __init__(self, number: int, module: Any, flavour: Flavour, projections: Projections):
-        self.number, self.flavour, self.projections = number, flavour, projections
+    def __init__(
+        self, number: int, module: Any, flavour: Flavour, projections: Projections, summed: Summed = lambda x: x
+    ):
+        self.number, self.flavour, self.projections, self.summed = number, flavour, projections, summed
         attention = module.self_attn
         self.head_dim = int(attention.head_dim)
         self.first_norm, self.second_norm = module.input_layernorm, module.post_attention_layernorm
@@ -59,8 +66,8 @@ class NativeLayer:
         self.q_norm, self.k_norm = parts.get("q_norm"), parts.get("k_norm")
 
     def __call__(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
-        x = x + self.projections.out(attend(self, norm(x, self.first_norm)))
-        return x + self.projections.mlp(norm(x, self.second_norm))
+        x = x + self.summed(self.projections.out(attend(self, norm(x, self.first_norm))))
+        return x + self.summed(self.projections.mlp(norm(x, self.second_norm)))
 
 
 @dataclass(frozen=True)
@@ -91,19 +98,23 @@ class NativeModel:
             fused. Call `refresh` when new ones have arrived.
         flavours: per layer, as the family's own modules call attention.
         max_positions: length of the rotary table.
+        part: which part of a model this rank has; null: all of it.
 
     Raises:
         UnsupportedModelError: not such a model.
     """
 
-    def __init__(self, model: PreTrainedModel, flavours: Sequence[Flavour], max_positions: int):
+    def __init__(
+        self, model: PreTrainedModel, flavours: Sequence[Flavour], max_positions: int, part: Part | None = None
+    ):
         _check(model, max_positions)
         inner: Any = model.model
-        self.model, self.max_positions = model, max_positions
+        self.model, self.max_positions, self.part = model, max_positions, part
+        summed: Summed = (lambda x: x) if part is None else part.peers.sum
         self._packs = model.device.type == "cpu" and can_pack(model.dtype, sum(p.nbytes for p in model.parameters()))
         make = PackedProjections if self._packs else FusedProjections
         self.layers = [
-            NativeLayer(number, module, flavours[number], make(_modules(module)))
+            NativeLayer(number, module, flavours[number], make(_modules(module)), summed)
             for number, module in enumerate(inner.layers)
         ]
         self._norm, self._embedding = inner.norm, inner.embed_tokens
@@ -120,7 +131,7 @@ class NativeModel:
 
     def forward(self, ids: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """As above, with any attention."""
-        x = self._embedding.weight[ids]
+        x = self._embedding.weight[ids] if self.part is None else self._embedding(ids)
         for layer in self.layers:
             x = layer(x, attend)
         return self.logits(x if wanted is None else x[wanted])
@@ -140,8 +151,10 @@ class NativeModel:
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         x = norm(x, self._norm)
         if self._packed_head is not None:
-            return self._packed_head(x)
-        return F.linear(x, self._head.weight, self._head.bias)
+            logits = self._packed_head(x)
+        else:
+            logits = F.linear(x, self._head.weight, self._head.bias)
+        return logits if self.part is None else self.part.joined(logits)
 
     def refresh(self) -> None:
         """The parameters hold new values."""

@@ -26,6 +26,7 @@ from verl.rollout.hf.graph_runner import GraphPolicy, GraphRunner
 from verl.rollout.hf.kv_pool import KVShape
 from verl.rollout.hf.native import NativeModel
 from verl.rollout.hf.padded_runner import PaddedRunner
+from verl.rollout.hf.parts import Part
 from verl.rollout.hf.pool_runner import PoolPolicy, PoolRunner
 from verl.rollout.hf.rows import Chunk, Prompt, Row
 from verl.rollout.hf.runner import BorrowedModel, Runner, vocab_size
@@ -75,12 +76,15 @@ def padded_runner(model: PreTrainedModel, max_model_len: int) -> PaddedRunner:
     return PaddedRunner(model)
 
 
-def pool_runner(model: PreTrainedModel, max_model_len: int, policy: PoolPolicy, owned: bool = False) -> PoolRunner:
+def pool_runner(
+    model: PreTrainedModel, max_model_len: int, policy: PoolPolicy, owned: bool = False, part: Part | None = None
+) -> PoolRunner:
     """A runner that was tried on ``model``.
 
     Args:
         owned: the sampler alone changes the weights and nobody has hooks on the modules: `NativeModel` may replace
             them.
+        part: which part of a model this rank has; null: all of it.
 
     Raises:
         UnsupportedModelError: why the pool cannot serve this model.
@@ -98,7 +102,7 @@ def pool_runner(model: PreTrainedModel, max_model_len: int, policy: PoolPolicy, 
         if isinstance(error, UnsupportedModelError):
             raise
         raise UnsupportedModelError(f"a trial on a few tokens failed ({type(error).__name__}: {error})") from error
-    native = _native(model, flavours, max_model_len) if owned and not policy.exact else None
+    native = _native(model, flavours, max_model_len, part) if owned and not policy.exact else None
     if native is not None and not _agrees(model, PoolRunner(model, shape, policy, native), max_model_len):
         native = None
     return PoolRunner(model, shape, policy, native)
@@ -142,10 +146,12 @@ def graph_runner(runner: PoolRunner, max_model_len: int, policy: GraphPolicy) ->
     return GraphRunner(native, runner.shape, policy)
 
 
-def _native(model: PreTrainedModel, flavours: list[Flavour], max_model_len: int) -> NativeModel | None:
+def _native(
+    model: PreTrainedModel, flavours: list[Flavour], max_model_len: int, part: Part | None
+) -> NativeModel | None:
     """None for a family that is not written out: its own modules serve it, with the same results."""
     try:
-        return NativeModel(model, flavours, max_model_len)
+        return NativeModel(model, flavours, max_model_len, part)
     except UnsupportedModelError as error:
         log.info("rollout.name=hf: %s runs through transformers' modules: %s", type(model).__name__, error.message)
         return None

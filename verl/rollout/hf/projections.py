@@ -42,7 +42,7 @@ class LayerModules:
     @property
     def sizes(self) -> list[int]:
         """Columns of query, key and value."""
-        return [self.q.out_features, self.k.out_features, self.v.out_features]
+        return [len(module.weight) for module in (self.q, self.k, self.v)]
 
 
 class Projections(Protocol):
@@ -185,7 +185,7 @@ def _join(modules: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | No
     weight, bias = _joined(modules)
     first = 0
     for module in modules:
-        rows = slice(first, first + module.out_features)
+        rows = slice(first, first + len(module.weight))
         module.weight.data = weight[rows]
         if bias is not None:
             module.bias.data = bias[rows]

@@ -79,7 +79,9 @@ class Runner(Protocol):
 
 def vocab_size(model: PreTrainedModel) -> int:
     """Rows of the input embedding: what a token id must be below (padding of the vocabulary included)."""
-    return cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
+    words = cast(nn.Embedding, model.get_input_embeddings())
+    # Of a model on several ranks the weight is a part, and the module still knows the whole.
+    return getattr(words, "num_embeddings", words.weight.shape[0])
 
 
 class BorrowedModel:

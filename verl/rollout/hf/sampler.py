@@ -24,6 +24,7 @@ from verl.rollout.base import Completion, Request, Sampler, check_request
 from verl.rollout.hf.attention import UnsupportedModelError
 from verl.rollout.hf.draw import DrawColumns, draw
 from verl.rollout.hf.graph_runner import GraphPolicy
+from verl.rollout.hf.parts import Part
 from verl.rollout.hf.pool_runner import PoolPolicy, PoolRunner
 from verl.rollout.hf.probe import graph_runner, padded_runner, pool_runner
 from verl.rollout.hf.rows import UNIFORMS_AT_ONCE, Row
@@ -60,6 +61,7 @@ class HFSampler(Sampler):
         cache_bytes: memory of the paged cache; None: what is needed, within most of the free memory.
         owns_model: nobody else changes the model's weights, so that they may be rearranged; None: where it was loaded
             here.
+        part: of which part of a model ``model`` is; null: of all of it.
 
     Example:
         >>> sampler = HFSampler("path/to/model")
@@ -84,6 +86,7 @@ class HFSampler(Sampler):
         paged: bool | None = None,
         enforce_eager: bool = False,
         cache_bytes: int | None = None,
+        part: Part | None = None,
     ):
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise RolloutError(
@@ -99,7 +102,8 @@ class HFSampler(Sampler):
         self.vocab_size = vocab_size(model)
         self.max_model_len = _context_length(model, max_model_len)
         self.stop_token_ids = frozenset(_default_stops(model) if stop_token_ids is None else stop_token_ids)
-        self._runner: Runner = _make_runner(model, self.max_model_len, full_determinism, owned and not share_weights)
+        owned = owned and not share_weights
+        self._runner: Runner = _make_runner(model, self.max_model_len, full_determinism, owned, part)
         if isinstance(self._runner, PoolRunner) and (model.device.type == "cuda" if paged is None else paged):
             policy = GraphPolicy(max_num_seqs, self.max_model_len, cache_bytes, use_graphs=not enforce_eager)
             self._runner = graph_runner(self._runner, self.max_model_len, policy)
@@ -111,7 +115,7 @@ class HFSampler(Sampler):
             share=share_prompts,
             reserve=self._runner.reserve,
         )
-        self._weights = ModelWeights(model, share_weights)
+        self._weights = ModelWeights(model, share_weights, part)
         self._state = Readiness()
         self._task: asyncio.Task[None] | None = None
         self._is_held = False
@@ -134,15 +138,21 @@ class HFSampler(Sampler):
             external_lib=model.external_lib,
             hf_config_path=model.hf_config_path,
         )
+        whole = cast(PreTrainedModel, loaded.to(device).eval())
+        return cls.configured(rollout, whole, owns_model=True)
+
+    @classmethod
+    def configured(cls, rollout: Any, model: Any, **options: Any) -> HFSampler:
+        """Over a model that is there, from the section ``rollout``."""
         sampler = cls(
-            cast(PreTrainedModel, loaded.to(device).eval()),
+            model,
             max_num_seqs=rollout.max_num_seqs,
             max_num_batched_tokens=rollout.max_num_batched_tokens,
             max_model_len=rollout.max_model_len,
             full_determinism=rollout.full_determinism,
             share_prompts=rollout.enable_prefix_caching,
-            owns_model=True,
             enforce_eager=rollout.enforce_eager,
+            **options,
         )
         wanted = rollout.prompt_length + rollout.response_length
         if wanted > sampler.max_model_len:
@@ -168,8 +178,7 @@ class HFSampler(Sampler):
         self._leave_dead_loop(loop)
         if request.id in self._in_flight:
             raise RolloutError("a request with this id is in flight", key="id", got=request.id)
-        row = self._in_flight[request.id] = self._row(request, loop.create_future())
-        self._scheduler.add(row)
+        row = self._enter(request, loop.create_future())
         self._ensure_running()
         try:
             assert row.future is not None
@@ -238,7 +247,13 @@ class HFSampler(Sampler):
                 allowed=f"at most {self._runner.capacity} tokens",
             )
 
-    def _row(self, request: Request, future: asyncio.Future[Completion]) -> Row:
+    def _enter(self, request: Request, future: asyncio.Future[Completion] | None) -> Row:
+        """Put a request into the line."""
+        row = self._in_flight[request.id] = self._row(request, future)
+        self._scheduler.add(row)
+        return row
+
+    def _row(self, request: Request, future: asyncio.Future[Completion] | None) -> Row:
         sampling = request.sampling
         stops = frozenset() if sampling.ignore_eos else self.stop_token_ids.union(sampling.stop_token_ids)
         key = np.array(
@@ -280,9 +295,13 @@ class HFSampler(Sampler):
             try:
                 self._step()
             except Exception as error:  # the boundary between a step and its requests: each caller gets the real error
-                self._runner.clear()
-                self._fail([row for row in self._in_flight.values() if row.state in ("running", "admitted")], error)
-                self._scheduler.forget_prompts()
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """A step failed: its rows end, and nothing of them stays."""
+        self._runner.clear()
+        self._fail([row for row in self._in_flight.values() if row.state in ("running", "admitted")], error)
+        self._scheduler.forget_prompts()
 
     def _fail(self, rows: Sequence[Row], error: Exception) -> None:
         for row in rows:
@@ -387,9 +406,11 @@ class _Hold:
             s._ensure_running()
 
 
-def _make_runner(model: PreTrainedModel, max_model_len: int, full_determinism: bool, owned: bool) -> Runner:
+def _make_runner(
+    model: PreTrainedModel, max_model_len: int, full_determinism: bool, owned: bool, part: Part | None
+) -> Runner:
     try:
-        return pool_runner(model, max_model_len, PoolPolicy(exact=full_determinism), owned)
+        return pool_runner(model, max_model_len, PoolPolicy(exact=full_determinism), owned, part)
     except UnsupportedModelError as error:
         if full_determinism:
             raise

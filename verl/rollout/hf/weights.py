@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 
 from verl.errors import RolloutError
 from verl.models import export_weights, load_weights
+from verl.models.weights import views_on_disk
+from verl.rollout.hf.parts import Part
 from verl.weight_sync import WeightChunk, WeightInventory
 from verl.weight_sync.chunks import taking
 from verl.weight_sync.inventory import copy_into
@@ -20,16 +23,16 @@ class ModelWeights:
     Args:
         share: take over the trainer's memory instead of copying, wherever dtype, device and layout are equal. The
             trainer's next step then changes the sampler at once, so nothing may be sampled between the two.
+        part: which part of a model this rank has. Weights may then arrive whole, or as this rank's part.
     """
 
-    def __init__(self, model: PreTrainedModel, share: bool = False):
-        self.model, self.share = model, share
+    def __init__(self, model: PreTrainedModel, share: bool = False, part: Part | None = None):
+        self.model, self.share, self.part = model, share, part
         self.num_bytes = 0
         self._lasts = False
-        targets = dict(model.state_dict(keep_vars=True))
-        # Families that fuse weights in memory have other names on disk: those arrive whole and are converted.
-        names = {name for name, _ in export_weights(model)}
-        self._inventory = WeightInventory(targets, self._put) if names <= set(targets) else None
+        targets = _targets(model)
+        # A family may keep weights in another form than files do: those are collected, then converted.
+        self._inventory = None if targets is None else WeightInventory(targets, self._put)
         self._emptied: list[tuple[torch.UntypedStorage, int]] = []
 
     def receive(self, chunks: Iterable[WeightChunk], version: int) -> None:
@@ -73,15 +76,31 @@ class ModelWeights:
         with taking(chunks) as stream:
             for chunk in stream:
                 self._lasts = chunk.lasts
+                if self.part is not None:
+                    own = [(name, self.part.of(name, tensor)) for name, tensor in chunk.tensors]
+                    chunk = replace(chunk, tensors=own)
                 yield chunk
                 del chunk
 
     def _put(self, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
         same = target.dtype == value.dtype and target.device == value.device and value.is_contiguous()
-        if same and (self.share or (self._lasts and _is_alone(target))):
+        replaceable = same and not target._is_view()  # a part of a fused weight is written where it is
+        if replaceable and (self.share or (self._lasts and _is_alone(target))):
             target.data = value.detach()
         else:
             copy_into(name, target, value)
+
+
+def _targets(model: PreTrainedModel) -> dict[str, torch.Tensor] | None:
+    """Hugging Face name, of tied weights each -> the memory of the weight; None where it lies nowhere as a whole."""
+    found = dict(model.state_dict(keep_vars=True))
+    if {name for name, _ in export_weights(model)} <= set(found):
+        return found
+    views = views_on_disk(model)
+    if views is None:
+        return None
+    places = {(view.data_ptr(), view.numel()) for view in views.values()}
+    return views | {name: t for name, t in found.items() if (t.data_ptr(), t.numel()) in places}
 
 
 def _is_alone(tensor: torch.Tensor) -> bool:

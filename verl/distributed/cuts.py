@@ -25,19 +25,21 @@ class Cut:
     Args:
         ranks: all ranks.
         peers: those that hold the whole weight together, in the order of its parts.
-        mesh: of the ranks that keep the same part as this one.
+        mesh: of the ranks that keep the same part as this one; null: none shards it.
         axis: which one is cut.
         length: of that axis in the whole weight.
         blocks: weights that lie one behind the other along the axis, each of which is dealt for itself (the gate and
             the input projection of a fused layer).
+        pieces: parts, where they are fewer than peers and neighbours keep the same one; null: one each.
     """
 
     ranks: Ranks
     peers: Ranks
-    mesh: DeviceMesh
+    mesh: DeviceMesh | None
     axis: int
     length: int
     blocks: int = 1
+    pieces: int | None = None
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -46,7 +48,9 @@ class Cut:
 
     def _bounds(self, holder: int) -> tuple[int, int]:
         block = self.length // self.blocks
-        rows = -(-block // self.peers.size)
+        if self.pieces is not None:
+            holder = holder * self.pieces // self.peers.size
+        rows = -(-block // (self.pieces or self.peers.size))
         return min(block, holder * rows), min(block, (holder + 1) * rows)
 
     def part(self, whole: Tensor, holder: int) -> Tensor:
@@ -65,11 +69,13 @@ class Cut:
     def gathered(self, tensor: Tensor) -> Tensor:
         """The whole weight on every rank. Collective."""
         own = gather(tensor)
-        widths = [end - start for start, end in map(self._bounds, range(self.peers.size))]
+        holders = range(0, self.peers.size, self.peers.size // (self.pieces or self.peers.size))
+        widths = [end - start for start, end in map(self._bounds, holders)]
         missing = widths[0] * self.blocks - own.shape[self.axis]  # the first part is never smaller than others
         if missing:
             own = F.pad(own, (0, 0) * (own.dim() - 1 - self.axis) + (0, missing))
-        parts = [part.chunk(self.blocks, self.axis) for part in self.peers.gather(own.contiguous())]
+        found = self.peers.gather(own.contiguous())
+        parts = [found[holder].chunk(self.blocks, self.axis) for holder in holders]
         blocks = zip(*parts)
         return torch.cat([p.narrow(self.axis, 0, w) for block in blocks for p, w in zip(block, widths)], self.axis)
 
@@ -87,7 +93,7 @@ class Cut:
                 part.copy_(given)
             self.ranks.broadcast(part)
             if holder == self.peers.rank:
-                sharded = isinstance(target, DTensor)
-                start = self.mesh.get_local_rank() * -(-len(part) // self.mesh.size()) if sharded else 0
+                mesh = self.mesh if isinstance(target, DTensor) else None
+                start = mesh.get_local_rank() * -(-len(part) // mesh.size()) if mesh is not None else 0
                 with torch.no_grad():
                     local.copy_(part[start : start + len(local)])
