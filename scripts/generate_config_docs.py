@@ -1,4 +1,4 @@
-"""Write ``docs/configuration.md`` from the declarations of the settings.
+"""Write ``docs/configuration.md`` and ``verl/trainer/config/*.yaml`` from the declarations of the settings.
 
     python scripts/generate_config_docs.py [--check]
 
@@ -11,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 
+from verl.config import views
 from verl.config.docs import Coverage, page
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,16 +24,26 @@ def read_coverage() -> Coverage:
     return json.loads(COVERAGE.read_text(encoding="utf-8")) if COVERAGE.is_file() else {}
 
 
+def made() -> dict[Path, str]:
+    """Every file and what it has to say."""
+    shown = {ROOT / "verl" / "trainer" / "config" / name: text for name, text in views.files().items()}
+    return {PAGE: page(read_coverage()), **shown}
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Write the page, or with ``--check`` say whether it is up to date."""
-    made = page(read_coverage())
+    """Write the files, or with ``--check`` say whether they are up to date."""
     if "--check" in (sys.argv[1:] if argv is None else argv):
-        is_current = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == made
-        print(f"{PAGE.relative_to(ROOT)} is {'up to date' if is_current else 'old: run this script without --check'}")
-        return 0 if is_current else 1
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(made, encoding="utf-8")
+        return max(_is_old(file, text) for file, text in made().items())
+    for file, text in made().items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
     return 0
+
+
+def _is_old(file: Path, text: str) -> bool:
+    is_current = file.is_file() and file.read_text(encoding="utf-8") == text
+    print(f"{file.relative_to(ROOT)} is {'up to date' if is_current else 'old: run this script without --check'}")
+    return not is_current
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from verl.errors import ConfigError
 from verl.metrics import notice
 
 _LORA = "actor_rollout_ref.actor.lora"
-_TWINS = (
+TWINS = (
     ("actor_rollout_ref.actor.grad_clip", "actor_rollout_ref.actor.optim.clip_grad"),
     ("critic.grad_clip", "critic.optim.clip_grad"),
 )
@@ -46,7 +46,7 @@ class Merge:
         self._referenced = _references(layers)
         for layer in self._without_lora_switch(layers):
             self._add(layer)
-        for first, second in _TWINS:
+        for first, second in TWINS:
             one, two = self.origin.get(first), self.origin.get(second)
             if one is None or two is None or one.source != two.source:
                 continue
