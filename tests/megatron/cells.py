@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from tests.engines.builders import make_engine, model_dir, ragged_batch, relative_error
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
@@ -21,7 +25,19 @@ TENSOR, PIPELINE, EXPERT = (
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
 )
+VIRTUAL = "virtual_pipeline_model_parallel_size"
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+
+LATENT = {
+    "kv_heads": 4, "head_dim": 4, "q_lora_rank": 8, "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6,
+    "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+    "n_shared_experts": 2, "moe_intermediate_size": 16,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
+    "beta_fast": 32, "beta_slow": 1, "mscale": 0.8, "mscale_all_dim": 1.0,
+}  # fmt: skip
 
 
 def megatron(path, kind="causal_lm", trains=True, **sizes):
@@ -44,11 +60,23 @@ def loss_for(kind):
 
 
 def shared_model(ranks, folder, family, **config):
-    path = folder / "-".join([family, *(f"{key}={value}" for key, value in sorted(config.items()))])
+    named = json.dumps([family, config], sort_keys=True)
+    path = folder / hashlib.sha256(named.encode()).hexdigest()[:12]
     if ranks.is_first and not path.exists():
         model_dir(path, family, **config)
+        with_expert_bias(path / family)
     dist.barrier()
     return path / family
+
+
+def with_expert_bias(path):
+    """A new model's experts are all as welcome as the others; let this one's choices differ from its scores."""
+    weights = read_weights(path)
+    biases = [name for name in weights if name.endswith("e_score_correction_bias")]
+    for name in biases:
+        weights[name] = torch.linspace(0.3, -0.3, len(weights[name]))
+    if biases:
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def kept(weights):
@@ -101,12 +129,31 @@ def pipeline_parallel(ranks, folder):
     return compared(ranks, folder, "llama", limits={"micro_batch_size": 2}, **{PIPELINE: 2})
 
 
+def pipeline_with_virtual_stages(ranks, folder):
+    """Three micro-batches, which the schedule wants to be four."""
+    return compared(
+        ranks, folder, "qwen2", config={"layers": 4}, limits={"micro_batch_size": 3}, **{PIPELINE: 2, VIRTUAL: 2}
+    )
+
+
 def a_value_model(ranks, folder):
     return compared(ranks, folder, kind="value", **{TENSOR: 2})
 
 
 def experts_shared(ranks, folder):
     return compared(ranks, folder, "qwen3_moe", config=MIXTURE, limits={"micro_batch_size": 2}, **{EXPERT: 2})
+
+
+def latent_attention_and_experts_shared(ranks, folder):
+    return compared(ranks, folder, "deepseek_v3", config={**LATENT, "rope_parameters": YARN}, **{EXPERT: 2})
+
+
+def latent_attention_cut(ranks, folder):
+    return compared(ranks, folder, "deepseek_v3", config=LATENT, limits={"micro_batch_size": 2}, **{TENSOR: 2})
+
+
+def latent_queries_as_they_are(ranks, folder):
+    return compared(ranks, folder, "deepseek_v3", config={**LATENT, "q_lora_rank": None}, **{PIPELINE: 2})
 
 
 def data_parallel_with_the_distributed_optimizer(ranks, folder):
@@ -163,6 +210,10 @@ def tensor_and_pipeline_parallel(ranks, folder):
     return compared(
         ranks, folder, config={"tie_word_embeddings": True}, limits={"micro_batch_size": 2}, **{TENSOR: 2, PIPELINE: 2}
     )
+
+
+def tensor_parallel_and_virtual_stages(ranks, folder):
+    return compared(ranks, folder, "llama", config={"layers": 4}, **{TENSOR: 2, PIPELINE: 2, VIRTUAL: 2})
 
 
 def tensor_and_data_parallel(ranks, folder):

@@ -11,12 +11,20 @@ PARITY = {
         cells.tensor_parallel,
         cells.tensor_and_sequence_parallel,
         cells.pipeline_parallel,
+        cells.pipeline_with_virtual_stages,
         cells.a_value_model,
         cells.experts_shared,
+        cells.latent_attention_and_experts_shared,
+        cells.latent_attention_cut,
+        cells.latent_queries_as_they_are,
         cells.data_parallel_with_the_distributed_optimizer,
         cells.whole_vocabulary_in_odd_parts,
     ],
-    4: [cells.tensor_and_pipeline_parallel, cells.tensor_and_data_parallel],
+    4: [
+        cells.tensor_and_pipeline_parallel,
+        cells.tensor_parallel_and_virtual_stages,
+        cells.tensor_and_data_parallel,
+    ],
 }
 OTHERS = {
     2: [cells.state_goes_to_the_plain_engine_and_back, cells.refusals],
@@ -47,6 +55,7 @@ def test_three_steps_equal_those_of_the_plain_engine(answers, size, cell):
     [
         (2, "tensor_parallel", 0.52),
         (2, "pipeline_parallel", 0.52),
+        (2, "latent_attention_cut", 0.53),
         (2, "experts_shared", 0.85),
         (4, "tensor_and_pipeline_parallel", 0.4),
     ],

@@ -26,12 +26,16 @@ class Slot:
             heads of query, key and value of one key/value group lie together; gated: this rank's rows of the first,
             then those of the second; vocabulary: rows, filled up to a multiple of the ranks.
         partial: each tensor-parallel rank sees only its heads, so its gradient is a part of the whole.
+        optional: some models of the family lack it.
+        fixed: a float32 buffer that is not trained.
     """
 
     ours: str
     theirs: tuple[str, ...]
     form: str = WHOLE
     partial: bool = False
+    optional: bool = False
+    fixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,25 +80,60 @@ _EXPERTS = (
     Slot(f"{_OURS}linear_fc1.weight", (f"{_THEIRS}gate_proj.weight", f"{_THEIRS}up_proj.weight"), GATED),
     Slot(f"{_OURS}linear_fc2.weight", (f"{_THEIRS}down_proj.weight",), COLUMNS),
 )
+_SHARED_OURS, _SHARED_THEIRS = f"{_MEGATRON}mlp.shared_experts.", f"{_HF}mlp.shared_experts."
+_SHARED_EXPERTS = (
+    Slot(f"{_MEGATRON}mlp.router.expert_bias", (f"{_HF}mlp.gate.e_score_correction_bias",), fixed=True),
+    Slot(
+        f"{_SHARED_OURS}linear_fc1.weight",
+        (f"{_SHARED_THEIRS}gate_proj.weight", f"{_SHARED_THEIRS}up_proj.weight"),
+        GATED,
+    ),
+    Slot(f"{_SHARED_OURS}linear_fc2.weight", (f"{_SHARED_THEIRS}down_proj.weight",), COLUMNS),
+)
+
+
+def _latent(ours: str, theirs: str, form: str = WHOLE, optional: bool = False) -> Slot:
+    return Slot(
+        f"{_MEGATRON}self_attention.{ours}.weight", (f"{_HF}self_attn.{theirs}.weight",), form, optional=optional
+    )
+
+
+_LATENT_ATTENTION = (
+    Slot(f"{_MEGATRON}input_layernorm.weight", (f"{_HF}input_layernorm.weight",)),
+    _latent("linear_q_proj", "q_proj", ROWS, optional=True),
+    _latent("linear_q_down_proj", "q_a_proj", optional=True),
+    _latent("q_layernorm", "q_a_layernorm", optional=True),
+    _latent("linear_q_up_proj", "q_b_proj", ROWS, optional=True),
+    _latent("linear_kv_down_proj", "kv_a_proj_with_mqa"),
+    _latent("kv_layernorm", "kv_a_layernorm"),
+    _latent("linear_kv_up_proj", "kv_b_proj", ROWS),
+    _latent("linear_proj", "o_proj", COLUMNS),
+    Slot(f"{_MEGATRON}pre_mlp_layernorm.weight", (f"{_HF}post_attention_layernorm.weight",)),
+)
 EMBEDDING = Slot("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), VOCABULARY)
 FINAL_NORM = Slot("decoder.final_layernorm.weight", ("model.norm.weight",))
 OUTPUT = Slot("output_layer.weight", ("lm_head.weight",), VOCABULARY)
 VALUE_HEAD = (Slot("output_layer.weight", ("score.weight",)), Slot("output_layer.bias", ("score.bias",)))
 
 
-def _dense(config: Any) -> dict[str, Any]:
-    _refuse(config, "attention_bias", bool(getattr(config, "attention_bias", False)) and config.model_type == "llama")
+def _common(config: Any) -> dict[str, Any]:
     _refuse(config, "mlp_bias", bool(getattr(config, "mlp_bias", False)))
     _refuse(config, "hidden_act", config.hidden_act not in ("silu", "swish"))
+    _refuse(config, "quantization_config", getattr(config, "quantization_config", None) is not None)
     return {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads,
         "num_query_groups": config.num_key_value_heads,
-        "kv_channels": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "ffn_hidden_size": config.intermediate_size,
         "layernorm_epsilon": config.rms_norm_eps,
     }
+
+
+def _dense(config: Any) -> dict[str, Any]:
+    _refuse(config, "attention_bias", bool(getattr(config, "attention_bias", False)) and config.model_type == "llama")
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {**_common(config), "kv_channels": head}
 
 
 def _with_bias(config: Any) -> dict[str, Any]:
@@ -121,12 +160,70 @@ def _mixture(config: Any) -> dict[str, Any]:
     }
 
 
+def _deepseek(config: Any) -> dict[str, Any]:
+    """Latent attention; experts by their sigmoid, the best of the best groups, beside shared ones."""
+    best, groups, chosen = config.num_experts_per_tok, config.n_group or 1, config.topk_group or 1
+    limited = chosen < groups
+    _refuse(config, "attention_bias", bool(config.attention_bias))
+    _refuse(config, "rope_interleave", not config.rope_interleave)
+    _refuse(config, "num_key_value_heads", config.num_key_value_heads != config.num_attention_heads)
+    _refuse(config, "rms_norm_eps", config.rms_norm_eps != 1e-6)  # transformers' latent norms know no other
+    _refuse(config, "norm_topk_prob", config.norm_topk_prob != (best > 1))
+    _refuse(config, "topk_group", limited and best // chosen != 2)  # a group is as good as its best two experts
+    _refuse(config, "n_shared_experts", not config.n_shared_experts)
+    return {
+        **_common(config),
+        **_latent_rope(config),
+        "multi_latent_attention": True,
+        "q_lora_rank": config.q_lora_rank,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_head_dim": config.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": config.qk_rope_head_dim,
+        "v_head_dim": config.v_head_dim,
+        "kv_channels": config.v_head_dim,
+        "qk_layernorm": True,
+        "num_moe_experts": config.n_routed_experts,
+        "moe_router_topk": best,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": config.moe_intermediate_size * config.n_shared_experts,
+        "moe_layer_freq": [int(n >= config.first_k_dense_replace) for n in range(config.num_hidden_layers)],
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+        **({"moe_router_num_groups": groups, "moe_router_group_topk": chosen} if limited else {}),
+    }
+
+
+def _latent_rope(config: Any) -> dict[str, Any]:
+    """Rotary positions of latent attention, which Megatron-Core has in its configuration."""
+    found = dict(config.rope_parameters)
+    kind, base = found.get("rope_type", "default"), found["rope_theta"]
+    if kind == "default":
+        return {"rope_type": "rope", "rotary_base": base, "rotary_scaling_factor": 1.0}
+    scales = (found.get("mscale") or 0.0, found.get("mscale_all_dim") or 0.0)
+    odd = {"attention_factor", "truncate"} & {name for name, value in found.items() if value is not None}
+    if kind != "yarn" or odd or bool(scales[0]) != bool(scales[1]):
+        raise _unknown_rope(found, "rope_type default, or yarn with both of mscale and mscale_all_dim or neither")
+    return {
+        "rope_type": "yarn",
+        "rotary_base": base,
+        "rotary_scaling_factor": found["factor"],
+        "original_max_position_embeddings": found.get("original_max_position_embeddings")
+        or config.max_position_embeddings,
+        "beta_fast": found.get("beta_fast") or 32,
+        "beta_slow": found.get("beta_slow") or 1,
+        "mscale": scales[0] or 1.0,
+        "mscale_all_dim": scales[1],
+    }
+
+
 FAMILIES: Mapping[str, Family] = {
     "llama": Family((*_ATTENTION, *_MLP), _dense),
     "mistral": Family((*_ATTENTION, *_MLP), _dense),
     "qwen2": Family((*_ATTENTION, *_QKV_BIAS, *_MLP), _with_bias),
     "qwen3": Family((*_ATTENTION, *_QK_NORM, *_MLP), _with_qk_norm),
     "qwen3_moe": Family((*_ATTENTION, *_QK_NORM, *_MLP), _mixture, mixture=_EXPERTS),
+    "deepseek_v3": Family((*_LATENT_ATTENTION, *_MLP), _deepseek, mixture=(*_EXPERTS, *_SHARED_EXPERTS)),
 }
 
 
@@ -169,14 +266,18 @@ def rope_settings(config: Any) -> dict[str, Any]:
         return base
     known = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if kind != "llama3" or any(found.get(name) != value for name, value in known.items()):
-        raise ConfigError(
-            "Megatron-Core does not scale rotary positions as this model does",
-            key="rope_parameters",
-            got=found,
-            allowed=f"rope_type default, or llama3 with {known}",
-            fix="Use strategy=fsdp2.",
-        )
+        raise _unknown_rope(found, f"rope_type default, or llama3 with {known}")
     return {**base, "rope_scaling": True, "rope_scaling_factor": found["factor"]}
+
+
+def _unknown_rope(found: Any, allowed: str) -> ConfigError:
+    return ConfigError(
+        "Megatron-Core does not scale rotary positions as this model does",
+        key="rope_parameters",
+        got=found,
+        allowed=allowed,
+        fix="Use strategy=fsdp2.",
+    )
 
 
 def _refuse(config: Any, field: str, refused: bool) -> None:

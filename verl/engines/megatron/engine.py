@@ -18,7 +18,6 @@ from verl import distributed
 from verl.algorithms.aggregation import LossNorm
 from verl.algorithms.losses import LossFn
 from verl.algorithms.schedules import build_schedule
-from verl.device import torch_dtype
 from verl.distributed.metrics import merged
 from verl.engines.megatron.forward import StageForward
 from verl.engines.megatron.gradients import Gradients
@@ -29,6 +28,7 @@ from verl.engines.megatron.weights import WeightTable, check_given
 from verl.engines.optimizer import move_optimizer_state
 from verl.engines.rows import MicroBatch
 from verl.engines.sequence_parallel import pooled
+from verl.engines.settings import compute_dtype
 from verl.engines.torch_engine import LOADERS, TorchEngine, Work
 from verl.errors import EngineError, NotBuiltError
 from verl.metrics import MetricSet, log
@@ -41,7 +41,7 @@ from verl.models.routers import RouterStatistics
 from verl.models.slices import SlicedFolder
 from verl.models.weights import named_tensors, names_on_disk
 from verl.protocol import DataProto
-from verl.weight_sync.resharding import Layout, Plan, Resharder, make_plan
+from verl.weight_sync.resharding import Layout, ModelWeights, Plan, Resharder, make_plan
 
 
 class Stages(nn.Module):
@@ -92,12 +92,12 @@ class MegatronEngine(TorchEngine):
         check_version()
         self.kind, self.device, self.grad_clip, self.path = kind, device, grad_clip, model.path
         self.idle = {"params": engine.param_offload, "optimizer": engine.optimizer_offload}
-        self.dtype = torch_dtype(engine.dtype)
+        self.dtype = compute_dtype(engine.dtype, device)
         self.ranks = distributed.start(device=device)
         self.sizes = Sizes.of(engine, self.ranks)
         self.model = self._build(model, engine, engine.seed if seed is None else seed)
         self.routers, self.activations = RouterStatistics(self.model), None
-        self.gradients = Gradients(self.table.bound, self.sizes, self.groups, self.ranks, trains=optim is not None)
+        self.gradients = Gradients(self.table.trained, self.sizes, self.groups, self.ranks, trains=optim is not None)
         self.optimizer = self.scheduler = None
         if optim is not None:
             shares = bool(engine.use_distributed_optimizer)
@@ -282,7 +282,7 @@ class MegatronEngine(TorchEngine):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """As `Engine.export_weights`, gathered layer by layer from the ranks that hold parts."""
         self.onload(optimizer=False)
-        yield from self._gathered(lambda parameter: parameter, self.dtype)
+        yield from self._gathered(lambda parameter: parameter, self.dtype, self._everywhere(self.table.model))
         self.offload(params=self.idle["params"], optimizer=False)
 
     def plan_for(self, sampling: Layout) -> Plan:
@@ -293,22 +293,24 @@ class MegatronEngine(TorchEngine):
         """The weights as the sampling layout of a plan holds them: each rank gets the slices of its place."""
         yield from self._gathered(lambda parameter: parameter, self.dtype, plan)
 
-    def _gathered(self, tensor_of: Any, dtype: torch.dtype, plan: Plan | None = None) -> Iterator[tuple[str, Tensor]]:
-        plan = plan or self.plan_for(Layout(data=self.ranks.size))
-        resharder = Resharder(plan, self.ranks.rank, dtype=dtype, device=self.device)
+    def _gathered(self, tensor_of: Any, dtype: torch.dtype, plan: Plan) -> Iterator[tuple[str, Tensor]]:
+        resharder = Resharder(plan, self.ranks.rank, dtype=dtype, dtypes=self.table.dtypes, device=self.device)
         for name, tensor in resharder.run(lambda name: self.table.piece(name, tensor_of)):
             yield name, tensor.detach()
 
-    def _saved_weights(self) -> dict[str, Tensor]:
-        return self._on_first(self.export_weights())
+    def _everywhere(self, model: ModelWeights) -> Plan:
+        return make_plan(model, self.sizes.layout, Layout(data=self.ranks.size))
 
-    def _on_first(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copies on rank 0's host; elsewhere each is dropped as it comes."""
-        found = {}
-        for name, tensor in weights:
-            if self.is_first:
-                found[name] = tensor.to("cpu", copy=True)
+    def _saved_weights(self) -> dict[str, Tensor]:
+        self.onload(optimizer=False)
+        found = self._on_first(self.table.model, lambda parameter: parameter, self.dtype)
+        self.offload(params=self.idle["params"], optimizer=False)
         return found
+
+    def _on_first(self, model: ModelWeights, tensor_of: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Copies on rank 0's host; no other rank receives anything."""
+        weights = self._gathered(tensor_of, dtype, self._everywhere(model).only_for(0))
+        return {name: tensor.to("cpu", copy=True) for name, tensor in weights}
 
     def _fill(self, given: dict[str, Tensor]) -> None:
         def check() -> tuple[None, None]:
@@ -359,13 +361,13 @@ class MegatronEngine(TorchEngine):
             if any(tensor.dim() == 0 for tensor in values.values()):
                 named |= self._steps(key, values)
                 continue
-            whole = self._gathered(values.__getitem__, torch.float32)
-            named |= {f"{name}/{key}": tensor for name, tensor in self._on_first(whole).items()}
+            whole = self._on_first(self.table.trained_model, values.__getitem__, torch.float32)
+            named |= {f"{name}/{key}": tensor for name, tensor in whole.items()}
         return named, self.stepper.scalars()
 
     def _steps(self, key: str, values: Mapping[Any, Tensor]) -> dict[str, Tensor]:
         """Counters, one per weight; on rank 0."""
-        here = {name: float(values[b.parameter]) for b in self.table.bound for name in b.slot.theirs}
+        here = {name: float(values[b.parameter]) for b in self.table.trained for name in b.slot.theirs}
         found: dict[str, float] = {}
         for answer in self.ranks.exchange(here):
             found |= answer

@@ -5,6 +5,7 @@ Without Transformer Engine its local layers run, with a norm of ours: theirs kno
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,7 +66,7 @@ def build_chunks(
     """
     config = transformer_config(settings, sizes, section, dtype)
     state, model = import_megatron("parallel_state"), import_megatron("models.gpt")
-    rope = rope_settings(hf_config)
+    rope = {} if config.multi_latent_attention else rope_settings(hf_config)
     tied = bool(hf_config.tie_word_embeddings) and kind == "causal_lm"
     chunks = []
     for number in range(sizes.virtual or 1):
@@ -102,7 +103,8 @@ def transformer_config(settings: Mapping[str, Any], sizes: Sizes, section: Any, 
     Raises:
         ConfigError: an override that it does not know.
     """
-    cls = import_megatron("transformer.transformer_config").TransformerConfig
+    known = import_megatron("transformer.transformer_config")
+    cls = known.MLATransformerConfig if settings.get("multi_latent_attention") else known.TransformerConfig
     recompute = section.override_transformer_config
     chosen = {
         "normalization": "RMSNorm",
@@ -121,6 +123,9 @@ def transformer_config(settings: Mapping[str, Any], sizes: Sizes, section: Any, 
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "variable_seq_lengths": True,
+        # Two stages send each other forward and backward tensors; in one batch they would be taken for each other.
+        "overlap_p2p_comm": sizes.virtual is not None,
+        "batch_p2p_comm": sizes.virtual is None,
         "calculate_per_token_loss": True,  # the loss carries its own denominator: no schedule divides it again
         "perform_initialization": False,
         "masked_softmax_fusion": False,
@@ -174,9 +179,13 @@ def _layer_specs(config: Any, stage: int | None) -> Any:
         return block
     block.layer_norm = RMSNorm
     for layer in block.layer_specs:
-        parts = layer.submodules
+        parts, attention = layer.submodules, layer.submodules.self_attention
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-        if config.qk_layernorm:
-            parts.self_attention.submodules.q_layernorm = RMSNorm
-            parts.self_attention.submodules.k_layernorm = RMSNorm
+        if config.multi_latent_attention:
+            latent = importlib.import_module("verl.engines.megatron.latent")
+            attention.module = latent.LatentAttention
+            attention.submodules.core_attention = latent.CoreAttention
+            attention.submodules.q_layernorm = attention.submodules.kv_layernorm = RMSNorm
+        elif config.qk_layernorm:
+            attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
     return block

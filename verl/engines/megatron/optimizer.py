@@ -41,8 +41,8 @@ class ShardedState:
 
     def __init__(self, table: WeightTable, gradients: Gradients, groups: Groups, optim: Any, device: str, shares: bool):
         self.table, self.gradients = table, gradients
-        self.owner = dict(_dealt(table.bound, groups, shares))
-        mine = [b for b in table.bound if self._is_mine(b)]
+        self.owner = dict(_dealt(table.trained, groups, shares))
+        mine = [b for b in table.trained if self._is_mine(b)]
         self.parameters = [gradients.masters[b.parameter] for b in mine]
         # A rank that has been dealt nothing still has learning rates and a state to report.
         self.optimizer = build_optimizer(self.parameters or [nn.Parameter(torch.zeros(0))], optim, device)
@@ -54,7 +54,7 @@ class ShardedState:
 
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
-        for bound in self.table.bound:
+        for bound in self.table.trained:
             ranks, owner = self.owner[bound.slot.ours]
             if ranks.size > 1 and owner >= 0:
                 torch.distributed.broadcast(
@@ -75,7 +75,7 @@ class ShardedState:
 
     def tensors(self, key: str) -> Iterator[tuple[Bound, Tensor]]:
         """One tensor of the state for each of this rank's weights; whoever shares it is sent it. Collective."""
-        for bound in self.table.bound:
+        for bound in self.table.trained:
             master = self.gradients.masters[bound.parameter]
             ranks, owner = self.owner[bound.slot.ours]
             found = self.optimizer.state.get(master, {}).get(key)
@@ -101,7 +101,7 @@ class ShardedState:
             whole: gives every rank the values of one of them. Collective.
         """
         check_class(self.optimizer, scalars)
-        by_name = {name: (b, i) for b in self.table.bound for i, name in enumerate(b.slot.theirs)}
+        by_name = {name: (b, i) for b in self.table.trained for i, name in enumerate(b.slot.theirs)}
         self.optimizer.state.clear()
         waiting: dict[tuple[str, str], dict[str, Tensor]] = {}
         for full_name, tensor in tensors.items():

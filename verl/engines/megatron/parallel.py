@@ -73,7 +73,7 @@ class Sizes:
     @property
     def layout(self) -> Layout:
         """As the planner of weight transfers wants it; Megatron-Core's own order of ranks."""
-        return Layout(self.tensor, self.pipeline, self.data, self.expert, self.expert_tensor)
+        return Layout(self.tensor, self.pipeline, self.data, self.expert, self.expert_tensor, virtual=self.virtual or 1)
 
     def check(self, settings: dict[str, Any]) -> None:
         """Raise `ConfigError` where heads, layers or experts of a model do not divide."""
@@ -83,6 +83,8 @@ class Sizes:
             ("tensor_model_parallel_size", groups, "key/value heads"),
         ):
             _divides(count, self.tensor, name, what)
+        if settings.get("q_lora_rank"):
+            _divides(settings["q_lora_rank"], self.tensor, "tensor_model_parallel_size", "latent query dimensions")
         _divides(layers, self.pipeline, "pipeline_model_parallel_size", "layers")
         if self.virtual is not None:
             if self.pipeline < 2:

@@ -6,6 +6,7 @@ transfers (`verl.weight_sync.resharding`), which brings each rank what it needs 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,7 @@ class Bound:
     Args:
         slot: with its final names.
         weights: how the planner describes its Hugging Face weights, one each.
-        parameter: Megatron-Core's.
+        parameter: Megatron-Core's; a buffer where the slot is fixed.
         expert: whether it is one of a mixture's experts.
     """
 
@@ -77,10 +78,15 @@ class WeightTable:
         self.sizes, self.groups, self.settings = sizes, groups, settings
         self.shapes = dict(shapes)
         self._itemsize = itemsize
-        self._templates = [*_ends(kind, tied, shapes), *((s, LAYER, w) for s, w in slots_of(family, settings))]
-        weights = [w for slot, place, where in self._templates for w in self._weights_of(slot, place, where)]
-        self.model = ModelWeights(tuple(weights), settings["num_layers"])
+        layered = [(slot, LAYER, where) for slot, where in slots_of(family, settings) if self._has(slot, where)]
+        self._templates = [*_ends(kind, tied, shapes), *layered]
+        of = {slot: self._weights_of(slot, place, where) for slot, place, where in self._templates}
+        self.model = ModelWeights(tuple(w for found in of.values() for w in found), settings["num_layers"])
+        trained = tuple(w for slot, found in of.items() for w in found if not slot.fixed)
+        self.trained_model = ModelWeights(trained, settings["num_layers"])
+        self.dtypes = {w.name: torch.float32 for slot, found in of.items() for w in found if slot.fixed}
         self.bound = list(self._bind(chunks))
+        self.trained = [b for b in self.bound if not b.slot.fixed]
         self._by_name = {name: (b, i) for b in self.bound for i, name in enumerate(b.slot.theirs)}
         unknown = sorted(set(self.shapes) - self._all_names())
         if unknown:
@@ -138,20 +144,22 @@ class WeightTable:
 
     # ---- how weights are cut -----------------------------------------------------------------------------------
 
+    def _has(self, slot: Slot, where: tuple[int, ...]) -> bool:
+        return not slot.optional or _filled(slot.theirs[0], where[0], 0) in self.shapes
+
     def _weights_of(self, slot: Slot, place: str, where: tuple[int, ...]) -> list[Weight]:
         experts = int(self.settings["num_moe_experts"]) if "{expert}" in slot.theirs[0] else 0
         cut = {COLUMNS: 1, ROWS: 0, QKV: 0, GATED: 0, VOCABULARY: 0}.get(slot.form)
         found = []
         for name in slot.theirs:
-            first = name.replace("{layer}", str(where[0] if where else 0)).replace("{expert}", "0")
+            first = _filled(name, where[0] if where else 0, 0)
             if first not in self.shapes:
                 raise ModelError(f"the model has no weight {first}", fix=suggest(first, self.shapes))
             shape = self.shapes[first]
             only = where if place == LAYER and len(where) < self.settings["num_layers"] else None
             uneven = slot.form == VOCABULARY
-            weight = Weight(
-                name, shape, cut, place=place, experts=experts, itemsize=self._itemsize, uneven=uneven, only=only
-            )
+            size = 4 if slot.fixed else self._itemsize
+            weight = Weight(name, shape, cut, place=place, experts=experts, itemsize=size, uneven=uneven, only=only)
             found.append(weight)
         return found
 
@@ -197,6 +205,7 @@ class WeightTable:
                         tuple(_filled(name, layer, expert) for name in slot.theirs),
                         slot.form,
                         slot.partial,
+                        fixed=slot.fixed,
                     )
                     if final.ours in named:
                         yield Bound(final, weights, named.pop(final.ours), weights[0].experts > 0)
@@ -206,16 +215,18 @@ class WeightTable:
                 fix="Another version of Megatron-Core, or Transformer Engine, may name it otherwise.",
             )
 
-    def _named_parameters(self, chunks: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+    def _named_parameters(self, chunks: Iterable[nn.Module]) -> dict[str, Any]:
         """Parameters under names with the layer's and the expert's number in the whole model."""
         experts = int(self.settings.get("num_moe_experts") or 0) // self.sizes.expert
         first_expert = int(self._places().expert[0]) * experts
-        found: dict[str, nn.Parameter] = {}
+        fixed = tuple(slot.ours.rpartition("}")[2] for slot, _, _ in self._templates if slot.fixed)
+        found: dict[str, Any] = {}
         for chunk in chunks:
             numbers: dict[str, str] = {}
             for local, layer in enumerate(chunk.decoder.layers):  # type: ignore[union-attr,arg-type]
                 numbers[str(local)] = str(layer.layer_number - 1)
-            for name, parameter in chunk.named_parameters():
+            buffers = ((name, tensor) for name, tensor in chunk.named_buffers() if name.endswith(fixed))
+            for name, parameter in itertools.chain(chunk.named_parameters(), buffers):
                 words = name.split(".")
                 if name.startswith("decoder.layers."):
                     words[2] = numbers[words[2]]

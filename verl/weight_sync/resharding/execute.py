@@ -6,7 +6,7 @@ that have to be laid out anew on their way (those cut along another axis than th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,8 @@ class Resharder:
 
     Args:
         rank: this process's number in the plan.
-        dtype: of all shards on both sides.
+        dtype: of all shards on both sides, but those of ``dtypes``.
+        dtypes: name of a weight's template -> its own.
         device: where the sampling shards are made.
         group: a process group in which ranks have the plan's numbers; null: the default one.
         bucket_bytes: most bytes that a rank receives in one batch (one weight at least).
@@ -64,12 +65,14 @@ class Resharder:
         rank: int,
         *,
         dtype: torch.dtype,
+        dtypes: Mapping[str, torch.dtype] | None = None,
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ):
         self.plan, self.rank, self.group = plan, rank, group
         self.dtype, self.device, self.bucket_bytes = dtype, torch.device(device), bucket_bytes
+        self.dtypes = dict(dtypes or {})
         self.sent_bytes = self.peak_bytes = self._held = 0
         self._jobs: dict[int, _Job] = {}
 
@@ -119,7 +122,7 @@ class Resharder:
                 assert ours is not None
                 found.append((name, ours[job.keeps[0]]))
                 continue
-            target = self._counted(torch.empty(job.shape, dtype=self.dtype, device=self.device))
+            target = self._counted(torch.empty(job.shape, dtype=self._dtype(entry), device=self.device))
             for sender, cut in job.receives:
                 place = target[cut]
                 arriving = place if place.is_contiguous() else self._counted(torch.empty_like(place, **LAID_OUT))
@@ -141,14 +144,17 @@ class Resharder:
             return None
         ours = read(name)
         shape = _piece_shape(entry, entry.source, piece)
-        if tuple(ours.shape) != shape or ours.dtype != self.dtype:
+        if tuple(ours.shape) != shape or ours.dtype != self._dtype(entry):
             raise EngineError(
                 "the training shard is not what the plan moves",
                 key=name,
                 got=f"{tuple(ours.shape)}, {ours.dtype}",
-                allowed=f"{shape}, {self.dtype}",
+                allowed=f"{shape}, {self._dtype(entry)}",
             )
         return ours
+
+    def _dtype(self, entry: Entry) -> torch.dtype:
+        return self.dtypes.get(entry.weight.name, self.dtype)
 
     def _send(self, ours: Tensor | None, receiver: int, cut: Cut) -> dist.P2POp:
         assert ours is not None
