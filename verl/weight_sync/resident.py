@@ -52,7 +52,7 @@ class ResidentTransport(SharedMemoryTransport):
 
     def _begin(self) -> None:
         self._place, self._streams = 0, self._streams + 1
-        self._wait(lambda: int(self._word(0, WANTED)) >= self._streams, "the sampler to ask for weights")
+        self._wait(lambda: self._get(0, WANTED) >= self._streams, "the sampler to ask for weights")
 
     def _pieces(self, chunk: WeightChunk) -> Iterator[WeightChunk]:
         yield chunk

@@ -73,6 +73,7 @@ class SharedMemoryTransport(Transport):
         finally:
             os.close(handle)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._words = memoryview(self._memory).cast("q")  # polled often, and a tensor of one number is slow
 
     @classmethod
     def begin(cls, bucket_bytes: int, device: str = "cpu", **options: Any) -> SharedMemoryTransport:
@@ -102,33 +103,34 @@ class SharedMemoryTransport(Transport):
         except BaseException:
             with suppress(RolloutError):
                 self._await(EMPTY)
-                self._set_state(self._next, GAVE_UP)
+                self._set(self._next, STATE, GAVE_UP)
             raise
         for number in range(SLOTS):
-            self._wait(lambda: self._state(number) != FULL, "the sampler to take the last weights")  # noqa: B023
+            self._wait(lambda: self._get(number, STATE) != FULL, "the sampler to take the last weights")  # noqa: B023
         return num_bytes
 
     def receive(self) -> Iterator[WeightChunk]:
         ended = False
-        self._word(0, WANTED).add_(1)
+        self._set(0, WANTED, self._get(0, WANTED) + 1)
         try:
             while not ended:
                 self._await(FULL, GAVE_UP)
                 number = self._next
-                if self._state(number) == GAVE_UP:
+                if self._get(number, STATE) == GAVE_UP:
                     raise OtherEndError("the trainer gave up in the middle of a transfer of weights")
                 layout, body = self._read(number)
                 yield chunk_of(layout, body, self.lasts)
                 ended = layout.last
                 self._settle(body)
-                self._set_state(number, EMPTY)
+                self._set(number, STATE, EMPTY)
                 self._next = (number + 1) % SLOTS
         finally:
             if not ended:
-                self._word(0, REFUSED).fill_(1)
+                self._set(0, REFUSED, 1)
 
     def close(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._words.release()
         with suppress(BufferError):  # a view of somebody's is still alive: the memory goes with it
             self._memory.close()
         if self._is_owner:
@@ -142,7 +144,7 @@ class SharedMemoryTransport(Transport):
 
     def _read(self, number: int) -> tuple[Layout, torch.Tensor]:
         header, body = self._slot(number)
-        length = int(self._word(number, LENGTH))
+        length = self._get(number, LENGTH)
         if not 0 < length <= HEADER_SHARE:
             raise RolloutError("a header of weights has an impossible length", got=length)
         return Layout.decode(header[:length].numpy().tobytes())[0], body
@@ -165,8 +167,8 @@ class SharedMemoryTransport(Transport):
         write_into(chunk, layout, body)
         for _, tensor in chunk.tensors[:1]:
             self._settle(tensor)
-        self._word(self._next, LENGTH).fill_(len(text))
-        self._set_state(self._next, FULL)
+        self._set(self._next, LENGTH, len(text))
+        self._set(self._next, STATE, FULL)
         self._next = (self._next + 1) % SLOTS
 
     @staticmethod
@@ -177,12 +179,11 @@ class SharedMemoryTransport(Transport):
 
     def _await(self, *states: int) -> None:
         other = "sampler" if EMPTY in states else "trainer"
-        self._wait(lambda: self._state(self._next) in states, f"the {other} at the other end of shared memory")
+        self._wait(lambda: self._get(self._next, STATE) in states, f"the {other} at the other end of shared memory")
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        refused = self._word(0, REFUSED)
-        self.wait_until(lambda: ready() or bool(refused), what)
-        if refused:
+        self.wait_until(lambda: ready() or self._get(0, REFUSED) != 0, what)
+        if self._get(0, REFUSED):
             raise OtherEndError("the sampler did not accept the weights", fix="The sampler's own error says why.")
 
     def _slot(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,12 +191,9 @@ class SharedMemoryTransport(Transport):
         first = number * self._slot_bytes + CONTROL
         return self._bytes[first : first + HEADER_SHARE], self._bytes[first + HEADER_SHARE :][: self.bucket_bytes]
 
-    def _word(self, number: int, which: int) -> torch.Tensor:
-        first = number * self._slot_bytes + which * 8
-        return self._bytes[first : first + 8].view(torch.int64)
+    def _get(self, number: int, word: int) -> int:
+        """A control word of a slot."""
+        return self._words[number * self._slot_bytes // 8 + word]
 
-    def _state(self, number: int) -> int:
-        return int(self._word(number, STATE))
-
-    def _set_state(self, number: int, state: int) -> None:
-        self._word(number, STATE).fill_(state)
+    def _set(self, number: int, word: int, value: int) -> None:
+        self._words[number * self._slot_bytes // 8 + word] = value
