@@ -456,6 +456,7 @@ SINGLE = {
     f"{A}.fsdp_config.offload_policy=true": Works({f"{A}.fsdp_config.offload_policy": True}),
     "algorithm.use_pf_ppo=True algorithm.pf_ppo.reweight_method=max_min": Works({"algorithm.use_pf_ppo": True}),
     f"{A}.policy_loss.loss_mode=sapo {A}.tau_neg=1.1": Works({f"{A}.tau_neg": 1.1}),
+    f"{A}.policy_loss.loss_mode=recipe.sppo.core:sppo {A}.sppo_eta=1.0": Works({f"{A}.sppo_eta": 1.0}),
     # settings that work and say something
     "algorithm.pf_ppo.reweight_method=max_min": Works({}, ("algorithm.pf_ppo.reweight_method",)),
     f"{A}.policy_loss.clip_cov_ratio=0.001": Works({}, (f"{A}.policy_loss.clip_cov_ratio",)),
@@ -526,7 +527,6 @@ SINGLE = {
         "the mean of a batch is not known"
     ),
     f"{A}.dpo_beta=0.1": wrong("unknown setting"),  # of the recipe spin, which brings a section of its own
-    f"{A}.sppo_eta=1.0": wrong("unknown setting"),  # of the recipe sppo
     "trainer.device=npu": wrong("this machine has no such device"),
 }
 

@@ -21,6 +21,7 @@ READ_ELSEWHERE = {
     "actor_rollout_ref.actor.policy_loss.dro_beta",
     "actor_rollout_ref.actor.tau_pos",
     "actor_rollout_ref.actor.tau_neg",
+    "actor_rollout_ref.actor.sppo_eta",
     "algorithm.gdpo_reward_keys",
     "algorithm.gdpo_reward_weights",
     "algorithm.vapo_length_alpha",

@@ -59,6 +59,10 @@ OTHERS = {
     ],
     "pf_ppo": [f"{ALG}.use_pf_ppo=true", f"{ALG}.pf_ppo.reweight_method=pow", f"{ALG}.pf_ppo.weight_pow=1.0"],
     "token_sum_and_k3_in_the_loss": [f"{A}.loss_agg_mode=token-sum", f"{A}.use_kl_loss=true", f"{A}.kl_loss_type=k3+"],
+    "sppo": [
+        f"{ALG}.adv_estimator=recipe.sppo.core:centred", f"{A}.policy_loss.loss_mode=recipe.sppo.core:sppo",
+        f"{A}.loss_agg_mode=seq-mean-token-mean", f"{A}.sppo_eta=2.0",
+    ],
     "k2_in_the_reward": [f"{ALG}.use_kl_in_reward=true", f"{ALG}.kl_penalty=k2", f"{ALG}.kl_ctrl.type=adaptive"],
     "sequence_mean_and_entropy": [f"{A}.loss_agg_mode=seq-mean-token-mean", f"{A}.entropy_coeff=0.01"],
     "bypass_with_reinforce": [
@@ -77,8 +81,8 @@ RUNS = {
 READ_HERE = [
     f"{A}.policy_loss.clip_cov_ratio", f"{A}.policy_loss.clip_cov_lb", f"{A}.policy_loss.clip_cov_ub",
     f"{A}.policy_loss.kl_cov_ratio", f"{A}.policy_loss.ppo_kl_coef", f"{A}.policy_loss.dro_beta", f"{A}.tau_pos",
-    f"{A}.tau_neg", f"{ALG}.gdpo_reward_keys", f"{ALG}.gdpo_reward_weights", f"{ALG}.vapo_length_alpha",
-    f"{ALG}.vapo_lam_critic", f"{ALG}.pf_ppo.reweight_method", f"{ALG}.pf_ppo.weight_pow",
+    f"{A}.tau_neg", f"{A}.sppo_eta", f"{ALG}.gdpo_reward_keys", f"{ALG}.gdpo_reward_weights",
+    f"{ALG}.vapo_length_alpha", f"{ALG}.vapo_lam_critic", f"{ALG}.pf_ppo.reweight_method", f"{ALG}.pf_ppo.weight_pow",
 ]  # fmt: skip
 reads: set[str] = set()
 

@@ -98,6 +98,7 @@ class ActorConfig(ConfigNode):
     )
     tau_pos: float = setting(1.0, "SAPO: temperature of the gate where the advantage is positive")
     tau_neg: float = setting(1.05, "SAPO: temperature of the gate where the advantage is not positive")
+    sppo_eta: float = setting(1.0, "SPPO (recipe.sppo): what the log-ratio of an answer should be, in its advantages")
     freeze_vision_tower: bool = setting(False, "do not train the vision encoder", planned="vision-language models")
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     clip_ratio_c: float = setting(

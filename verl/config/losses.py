@@ -17,6 +17,7 @@ BELONGS_TO: dict[str, tuple[str, ...]] = {
     f"{_L}.dro_beta": ("dro",),
     f"{_A}.tau_pos": ("sapo",),
     f"{_A}.tau_neg": ("sapo",),
+    f"{_A}.sppo_eta": ("recipe.sppo.core:sppo",),
 }
 """Settings of the actor that only these policy losses read."""
 OF_ESTIMATOR: dict[str, tuple[str, ...]] = {
@@ -44,7 +45,7 @@ def _loss(cfg: PPOTrainerConfig) -> Problems:
         found += in_range(f"{_L}.{name}", loss[name], "above 0, at most 1", 0 < loss[name] <= 1)
     coef = actor.positive_lm_coef
     found += in_range(f"{_A}.positive_lm_coef", coef, "0 or more", coef >= 0)
-    for name in ("tau_pos", "tau_neg"):
+    for name in ("tau_pos", "tau_neg", "sppo_eta"):
         found += in_range(f"{_A}.{name}", actor[name], "above 0", actor[name] > 0)
     holds = loss.clip_cov_lb < loss.clip_cov_ub
     return found + in_range(f"{_L}.clip_cov_lb", loss.clip_cov_lb, f"below clip_cov_ub={loss.clip_cov_ub}", holds)
