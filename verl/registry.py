@@ -219,8 +219,9 @@ ENGINES = Registry(
         "plain": "verl.engines.plain:PlainEngine",
         "fsdp2": "verl.engines.fsdp2:FSDP2Engine",
         "fsdp": "verl.engines.fsdp:FSDPEngine",
+        "megatron": "verl.engines.megatron:MegatronEngine",
     },
-    planned=("megatron", "fsdp_turbo", "veomni", "torchtitan", "automodel"),
+    planned=("fsdp_turbo", "veomni", "torchtitan", "automodel"),
     key="actor_rollout_ref.actor.strategy",
 )
 SAMPLERS = Registry(

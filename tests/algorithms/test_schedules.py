@@ -1,5 +1,4 @@
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from verl.algorithms.schedules import (
     warmup_steps,
     wsd_factor,
 )
+from verl.config import OptimizerConfig
 from verl.errors import ConfigError
 
 
@@ -66,9 +66,7 @@ def test_warm_up_steps_win_over_the_ratio():
 
 
 def section(**changes):
-    settings = {"lr_scheduler_type": "constant", "lr_warmup_steps": 2, "lr_warmup_steps_ratio": 0.0,
-                "min_lr_ratio": 0.0, "num_cycles": 0.5, "zero_indexed_step": True}  # fmt: skip
-    return SimpleNamespace(**{**settings, **changes})
+    return OptimizerConfig(**{"lr": 1.0, "lr_warmup_steps": 2, **changes})
 
 
 def test_schedules_are_built_from_an_optimizer_section():
@@ -78,6 +76,50 @@ def test_schedules_are_built_from_an_optimizer_section():
         rate("cosin", 0)
     with pytest.raises(ConfigError, match=r"min_lr_ratio.*between 0 and 1"):
         learning_rates(lambda o: build_schedule(o, section(lr_scheduler_type="cosine", min_lr_ratio=2.0), 10))
+
+
+MEGATRON = [
+    {"lr_decay_style": "constant", "lr_warmup_init": 0.1},
+    {"lr_decay_style": "linear", "min_lr": 0.05, "lr_warmup_init": 0.1},
+    {"lr_decay_style": "cosine", "min_lr": 0.05, "lr_decay_steps": 9},
+    {"lr_decay_style": "cosine", "lr_warmup_steps": -1},
+    {"lr_decay_style": "inverse_square_root", "min_lr": 0.2},
+    *({"lr_decay_style": "WSD", "lr_wsd_decay_style": style, "lr_wsd_decay_steps": 4, "min_lr": 0.1}
+      for style in ("linear", "cosine", "exponential", "minus_sqrt")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", MEGATRON, ids=lambda changes: "-".join(str(value) for value in changes.values()))
+def test_a_decay_style_gives_the_rates_of_megatrons_own_scheduler(changes):
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    optim, steps = section(**{"lr": 0.5, **changes}), 14
+    theirs = OptimizerParamScheduler(
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5),
+        init_lr=optim.lr_warmup_init,
+        max_lr=optim.lr,
+        min_lr=optim.min_lr,
+        lr_warmup_steps=max(0, optim.lr_warmup_steps),
+        lr_decay_steps=optim.lr_decay_steps or 12,
+        lr_decay_style=optim.lr_decay_style.replace("_", "-"),
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=12,
+        wd_incr_style="constant",
+        wsd_decay_steps=optim.lr_wsd_decay_steps,
+        lr_wsd_decay_style=optim.lr_wsd_decay_style,
+    )
+    expected = []
+    for _ in range(steps):
+        expected.append(theirs.optimizer.param_groups[0]["lr"])
+        theirs.step(1)
+    ours = build_schedule(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5), optim, 12)
+    found = []
+    for _ in range(steps):
+        found.append(ours.get_last_lr()[0])
+        ours.optimizer.step()
+        ours.step()
+    assert found == pytest.approx(expected)
 
 
 def test_a_scheduler_resumes_from_its_state():

@@ -118,7 +118,23 @@ WORKS = [
     ("reward_model.model.use_shm", "true", f"{RM}.use_shm", True),
     ("reward_model.model.use_remove_padding", "false", f"{RM}.use_remove_padding", False),
     ("reward_model.model.fsdp_config.param_offload", "true", f"{RM}.fsdp_config.param_offload", True),
+    ("reward_model.megatron.tensor_model_parallel_size", "2", f"{RM}.megatron.tensor_model_parallel_size", 2),
     ("reward_model.sandbox_fusion.url", "http://s", "reward.sandbox_fusion.url", "http://s"),
+    *(
+        (f"{role}.{name}", "8", f"{role}.megatron.{name}", 8)
+        for role in (A, REF, "critic")
+        for name in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+        )
+    ),
+    *(
+        (f"{role}.sequence_parallel", "false", f"{role}.megatron.sequence_parallel", False)
+        for role in (A, REF, "critic")
+    ),
     ("sandbox_fusion.max_concurrent", "8", "reward.sandbox_fusion.max_concurrent", 8),
     ("trainer.val_generations_to_log_to_wandb", "5", "trainer.log_val_generations", 5),
     ("ray_init.num_cpus", "4", "ray_kwargs.ray_init.num_cpus", 4),
@@ -127,23 +143,11 @@ WORKS = [
 
 NOT_BUILT = [
     *(
-        (f"{role}.{name}", "8", f"{role}.megatron.{name}", "Megatron-Core training")
-        for role in (A, REF, "critic")
-        for name in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-            "context_parallel_size",
-        )
-    ),
-    *(
-        (f"{role}.sequence_parallel", "false", f"{role}.megatron.sequence_parallel", "Megatron-Core training")
+        (f"{role}.context_parallel_size", "8", f"{role}.megatron.context_parallel_size", "context parallelism")
         for role in (A, REF, "critic")
     ),
-    (f"{A}.router_replay.mode", "R2", f"{A}.megatron.router_replay.mode", "Megatron-Core training"),
-    (f"{REF}.router_replay.record_file", "/f", f"{REF}.megatron.router_replay.record_file", "Megatron-Core training"),
+    (f"{A}.router_replay.mode", "R2", f"{A}.megatron.router_replay.mode", "router replay"),
+    (f"{REF}.router_replay.record_file", "/f", f"{REF}.megatron.router_replay.record_file", "router replay"),
     (f"{R}.tensor_parallel_size", "8", f"{R}.tensor_model_parallel_size", "sampling on several ranks"),
     (f"{R}.pipeline_parallel_size", "2", f"{R}.pipeline_model_parallel_size", "sampling on several ranks"),
     (f"{R}.skip_rollout", "true", "skip.rollout.enable", "replay of dumped rollouts"),

@@ -21,6 +21,7 @@ from verl.errors import ConfigError, NotBuiltError
 A, R, REF, M = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
 LAPTOP = "8 GPUs are asked for, and this machine has no GPU"
 ONE = "trainer.n_gpus_per_node=1 trainer.nnodes=1"
+PADDED = "actor_rollout_ref.model.use_remove_padding"
 NO_VAL, NO_MICRO, ON_CPU = "data.val_files", f"{A}.ppo_micro_batch_size_per_gpu", "trainer.n_gpus_per_node"
 
 
@@ -166,7 +167,7 @@ COMMANDS = {
     ),
     "cookbook 3: GRPO on four nodes": (
         f"{COOKBOOK_1} trainer.nnodes=4 trainer.n_gpus_per_node=8 {A}.strategy=megatron",
-        refused("the training backend 'megatron' is not built yet"),
+        Works({f"{A}.strategy": "megatron", f"{REF}.strategy": "megatron"}, (NO_VAL, NO_MICRO, PADDED)),
     ),
     "upgrade to FSDP2": (
         FSDP2_EVERYWHERE,
@@ -286,12 +287,25 @@ FILES = {
         [],
         Works({"algorithm.lam": 0.95, "critic.ppo_mini_batch_size": 64, f"{A}.clip_ratio": 0.2}, (NO_VAL, NO_MICRO)),
     ),
-    "Megatron for large models": (
+    "Megatron for large models, in one process": (
         MEGATRON_FILE,
         [],
-        refused(
-            f"given as {A}.tensor_model_parallel_size",
-            f"given as {A}.pipeline_model_parallel_size",
+        wrong("1 process(es) cannot be cut into copies of 8 (tensor) x 2 (pipeline)"),
+    ),
+    "Megatron for large models, on two nodes": (
+        MEGATRON_FILE,
+        ["trainer.nnodes=2", "trainer.n_gpus_per_node=8"],
+        Works(
+            {f"{A}.megatron.tensor_model_parallel_size": 8, f"{REF}.megatron.pipeline_model_parallel_size": 2},
+            (
+                f"{A}.tensor_model_parallel_size",
+                f"{A}.pipeline_model_parallel_size",
+                f"{R}.tensor_parallel_size",
+                f"{M}.backend",
+                NO_VAL,
+                NO_MICRO,
+                PADDED,
+            ),
         ),
     ),
     "key parameters": (
@@ -479,7 +493,13 @@ SINGLE = {
     f"{A}.fsdp_config.use_orig_params=true": Works({f"{A}.fsdp_config.use_orig_params": True}),
     f"{A}.fsdp_config.ulysses_sequence_parallel_size=2": Works({f"{A}.fsdp_config.ulysses_sequence_parallel_size": 2}),
     f"{A}.ulysses_sequence_parallel_size=2": Works({f"{A}.fsdp_config.ulysses_sequence_parallel_size": 2}),
-    f"{A}.megatron.expert_model_parallel_size=8": refused(f"{LATER}Megatron-Core training"),
+    f"{A}.megatron.expert_model_parallel_size=8": Works({}, (f"{A}.megatron.expert_model_parallel_size",)),
+    f"{A}.strategy=megatron {A}.megatron.expert_model_parallel_size=8": wrong(
+        "cannot be cut into copies of 8 (expert) x 1"
+    ),
+    f"{A}.strategy=megatron {A}.megatron.context_parallel_size=2": refused(f"{LATER}context parallelism"),
+    f"{A}.strategy=megatron {A}.fsdp_config.param_offload=true": Works({}, (PADDED, f"{A}.fsdp_config.param_offload")),
+    f"{A}.strategy=megatron {M}.lora_rank=8": refused("LoRA of Megatron models is not built yet"),
     f"{R}.expert_parallel_size=8": refused(f"{LATER}sampling on several ranks"),
     f"{R}.tensor_model_parallel_size=2": refused(f"{LATER}sampling on several ranks"),
     f"{R}.tensor_parallel_size=2": refused(f"{LATER}sampling on several ranks"),
@@ -501,7 +521,7 @@ SINGLE = {
     f"{R}.checkpoint_engine.backend=glo": wrong("unknown transport of weights"),
     "trainer.v1.trainer_mode=separate_async": refused(f"{LATER}asynchronous schedules"),
     "actor_rollout_ref.hybrid_engine=false": refused(f"{LATER}actor and rollout on separate GPUs"),
-    "model_engine=megatron": refused("the training backend 'megatron'", "the training backend 'megatron'"),
+    "model_engine=megatron": Works({"critic.strategy": "megatron"}, (PADDED,)),
     "trainer.runtime=ray": Works({"trainer.runtime": "ray"}),
     # settings that are wrong
     f"{A}.policy_loss.loss_mode=dro": wrong("'dro' has no default for the weight of its square"),
@@ -563,7 +583,7 @@ SUPERVISED = {
             ("ulysses_sequence_parallel_size", NO_VAL),
         ),
     ),
-    "Megatron": ("model.path=model engine=megatron", refused("the training backend 'megatron' is not built yet")),
+    "Megatron": ("model.path=model engine=megatron", refused("supervised training on Megatron-Core")),
     "eight processes": ("model.path=model trainer.n_gpus_per_node=8", wrong(LAPTOP)),
 }  # fmt: skip
 
@@ -575,8 +595,10 @@ def test_a_supervised_command(laptop, told, case):
 
 
 @pytest.mark.parametrize("argv", [["--config-name", "ppo_megatron_trainer"], ["--config-name=ppo_megatron_trainer"]])
-def test_the_megatron_configuration_is_refused_by_the_name_of_its_engine(laptop, argv):
-    check(refused(*["the training backend 'megatron' is not built yet"] * 2), None, "ppo_trainer", argv)
+def test_the_megatron_configuration_chooses_its_engine_for_every_role(laptop, told, argv):
+    roles = (A, REF, "critic")
+    outcome = Works({f"{role}.strategy": "megatron" for role in roles}, (NO_VAL, NO_MICRO, PADDED))
+    check(outcome, told, "ppo_trainer", argv)
 
 
 def test_commands_that_name_a_cluster_run_as_they_stand_once_the_machine_has_the_gpus(laptop, told, monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 from tests.support import tiny_model_dir, write_prompts
 from tests.trainer.ppo.reward_models import reward_model_dir
 from verl.config import PPOTrainerConfig, SFTTrainerConfig, leaves, load_config, record_reads
+from verl.config.megatron import MegatronEngineConfig
 from verl.trainer import main_ppo, sft_trainer
 
 READ_ELSEWHERE = {
@@ -45,6 +46,15 @@ READ_ELSEWHERE = {
     *(f"reward.sandbox_fusion.{name}" for name in ("url", "max_concurrent", "memory_limit_mb", "allow_missing")),
     # Only a transport between processes reads them: tests/rollout/test_place.py.
     *(f"actor_rollout_ref.rollout.checkpoint_engine.{name}" for name in ("engine_kwargs", "custom_backend_module")),
+    # Only Megatron-Core's engine reads them: tests/megatron/test_engine.py.
+    *(
+        f"{role}.megatron.{name}"
+        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward.reward_model")
+        for name, _ in leaves(MegatronEngineConfig)
+    ),
+    # The run with a critic has another schedule for it: tests/algorithms/test_schedules.py reads these.
+    *(f"critic.optim.lr_{name}" for name in ("warmup_init", "decay_steps", "decay_style")),
+    *(f"critic.optim.{name}" for name in ("min_lr", "lr_wsd_decay_style", "lr_wsd_decay_steps")),
     # They stand for those of fsdp_config, which follow them.
     "actor_rollout_ref.actor.entropy_checkpointing",
     "actor_rollout_ref.actor.entropy_from_logits_chunk_size",
@@ -167,7 +177,10 @@ def test_every_accepted_setting_of_an_rl_run_is_read(here):
 
 
 def test_every_accepted_setting_of_a_supervised_run_is_read(here):
-    runs = [["trainer.total_epochs=1"], ["trainer.total_epochs=1", "trainer.resume_mode=auto"]]
+    runs = [
+        ["trainer.total_epochs=1"],
+        ["trainer.total_epochs=1", "trainer.resume_mode=auto", "optim.lr_scheduler_type=constant"],
+    ]
     reads: set[str] = set()
     for arguments in runs:
         config = load_config(

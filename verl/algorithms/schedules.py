@@ -6,6 +6,8 @@ A factor multiplies the configured learning rate. Schedulers advance once per gl
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
@@ -63,6 +65,68 @@ def wsd_factor(
     return (1.0 - min_lr_ratio) * 0.5 * (1.0 + wave) + min_lr_ratio
 
 
+@dataclass(frozen=True)
+class Decay:
+    """Megatron's schedule: a warm-up, then one of its styles down to a floor; called with a step it gives the factor.
+
+    Args:
+        style: constant, linear, cosine, inverse_square_root or WSD (constant, then ``wsd_style`` at the end).
+        warmup: steps from ``start`` to 1.
+        until: step of the floor, the warm-up included.
+        start, floor: shares of the learning rate.
+        wsd_style: linear, cosine, exponential or minus_sqrt.
+        wsd_steps: steps of that end.
+    """
+
+    style: str
+    warmup: int
+    until: float
+    start: float = 0.0
+    floor: float = 0.0
+    wsd_style: str = "exponential"
+    wsd_steps: float | None = None
+
+    @classmethod
+    def of(cls, optim: Any, warmup: int, total_steps: int) -> Decay:
+        """From an ``optim`` section, which has learning rates where this has shares of ``lr``."""
+        until, whole = optim.lr_decay_steps, optim.lr or 1.0
+        start, floor = optim.lr_warmup_init / whole, optim.min_lr / whole
+        check_ratio("lr_warmup_init", start)
+        check_ratio("min_lr", floor)
+        until = total_steps if until is None else until
+        return cls(
+            optim.lr_decay_style, warmup, until, start, floor, optim.lr_wsd_decay_style, optim.lr_wsd_decay_steps
+        )
+
+    def __call__(self, step: int) -> float:
+        if self.warmup and step <= self.warmup:
+            return self.start + (1.0 - self.start) * step / self.warmup
+        if self.style == "constant":
+            return 1.0
+        if step > self.until:
+            return self.floor
+        if self.style == "inverse_square_root":
+            return max(self.floor, math.sqrt(max(self.warmup, 1) / max(step, 1)))
+        return self.floor + (1.0 - self.floor) * self._height(step)
+
+    def _height(self, step: int) -> float:
+        """Where the step is between the floor (0) and the full rate (1)."""
+        if self.style == "WSD":
+            assert self.wsd_steps is not None
+            passed = (step - self.until) / self.wsd_steps + 1.0
+            return _SHAPES[self.wsd_style](passed) if passed > 0 else 1.0
+        return _SHAPES[self.style]((step - self.warmup) / max(1, self.until - self.warmup))
+
+
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda passed: 1.0 - passed,
+    "cosine": lambda passed: 0.5 * (math.cos(math.pi * passed) + 1.0),
+    "exponential": lambda passed: 2.0 * 0.5**passed - 1.0,
+    "minus_sqrt": lambda passed: 1.0 - math.sqrt(passed),
+}
+"""Share of a decay that is over -> height, from 1 to 0."""
+
+
 def get_constant_schedule_with_warmup(optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> LambdaLR:
     """The scheduler of `constant_factor`."""
     return LambdaLR(optimizer, lambda step: constant_factor(step, num_warmup_steps), last_epoch)
@@ -114,13 +178,14 @@ def build_schedule(optimizer: Optimizer, optim: Any, total_training_steps: int) 
     """The scheduler that an ``optim`` section describes.
 
     Args:
-        optim: lr_scheduler_type, lr_warmup_steps, lr_warmup_steps_ratio, min_lr_ratio, num_cycles, zero_indexed_step.
+        optim: lr_scheduler_type, lr_warmup_steps, lr_warmup_steps_ratio, min_lr_ratio, num_cycles, zero_indexed_step;
+            with lr_scheduler_type=constant Megatron's lr_decay_style and what belongs to it.
         total_training_steps: global steps of the run.
     """
     kind = optim.lr_scheduler_type
     warmup = warmup_steps(total_training_steps, optim.lr_warmup_steps, optim.lr_warmup_steps_ratio)
     if kind == "constant":
-        return get_constant_schedule_with_warmup(optimizer, warmup)
+        return LambdaLR(optimizer, Decay.of(optim, warmup, total_training_steps))
     if kind == "cosine":
         return get_cosine_schedule_with_warmup(
             optimizer,

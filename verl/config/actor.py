@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.engine import FSDPEngineConfig, QATConfig
-from verl.config.megatron import MegatronEngineConfig
+from verl.config.megatron import MegatronEngineBesideActorConfig, MegatronEngineConfig
 from verl.config.node import ABSENT, ConfigNode, section, setting
 from verl.config.optim import OptimizerConfig
 from verl.config.profiler import ProfilerConfig
@@ -238,7 +238,7 @@ class RefConfig(ConfigNode):
         planned="padded packing",
     )
     fsdp_config: FSDPEngineConfig = section(FSDPEngineConfig)
-    megatron: MegatronEngineConfig = section(MegatronEngineConfig)
+    megatron: MegatronEngineBesideActorConfig = section(MegatronEngineBesideActorConfig)
     veomni: VeOmniEngineConfig = section(VeOmniEngineConfig)
     torchtitan: TorchtitanEngineConfig = section(TorchtitanEngineConfig)
     profiler: ProfilerConfig = section(ProfilerConfig)

@@ -129,6 +129,7 @@ _REWARD = {
             "fsdp_config",
         )
     },
+    "reward_model.megatron": _to("reward.reward_model.megatron"),
     "reward_model.rollout": _to("reward.reward_model.rollout"),
     "reward_model.num_workers": _to("reward.num_workers"),
     "reward_model.reward_manager": _to("reward.reward_manager.name"),

@@ -46,5 +46,7 @@ class CheckpointConfig(CriticCheckpointConfig):
         no_effect="a checkpoint of a LoRA model always holds the adapter alone; its base stays where model.path says",
     )
     mbridge_config: dict = setting(
-        {}, "arguments of Megatron-Bridge when it writes weights", planned="Megatron-Core training"
+        {},
+        "arguments of Megatron-Bridge when it writes weights",
+        no_effect="weights are written by the tables of verl/models/megatron.py",
     )

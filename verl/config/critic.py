@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from verl.config.checkpoint import CriticCheckpointConfig
 from verl.config.engine import FSDPEngineConfig
-from verl.config.megatron import MegatronEngineConfig
+from verl.config.megatron import MegatronEngineBesideActorConfig
 from verl.config.model import HFModelConfig
 from verl.config.node import ConfigNode, section, setting
 from verl.config.optim import OptimizerConfig
@@ -95,7 +95,7 @@ class CriticConfig(ConfigNode):
     optim: OptimizerConfig = section(OptimizerConfig, lr=1e-5)
     fsdp: FSDPEngineConfig = section(FSDPEngineConfig)
     model: CriticModelConfig = section(CriticModelConfig)
-    megatron: MegatronEngineConfig = section(MegatronEngineConfig)
+    megatron: MegatronEngineBesideActorConfig = section(MegatronEngineBesideActorConfig)
     veomni: VeOmniEngineConfig = section(VeOmniEngineConfig)
     torchtitan: TorchtitanEngineConfig = section(TorchtitanEngineConfig)
     profiler: ProfilerConfig = section(ProfilerConfig)

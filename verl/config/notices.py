@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.config import losses
+from verl.config import losses, validate_megatron
 from verl.config.node import ConfigNode, was_typed
 from verl.config.root import (
     ON_VALUES,
@@ -26,6 +26,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
     for part in (
         _kl,
         _clip,
+        _decay,
         _automatic_micro_batches,
         _skipped_pass,
         _estimator,
@@ -36,6 +37,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
         _reward,
         _conversations,
         _resume,
+        validate_megatron.tell,
     ):
         part(cfg)
 
@@ -86,6 +88,23 @@ def _clip(cfg: PPOTrainerConfig) -> None:
         notice(f"{_A}.clip_ratio", "has no effect, since clip_ratio_low and clip_ratio_high are both set")
     if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
         notice(f"{_A}.loss_scale_factor", f"has no effect without {_A}.loss_agg_mode=seq-mean-token-sum-norm")
+
+
+def _decay(cfg: PPOTrainerConfig) -> None:
+    sections = {f"{_A}.optim": cfg.actor_rollout_ref.actor.optim}
+    for key, optim in (sections | ({"critic.optim": cfg.critic.optim} if uses_critic(cfg) else {})).items():
+        changed, style = _changed(optim), optim.lr_decay_style
+        needed = {
+            "min_lr": style != "constant",
+            "lr_decay_steps": style != "constant",
+            "lr_wsd_decay_style": style == "WSD",
+            "lr_wsd_decay_steps": style == "WSD",
+        }
+        for name in [name for name, holds in needed.items() if not holds and name in changed]:
+            wanted = "WSD" if "wsd" in name else "linear, cosine, inverse_square_root or WSD"
+            notice(f"{key}.{name}", f"has no effect without {key}.lr_decay_style={wanted}")
+        if optim.lr_scheduler_type != "constant" and "lr_warmup_init" in changed:
+            notice(f"{key}.lr_warmup_init", f"has no effect with {key}.lr_scheduler_type={optim.lr_scheduler_type}")
 
 
 def _automatic_micro_batches(cfg: PPOTrainerConfig) -> None:

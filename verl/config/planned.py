@@ -11,7 +11,7 @@ from verl.metrics import notice
 
 INSTEAD: dict[str, str] = {
     "LoRA of Megatron models": "Set actor_rollout_ref.model.lora_rank, lora_alpha and target_modules.",
-    "Megatron-Core training": "Leave it out, with actor_rollout_ref.actor.strategy=auto, to train on one device.",
+    "Megatron's own checkpoint format": "Leave it out: every checkpoint of this library loads at any parallel sizes.",
     "the server rollout engines": "It belongs to actor_rollout_ref.rollout.name=server; leave it out with this engine.",
     "sampling on several ranks": "Set it to 1 to sample on the trainer's device, or sample with vLLM: rollout.name=vllm.",
     "profiling": "Leave it out; the seconds of every stage are logged as timing_s/*.",

@@ -180,6 +180,25 @@ def optimizer(key: str, optim: OptimizerConfig) -> Problems:
     found = _at_least(key, optim, 0, "lr", "weight_decay") + _at_least(key, optim, -1, "lr_warmup_steps")
     found += _share(key, optim, "lr_warmup_steps_ratio", "min_lr_ratio") + _above_zero(key, optim, "num_cycles")
     found += _above_zero(key, optim, "clip_grad")
+    found += _at_least(key, optim, 0, "lr_warmup_init", "min_lr") + _above_zero(key, optim, "lr_decay_steps")
+    found += _above_zero(key, optim, "lr_wsd_decay_steps") + _decay(key, optim)
     betas = optim.betas
     holds = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
     return found + in_range(f"{key}.betas", betas, "two numbers, each at least 0 and below 1", holds)
+
+
+def _decay(key: str, optim: OptimizerConfig) -> Problems:
+    """Megatron's schedule is one, the floor lies below the rate, and the last part of WSD has a length."""
+    style, found = optim.lr_decay_style, []
+    for name in ("lr_warmup_init", "min_lr"):
+        rate = optim[name]
+        found += in_range(f"{key}.{name}", rate, f"at most {key}.lr={optim.lr}", rate <= optim.lr)
+    if style != "constant" and optim.lr_scheduler_type != "constant":
+        message = (
+            f"{key}.lr_scheduler_type={optim.lr_scheduler_type} and {key}.lr_decay_style={style} are two schedules"
+        )
+        found.append(ConfigError(message, key=f"{key}.lr_decay_style", got=style, fix="Leave one of them out."))
+    if style == "WSD" and optim.lr_wsd_decay_steps is None:
+        message = "lr_decay_style=WSD needs the length of its last part"
+        found.append(ConfigError(message, key=f"{key}.lr_wsd_decay_steps", fix="Set it to a number of steps."))
+    return found

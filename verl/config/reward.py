@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.config.engine import FSDPEngineConfig
+from verl.config.megatron import MegatronEngineBesideActorConfig
 from verl.config.node import ABSENT, ConfigNode, section, setting
 
 
@@ -187,7 +188,7 @@ class RewardModelConfig(ConfigNode):
     override_config: dict = setting({}, "entries of the reward model's config.json to replace", upstream=ABSENT)
     use_shm: bool = setting(False, "copy the reward model to shared memory before it is read", upstream=ABSENT)
     use_remove_padding: bool = setting(True, "pack rows one behind the other", upstream=ABSENT)
-    strategy: str = setting("auto", "backend that holds it: auto, plain, fsdp or fsdp2", upstream=ABSENT)
+    strategy: str = setting("auto", "backend that holds it: auto, plain, fsdp, fsdp2 or megatron", upstream=ABSENT)
     micro_batch_size: int | None = setting(None, "older form of micro_batch_size_per_gpu", upstream=ABSENT)
     micro_batch_size_per_gpu: int | None = setting(
         None, "samples per pass of one process; null: an automatic token budget", upstream=ABSENT
@@ -210,6 +211,7 @@ class RewardModelConfig(ConfigNode):
         upstream=ABSENT,
     )
     fsdp_config: FSDPEngineConfig = section(FSDPEngineConfig)
+    megatron: MegatronEngineBesideActorConfig = section(MegatronEngineBesideActorConfig)
     rollout: RewardRolloutConfig = section(RewardRolloutConfig)
 
 

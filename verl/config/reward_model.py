@@ -13,7 +13,7 @@ from verl.errors import ConfigError, NotBuiltError
 _KEY = "reward.reward_model"
 _PATH, _NAME, _URL = f"{_KEY}.model_path", f"{_KEY}.rollout.name", f"{_KEY}.rollout.server.url"
 ENGINES = ("hf", "server")
-STRATEGIES = ("auto", "plain", "fsdp", "fsdp2")
+STRATEGIES = ("auto", "plain", "fsdp", "fsdp2", "megatron")
 _HINT = "Train one with `python -m verl.trainer.rm_trainer`, or name a classification checkpoint with one label."
 
 

@@ -8,7 +8,7 @@ but does nothing is a notice.
 from __future__ import annotations
 
 from verl import registry
-from verl.config import correcting, losses, machine, notices, ranges
+from verl.config import correcting, losses, machine, notices, ranges, validate_megatron
 from verl.config.checks import Problems, collect, known_name, missing_folder, one_of
 from verl.config.node import unrecorded
 from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
@@ -31,7 +31,7 @@ _ONE_DEVICE = "Leave it out (auto) to train on one device."
 def validate(cfg: PPOTrainerConfig) -> None:
     """All problems of an RL configuration in one `ConfigError`; settings without effect get a notice each."""
     rules = (_names, _kl, machine.trackers, machine.rollout_engine, machine.hardware, machine.files, ranges.numbers, losses.problems, _groups, _values, _batches,
-             _ranks, _micro_batches, _sampling, _mirrors, _budgets, reward_model, correcting.rollout, correcting.groups, _plugins, _resume, _validation)  # fmt: skip
+             _ranks, _micro_batches, _sampling, _mirrors, _budgets, reward_model, validate_megatron.problems, correcting.rollout, correcting.groups, _plugins, _resume, _validation)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
         notices.tell(cfg)
@@ -324,8 +324,12 @@ def _validation(cfg: PPOTrainerConfig) -> Problems:
 
 
 def _sft_engine(cfg: SFTTrainerConfig) -> Problems:
-    strategy = cfg.engine.strategy
-    return [] if strategy == "auto" else known_name(registry.ENGINES, "engine.strategy", strategy, _ONE_DEVICE)
+    strategy, key = cfg.engine.strategy, "engine.strategy"
+    if strategy == validate_megatron.NAME:
+        allowed = [name for name in registry.ENGINES.names() if name != strategy]
+        message = "supervised training on Megatron-Core is not built yet"
+        return [NotBuiltError(message, key=key, got=strategy, allowed=allowed, fix=_ONE_DEVICE)]
+    return [] if strategy == "auto" else known_name(registry.ENGINES, key, strategy, _ONE_DEVICE)
 
 
 def _two_columns(cfg: SFTTrainerConfig) -> Problems:

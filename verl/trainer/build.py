@@ -97,6 +97,7 @@ def _reward_model_arguments(config: PPOTrainerConfig, device_name: str, processe
     return {
         "model": model,
         "engine": settings.fsdp_config,
+        "megatron": settings.megatron,
         "limits": Limits.of(
             settings.micro_batch_size_per_gpu,
             settings.micro_batch_size,

@@ -12,15 +12,15 @@ from verl.checkpoint import FileRecord
 from verl.config import (
     ActorRolloutRefConfig,
     DataConfig,
-    FSDPEngineConfig,
+    ActorConfig,
     HFModelConfig,
     OptimizerConfig,
     PPOTrainerConfig,
     replace,
 )
 from verl.data import hf_tokenizer
+    RefConfig,
 from verl.engines.base import Engine
-from verl.engines.settings import PassSettings
 from verl.errors import WorkerError
 from verl.metrics import MetricSet
 from verl.models.lora import LoraSettings
@@ -29,7 +29,17 @@ from verl.rollout.place import make_sampler
 from verl.single_controller.base import Dispatch, Worker, register
 from verl.weight_sync import chunk_weights
 from verl.workers.background import InBackground
-from verl.workers.part import Limits, ModelPart, Site, base_of, local_model, make_engine, memory_of, schedule_steps
+from verl.workers.part import (
+    Limits,
+    ModelPart,
+    Site,
+    base_of,
+    layout,
+    local_model,
+    make_engine,
+    memory_of,
+    schedule_steps,
+)
 from verl.workers.scoring import early_scorer
 from verl.workers.training import load_part, save_part, saved_records
 
@@ -179,7 +189,7 @@ class ActorRolloutRefWorker(Worker):
         c, ranks = self.config.actor, self.world_size
         rollout = self.config.rollout
         return ModelPart(
-            self._engine(optim=c.optim, fsdp=c.fsdp_config, strategy=self.site.strategy),
+            self._engine(c, self.site.strategy, optim=c.optim),
             train_limits=Limits.of(
                 c.ppo_micro_batch_size_per_gpu,
                 c.ppo_micro_batch_size,
@@ -219,12 +229,11 @@ class ActorRolloutRefWorker(Worker):
             return base_of(self.actor.engine)
         strategy = self.site.ref_strategy or self.site.strategy
         base = replace(self.model, lora_rank=0, lora_adapter_path=None)
-        return self._engine(optim=None, fsdp=self.config.ref.fsdp_config, strategy=strategy, model=base)
+        return self._engine(self.config.ref, strategy, model=base)
 
     def _engine(
         self,
-        optim: OptimizerConfig | None,
-        fsdp: FSDPEngineConfig,
+        role: ActorConfig | RefConfig,
         strategy: str,
         model: HFModelConfig | None = None,
     ) -> Engine:
@@ -233,14 +242,13 @@ class ActorRolloutRefWorker(Worker):
             self.info,
             self.config.nccl_timeout,
             model=model or self.model,
-            engine=fsdp,
             optim=optim,
             kind="causal_lm",
             grad_clip=self.config.actor.grad_clip,
             total_training_steps=schedule_steps(optim, self.site) if optim else self.site.total_training_steps,
             device=self.site.device,
             seed=self.site.seed,
-            passes=PassSettings.of(self.model, fsdp, self.config.actor.use_prefix_grouper),
+            **layout(strategy, self.model, role.fsdp_config, role.megatron, self.config.actor.use_prefix_grouper),
         )
 
     def _make_rollout(self) -> None:
@@ -254,3 +262,4 @@ class ActorRolloutRefWorker(Worker):
             data_config=self.data,
             score_row=None if early is None else early.score,
         )
+        optim: OptimizerConfig | None = None,

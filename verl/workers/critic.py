@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from verl.algorithms.losses import PPOValueLoss
 from verl.config import CriticConfig
-from verl.engines.settings import PassSettings
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
 from verl.single_controller.base import Dispatch, register
-from verl.workers.part import Limits, ModelPart, Site, local_model, make_engine, schedule_steps
+from verl.workers.part import Limits, ModelPart, Site, layout, local_model, make_engine, schedule_steps
 from verl.workers.training import TrainingWorker
 
 
@@ -27,14 +26,13 @@ class CriticWorker(TrainingWorker):
             self.site.strategy,
             self.info,
             model=local_model(c.model, "critic.model.path"),
-            engine=c.fsdp,
             optim=c.optim,
             kind="value",
             grad_clip=c.grad_clip,
             total_training_steps=schedule_steps(c.optim, self.site),
             device=self.site.device,
             seed=self.site.seed,
-            passes=PassSettings.of(c.model, c.fsdp, share_prompts=True),
+            **layout(self.site.strategy, c.model, c.fsdp, c.megatron, share_prompts=True),
         )
         self.part = ModelPart(
             engine,

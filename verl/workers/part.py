@@ -15,6 +15,7 @@ from verl import distributed, env
 from verl.algorithms.losses import LossFn
 from verl.checkpoint import BackgroundPart
 from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig, replace
+from verl.config.megatron import MegatronEngineConfig
 from verl.device import memory_now
 from verl.engines.adapters import BaseOfAdapter
 from verl.engines.base import Engine
@@ -172,6 +173,18 @@ def local_model(model: HFModelConfig, key: str) -> HFModelConfig:
 def schedule_steps(optim: OptimizerConfig, site: Site) -> int:
     """Steps of the learning-rate schedule: ``total_training_steps`` where it is set, else the run's length."""
     return optim.total_training_steps if optim.total_training_steps > 0 else site.total_training_steps
+
+
+def layout(
+    strategy: str, model: HFModelConfig, fsdp: FSDPEngineConfig, megatron: MegatronEngineConfig, share_prompts: bool
+) -> dict[str, Any]:
+    """``engine`` and ``passes`` of `make_engine`: the section that the strategy reads, and how its rows are laid out.
+
+    Megatron-Core's engine is told nothing of the second: it pads rows.
+    """
+    if strategy == "megatron":
+        return {"engine": megatron, "passes": None}
+    return {"engine": fsdp, "passes": PassSettings.of(model, fsdp, share_prompts)}
 
 
 def sharing_prompts(model: HFModelConfig, engine: FSDPEngineConfig) -> PassSettings:

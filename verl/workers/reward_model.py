@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from verl.config import FSDPEngineConfig, HFModelConfig
+from verl.config.megatron import MegatronEngineConfig
 from verl.config.reward_model import headless
 from verl.data import hf_tokenizer
 from verl.data.rewriting import Rewriter, speaks_alike
@@ -15,7 +16,7 @@ from verl.errors import ModelError
 from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.single_controller.base import Dispatch, Worker, register
-from verl.workers.part import Limits, ModelPart, Site, local_model, make_engine, sharing_prompts
+from verl.workers.part import Limits, ModelPart, Site, layout, local_model, make_engine
 
 MODEL_KEY = "reward.reward_model.model_path"
 TRUNCATED = "rm_truncated"
@@ -28,6 +29,7 @@ class RewardModelWorker(Worker):
     Args:
         model: the reward model; a classification checkpoint with one label brings its own head.
         engine: how it is held.
+        megatron: the same, for that backend.
         limits: rows or tokens of one forward pass.
         site: device, training backend and seed.
         policy: the model section in whose tokens the samples are written, None for the reward model's own. Where the
@@ -43,11 +45,13 @@ class RewardModelWorker(Worker):
         site: Site | None = None,
         policy: HFModelConfig | None = None,
         max_length: int | None = None,
+        megatron: MegatronEngineConfig | None = None,
     ):
         super().__init__()
         self.model_config, self.engine_config = model, engine or FSDPEngineConfig()
         self.limits, self.site = limits or Limits(), site or Site()
         self.policy, self.max_length = policy, max_length
+        self.megatron = megatron or MegatronEngineConfig()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -60,12 +64,11 @@ class RewardModelWorker(Worker):
             self.site.strategy,
             self.info,
             model=model,
-            engine=self.engine_config,
             optim=None,
             kind="value",
             device=self.site.device,
             seed=self.site.seed,
-            passes=sharing_prompts(model, self.engine_config),
+            **layout(self.site.strategy, model, self.engine_config, self.megatron, share_prompts=True),
         )
         self.part = ModelPart(engine, infer_limits=self.limits)
 

@@ -1,0 +1,281 @@
+"""Rules about ``strategy=megatron``: parallel sizes against processes and models, and what has no effect with it.
+
+They run before anything is allocated; the engine checks again what it is given.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl import env
+from verl.config.checks import Problems, in_range, one_of
+from verl.config.node import ConfigNode, was_typed
+from verl.config.root import PPOTrainerConfig, uses_critic, uses_reference, uses_reward_model
+from verl.errors import ConfigError, NotBuiltError
+from verl.metrics import notice
+
+NAME, PACKAGE = "megatron", "megatron-core"
+VERSIONS = ((0, 16), (0, 17))
+"""From the first, and before the second."""
+_MODEL = "actor_rollout_ref.model"
+_T, _P, _V, _E, _ET = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+_SIZES = (_T, _P, _V, _E, _ET)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_DTYPES = ("auto", "fp32", "float32", "bf16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Role:
+    """One model of a run.
+
+    Args:
+        key: its section; ``<key>.strategy`` names its backend.
+        section: its settings there.
+        others: key and section of the backend that shards by FSDP.
+        path: folder or hub name of the model.
+        pool, processes: where it runs, and on how many processes.
+    """
+
+    key: str
+    section: Any
+    others: tuple[str, ConfigNode]
+    path: str | None
+    pool: str
+    processes: int
+
+    @property
+    def is_megatron(self) -> bool:
+        return self.section.strategy == NAME
+
+    @property
+    def sizes(self) -> Any:
+        return self.section.megatron
+
+    def of(self, name: str) -> str:
+        return f"{self.key}.megatron.{name}"
+
+
+def roles(cfg: PPOTrainerConfig) -> Iterator[Role]:
+    """The models that a run holds on a training backend."""
+    trainer, policy, model = cfg.trainer, cfg.actor_rollout_ref, cfg.reward.reward_model
+    shared = trainer.nnodes * (trainer.n_gpus_per_node or 1)
+    pools = {
+        role: (name, sum(pool["processes"]))
+        for name, pool in trainer.resource_pools.items()
+        if isinstance(pool, dict) and "roles" in pool and "processes" in pool
+        for role in pool["roles"]
+    }
+    if model.enable_resource_pool:
+        pools["rm"] = ("reward_pool", model.nnodes * model.n_gpus_per_node)
+
+    def role(name: str, key: str, section: Any, fsdp: str, path: str | None) -> Role:
+        return Role(key, section, (f"{key}.{fsdp}", section[fsdp]), path, *pools.get(name, ("", shared)))
+
+    yield role("actor", "actor_rollout_ref.actor", policy.actor, "fsdp_config", policy.model.path)
+    if uses_reference(cfg):
+        yield role("ref", "actor_rollout_ref.ref", policy.ref, "fsdp_config", policy.model.path)
+    if uses_critic(cfg):
+        yield role("critic", "critic", cfg.critic, "fsdp", cfg.critic.model.path)
+    if uses_reward_model(cfg):
+        yield role("rm", "reward.reward_model", model, "fsdp_config", model.model_path)
+
+
+def problems(cfg: PPOTrainerConfig) -> Problems:
+    """What is wrong with the roles on Megatron-Core; without one nothing is."""
+    chosen = [role for role in roles(cfg) if role.is_megatron]
+    if not chosen:
+        return []
+    found = missing_or_other(f"{chosen[0].key}.strategy") + _lora(cfg)
+    for role in chosen:
+        found += _numbers(role) or _processes(role) + _model(role)
+    return found or _one_set_of_groups(chosen)
+
+
+def missing_or_other(key: str) -> Problems:
+    """Megatron-Core is not installed, or another version than the engine was written for."""
+    low, high = (".".join(map(str, version)) for version in VERSIONS)
+    fix = f"pip install '{PACKAGE}>={low},<{high}', or set {key}=fsdp2."
+    if importlib.util.find_spec(NAME) is None:
+        return [ConfigError("Megatron-Core is not installed", key=key, got=NAME, fix=fix)]
+    try:
+        version = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return []  # a checkout on the path: the engine reads its version
+    if VERSIONS[0] <= tuple(int(part) for part in version.split(".")[:2]) < VERSIONS[1]:
+        return []
+    allowed = f"{low} or newer, before {high}"
+    message = "this version of Megatron-Core is not the one that the engine is written for"
+    return [ConfigError(message, key=key, got=f"{PACKAGE} {version}", allowed=allowed, fix=fix)]
+
+
+def _lora(cfg: PPOTrainerConfig) -> Problems:
+    model = cfg.actor_rollout_ref.model
+    if cfg.actor_rollout_ref.actor.strategy != NAME or not (model.lora_rank or model.lora_adapter_path):
+        return []
+    key, fix = f"{_MODEL}.lora_rank", "Leave it out, or set actor_rollout_ref.actor.strategy=fsdp2."
+    return [NotBuiltError("LoRA of Megatron models is not built yet", key=key, got=model.lora_rank, fix=fix)]
+
+
+def _numbers(role: Role) -> Problems:
+    """What each setting may be by itself."""
+    found: Problems = []
+    for name in _SIZES:
+        value = role.sizes[name]
+        found += in_range(role.of(name), value, "1 or more", value is None or value >= 1)
+    found += one_of(role.of("dtype"), role.sizes.dtype.removeprefix("torch."), _DTYPES)
+    again = role.sizes.override_transformer_config
+    if again.recompute_granularity == "full":
+        for name in ("recompute_method", "recompute_num_layers"):
+            if again[name] is None:
+                key = role.of(f"override_transformer_config.{name}")
+                fix = "Set e.g. recompute_method=uniform recompute_num_layers=1."
+                found.append(ConfigError("recompute_granularity=full needs it", key=key, fix=fix))
+    return found
+
+
+def _processes(role: Role) -> Problems:
+    """Copies of t x p processes must fill the pool, and copies of the experts a pipeline stage."""
+    tensor, pipeline, expert, shared = (role.sizes[name] for name in (_T, _P, _E, _ET))
+    world = role.processes
+    if world % (tensor * pipeline):
+        products = [f"{t} x {p}" for t in range(1, world + 1) for p in range(1, world + 1) if world % (t * p) == 0]
+        return [
+            ConfigError(
+                f"{world} process(es) cannot be cut into copies of {tensor} (tensor) x {pipeline} (pipeline)",
+                key=role.of(_P if world % tensor == 0 else _T),
+                got=pipeline if world % tensor == 0 else tensor,
+                allowed=f"tensor x pipeline of {', '.join(products[:16])}",
+                fix="Change the sizes, or trainer.n_gpus_per_node x trainer.nnodes.",
+            )
+        ]
+    stage, shared = world // pipeline, tensor if shared is None else shared
+    if stage % (expert * shared) == 0:
+        return []
+    sizes = [size for size in range(1, stage + 1) if stage % (size * shared) == 0]
+    message = f"the {stage} process(es) of a pipeline stage cannot be cut into copies of {expert} (expert) x {shared}"
+    fix = f"Set it to one of these{f', or {role.of(_ET)}=1' if shared > 1 else ''}."
+    return [ConfigError(message, key=role.of(_E), got=expert, allowed=sizes or "none", fix=fix)]
+
+
+def _model(role: Role) -> Problems:
+    """What the model's config.json says: heads, layers and experts are dealt evenly."""
+    facts = _facts(role.path)
+    if facts is None:
+        return []
+    heads, layers = facts.get("num_attention_heads"), facts.get("num_hidden_layers")
+    experts = next((facts[name] for name in _EXPERTS if facts.get(name)), None)
+    pipeline, virtual, expert = (role.sizes[name] for name in (_P, _V, _E))
+    found = _dealt(role, _T, heads, "attention heads")
+    found = found or _dealt(role, _T, facts.get("num_key_value_heads", heads), "key/value heads")
+    found += _dealt(role, _P, layers, "layers")
+    if virtual is not None and pipeline < 2:
+        fix = f"Leave it out, or set {role.of(_P)} to 2 or more."
+        found.append(ConfigError("layer groups need a pipeline", key=role.of(_V), got=virtual, fix=fix))
+    elif virtual is not None and not found and layers:
+        found += _dealt(role, _V, layers // pipeline, "layers of a pipeline stage")
+    if expert > 1 and layers and experts is None:
+        message = "a model without experts cannot share them among processes"
+        found.append(ConfigError(message, key=role.of(_E), got=expert, allowed=[1], fix="Leave it out."))
+    return found + _dealt(role, _E, experts, "experts")
+
+
+def _dealt(role: Role, name: str, count: Any, what: str) -> Problems:
+    size = role.sizes[name]
+    if not isinstance(count, int) or count < 1 or count % size == 0:
+        return []
+    sizes = [n for n in range(1, count + 1) if count % n == 0]
+    message = f"the model's {count} {what} cannot be dealt evenly to {size}"
+    return [ConfigError(message, key=role.of(name), got=size, allowed=sizes, fix="Set it to one of these.")]
+
+
+def _facts(path: str | None) -> dict[str, Any] | None:
+    """The model's config.json, the language model's part of it; None where it is not on this machine."""
+    try:
+        facts = json.loads((Path(env.expand(path or "")) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # a hub name, or told where the folder is looked at
+    found = facts.get("text_config", facts) if isinstance(facts, dict) else None
+    return found if isinstance(found, dict) else None
+
+
+def _one_set_of_groups(chosen: list[Role]) -> Problems:
+    """Roles in the same processes have the same sizes: Megatron-Core has one set of groups per process."""
+    first: dict[str, Role] = {}
+    found: Problems = []
+    for role in chosen:
+        other = first.setdefault(role.pool, role)
+        for name in _SIZES:
+            mine, theirs = role.sizes[name], other.sizes[name]
+            if mine != theirs:
+                message = f"{other.of(name)} is {theirs}, and Megatron-Core has one set of groups per process"
+                fix = "Give both the same size, or the role a pool of its own with trainer.resource_pools."
+                found.append(ConfigError(message, key=role.of(name), got=mine, allowed=[theirs], fix=fix))
+    return found
+
+
+# ---- notices -------------------------------------------------------------------------------------------------------
+
+
+def tell(cfg: PPOTrainerConfig) -> None:
+    """One notice per role for what its backend does not read."""
+    for role in roles(cfg):
+        key, fsdp = role.others
+        if role.is_megatron:
+            _tell(
+                key,
+                _set(fsdp),
+                f"has no effect with {role.key}.strategy=megatron: its settings are {role.key}.megatron",
+            )
+        else:
+            _tell(f"{role.key}.megatron", _set(role.sizes), f"has no effect without {role.key}.strategy=megatron")
+    if cfg.actor_rollout_ref.actor.strategy == NAME:
+        _tell_actor(cfg)
+
+
+def _tell_actor(cfg: PPOTrainerConfig) -> None:
+    actor, model = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.model
+    if model.use_remove_padding:
+        why = "rows are padded with strategy=megatron: packed attention needs Transformer Engine"
+        notice(f"{_MODEL}.use_remove_padding", why)
+    why = "has no effect with actor_rollout_ref.actor.strategy=megatron"
+    again = f"{why}: actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity has"
+    for name in ("use_liger", "use_fused_kernels", "enable_activation_offload", "enable_gradient_checkpointing"):
+        if was_typed(model, name) and model[name]:
+            notice(f"{_MODEL}.{name}", again if name == "enable_gradient_checkpointing" else why)
+    for name in (
+        "use_prefix_grouper",
+        "use_torch_compile",
+        "entropy_checkpointing",
+        "entropy_from_logits_with_chunking",
+    ):
+        if was_typed(actor, name) and actor[name]:
+            notice(f"actor_rollout_ref.actor.{name}", why)
+
+
+def _tell(section: str, names: list[str], why: str) -> None:
+    if names:
+        beside = f"; nor have {', '.join(names[1:])}" if names[1:] else ""
+        notice(f"{section}.{names[0]}", why + beside)
+
+
+def _set(node: ConfigNode) -> list[str]:
+    """Leaves of a section and of those in it that somebody set: typed, or not the default and following nothing."""
+    usual, found = type(node)(), []
+    for name, field in type(node).__dataclass_fields__.items():
+        if field.metadata.get("section") is not None:
+            found += [f"{name}.{inner}" for inner in _set(node[name])]
+        elif was_typed(node, name) or (field.metadata["follows"] is None and node[name] != usual[name]):
+            found.append(name)
+    return found
