@@ -10,16 +10,16 @@ from verl.agent_loop import AgentLoopManager
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.checkpoint import FileRecord
 from verl.config import (
+    ActorConfig,
     ActorRolloutRefConfig,
     DataConfig,
-    ActorConfig,
     HFModelConfig,
     OptimizerConfig,
     PPOTrainerConfig,
+    RefConfig,
     replace,
 )
 from verl.data import hf_tokenizer
-    RefConfig,
 from verl.engines.base import Engine
 from verl.errors import WorkerError
 from verl.metrics import MetricSet
@@ -235,6 +235,7 @@ class ActorRolloutRefWorker(Worker):
         self,
         role: ActorConfig | RefConfig,
         strategy: str,
+        optim: OptimizerConfig | None = None,
         model: HFModelConfig | None = None,
     ) -> Engine:
         return make_engine(
@@ -262,4 +263,3 @@ class ActorRolloutRefWorker(Worker):
             data_config=self.data,
             score_row=None if early is None else early.score,
         )
-        optim: OptimizerConfig | None = None,
