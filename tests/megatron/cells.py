@@ -10,11 +10,15 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from tests.engines.builders import make_engine, model_dir, ragged_batch, relative_error
+from tests.megatron.families import LATENT, MIXTURE, YARN
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
+from verl.checkpoint.part import write_part
 from verl.config import ActorConfig, CriticConfig, HFModelConfig, OptimizerConfig
 from verl.config.megatron import MegatronEngineConfig
 from verl.engines.base import EngineState
 from verl.models.hf_folder import read_weights
+from verl.models.megatron_conversion import convert, differences
+from verl.models.merging import merge
 from verl.weight_sync.resharding import Layout
 
 OPTIM = {"lr": 1e-2, "lr_scheduler_type": "cosine", "override_optimizer_config": {"eps": 1e-4}}
@@ -26,18 +30,6 @@ TENSOR, PIPELINE, EXPERT = (
     "expert_model_parallel_size",
 )
 VIRTUAL = "virtual_pipeline_model_parallel_size"
-MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
-
-LATENT = {
-    "kv_heads": 4, "head_dim": 4, "q_lora_rank": 8, "kv_lora_rank": 12,
-    "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6,
-    "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
-    "n_shared_experts": 2, "moe_intermediate_size": 16,
-}  # fmt: skip
-YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
-    "beta_fast": 32, "beta_slow": 1, "mscale": 0.8, "mscale_all_dim": 1.0,
-}  # fmt: skip
 
 
 def megatron(path, kind="causal_lm", trains=True, **sizes):
@@ -185,6 +177,30 @@ def state_goes_to_the_plain_engine_and_back(ranks, folder):
         expected = plain.train_batch(batch, loss_fn).values()
         answer["plain"] = [expected["loss"], expected["grad_norm"]]
     return answer
+
+
+def folders_go_in_and_out(ranks, folder):
+    """Both processes convert a folder, train on it, save; the merger makes a Hugging Face folder of the checkpoint."""
+    path = shared_model(ranks, folder, "qwen3_moe", **MIXTURE)
+    converted = convert(path, folder / "converted", ranks=ranks)
+    engine = megatron(converted, **{EXPERT: 2})
+    found = {
+        "differs": differences(path, converted, ranks),
+        "exported": all(torch.equal(read_weights(path)[name], t) for name, t in kept(engine.export_weights()).items()),
+        "files": len(list(converted.glob("megatron-*.safetensors"))),
+    }
+    batch = ragged_batch(ROWS)
+    engine.train_batch(batch[share(batch, ranks)], loss_for("causal_lm"))
+    state, trained = engine.state(), kept(engine.export_weights())
+    if ranks.is_first:
+        write_part(folder / "actor", state, hf=engine.hf_writer())
+        merged = merge(folder / "actor", folder / "merged")
+        weights = read_weights(merged)
+        found["merged"] = weights.keys() == trained.keys() and all(torch.equal(weights[n], trained[n]) for n in weights)
+        found["moved"] = not torch.equal(trained["lm_head.weight"], read_weights(path)["lm_head.weight"])
+    else:
+        found["sent to others"] = len([name for name in state.tensors if not name.startswith("extra/")])
+    return found
 
 
 def refusals(ranks, folder):

@@ -27,7 +27,7 @@ PARITY = {
     ],
 }
 OTHERS = {
-    2: [cells.state_goes_to_the_plain_engine_and_back, cells.refusals],
+    2: [cells.state_goes_to_the_plain_engine_and_back, cells.folders_go_in_and_out, cells.refusals],
     4: [cells.shards_of_a_sampling_layout],
 }
 LIMIT = 1e-5
@@ -69,6 +69,14 @@ def test_a_state_goes_on_in_the_plain_engine_and_in_another_layout(answers):
         for name in ("elsewhere", "plain"):
             if name in found:
                 assert found[name] == pytest.approx([found["loss"], found["norm"]], rel=1e-5)
+
+
+def test_a_converted_folder_is_trained_on_and_its_checkpoint_becomes_a_hugging_face_folder(answers):
+    first, second = answers[2]["folders_go_in_and_out"]
+    assert first["differs"] == [] and first["exported"] and second["exported"]
+    assert first["files"] == 2, "one per process"
+    assert first["moved"] and first["merged"]
+    assert second["sent to others"] == 0, "a state is gathered where it is written"
 
 
 def test_sampling_layouts_get_the_slices_of_the_trained_weights(answers):

@@ -11,6 +11,8 @@ from verl import env
 from verl.errors import ModelError
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+CONVERTED = "megatron.json"
+"""In a folder whose weights are Megatron-Core's (`megatron_folder`)."""
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
@@ -72,7 +74,7 @@ def _missing_weights(folder: Path) -> str:
         if not shards:
             return f"its {name} cannot be read"
         return f"{name} names shards that are not there: {', '.join(absent)}" if absent else ""
-    if any((folder / name).is_file() for name in WEIGHT_FILES):
+    if any((folder / name).is_file() for name in (*WEIGHT_FILES, CONVERTED)):
         return ""
     return f"it has a config.json but no weights ({' or '.join(WEIGHT_FILES)}, or an index of shards)"
 

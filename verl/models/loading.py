@@ -6,18 +6,21 @@ head of a value model, which starts small and seeded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
 
 from verl.device import torch_dtype
 from verl.errors import ModelError
 from verl.metrics import notice
 from verl.models import folder
 from verl.models.config import load_model_config, quiet_transformers, readable_errors
+from verl.models.slices import SlicedFolder
 
 HEAD_NAMES = ("score", "classifier")
 """What token-classification models call their head."""
@@ -130,19 +133,41 @@ def _load(
         setattr(config, name, value)
     where = folder.resolve(path)
     folder.check(where)
+    converted = _converted_weights(where, device)
     with quiet_transformers(), readable_errors(where), torch.random.fork_rng(devices=_cuda_devices()):
         torch.manual_seed(seed)
-        model, info = auto.from_pretrained(
-            where,
+        model, info = _source(auto, config, where, converted, trust_remote_code)(
             config=config,
             dtype=torch_dtype(dtype),
-            trust_remote_code=trust_remote_code,
             attn_implementation=attn or override_config.get("attn_implementation"),
             output_loading_info=True,
             device_map="meta" if device == "meta" else None,
         )
+        if converted is not None and (Path(where) / "generation_config.json").is_file() and model.can_generate():
+            model.generation_config = GenerationConfig.from_pretrained(where)
     _own_memory(model)
     return model, info
+
+
+def _source(
+    auto: Any, config: Any, where: str, converted: dict[str, Tensor] | None, trust_remote_code: bool
+) -> Callable[..., Any]:
+    """transformers' loader, told where the weights come from; given ones it takes by a class of its own alone."""
+    if converted is None:
+        return partial(auto.from_pretrained, where, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = auto.from_config(config, trust_remote_code=trust_remote_code)
+    return partial(type(model).from_pretrained, None, state_dict=converted)
+
+
+def _converted_weights(where: str, device: str) -> dict[str, Tensor] | None:
+    """Weights of a folder that holds them as Megatron-Core has them; of other folders transformers finds them."""
+    if not (Path(where) / folder.CONVERTED).is_file():
+        return None
+    with SlicedFolder.opened(where) as weights:
+        if device == "meta":
+            return {name: torch.empty(weights.shape(name), device="meta") for name in weights.names()}
+        return {name: weights.whole(name) for name in weights.names()}
 
 
 def _own_memory(model: nn.Module) -> None:

@@ -1,14 +1,17 @@
 """Families as Megatron-Core has them: which of its weights is made of which Hugging Face weights, and its settings.
 
-Facts only: `verl.engines.megatron` carries them out, and nothing here needs Megatron-Core. Weights are named with
-``{layer}`` and ``{expert}``; shapes come from the Hugging Face model itself.
+`verl.engines.megatron` and `verl.models.megatron_conversion` carry it out; nothing here needs Megatron-Core. Weights
+are named with ``{layer}`` and ``{expert}``; shapes come from the Hugging Face model itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from verl.errors import ConfigError, ModelError, suggest
 
@@ -251,6 +254,35 @@ def slots_of(family: Family, settings: Mapping[str, Any]) -> list[tuple[Slot, tu
     dense = tuple(layer for layer in layers if not sparse[layer])
     found = [(slot, dense if slot in _MLP else tuple(layers)) for slot in family.layer]
     return [(slot, where) for slot, where in [*found, *((slot, mixed) for slot in family.mixture)] if where]
+
+
+def filled(slot: Slot, layer: int, expert: int) -> Slot:
+    """A slot under the names that it has in one layer, for one expert."""
+
+    def name(pattern: str) -> str:
+        return pattern.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+
+    return replace(slot, ours=name(slot.ours), theirs=tuple(name(pattern) for pattern in slot.theirs))
+
+
+def fused(form: str, parts: Sequence[Tensor], groups: int) -> Tensor:
+    """One weight of Megatron-Core from what it is made of.
+
+    Args:
+        parts: whole weights, or what a tensor-parallel rank has of each.
+        groups: key/value groups in them.
+    """
+    if form == QKV:
+        return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def qkv_part(tensor: Tensor, part: int, groups: int, settings: Mapping[str, Any]) -> Tensor:
+    """Query, key or value rows (part 0, 1 or 2) out of a weight in which the heads of a group lie together."""
+    dim = settings["kv_channels"]
+    queries = settings["num_attention_heads"] // settings["num_query_groups"] * dim
+    start, size = ((0, queries), (queries, dim), (queries + dim, dim))[part]
+    return tensor.unflatten(0, (groups, -1)).narrow(1, start, size).flatten(0, 1)
 
 
 def rope_settings(config: Any) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """A checkpoint of a training run as one Hugging Face folder: our own, and shards that upstream's FSDP wrote.
 
+A folder of Megatron-Core's weights that the converter wrote becomes one too.
+
 Our checkpoints hold whole weights already, so they are copied, or an adapter is merged into its base. Upstream's shards
 are torch pickles of distributed tensors; they are read with ``weights_only`` and torch's own list of allowed classes,
 so that a file can hold tensors and nothing else.
@@ -20,12 +22,16 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from verl import env
 from verl.errors import ModelError
+from verl.models import folder as model_folder
 from verl.models import hf_folder, lora
 from verl.models.config import load_model_config, quiet_transformers
 from verl.models.loading import load_causal_lm
+from verl.models.slices import SlicedFolder
 from verl.models.weights import export_weights
 
 SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+FOREIGN = ("dist_ckpt", "model/dist_ckpt")
+"""Where upstream puts Megatron-Core's distributed checkpoints: of old, and since 0.9."""
 LORA_META = "lora_train_meta.json"
 ADAPTER_FOLDER = "lora_adapter"
 TOLERANCE = 1e-6
@@ -35,25 +41,35 @@ def merge(source: str | Path, target: str | Path, trust_remote_code: bool = Fals
     """Write the model of a checkpoint's role folder (``global_step_7/actor``) as a Hugging Face folder.
 
     Args:
-        source: a role folder of ours, or one with ``model_world_size_*_rank_*.pt`` and ``huggingface/``.
+        source: a role folder of ours, one with ``model_world_size_*_rank_*.pt`` and ``huggingface/``, or a folder of
+            Megatron-Core's weights (`megatron_conversion`).
         target: created; an adapter is merged into its base, and upstream's also written to ``lora_adapter/``.
 
     Returns:
         The target.
 
     Raises:
-        ModelError: no such checkpoint, shards that are missing or hold anything but tensors.
+        ModelError: no such checkpoint, shards that are missing or hold anything but tensors, or Megatron-Core's own.
     """
     folder, target = Path(env.expand(str(source))), Path(env.expand(str(target)))
-    inner = folder / "huggingface"
+    inner = next((f for f in (folder / "huggingface", folder / "model" / "huggingface") if f.is_dir()), folder)
     if not folder.is_dir():
         raise ModelError("there is no such folder", got=str(source))
     if any(SHARD.fullmatch(file.name) for file in folder.iterdir()):
         return _write(target, inner, merge_shards(folder), trust_remote_code)
+    if (folder / model_folder.CONVERTED).is_file():
+        return _from_converted(folder, target, trust_remote_code)
     if (inner / lora.WEIGHTS_FILE).is_file():
         return _merge_adapter(inner, target, trust_remote_code)
     if list(inner.glob("model*.safetensors")):
         return _write(target, inner, hf_folder.read_weights(inner), trust_remote_code)
+    if any((folder / name).is_dir() for name in FOREIGN):
+        raise ModelError(
+            "this checkpoint is Megatron's own, whose index is a pickle: it could run any code, so it is not loaded",
+            got=str(source),
+            fix="Where it was written, save its Hugging Face weights: checkpoint.save_contents=[model,hf_model], or "
+            "upstream's merger with --backend megatron. That folder is a model.path here.",
+        )
     roles = sorted(f"{path.parent.name}" for path in folder.glob("*/huggingface"))
     hint = f"Name one of its roles: {', '.join(roles)}." if roles else "Give the role's folder: global_step_N/actor."
     raise ModelError("this folder holds no weights of a model", got=str(source), fix=hint)
@@ -141,6 +157,20 @@ def _joined(name: str, parts: list[Any]) -> Tensor:
     if whole.shape != first.shape:
         raise ModelError(f"the pieces of {name} do not fit together", got=tuple(whole.shape), allowed=str(first.shape))
     return whole
+
+
+def _from_converted(folder: Path, target: Path, trust_remote_code: bool) -> Path:
+    with quiet_transformers():
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with SlicedFolder.opened(folder) as weights:
+        return hf_folder.save(
+            target,
+            config=config,
+            weights=((name, weights.whole(name)) for name in weights.names()),
+            tokenizer=_tokenizer(folder, trust_remote_code),
+            generation_config=_generation_config(folder),
+            source=folder,
+        )
 
 
 def _write(target: Path, source: Path, weights: Mapping[str, Tensor], trust_remote_code: bool) -> Path:

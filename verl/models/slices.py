@@ -13,10 +13,11 @@ from torch import Tensor
 
 from verl.errors import ModelError, suggest
 from verl.models import folder as model_folder
+from verl.models import megatron_folder
 
 
 class SlicedFolder:
-    """The weights of a folder by name.
+    """The weights of a folder by their Hugging Face names, also where they lie there as Megatron-Core's.
 
     Raises:
         ModelError: the folder holds no safetensors files.
@@ -30,7 +31,8 @@ class SlicedFolder:
     def opened(cls, path: str | Path) -> Iterator[SlicedFolder]:
         """Within the block the folder's files are open; nothing of them is in memory."""
         found = Path(model_folder.resolve(path))
-        names = sorted(found.glob("model*.safetensors"))
+        converted = (found / model_folder.CONVERTED).is_file()
+        names = sorted(found.glob(megatron_folder.FILES if converted else "model*.safetensors"))
         if not names:
             raise ModelError(
                 "this folder holds no safetensors files, and only those can be read in parts",
@@ -42,10 +44,17 @@ class SlicedFolder:
             for name in names:
                 file = stack.enter_context(safe_open(name, framework="pt"))
                 files.update(dict.fromkeys(file.keys(), file))
+            if converted:
+                fused = megatron_folder.FusedFile(found, files)
+                files = dict.fromkeys(fused.keys(), fused)
             yield cls(path, files)
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
+
+    def names(self) -> Iterator[str]:
+        """Of all weights."""
+        return iter(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a whole weight."""
@@ -59,6 +68,10 @@ class SlicedFolder:
         """
         cut = [slice(None)] * axis + [slice(low, high)]
         return torch.as_tensor(self._of(name).get_slice(name)[tuple(cut)]).clone()
+
+    def whole(self, name: str) -> Tensor:
+        """A whole weight, in memory of its own."""
+        return self.read(name, 0, 0, self.shape(name)[0])
 
     def _of(self, name: str) -> Any:
         if name not in self._files:

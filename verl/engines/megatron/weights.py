@@ -28,6 +28,9 @@ from verl.models.megatron import (
     VOCABULARY,
     Family,
     Slot,
+    filled,
+    fused,
+    qkv_part,
     slots_of,
 )
 from verl.weight_sync.resharding import ModelWeights, Weight
@@ -106,7 +109,7 @@ class WeightTable:
     def put(self, bound: Bound, target: Tensor, read: Read) -> None:
         """Copy the parts that make up one weight, or a tensor of its shape, into ``target``."""
         parts = [read(name, *self._span(bound, weight)) for name, weight in zip(bound.slot.theirs, bound.weights)]
-        value = self._joined(bound.slot.form, parts)
+        value = fused(bound.slot.form, parts, self._groups())
         if bound.slot.form == VOCABULARY:
             target[value.shape[0] :].zero_()  # rows that only fill up the last rank
             target = target[: value.shape[0]]
@@ -129,7 +132,7 @@ class WeightTable:
         bound, number = self._by_name[name]
         tensor = tensor_of(bound.parameter).detach()
         if bound.slot.form == QKV:
-            return self._heads(tensor, number)
+            return qkv_part(tensor, number, self._groups(), self.settings)
         if bound.slot.form == GATED:
             return tensor.chunk(2)[number]
         if bound.slot.form == VOCABULARY:
@@ -145,14 +148,13 @@ class WeightTable:
     # ---- how weights are cut -----------------------------------------------------------------------------------
 
     def _has(self, slot: Slot, where: tuple[int, ...]) -> bool:
-        return not slot.optional or _filled(slot.theirs[0], where[0], 0) in self.shapes
+        return not slot.optional or filled(slot, where[0], 0).theirs[0] in self.shapes
 
     def _weights_of(self, slot: Slot, place: str, where: tuple[int, ...]) -> list[Weight]:
         experts = int(self.settings["num_moe_experts"]) if "{expert}" in slot.theirs[0] else 0
         cut = {COLUMNS: 1, ROWS: 0, QKV: 0, GATED: 0, VOCABULARY: 0}.get(slot.form)
         found = []
-        for name in slot.theirs:
-            first = _filled(name, where[0] if where else 0, 0)
+        for name, first in zip(slot.theirs, filled(slot, where[0] if where else 0, 0).theirs):
             if first not in self.shapes:
                 raise ModelError(f"the model has no weight {first}", fix=suggest(first, self.shapes))
             shape = self.shapes[first]
@@ -171,26 +173,14 @@ class WeightTable:
         piece = int(place[0]) * (len(bounds) - 1) // ranks
         return axis, bounds[piece], bounds[piece + 1]
 
+    def _groups(self) -> int:
+        return int(self.settings["num_query_groups"]) // self.sizes.tensor
+
     def _places(self) -> Any:
         if not hasattr(self, "_here"):
             rank = torch.distributed.get_rank()
             self._here = self.sizes.layout.coordinates().taken(_one(rank))
         return self._here
-
-    def _joined(self, form: str, parts: list[Tensor]) -> Tensor:
-        if form == QKV:
-            groups = self.settings["num_query_groups"] // self.sizes.tensor
-            return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _heads(self, fused: Tensor, number: int) -> Tensor:
-        """Query, key or value rows out of a weight in which the heads of one key/value group lie together."""
-        s = self.settings
-        groups, dim = s["num_query_groups"] // self.sizes.tensor, s["kv_channels"]
-        queries = s["num_attention_heads"] // s["num_query_groups"] * dim
-        low = (0, queries, queries + dim)[number]
-        size = (queries, dim, dim)[number]
-        return fused.unflatten(0, (groups, -1)).narrow(1, low, size).flatten(0, 1)
 
     # ---- this rank's parameters --------------------------------------------------------------------------------
 
@@ -200,13 +190,7 @@ class WeightTable:
             weights = tuple(w for w in self.model.weights if w.name in slot.theirs)
             for layer in where if place == LAYER else (0,):
                 for expert in range(max(weights[0].experts, 1)):
-                    final = Slot(
-                        _filled(slot.ours, layer, expert),
-                        tuple(_filled(name, layer, expert) for name in slot.theirs),
-                        slot.form,
-                        slot.partial,
-                        fixed=slot.fixed,
-                    )
+                    final = filled(slot, layer, expert)
                     if final.ours in named:
                         yield Bound(final, weights, named.pop(final.ours), weights[0].experts > 0)
         if named:
@@ -240,12 +224,12 @@ class WeightTable:
         return found
 
     def _all_names(self) -> set[str]:
-        found = set()
-        for weight in self.model.weights:
-            layers = weight.only if weight.only is not None else range(self.model.layers)
-            for layer in layers if weight.place == LAYER else (0,):
-                for expert in range(max(weight.experts, 1)):
-                    found.add(_filled(weight.name, layer, expert))
+        found: set[str] = set()
+        for slot, place, where in self._templates:
+            experts = int(self.settings["num_moe_experts"]) if "{expert}" in slot.ours else 1
+            for layer in where if place == LAYER else (0,):
+                for expert in range(experts):
+                    found.update(filled(slot, layer, expert).theirs)
         return found
 
 
@@ -268,10 +252,6 @@ def _ends(kind: str, tied: bool, shapes: Mapping[str, Any]) -> Iterator[tuple[Sl
         yield from ((slot, LAST, ()) for slot in VALUE_HEAD if slot.theirs[0] in shapes)
     elif not tied:
         yield OUTPUT, LAST, ()
-
-
-def _filled(name: str, layer: int, expert: int) -> str:
-    return name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
 
 
 def _one(rank: int) -> Any:

@@ -1,0 +1,23 @@
+"""Small configurations of every family that Megatron-Core training knows: a name, the family, its configuration."""
+
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+LATENT = {
+    "kv_heads": 4, "head_dim": 4, "q_lora_rank": 8, "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6,
+    "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+    "n_shared_experts": 2, "moe_intermediate_size": 16,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
+    "beta_fast": 32, "beta_slow": 1, "mscale": 0.8, "mscale_all_dim": 1.0,
+}  # fmt: skip
+FAMILIES = (
+    ("llama", "llama", {}),
+    ("mistral", "mistral", {"kv_heads": 4}),
+    ("qwen2", "qwen2", {}),
+    ("qwen2-tied", "qwen2", {"tie_word_embeddings": True}),
+    ("qwen3", "qwen3", {"head_dim": 16}),
+    ("qwen3_moe", "qwen3_moe", {**MIXTURE, "mlp_only_layers": [0]}),
+    ("deepseek_v3", "deepseek_v3", LATENT),
+    ("deepseek_v3-whole-queries", "deepseek_v3", {**LATENT, "q_lora_rank": None}),
+)
