@@ -123,8 +123,7 @@ def make_inputs(folder: Path, size: str) -> tuple[Path, Path, Path]:
     import pyarrow.parquet as pq
 
     model = make_model(folder, size, "{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    texts = [f"a prompt of 32 tokens, number {i:03d}" for i in range(PROMPTS * 64)]
-    texts = [text[:32].ljust(32, ".") for text in texts]
+    texts = [f"prompt {i:05d} of 32 tokens".ljust(32, ".") for i in range(PROMPTS * 64)]
     rows = [
         {"prompt": [{"role": "user", "content": t}], "data_source": "bench", "reward_model": {"ground_truth": "0"}}
         for t in texts
