@@ -66,7 +66,7 @@ class RouterStatistics:
             sum_over_ranks: adds up a tensor over the data-parallel ranks; every rank calls it equally often.
         """
         found = MetricSet()
-        if not self.routers or not self._seen:
+        if not self._seen:
             return found
         seen = sum_over_ranks(torch.stack([self._seen[layer] for layer in sorted(self._seen)]))
         shares = seen / seen.sum(-1, keepdim=True)

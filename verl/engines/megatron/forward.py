@@ -23,6 +23,9 @@ class StageForward:
     Args:
         vocabulary: tokens of the model, without the rows that fill up the last rank.
         width: rows of the embedding per rank.
+
+    Attributes:
+        real: (tokens of this rank,) which are no padding, while a stage runs for the first time; else None.
     """
 
     def __init__(self, kind: str, sizes: Sizes, groups: Groups, vocabulary: int, width: int):
@@ -31,6 +34,7 @@ class StageForward:
         self.first = groups.tensor.rank * width
         self.here = max(0, min(width, vocabulary - self.first))
         self.logits_per_token = width
+        self.real: Tensor | None = None
 
     def check(self, outputs: Sequence[str], temperature: float) -> None:
         """Raise as a pass does, without one."""
@@ -46,10 +50,22 @@ class StageForward:
             chosen = row * (ids.shape[1] + missing) + column
             ids = F.pad(ids, (0, missing))
             positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        if not stage.post_process:
-            return stage(ids, positions, None)
-        with self._chosen(stage, chosen, tuple(ids.shape)):
-            return stage(ids, positions, None)
+        self.real = self._real(chosen, ids.shape, stage.config.sequence_parallel)
+        try:
+            if not stage.post_process:
+                return stage(ids, positions, None)
+            with self._chosen(stage, chosen, tuple(ids.shape)):
+                return stage(ids, positions, None)
+        finally:
+            self.real = None
+
+    def _real(self, chosen: Tensor, shape: tuple[int, ...], shared: bool) -> Tensor:
+        """Each row up to its last chosen token, in the order of this rank's tokens; a row without one is of length 1."""
+        rows, length = shape
+        lengths = torch.ones(rows, dtype=torch.long, device=chosen.device)
+        lengths = lengths.scatter_reduce(0, chosen // length, chosen % length + 1, "amax")
+        real = torch.arange(length, device=chosen.device)[:, None] < lengths
+        return (real.chunk(self.sizes.tensor)[self.groups.tensor.rank] if shared else real).flatten()
 
     def read(self, found: Tensor, micro: MicroBatch, outputs: Sequence[str], temperature: float) -> dict[str, Tensor]:
         """Name -> (b, T) float32, zero where no response token is; from what `run` gave on the last stage."""
