@@ -14,7 +14,7 @@ from tests.megatron.families import LATENT, MIXTURE, YARN
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
 from verl.checkpoint.part import write_part
 from verl.config import ActorConfig, CriticConfig, HFModelConfig, OptimizerConfig
-from verl.config.megatron import MegatronEngineConfig
+from verl.config.megatron import MegatronEngineConfig, MegatronEngineOverrideTransformerConfigConfig
 from verl.engines.base import EngineState
 from verl.models.hf_folder import read_weights
 from verl.models.megatron_conversion import convert, differences
@@ -85,7 +85,7 @@ def compared(ranks, folder, family="qwen2", kind="causal_lm", config=None, limit
     path, batch, limits = shared_model(ranks, folder, family, **(config or {})), ragged_batch(ROWS), limits or {}
     name, mine = "values" if kind == "value" else "log_probs", share(batch, ranks)
     engine = megatron(path, kind, **sizes)
-    plain = make_engine(path, kind, optim=OPTIM, model={"use_remove_padding": False})
+    plain = make_engine(path, kind, optim=OPTIM)
     before, theirs_before = kept(engine.export_weights()), kept(plain.export_weights())
     names = (name,) if kind == "value" else (name, "entropy")
     outputs = engine.infer(batch[mine], names, temperature=0.7, **limits)
@@ -102,6 +102,7 @@ def compared(ranks, folder, family="qwen2", kind="causal_lm", config=None, limit
         "loss": max(abs(a["loss"] - b["loss"]) for a, b in zip(told, theirs)),
         "norm": max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(told, theirs)),
         "weights": max(relative_error(after[n], t) for n, t in plain.export_weights()),
+        "routers": max((abs(a[n] / b[n] - 1) for a, b in zip(told, theirs) for n in b if n[:4] == "moe/"), default=0.0),
         "metrics": sorted(set(theirs[0]) ^ set(told[0])),
     }
 
@@ -179,6 +180,49 @@ def state_goes_to_the_plain_engine_and_back(ranks, folder):
     return answer
 
 
+def experts_cut_otherwise_than_the_rest(ranks, folder):
+    """Attention over two ranks, each expert whole on one of them: tokens go to their experts and back."""
+    sizes = {TENSOR: 2, EXPERT: 2, "expert_tensor_parallel_size": 1}
+    return compared(ranks, folder, "qwen3_moe", config=MIXTURE, limits={"micro_batch_size": 3}, **sizes)
+
+
+def layers_computed_again(ranks, folder):
+    """Calls of decoder layers and of their attention in one step of two micro-batches, and the step's loss and norm."""
+    path, batch, found = shared_model(ranks, folder, "qwen3"), ragged_batch(ROWS), {}
+    for granularity in (None, "selective", "full"):
+        section = MegatronEngineOverrideTransformerConfigConfig(recompute_granularity=granularity)
+        engine = megatron(path, **{TENSOR: 2, "override_transformer_config": section})
+        calls = {"layers": 0, "attention": 0}
+
+        def count(name, calls=calls):
+            return lambda *_: calls.update({name: calls[name] + 1})
+
+        for layer in engine.model.chunks[0].decoder.layers:
+            layer.register_forward_hook(count("layers"))
+            layer.self_attention.core_attention.register_forward_hook(count("attention"))
+        told = engine.train_batch(batch[share(batch, ranks)], loss_for("causal_lm"), micro_batch_size=4).values()
+        found[str(granularity)] = {**calls, "told": [told["loss"], told["grad_norm"]]}
+    return found
+
+
+def low_precision(ranks, folder):
+    """bf16 weights with float32 copies beside the plain engine in float32."""
+    path, batch = shared_model(ranks, folder, "qwen2"), ragged_batch(ROWS)
+    engine = megatron(path, dtype="bfloat16", **{TENSOR: 2})
+    plain = make_engine(path, optim=OPTIM)
+    told = [engine.train_batch(batch[share(batch, ranks)], loss_for("causal_lm")).values() for _ in range(STEPS)]
+    theirs = [plain.train_batch(batch, loss_for("causal_lm")).values() for _ in range(STEPS)]
+    masters = list(engine.gradients.masters.items())
+    return {
+        "dtypes": sorted({str(tensor.dtype) for _, tensor in engine.export_weights()}),
+        "masters": sorted({str(m.dtype) for _, m in masters}),
+        "rounded": all(torch.equal(p, m.bfloat16()) for p, m in masters),
+        "finer": any(not torch.equal(p.float(), m) for p, m in masters),
+        "loss": max(abs(a["loss"] - b["loss"]) for a, b in zip(told, theirs)),
+        "norm": max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(told, theirs)),
+    }
+
+
 def folders_go_in_and_out(ranks, folder):
     """Both processes convert a folder, train on it, save; the merger makes a Hugging Face folder of the checkpoint."""
     path = shared_model(ranks, folder, "qwen3_moe", **MIXTURE)
@@ -211,6 +255,7 @@ def refusals(ranks, folder):
         "layers": {PIPELINE: ranks.size, "virtual_pipeline_model_parallel_size": 4},
         "experts": {EXPERT: 2},
         "processes": {TENSOR: 3},
+        "routers": {"override_mcore_model_config": {"moe_aux_loss_coeff": 0.1}},
     }.items():
         try:
             megatron(path, **sizes)

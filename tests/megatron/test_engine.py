@@ -14,6 +14,7 @@ PARITY = {
         cells.pipeline_with_virtual_stages,
         cells.a_value_model,
         cells.experts_shared,
+        cells.experts_cut_otherwise_than_the_rest,
         cells.latent_attention_and_experts_shared,
         cells.latent_attention_cut,
         cells.latent_queries_as_they_are,
@@ -27,7 +28,13 @@ PARITY = {
     ],
 }
 OTHERS = {
-    2: [cells.state_goes_to_the_plain_engine_and_back, cells.folders_go_in_and_out, cells.refusals],
+    2: [
+        cells.state_goes_to_the_plain_engine_and_back,
+        cells.folders_go_in_and_out,
+        cells.layers_computed_again,
+        cells.low_precision,
+        cells.refusals,
+    ],
     4: [cells.shards_of_a_sampling_layout],
 }
 LIMIT = 1e-5
@@ -47,7 +54,7 @@ def test_three_steps_equal_those_of_the_plain_engine(answers, size, cell):
         assert found["outputs"] < LIMIT, found
         assert found["loss"] < LIMIT and found["norm"] < LIMIT, found
         assert found["weights"] < LIMIT, found
-        assert all(name.startswith("moe/") for name in found["metrics"]), "the other metrics are those of every engine"
+        assert found["routers"] < LIMIT and not found["metrics"], "the metrics are those of every engine"
 
 
 @pytest.mark.parametrize(
@@ -79,6 +86,21 @@ def test_a_converted_folder_is_trained_on_and_its_checkpoint_becomes_a_hugging_f
     assert second["sent to others"] == 0, "a state is gathered where it is written"
 
 
+def test_activations_are_computed_again_as_often_as_asked_for(answers):
+    """Two layers, two micro-batches: 4 calls; those that are dropped are made twice. The numbers stay."""
+    for found in answers[2]["layers_computed_again"]:
+        calls = {name: (each["layers"], each["attention"]) for name, each in found.items()}
+        assert calls == {"None": (4, 4), "selective": (4, 8), "full": (8, 8)}
+        assert found["None"]["told"] == found["selective"]["told"] == found["full"]["told"]
+
+
+def test_bf16_weights_are_rounded_from_float32_copies(answers):
+    for found in answers[2]["low_precision"]:
+        assert found["dtypes"] == ["torch.bfloat16"] and found["masters"] == ["torch.float32"]
+        assert found["rounded"] and found["finer"]
+        assert found["loss"] < 5e-3 and found["norm"] < 5e-3, "float32's, to the digits of bf16"
+
+
 def test_sampling_layouts_get_the_slices_of_the_trained_weights(answers):
     for found in answers[4]["shards_of_a_sampling_layout"]:
         assert found["moved"], "a step was taken"
@@ -93,6 +115,7 @@ def test_sampling_layouts_get_the_slices_of_the_trained_weights(answers):
         ("layers", ("layers of a stage", "virtual_pipeline_model_parallel_size")),
         ("experts", ("without experts", "expert_model_parallel_size")),
         ("processes", ("2 processes", "1x1, 1x2, 2x1")),
+        ("routers", ("moe_aux_loss_coeff", "moe/load_balance")),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused_with_what_can(answers, name, words):

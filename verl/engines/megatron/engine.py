@@ -24,6 +24,7 @@ from verl.engines.megatron.gradients import Gradients
 from verl.engines.megatron.layers import build_chunks, padded_vocabulary
 from verl.engines.megatron.optimizer import ShardedState, optimizer_section
 from verl.engines.megatron.parallel import SECTION, Sizes, check_version, import_megatron, join
+from verl.engines.megatron.routers import StageRouters
 from verl.engines.megatron.weights import WeightTable, check_given
 from verl.engines.optimizer import move_optimizer_state
 from verl.engines.rows import MicroBatch
@@ -37,7 +38,6 @@ from verl.models.config import import_external
 from verl.models.flops import ModelFlops
 from verl.models.lora import LoraSettings
 from verl.models.megatron import family_of
-from verl.models.routers import RouterStatistics
 from verl.models.slices import SlicedFolder
 from verl.models.weights import named_tensors, names_on_disk
 from verl.protocol import DataProto
@@ -96,7 +96,7 @@ class MegatronEngine(TorchEngine):
         self.ranks = distributed.start(device=device)
         self.sizes = Sizes.of(engine, self.ranks)
         self.model = self._build(model, engine, engine.seed if seed is None else seed)
-        self.routers, self.activations = RouterStatistics(self.model), None
+        self.routers, self.activations = StageRouters(self.model.chunks, self.table.settings, self.forward), None
         self.gradients = Gradients(self.table.trained, self.sizes, self.groups, self.ranks, trains=optim is not None)
         self.optimizer = self.scheduler = None
         if optim is not None:

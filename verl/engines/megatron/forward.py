@@ -60,7 +60,7 @@ class StageForward:
             self.real = None
 
     def _real(self, chosen: Tensor, shape: tuple[int, ...], shared: bool) -> Tensor:
-        """Each row up to its last chosen token, in the order of this rank's tokens; a row without one is of length 1."""
+        """Each row up to its last chosen token (1 where it has none), in the order of this rank's tokens."""
         rows, length = shape
         lengths = torch.ones(rows, dtype=torch.long, device=chosen.device)
         lengths = lengths.scatter_reduce(0, chosen // length, chosen % length + 1, "amax")

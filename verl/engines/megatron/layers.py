@@ -18,6 +18,25 @@ from verl.errors import ConfigError, suggest
 from verl.metrics import notice
 from verl.models.megatron import rope_settings
 
+_SIZES = "parallel sizes have settings of their own"
+_ROUTERS = "losses of routers are no part of any engine's loss; moe/load_balance shows how even they are"
+_LOSS = "the loss carries its own denominators"
+OWNED = {
+    "tensor_model_parallel_size": _SIZES,
+    "pipeline_model_parallel_size": _SIZES,
+    "virtual_pipeline_model_parallel_size": _SIZES,
+    "expert_model_parallel_size": _SIZES,
+    "expert_tensor_parallel_size": _SIZES,
+    "context_parallel_size": _SIZES,
+    "sequence_parallel": _SIZES,
+    "moe_aux_loss_coeff": _ROUTERS,
+    "moe_z_loss_coeff": _ROUTERS,
+    "moe_router_load_balancing_type": _ROUTERS,
+    "calculate_per_token_loss": _LOSS,
+    "variable_seq_lengths": "every micro-batch is as long as its longest row",
+}
+"""Fields of TransformerConfig that may not be replaced, and why."""
+
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, computed in float32 as the Hugging Face families do."""
@@ -105,7 +124,6 @@ def transformer_config(settings: Mapping[str, Any], sizes: Sizes, section: Any, 
     """
     known = import_megatron("transformer.transformer_config")
     cls = known.MLATransformerConfig if settings.get("multi_latent_attention") else known.TransformerConfig
-    recompute = section.override_transformer_config
     chosen = {
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
@@ -136,10 +154,7 @@ def transformer_config(settings: Mapping[str, Any], sizes: Sizes, section: Any, 
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
-        "recompute_granularity": recompute.recompute_granularity,
-        **({"recompute_modules": list(recompute.recompute_modules)} if recompute.recompute_granularity else {}),
-        **({"recompute_method": recompute.recompute_method} if recompute.recompute_method else {}),
-        **({"recompute_num_layers": recompute.recompute_num_layers} if recompute.recompute_num_layers else {}),
+        **_recomputed(section.override_transformer_config),
         **settings,
     }
     for name, value in dict(section.override_mcore_model_config).items():
@@ -149,6 +164,13 @@ def transformer_config(settings: Mapping[str, Any], sizes: Sizes, section: Any, 
                 key=f"{SECTION}.override_mcore_model_config.{name}",
                 fix=suggest(name, cls.__dataclass_fields__),
             )
+        if name in OWNED:
+            raise ConfigError(
+                f"this field of Megatron-Core is decided by the engine: {OWNED[name]}",
+                key=f"{SECTION}.override_mcore_model_config.{name}",
+                got=value,
+                fix="Leave it out.",
+            )
         chosen[name] = value
     if chosen.get("num_moe_experts") is not None and sizes.tensor > 1 and not sizes.sequence:
         chosen["sequence_parallel"] = True
@@ -157,6 +179,19 @@ def transformer_config(settings: Mapping[str, Any], sizes: Sizes, section: Any, 
             "is switched on: Megatron-Core needs it for experts beside tensor parallelism",
         )
     return cls(**chosen)
+
+
+def _recomputed(section: Any) -> dict[str, Any]:
+    """Which activations are computed again in the backward pass; ``full`` alone means every layer."""
+    if section.recompute_granularity is None:
+        return {}
+    if section.recompute_granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(section.recompute_modules)}
+    return {
+        "recompute_granularity": section.recompute_granularity,
+        "recompute_method": section.recompute_method or "uniform",
+        "recompute_num_layers": section.recompute_num_layers or 1,
+    }
 
 
 def padded_vocabulary(size: int, ranks: int) -> int:

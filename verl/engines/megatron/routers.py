@@ -1,4 +1,4 @@
-"""How evenly Megatron-Core's experts are used: the numbers of `verl.models.routers`, over tokens that are no padding."""
+"""How evenly Megatron-Core's experts are used: numbers of `verl.models.routers`, over tokens that are no padding."""
 
 from __future__ import annotations
 
