@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from verl.algorithms.losses import LossFn
 from verl.checkpoint.part import HFWriter
 from verl.checkpoint.state import EngineState
+from verl.errors import EngineError
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
+from verl.weight_sync.resharding import Layout, ModelWeights, Plan
 
 __all__ = ["Engine", "EngineState", "HFWriter"]
 T = TypeVar("T")
@@ -110,6 +113,26 @@ class Engine(ABC):
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights under Hugging Face names, detached and whole on every rank; tied ones once, under the first."""
+
+    def plan_for(self, sampling: Layout, weights: ModelWeights | None = None) -> Plan | None:
+        """How weights go to a sampling layout on the same ranks; its ``places`` say what each rank samples with.
+
+        Args:
+            weights: what the sampler is made of and how it cuts each weight.
+
+        Returns:
+            None where this engine can only give whole weights (`export_weights`).
+        """
+        return None
+
+    def shards_for(self, plan: Plan, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The weights as the sampling layout of a plan holds them: each rank gets the slices of its place. Collective.
+
+        Args:
+            plan: of `plan_for`.
+            dtype: in which they travel; null: the engine's own.
+        """
+        raise EngineError(f"{type(self).__name__} has no plan of its weights")
 
     @abstractmethod
     def load_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:

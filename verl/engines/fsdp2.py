@@ -23,7 +23,9 @@ from verl.engines.sharded_engine import ShardedEngine
 from verl.engines.sharded_optimizer import build_sharded_optimizer
 from verl.engines.tensor_forward import TensorForward
 from verl.engines.tensor_parallel import TensorRanks
-from verl.models.weights import named_tensors
+from verl.models.lora import has_adapter
+from verl.models.weights import named_tensors, names_on_disk
+from verl.weight_sync.resharding import Layout, ModelWeights, Plan, Resharder, Sharded, make_plan
 
 
 class FSDP2Engine(ShardedEngine):
@@ -121,6 +123,31 @@ class FSDP2Engine(ShardedEngine):
                 yield {name: tensor for name, tensor in saved.items() if tensor is not None}
             else:
                 yield {name: self._gathered(tensor, name) for name, tensor in group}
+
+    def plan_for(self, sampling: Layout, weights: ModelWeights | None = None) -> Plan | None:
+        """As `Engine.plan_for`; None where neighbours share linear maps or experts besides, where an adapter must be
+        merged, and for families that have weights of files in another form in memory."""
+        own = named_tensors(self.model)
+        whole = {name for name, tensor in own.items() if not isinstance(tensor, DTensor)}
+        if weights is None or self.cuts or whole or has_adapter(self.blueprint):
+            return None
+        if set(names_on_disk(self.blueprint, named_tensors(self.blueprint))) != set(own):
+            return None
+        copies = self.layout.num_copies
+        return make_plan(weights, Sharded(self.ranks.size // copies, copies), sampling)
+
+    def shards_for(self, plan: Plan, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        self.onload(optimizer=False)
+        own = named_tensors(self.model)
+        wire = dtype or next(iter(own.values())).dtype
+
+        def piece(name: str) -> Tensor:
+            tensor = own[name]
+            assert isinstance(tensor, DTensor)
+            return tensor.to_local().detach().to(self.device, wire)
+
+        yield from Resharder(plan, self.ranks.rank, dtype=wire, device=self.device).run(piece)
+        self.offload(params=self.idle["params"], optimizer=False)
 
     def _write(self, values: Mapping[str, Tensor]) -> None:
         for name, target in named_tensors(self.model).items():

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from verl import distributed
 from verl.agent_loop import AgentLoopManager
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.checkpoint import FileRecord
@@ -25,8 +26,10 @@ from verl.errors import WorkerError
 from verl.metrics import MetricSet
 from verl.models.lora import LoraSettings
 from verl.protocol import DataProto
+from verl.rollout.base import Sampler
+from verl.rollout.group import Sharing, Together
 from verl.rollout.place import make_sampler
-from verl.single_controller.base import Dispatch, Worker, register
+from verl.single_controller.base import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from verl.weight_sync import chunk_weights
 from verl.workers.background import InBackground
 from verl.workers.part import (
@@ -90,21 +93,28 @@ class ActorRolloutRefWorker(Worker):
             trust_remote_code=model.trust_remote_code,
             custom_chat_template=model.custom_chat_template,
         )
+        rollout, site = self.config.rollout, self.site
+        sharing = None
+        if "rollout" in self.plays:
+            sharing = Sharing.of(rollout, model, site.device, self.world_size)
         if "actor" in self.plays:
             self.actor = self._make_actor()
         if "ref" in self.plays:
             self.ref = self._make_ref()
         if "rollout" in self.plays:
-            self._make_rollout()
+            self._make_rollout(sharing)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Run the agent loop of every row: responses, masks and the sampler's own log-probs."""
+        """Run the agent loop of every row: responses, masks and the sampler's own log-probs.
+
+        Workers that hold a sampler together get the same rows; one of them is heard.
+        """
         self.hand_over.wait()
         with memory_of("generate", self.site.device) as memory:
             asyncio.run(self.sampler.wake())
             try:
-                made = self.agent_loops.generate_sequences(prompts)
+                made = self._sampled(prompts)
             finally:
                 if self._frees_cache():
                     asyncio.run(self.sampler.sleep(level=1))
@@ -177,8 +187,21 @@ class ActorRolloutRefWorker(Worker):
 
     def _hand_over_weights(self, version: int) -> None:
         bucket_bytes = self.config.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
-        chunks = chunk_weights(self.actor.engine.export_weights(), bucket_bytes, version=version)
+        engine = self.actor.engine
+        weights = engine.export_weights() if self.together is None else self.together.weights(engine)
+        chunks = chunk_weights(weights, bucket_bytes, version=version)
         asyncio.run(self.sampler.update_weights(chunks, version))
+
+    def _sampled(self, prompts: DataProto) -> DataProto:
+        if self.together is None:
+            return self.agent_loops.generate_sequences(prompts)
+        if not self.together.sampler.leads:
+            self.together.sampler.follow()
+            return prompts[:0]
+        try:
+            return self.agent_loops.generate_sequences(prompts)
+        finally:
+            self.together.sampler.end_turn()
 
     def _frees_cache(self) -> bool:
         """Whether the sampler gives its cache back to the trainer between rollouts."""
@@ -252,9 +275,17 @@ class ActorRolloutRefWorker(Worker):
             **layout(strategy, self.model, role.fsdp_config, role.megatron, self.config.actor.use_prefix_grouper),
         )
 
-    def _make_rollout(self) -> None:
-        rollout = self.config.rollout
-        self.sampler = make_sampler(rollout, self.model, self.site.device, f"sampler of {self.info.role}[{self.rank}]")
+    def _make_rollout(self, sharing: Sharing | None) -> None:
+        rollout, name = self.config.rollout, f"sampler of {self.info.role}[{self.rank}]"
+        self.together: Together | None = None
+        if sharing is None:
+            self.sampler: Sampler = make_sampler(rollout, self.model, self.site.device, name)
+            self.set_dispatch_collect("rollout", self.rank, True)
+        else:
+            ranks = distributed.start(self.info, self.site.device, self.config.nccl_timeout)
+            self.together = sharing.on(ranks, self.actor.engine if "actor" in self.plays else None)
+            self.sampler = self.together.sampler
+            self.set_dispatch_collect("rollout", self.together.replica, self.together.sampler.leads)
         early = None if self.scoring is None else early_scorer(self.scoring, self.tokenizer, self.world_size)
         self.agent_loops = AgentLoopManager(
             rollout,

@@ -48,6 +48,14 @@ def test_two_workers_give_the_samples_the_losses_and_the_gradients_of_one(two: R
     agree(two, alone, steps=slice(0, 2))
 
 
+def test_workers_that_hold_the_sampler_together_sample_and_learn_as_one_process_does(
+    train: Callable[..., Run], alone: Run
+):
+    size = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+    shared = train("shared", 2, "trainer.n_gpus_per_node=2", size)
+    agree(shared, alone, steps=slice(2))
+
+
 def test_samplers_in_actors_of_their_own_and_weights_in_the_background_change_no_number(
     train: Callable[..., Run], two: Run
 ):

@@ -285,13 +285,15 @@ class MegatronEngine(TorchEngine):
         yield from self._gathered(lambda parameter: parameter, self.dtype, self._everywhere(self.table.model))
         self.offload(params=self.idle["params"], optimizer=False)
 
-    def plan_for(self, sampling: Layout) -> Plan:
-        """How weights go to a sampling layout on the same ranks; its ``places`` say what each rank samples with."""
-        return make_plan(self.table.model, self.sizes.layout, sampling)
+    def plan_for(self, sampling: Layout, weights: ModelWeights | None = None) -> Plan:
+        own = self.table.model
+        return make_plan(own if weights is None else own.with_units_of(weights), self.sizes.layout, sampling)
 
-    def shards_for(self, plan: Plan) -> Iterator[tuple[str, Tensor]]:
-        """The weights as the sampling layout of a plan holds them: each rank gets the slices of its place."""
+    def shards_for(self, plan: Plan, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """As `Engine.shards_for`, in this engine's own dtype whatever is asked for."""
+        self.onload(optimizer=False)
         yield from self._gathered(lambda parameter: parameter, self.dtype, plan)
+        self.offload(params=self.idle["params"], optimizer=False)
 
     def _gathered(self, tensor_of: Any, dtype: torch.dtype, plan: Plan) -> Iterator[tuple[str, Tensor]]:
         resharder = Resharder(plan, self.ranks.rank, dtype=dtype, dtypes=self.table.dtypes, device=self.device)

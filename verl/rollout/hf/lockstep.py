@@ -41,12 +41,7 @@ class LockstepSampler(HFSampler):
     """
 
     def __init__(self, part: Part, **options: Any):
-        if options.get("full_determinism"):
-            raise NotBuiltError(
-                "bitwise equal results are not built for sampling on several ranks",
-                key="actor_rollout_ref.rollout.full_determinism",
-                fix=f"Set {KEY} to 1, or this to false.",
-            )
+        refuse_determinism(options.get("full_determinism", False))
         if part.model.device.type == "cuda" and not options.get("enforce_eager"):
             notice(KEY, "CUDA graphs are not built for sampling on several ranks: it decodes without them")
         super().__init__(part.model, **{**options, "paged": False, "owns_model": True}, part=part)
@@ -115,14 +110,29 @@ class LockstepSampler(HFSampler):
         return int(kind)
 
 
+def refuse_determinism(wanted: bool) -> None:
+    """Raise `NotBuiltError`: how numbers of several ranks are summed depends on how many there are in a batch."""
+    if wanted:
+        raise NotBuiltError(
+            "bitwise equal results are not built for sampling on several ranks",
+            key="actor_rollout_ref.rollout.full_determinism",
+            fix=f"Set {KEY} to 1, or this to false.",
+        )
+
+
+def sampling_dtype(rollout: Any, device: str) -> torch.dtype:
+    """``rollout.dtype``; auto is bfloat16 on an accelerator and float32 on CPU."""
+    auto = "float32" if device == "cpu" else "bfloat16"
+    return torch_dtype(auto if rollout.dtype == "auto" else rollout.dtype)
+
+
 def loader(rollout: Any, model: Any, device: str) -> Load:
     """Makes the sampler's model without values."""
-    auto = "float32" if device == "cpu" else "bfloat16"
 
     def load() -> Any:
         return load_causal_lm(
             str(model.path),
-            torch_dtype(auto if rollout.dtype == "auto" else rollout.dtype),
+            sampling_dtype(rollout, device),
             model.override_config,
             model.trust_remote_code,
             external_lib=model.external_lib,
