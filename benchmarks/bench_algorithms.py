@@ -193,8 +193,7 @@ def in_turns(functions: tuple[Callable[[], Any], ...], repeat: int) -> list[floa
 def run_loss(loss: PolicyLoss, inputs: Inputs, norm: LossNorm, slope: Tensor) -> None:
     """Value and gradient of a loss, the gradient into ``slope``."""
     mode = loss.forced_agg_mode or "token-mean"
-    survey = None if loss.survey is None else loss.survey(inputs, LOSS_CONFIG)
-    evaluate(loss.terms, inputs, LOSS_CONFIG, mode, norm, slope, survey, loss.own_weights)
+    evaluate(loss, inputs, LOSS_CONFIG, mode, norm, slope)
 
 
 def built_in_losses() -> list[str]:

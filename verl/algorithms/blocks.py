@@ -47,12 +47,27 @@ def cleaned(values: Tensor, mask: Tensor) -> Tensor:
     return zero_outside(values, mask)  # NaN times 0 is NaN: some padding, or a valid value, is not finite
 
 
-def inner_product(values: Tensor, mask: Tensor) -> Tensor:
-    """The sum of ``values`` where the mask is 1, whatever stands elsewhere; mask as in `cleaned`."""
-    total = torch.linalg.vecdot(values, mask).sum()
+def inner_product(values: Tensor, factors: Tensor, mask: Tensor) -> Tensor:
+    """The sum of ``values * factors``, whatever stands in ``values`` where the mask is 0; mask as in `cleaned`.
+
+    Args:
+        factors: 0 outside the mask.
+    """
+    total = torch.dot(values.flatten(), factors.flatten())
     if values.device.type == "cpu" and math.isfinite(total.item()):
         return total
-    return zero_outside(values, mask).sum()
+    return torch.dot(zero_outside(values, mask).flatten(), factors.flatten())
+
+
+def extremes(values: Tensor) -> tuple[float, float]:
+    """The least and the greatest value, NaN if there is one; 0 and 0 of nothing."""
+    if values.numel() == 0:
+        return 0.0, 0.0
+    if values.device.type == "cpu":  # numpy's loops over contiguous numbers are twice as fast
+        array = values.numpy()
+        return array.min().item(), array.max().item()
+    lowest, highest = torch.stack(torch.aminmax(values)).tolist()
+    return lowest, highest
 
 
 def comparable(values: Tensor) -> Any:

@@ -7,7 +7,7 @@ from tests.algorithms.fixtures import actor_config, loss_batch, policy_loss_conf
 from verl.algorithms.policy_losses import kernel
 from verl.algorithms.policy_losses.bypass import bypass_mode
 from verl.algorithms.policy_losses.cispo import cispo
-from verl.algorithms.policy_losses.covariance import clip_cov, covariance, kl_cov, token_means
+from verl.algorithms.policy_losses.covariance import clip_cov, covariances, kl_cov
 from verl.algorithms.policy_losses.dppo import dppo_kl, dppo_tv
 from verl.algorithms.policy_losses.dro import dro
 from verl.algorithms.policy_losses.geo_mean import geo_mean
@@ -78,10 +78,11 @@ def test_the_covariances():
     inputs = kernel.Inputs(
         batch["old_log_prob"], batch["log_prob"].detach(), batch["advantages"], batch["response_mask"]
     )
-    *means, count = token_means(inputs)
-    assert [*means, count] == pytest.approx([0.2, -1.206984, 5], abs=1e-6)
-    found = covariance(inputs.block(slice(0, 2)), *means)[batch["response_mask"].bool()]
-    assert found.tolist() == pytest.approx([0.165587, 0.489959, -0.388931, 1.379629, -0.979706], abs=1e-6)
+    ((first, cov),) = covariances(inputs, kernel.Means(advantage=0.2, log_prob=-1.206984, num_tokens=5))
+    found = cov[batch["response_mask"].bool()]
+    assert first == 0 and found.tolist() == pytest.approx(
+        [0.165587, 0.489959, -0.388931, 1.379629, -0.979706], abs=1e-6
+    )
 
 
 def test_kl_cov():

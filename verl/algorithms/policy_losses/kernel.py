@@ -13,13 +13,13 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from verl.algorithms.aggregation import LossNorm, check_agg_mode, loss_norm, running_norm, share_scale
-from verl.algorithms.blocks import cleaned, float_mask, row_blocks
+from verl.algorithms.blocks import cleaned, extremes, float_mask, inner_product, row_blocks
 from verl.algorithms.calls import check_shapes
 from verl.algorithms.masked import zero_outside
 from verl.metrics import Metric
@@ -41,10 +41,8 @@ class Block:
         uncleaned: the log_prob and the old_log_prob that the loss got, to be read only.
         advantages: as the loss got them.
         mask: 0 or 1, of the same dtype.
-        lengths: (b, 1) valid tokens per row, at least 1.
-        num_tokens: valid tokens of the block.
+        counts: (b, 1) valid tokens per row.
         weights: importance weights, or None; to be read only.
-        survey: what the loss's `survey` found out about the whole micro-batch, or None.
         bounded: whether the bound changed a log-ratio.
     """
 
@@ -53,11 +51,14 @@ class Block:
     uncleaned: tuple[Tensor, Tensor]
     advantages: Tensor
     mask: Tensor
-    lengths: Tensor
-    num_tokens: Tensor
+    counts: Tensor
     weights: Tensor | None = None
-    survey: Any = None
     bounded: bool = False
+
+    @functools.cached_property
+    def lengths(self) -> Tensor:
+        """(b, 1) valid tokens per row, at least 1."""
+        return self.counts.clamp(min=1.0)
 
     @functools.cached_property
     def log_prob(self) -> Tensor:
@@ -68,6 +69,10 @@ class Block:
     def old_log_prob(self) -> Tensor:
         """The old policy's."""
         return cleaned(self.uncleaned[1].to(self.mask.dtype), self.mask)
+
+    def dot_log_prob(self, factors: Tensor) -> Tensor:
+        """The sum of log_prob times ``factors``, which are 0 outside the mask."""
+        return inner_product(self.uncleaned[0], factors, self.mask)
 
     def ratio(self) -> Tensor:
         """exp(log_ratio): 1 outside the mask, and exactly 1 where the policy has not moved."""
@@ -92,18 +97,26 @@ def exp_(values: Tensor) -> Tensor:
 
 
 class Changes(NamedTuple):
-    """Tokens that may cost something else once the whole micro-batch has been seen; one-dimensional tensors.
+    """Tokens that cost something else once the whole micro-batch has been seen; one-dimensional tensors.
 
     Args:
-        where: positions in the flattened block, ascending; the kernel makes them positions in the micro-batch.
-        loss, slope: what is added to the token's loss and slope if it is chosen; the kernel scales both.
-        key: what the choice goes by, if it is not chance.
+        where: their positions in the flattened micro-batch, each at most once.
+        loss, slope: what is added to a token's loss and slope; the kernel scales both.
+        sums: metric -> its sum, as in `Terms`.
     """
 
     where: Tensor
     loss: Tensor
     slope: Tensor
-    key: Tensor | None = None
+    sums: Mapping[str, float] = {}
+
+
+class Means(NamedTuple):
+    """Of advantage and log-prob over the valid tokens of the micro-batch, and how many these are."""
+
+    advantage: float
+    log_prob: float
+    num_tokens: int
 
 
 class Terms(NamedTuple):
@@ -113,25 +126,11 @@ class Terms(NamedTuple):
         loss: (b, T) the loss of each token, or (b, 1) that of each row; None where it is ``slope * log_prob``.
         slope: (b, T) its derivative with respect to the token's log_prob. Both are 0 outside the mask.
         sums: metric -> its sum over the valid tokens.
-        changes: see `Changes`; only of a loss with a `Survey`.
     """
 
     loss: Tensor | None
     slope: Tensor
-    sums: Mapping[str, Tensor] = {}
-    changes: Changes | None = None
-
-
-class Survey(Protocol):
-    """What a loss has to know of a whole micro-batch: looked at before the blocks, and again after them."""
-
-    def collect(self, changes: Changes) -> None:
-        """Remember the proposed changes of a block; blocks come in order."""
-        ...
-
-    def chosen(self) -> tuple[Changes | None, Mapping[str, float]]:
-        """The changes to make, and sums of metrics, after the last block."""
-        ...
+    sums: Mapping[str, Tensor | float] = {}
 
 
 @dataclass(frozen=True)
@@ -147,48 +146,45 @@ class Inputs:
     def __post_init__(self) -> None:
         check_shapes({name: tensor for name, tensor in vars(self).items() if tensor is not None})
 
-    @property
+    @functools.cached_property
     def dtype(self) -> torch.dtype:
         """float64 if any of them is, else float32."""
         tensors = (self.log_prob, self.old_log_prob, self.advantages)
         return functools.reduce(torch.promote_types, [x.dtype for x in tensors], torch.float32)
 
-    def block(self, rows: slice, survey: Survey | None = None) -> Block:
+    def block(self, rows: slice) -> Block:
         """The cleaned rows."""
         mask = float_mask(self.response_mask[rows], self.dtype)
         new, old = self.log_prob[rows].to(self.dtype), self.old_log_prob[rows]
         log_ratio = torch.sub(new, old).mul_(mask)
-        lowest, highest = _extremes(log_ratio)
+        lowest, highest = extremes(log_ratio)
         if not math.isfinite(highest - lowest):  # junk in the padding, or an infinite move
             log_ratio = zero_outside(new - old, mask)
-            lowest, highest = _extremes(log_ratio)
+            lowest, highest = extremes(log_ratio)
         bounded = not (lowest >= -LOG_RATIO_BOUND and highest <= LOG_RATIO_BOUND)
         if bounded:
             log_ratio.clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        weights, lengths = self.rollout_is_weights, mask.sum(dim=-1, keepdim=True)
+        weights = self.rollout_is_weights
         return Block(
             log_ratio=log_ratio,
             highest=highest,
             uncleaned=(new, old),
             advantages=cleaned(self.advantages[rows].to(self.dtype), mask),
             mask=mask,
-            lengths=lengths.clamp(min=1.0),
-            num_tokens=lengths.sum(),
+            counts=mask.sum(dim=-1, keepdim=True),
             weights=None if weights is None else cleaned(weights[rows].to(self.dtype), mask),
-            survey=survey,
             bounded=bounded,
         )
 
-
-def _extremes(values: Tensor) -> tuple[float, float]:
-    if values.numel() == 0:
-        return 0.0, 0.0
-    lowest, highest = torch.stack(torch.aminmax(values)).tolist()
-    return lowest, highest
+    def at(self, where: Tensor) -> tuple[Tensor, Tensor]:
+        """The bounded log-ratio and the advantage of some valid tokens; positions in the flattened micro-batch."""
+        log_ratio = self.log_prob.take(where).to(self.dtype) - self.old_log_prob.take(where)
+        return log_ratio.clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), self.advantages.take(where).to(self.dtype)
 
 
+Numbers = tuple[Tensor | float, ...]
 TermsFn = Callable[[Block, Any], Terms]
-SurveyFn = Callable[[Inputs, Any], Survey]
+ReviseFn = Callable[[Inputs, Means, Any], Changes]
 
 
 def count_above(left: Tensor, right: Tensor) -> Tensor:
@@ -197,71 +193,72 @@ def count_above(left: Tensor, right: Tensor) -> Tensor:
 
 
 def evaluate(
-    terms: TermsFn,
-    inputs: Inputs,
-    config: Any,
-    loss_agg_mode: str,
-    norm: LossNorm,
-    slope_out: Tensor,
-    survey: Survey | None = None,
-    own_weights: bool = False,
+    loss: PolicyLoss, inputs: Inputs, config: Any, loss_agg_mode: str, norm: LossNorm, slope_out: Tensor
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """Value, gradient and metrics of a loss in one pass.
+    """Value, gradient and metrics of a loss in one pass; a loss that revises looks at some of the inputs once more.
 
     Args:
         slope_out: (b, T), contiguous, receives the derivative of the value with respect to ``inputs.log_prob``.
-        survey: see `Survey`.
-        own_weights: the terms hold the importance weights already.
     """
     scale = share_scale(loss_agg_mode, norm, inputs.log_prob.shape[1])
-    totals, numbers = [slope_out.new_zeros((), dtype=torch.float64)], []
+    by_length = loss_agg_mode == "seq-mean-token-mean"
+    counts, totals, seen, numbers = list[Tensor](), list[Numbers](), list[Numbers](), list[Numbers]()
     names: tuple[str, ...] = ()
     for rows in row_blocks(inputs.log_prob):
-        block = inputs.block(rows, survey)
-        basic = block.num_tokens, block.log_ratio.sum()  # before the loss uses the memory
-        found = terms(block, config)
-        factor: Tensor | float = scale / block.lengths if loss_agg_mode == "seq-mean-token-mean" else scale
-        if block.weights is not None and not own_weights:
+        block = inputs.block(rows)
+        counts.append(block.counts)
+        if loss.revise is not None:
+            seen.append((block.advantages.sum(), block.dot_log_prob(block.mask)))
+        moved = block.log_ratio.sum()  # before the loss uses the memory
+        found = loss.terms(block, config)
+        factor: Tensor | float = scale / block.lengths if by_length else scale
+        if block.weights is not None and not loss.own_weights:
             factor = block.weights * factor
-        totals.append(_add_up(found, factor, block, slope_out[rows]))
-        if survey is not None and found.changes is not None:
-            survey.collect(_scaled(found.changes, factor, rows.start, inputs.log_prob.shape[1]))
+        totals.append((_add_up(found, factor, block, slope_out[rows]),))
         names = tuple(found.sums)
-        numbers.append(torch.stack([*basic, *found.sums.values()]))
-    num_tokens, moved, *others = torch.stack(numbers).double().sum(dim=0).tolist() if numbers else (0.0, 0.0)
-    sums = {"pg_clipfrac": 0.0, "pg_clipfrac_lower": 0.0, "ppo_kl": -moved, **dict(zip(names, others))}
-    if survey is not None:
-        changes, more = survey.chosen()
-        sums |= more
-        if changes is not None:
-            totals.append(changes.loss.double().sum())
-            slope_out.view(-1)[changes.where] += changes.slope.to(slope_out.dtype)
-    metrics = {name: Metric(value / (num_tokens or 1.0), "mean", num_tokens) for name, value in sums.items()}
-    return torch.stack(totals).sum().to(inputs.dtype), metrics
+        numbers.append((moved, *found.sums.values()))
+    if not counts:
+        counts.append(inputs.log_prob.new_zeros(0, 1))
+    lengths = torch.cat(counts)
+    num_tokens = lengths.double().sum().item()
+    moved_by, *others = column_sums(numbers) or [0.0]
+    sums = {"pg_clipfrac": 0.0, "pg_clipfrac_lower": 0.0, "ppo_kl": -moved_by, **dict(zip(names, others))}
+    value = sum(column_sums(totals))
+    if loss.revise is not None and num_tokens:
+        advantage, log_prob = column_sums(seen)
+        changes = loss.revise(inputs, Means(advantage / num_tokens, log_prob / num_tokens, int(num_tokens)), config)
+        rescale: Tensor | float = scale / lengths[changes.where // inputs.log_prob.shape[1], 0] if by_length else scale
+        if inputs.rollout_is_weights is not None:
+            rescale = inputs.rollout_is_weights.take(changes.where).to(inputs.dtype) * rescale
+        value += (changes.loss * rescale).double().sum().item()
+        slope_out.view(-1)[changes.where] += (changes.slope * rescale).to(slope_out.dtype)
+        sums |= dict(changes.sums)
+    metrics = {name: Metric(number / (num_tokens or 1.0), "mean", num_tokens) for name, number in sums.items()}
+    return inputs.log_prob.new_tensor(value, dtype=inputs.dtype), metrics
+
+
+def column_sums(rows: list[Numbers]) -> list[float]:
+    """The sum of each column in float64; numbers and scalar tensors may stand side by side."""
+    return [_sum(column) for column in zip(*rows)]
+
+
+def _sum(values: Numbers) -> float:
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    on_device = torch.stack(tensors).double().sum().item() if tensors else 0.0
+    return on_device + sum(value for value in values if not isinstance(value, Tensor))
 
 
 def _add_up(found: Terms, factor: Tensor | float, block: Block, slope_out: Tensor) -> Tensor:
-    """The scaled loss of a block, in float64; its scaled slope goes into ``slope_out``."""
+    """The scaled loss of a block; its scaled slope goes into ``slope_out``."""
     slope = torch.mul(found.slope, factor, out=slope_out if slope_out.dtype == found.slope.dtype else None)
     if slope is not slope_out:
         slope_out.copy_(slope)
-    if found.loss is not None:
-        by_row = isinstance(factor, float) or factor.shape[1] == 1
-        loss = found.loss.sum(dim=-1, keepdim=True) if by_row else found.loss
-        return (loss * factor).double().sum()
-    if slope.device.type == "cpu":
-        total = torch.linalg.vecdot(slope, block.uncleaned[0]).double().sum()
-        if math.isfinite(total.item()):  # else there is junk in the padding
-            return total
-    return torch.linalg.vecdot(slope, block.log_prob).double().sum()
-
-
-def _scaled(changes: Changes, factor: Tensor | float, first_row: int, width: int) -> Changes:
-    """The changes in units of the value, at their positions in the micro-batch."""
-    if isinstance(factor, Tensor):
-        factor = factor.expand(-1, width)[changes.where // width, changes.where % width]
-    where = changes.where + first_row * width
-    return Changes(where, changes.loss * factor, changes.slope * factor, changes.key)
+    if found.loss is None:
+        return block.dot_log_prob(slope)
+    if isinstance(factor, float):
+        return found.loss.sum() * factor
+    loss = found.loss.sum(dim=-1, keepdim=True) if factor.shape[1] == 1 else found.loss
+    return (loss * factor).sum()
 
 
 class _Evaluated(torch.autograd.Function):
@@ -291,7 +288,7 @@ class PolicyLoss:
         terms: value and slope per token of a block.
         agg_mode: the aggregation without a configured one.
         forced_agg_mode: the aggregation that belongs to this loss, whatever is configured.
-        survey: makes the `Survey` of a micro-batch, for a loss that depends on more of it than a few rows.
+        revise: changes what some tokens cost after the last block, for a loss that depends on all of a micro-batch.
         own_weights: the terms apply the importance weights themselves.
     """
 
@@ -300,10 +297,10 @@ class PolicyLoss:
         terms: TermsFn,
         agg_mode: str = "token-mean",
         forced_agg_mode: str | None = None,
-        survey: SurveyFn | None = None,
+        revise: ReviseFn | None = None,
         own_weights: bool = False,
     ):
-        self.terms, self.survey, self.own_weights = terms, survey, own_weights
+        self.terms, self.revise, self.own_weights = terms, revise, own_weights
         self.agg_mode, self.forced_agg_mode = agg_mode, forced_agg_mode
         functools.update_wrapper(self, terms)
         self.__signature__ = inspect.signature(type(self).__call__.__get__(self))
@@ -330,9 +327,8 @@ class PolicyLoss:
         norm = norm or running_norm() or loss_norm(response_mask)
         with torch.no_grad():
             inputs = Inputs(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
-            survey = None if self.survey is None else self.survey(inputs, config)
             slope = torch.empty_like(log_prob, memory_format=torch.contiguous_format)
-            loss, metrics = evaluate(self.terms, inputs, config, mode, norm, slope, survey, self.own_weights)
+            loss, metrics = evaluate(self, inputs, config, mode, norm, slope)
         return _Evaluated.apply(log_prob, loss, slope), metrics
 
 

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl.algorithms.policy_losses.clip import Clip
 from verl.algorithms.policy_losses.kernel import Block, Terms, count_above, policy_loss
@@ -29,7 +30,7 @@ def vanilla(block: Block, config: Any) -> Terms:
     plain = ratio.mul_(cost)
     is_plain = torch.ge(plain, clipped, out=torch.empty_like(plain))
     loss = torch.maximum(plain, clipped, out=clipped)
-    sums = {"pg_clipfrac": plain.numel() - is_plain.sum(), "pg_clipfrac_lower": plain.new_zeros(())}
+    sums: dict[str, Tensor | float] = {"pg_clipfrac": plain.numel() - is_plain.sum(), "pg_clipfrac_lower": 0.0}
     if block.highest > math.log(clip.c):  # rare, so it is looked for before it is computed
         bound = cost.abs_().mul_(clip.c)  # never binds where A > 0, since the loss is negative there
         sums["pg_clipfrac_lower"] = count_above(loss, bound)
