@@ -71,6 +71,12 @@ def test_roles_share_the_pools_they_are_mapped_to():
         ResourcePoolManager({"main": [1]}, {Role.Actor: "mian"})
 
 
+def test_pools_that_exist_already_are_taken():
+    pool = ResourcePool([2])
+    manager = ResourcePoolManager({"main": [2]}, {Role.Actor: "main"}, 3, {"main": pool})
+    assert manager.get_resource_pool(Role.Actor) is pool
+
+
 def test_pools_that_ask_for_more_devices_than_there_are_are_refused_with_both_sizes():
     mapping = {Role.Actor: "main"}
     with pytest.raises(ConfigError) as caught:

@@ -92,7 +92,11 @@ def test_sizes_of_pools_are_checked_against_the_nodes(two_nodes):
     runtime.start([1], ray_init={"address": two_nodes.address})
     assert nodes.devices_per_node("cpu") == [1, 1]
     manager = ResourcePoolManager(
-        {"both": [1, 1]}, {"actor": "both"}, "cpu", nodes.devices_per_node("cpu"), pool_class=RayResourcePool
+        {"both": [1, 1]},
+        {"actor": "both"},
+        device_kind="cpu",
+        devices_per_node=nodes.devices_per_node("cpu"),
+        pool_class=RayResourcePool,
     )
     assert isinstance(manager.get_resource_pool("actor"), RayResourcePool)
     with pytest.raises(ConfigError, match=r"\[2\].*found on 2 node\(s\).*: 1, .*: 1"):

@@ -61,6 +61,8 @@ class ResourcePoolManager:
     Args:
         resource_pool_spec: pool name -> processes per node.
         mapping: role (or role name) -> pool name; roles of one pool share its processes.
+        max_colocate_count: of upstream's callers; it bounds what shares a process there, here all roles of a pool do.
+        resource_pool_dict: pools that exist already, by name; None: they are made.
         device_kind: what each process gets one of; on ``cpu`` nothing is counted.
         devices_per_node: how many devices each node has; None asks this machine.
         pool_class: the runtime's pool.
@@ -73,6 +75,8 @@ class ResourcePoolManager:
         self,
         resource_pool_spec: Mapping[str, Sequence[int]],
         mapping: Mapping[Role | str, str],
+        max_colocate_count: int = 3,
+        resource_pool_dict: Mapping[str, ResourcePool] | None = None,
         device_kind: str = "cpu",
         devices_per_node: Sequence[int] | None = None,
         pool_class: Callable[..., ResourcePool] = ResourcePool,
@@ -80,7 +84,8 @@ class ResourcePoolManager:
         self.resource_pool_spec = {name: list(counts) for name, counts in resource_pool_spec.items()}
         self.mapping = dict(mapping)
         self._pool_of = {str(role): pool for role, pool in mapping.items()}
-        self.resource_pool_dict: dict[str, ResourcePool] = {}
+        self.max_colocate_count = max_colocate_count
+        self.resource_pool_dict: dict[str, ResourcePool] = dict(resource_pool_dict or {})
         self._pool_class = pool_class
         for role, pool in self._pool_of.items():
             if pool not in self.resource_pool_spec:

@@ -1,0 +1,83 @@
+"""A packed row cut into equal slices over the ranks that share it, and put together again, for models of users' own.
+
+The engines cut rows themselves (`verl.engines.packing`); this is for code that runs a model by hand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_group: dist.ProcessGroup | None = None
+
+
+def set_sequence_group(group: dist.ProcessGroup | None) -> None:
+    """The ranks that share sequences from now on in this process; None: it shares with nobody."""
+    global _group
+    _group = group
+
+
+def sequence_group_size(group: dist.ProcessGroup | None = None) -> int:
+    """Ranks of ``group``, or of the one that `set_sequence_group` named; 1 without either."""
+    group = _group if group is None else group
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def pad_and_slice(
+    ids: Tensor, positions: Tensor | None, size: int, slice_positions: bool, pad_value: int
+) -> tuple[Tensor, Tensor | None, int]:
+    """This rank's slice of a packed row, padded so that ``size`` divides it.
+
+    Args:
+        ids: (1, N). positions: (..., N), padded with 0, 1, 2, ...: a row of its own.
+        slice_positions: False leaves the padded positions whole.
+
+    Returns:
+        The slices, (1, ceil(N / size)) and (..., ceil(N / size)), and how many tokens were added to the whole row.
+    """
+    added = -ids.shape[-1] % size
+    ids = torch.nn.functional.pad(ids, (0, added), value=pad_value)
+    if positions is not None:
+        more = torch.arange(added, device=positions.device, dtype=positions.dtype)
+        positions = torch.cat([positions, more.expand(*positions.shape[:-1], added)], dim=-1)
+    if size == 1:
+        return ids, positions, added
+    number = dist.get_rank(_group)
+    if positions is not None and slice_positions:
+        positions = positions.chunk(size, dim=-1)[number]
+    return ids.chunk(size, dim=-1)[number], positions, added
+
+
+def gather_and_unpad(
+    x: Tensor, dim: int, unpad_dim: int | None, added: int, scale_gradient: bool, group: dist.ProcessGroup | None
+) -> Tensor:
+    """The slices of all ranks along ``dim``, without the last ``added`` of ``unpad_dim``. Gradients flow.
+
+    Backwards each rank keeps the gradient of its own slice, with ``scale_gradient`` times the number of ranks: every
+    rank computes the same loss from the whole, and gradients are averaged over ranks.
+    """
+    group = _group if group is None else group
+    if group is None:
+        return x
+    whole = _Gather.apply(x, dim, scale_gradient, group)  # type: ignore[no-untyped-call]
+    if unpad_dim is None or not added:
+        return whole
+    return whole.narrow(unpad_dim, 0, whole.shape[unpad_dim] - added)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, scale_gradient: bool, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        ctx.factor = dist.get_world_size(group) if scale_gradient else 1
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        own = grads[0].chunk(dist.get_world_size(ctx.group), dim=ctx.dim)[dist.get_rank(ctx.group)]
+        return own * ctx.factor, None, None, None

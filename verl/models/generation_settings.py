@@ -1,0 +1,27 @@
+"""How a model's folder says that it is to be sampled from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def get_generation_config(model: str, trust_remote_code: bool = False) -> Any:
+    """The settings of ``generation_config.json``, or those in ``config.json``; None where neither has any.
+
+    Args:
+        model: a model's folder, or its name on the hub.
+
+    Source: transformers' ``GenerationConfig``.
+    """
+    from transformers import AutoConfig, GenerationConfig  # here: importing transformers takes seconds
+
+    try:
+        return GenerationConfig.from_pretrained(model)
+    except OSError:
+        pass
+    try:
+        return GenerationConfig.from_model_config(
+            AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        )
+    except OSError:
+        return None
