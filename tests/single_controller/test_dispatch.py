@@ -7,13 +7,14 @@ import torch
 from tensordict import TensorDict
 
 from verl.errors import BatchError, WorkerError
-from verl.protocol import DataProto, DataProtoFuture
+from verl.protocol import SHARED_ROWS, DataProto, DataProtoFuture
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool, Worker
 from verl.single_controller.base.decorator import (
     Dispatch,
     Execute,
     collect_all_to_all,
     make_nd_compute_dataproto_dispatch_fn,
+    make_nd_compute_metric_dispatch_fn,
     register,
 )
 from verl.single_controller.local import LocalWorkerGroup
@@ -99,6 +100,14 @@ class Modes(Worker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
     def nd_later(self, data):
         return tagged(data, self.rank)
+
+    @register(dispatch_mode=make_nd_compute_metric_dispatch_fn(mesh_name="actor"))
+    def nd_metric(self, data):
+        return {"by": self.rank, "sum": int(data.batch["x"].sum()), "shared": data.meta_info.get(SHARED_ROWS, False)}
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def nd_back(self, data):
+        return data
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="turned"))
     def nd_turned(self, data):
@@ -207,6 +216,15 @@ def test_a_function_goes_to_every_worker_with_its_part_of_the_batch(group):
 def test_tensordicts_are_split_and_joined_like_batches(group):
     out = group.dp_tensordict(TensorDict({"x": torch.zeros(4)}, batch_size=[4]))
     assert isinstance(out, TensorDict) and out["x"].tolist() == [0, 1, 2, 3]
+
+
+def test_workers_that_get_the_same_rows_are_told_so_and_heard_once(group):
+    found = group.nd_metric(x(4))
+    assert [(entry["sum"], entry["shared"]) for entry in found] == [(1, True), (5, True)]
+    assert len({entry["by"] for entry in found}) == group.data_parallel_size("actor") == 2
+    back = group.nd_back(x(4))
+    assert back.batch["x"].tolist() == [0, 1, 2, 3]
+    assert SHARED_ROWS not in back.meta_info, "the next call may hand every worker rows of its own"
 
 
 def test_a_method_that_returns_no_batch_is_named(group):

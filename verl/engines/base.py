@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,8 +23,21 @@ from verl.metrics import MetricSet
 from verl.protocol import DataProto
 from verl.weight_sync.resharding import Layout, ModelWeights, Plan
 
-__all__ = ["Engine", "EngineState", "HFWriter"]
+__all__ = ["Engine", "EngineState", "HFWriter", "Seat"]
 T = TypeVar("T")
+
+
+class Seat(NamedTuple):
+    """A process's place among the data-parallel ranks of an engine.
+
+    Attributes:
+        rank, size: which of how many parts of a batch it computes.
+        speaks: whether its results are those of that part; the others of the same rank have the same or none.
+    """
+
+    rank: int
+    size: int
+    speaks: bool
 
 
 class Engine(ABC):
@@ -39,6 +52,11 @@ class Engine(ABC):
     """
 
     device: str
+
+    @property
+    def seat(self) -> Seat | None:
+        """None where every process is handed rows of its own."""
+        return None
 
     @property
     def is_first(self) -> bool:

@@ -13,11 +13,12 @@ from verl.protocol.padding import (
     unfold_batch_dim,
     unpad_dataproto,
 )
-from verl.protocol.settings import DataProtoConfig
+from verl.protocol.settings import SHARED_ROWS, DataProtoConfig
 from verl.protocol.sharding import REPLICATE, ShardSpec
 
 __all__ = [
     "REPLICATE",
+    "SHARED_ROWS",
     "DataProto",
     "DataProtoConfig",
     "DataProtoFuture",

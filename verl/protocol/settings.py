@@ -1,4 +1,4 @@
-"""The one global switch of batches: whether a batch that does not divide is padded instead of refused."""
+"""Private flags in ``meta_info``, and the one global switch of batches: padding of what does not divide."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from verl import env
 
 AUTO_PADDING_KEY = "_verl_auto_padding"
 """The private flag in ``meta_info`` that turns padding on for one batch."""
+SHARED_ROWS = "_verl_shared_rows"
+"""The private flag of a part that all workers of one data-parallel rank got, instead of rows of their own."""
 
 
 class _Settings(type):

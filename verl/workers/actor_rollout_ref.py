@@ -29,7 +29,13 @@ from verl.protocol import DataProto
 from verl.rollout.base import Sampler
 from verl.rollout.group import Sharing, Together
 from verl.rollout.place import make_sampler
-from verl.single_controller.base import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base import (
+    Dispatch,
+    Worker,
+    make_nd_compute_dataproto_dispatch_fn,
+    make_nd_compute_metric_dispatch_fn,
+    register,
+)
 from verl.weight_sync import chunk_weights
 from verl.workers.background import InBackground
 from verl.workers.part import (
@@ -41,7 +47,9 @@ from verl.workers.part import (
     local_model,
     make_engine,
     memory_of,
+    meshes_of,
     schedule_steps,
+    seat_of,
 )
 from verl.workers.scoring import early_scorer
 from verl.workers.training import load_part, save_part, saved_records
@@ -121,7 +129,11 @@ class ActorRolloutRefWorker(Worker):
         made.meta_info["metrics"] = {**made.meta_info.get("metrics", {}), **memory}
         return made
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def meshes(self) -> dict[str, tuple[int, bool]]:
+        parts = {name: getattr(self, name, None) for name in ("actor", "ref")}
+        return {**meshes_of(self, **parts), **super().meshes()}
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """``old_log_probs`` (B, T), and of ``entropys`` and ``sum_pi_squared`` what ``meta_info["outputs"]`` names."""
         self.hand_over.wait()
@@ -130,13 +142,13 @@ class ActorRolloutRefWorker(Worker):
         found = self.actor.infer(data, tuple(columns.values()))
         return DataProto.from_dict(tensors={name: found[output] for name, output in columns.items()})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """``ref_log_prob`` (B, T) of the reference policy."""
         self.hand_over.wait()  # beside a LoRA actor the reference is the actor's own model
         return DataProto.from_dict(tensors={"ref_log_prob": self.ref.infer(data, ("log_probs",))["log_probs"]})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    @register(dispatch_mode=make_nd_compute_metric_dispatch_fn(mesh_name="actor"))
     def update_actor(self, data: DataProto) -> MetricSet:
         """One optimizer step per mini-batch of ``data``, which holds ``advantages``."""
         self.hand_over.wait()
@@ -209,10 +221,11 @@ class ActorRolloutRefWorker(Worker):
         return self.site.device != "cpu" if asked is None else asked
 
     def _make_actor(self) -> ModelPart:
-        c, ranks = self.config.actor, self.world_size
-        rollout = self.config.rollout
+        c, rollout = self.config.actor, self.config.rollout
+        engine = self._engine(c, self.site.strategy, optim=c.optim)
+        ranks = seat_of(self, engine).size
         return ModelPart(
-            self._engine(c, self.site.strategy, optim=c.optim),
+            engine,
             train_limits=Limits.of(
                 c.ppo_micro_batch_size_per_gpu,
                 c.ppo_micro_batch_size,
@@ -233,15 +246,15 @@ class ActorRolloutRefWorker(Worker):
         )
 
     def _make_ref(self) -> ModelPart:
-        c = self.config.ref
+        c, engine = self.config.ref, self._ref_engine()
         return ModelPart(
-            self._ref_engine(),
+            engine,
             infer_limits=Limits.of(
                 c.log_prob_micro_batch_size_per_gpu,
                 c.log_prob_micro_batch_size,
                 c.log_prob_use_dynamic_bsz,
                 c.log_prob_max_token_len_per_gpu,
-                self.world_size,
+                seat_of(self, engine).size,
             ),
             temperature=self.config.rollout.temperature,
         )

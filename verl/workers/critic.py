@@ -6,8 +6,23 @@ from verl.algorithms.losses import PPOValueLoss
 from verl.config import CriticConfig
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
-from verl.single_controller.base import Dispatch, register
-from verl.workers.part import Limits, ModelPart, Site, layout, local_model, make_engine, schedule_steps
+from verl.single_controller.base import (
+    Dispatch,
+    make_nd_compute_dataproto_dispatch_fn,
+    make_nd_compute_metric_dispatch_fn,
+    register,
+)
+from verl.workers.part import (
+    Limits,
+    ModelPart,
+    Site,
+    layout,
+    local_model,
+    make_engine,
+    meshes_of,
+    schedule_steps,
+    seat_of,
+)
 from verl.workers.training import TrainingWorker
 
 
@@ -21,7 +36,7 @@ class CriticWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the trunk, add a scalar head, make the optimizer."""
-        c, ranks = self.config, self.world_size
+        c = self.config
         engine = make_engine(
             self.site.strategy,
             self.info,
@@ -34,6 +49,7 @@ class CriticWorker(TrainingWorker):
             seed=self.site.seed,
             **layout(self.site.strategy, c.model, c.fsdp, c.megatron, share_prompts=True),
         )
+        ranks = seat_of(self, engine).size
         self.part = ModelPart(
             engine,
             train_limits=Limits.of(
@@ -54,12 +70,15 @@ class CriticWorker(TrainingWorker):
             mini_batch_rows=max(1, c.ppo_mini_batch_size * c.rollout_n // ranks),
         )
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def meshes(self) -> dict[str, tuple[int, bool]]:
+        return {**meshes_of(self, critic=getattr(self, "part", None)), **super().meshes()}
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"))
     def compute_values(self, data: DataProto) -> DataProto:
         """``values`` (B, T): V of the state before each response token."""
         return DataProto.from_dict(tensors=self.part.infer(data, ("values",)))
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    @register(dispatch_mode=make_nd_compute_metric_dispatch_fn(mesh_name="critic"))
     def update_critic(self, data: DataProto) -> MetricSet:
         """One optimizer step per mini-batch of ``data``, which holds ``values`` and ``returns``."""
         return self.part.train(data)

@@ -18,13 +18,13 @@ from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig, replac
 from verl.config.megatron import MegatronEngineConfig
 from verl.device import memory_now
 from verl.engines.adapters import BaseOfAdapter
-from verl.engines.base import Engine
+from verl.engines.base import Engine, Seat
 from verl.engines.settings import PassSettings
 from verl.errors import ConfigError, ModelError, WorkerError
 from verl.metrics import Metric, MetricSet
 from verl.protocol import DataProto
 from verl.registry import ENGINES
-from verl.single_controller.base.worker import WorkerInfo
+from verl.single_controller.base.worker import Worker, WorkerInfo
 from verl.storage import copy_to_local
 
 
@@ -185,6 +185,17 @@ def layout(
     if strategy == "megatron":
         return {"engine": megatron, "passes": None}
     return {"engine": fsdp, "passes": PassSettings.of(model, fsdp, share_prompts)}
+
+
+def seat_of(worker: Worker, engine: Engine) -> Seat:
+    """Which part of a batch a worker gets for an engine; where the engine does not say, a part of its own."""
+    return engine.seat or Seat(worker.rank, worker.world_size, True)
+
+
+def meshes_of(worker: Worker, **parts: ModelPart | None) -> dict[str, tuple[int, bool]]:
+    """`Worker.meshes` of the models that a worker has by now, each under the name of its mesh."""
+    seats = {name: seat_of(worker, part.engine) for name, part in parts.items() if part is not None}
+    return {name: (seat.rank, seat.speaks) for name, seat in seats.items()}
 
 
 def sharing_prompts(model: HFModelConfig, engine: FSDPEngineConfig) -> PassSettings:

@@ -15,8 +15,8 @@ from verl.data.rewriting import Rewriter, speaks_alike
 from verl.errors import ModelError
 from verl.metrics import notice
 from verl.protocol import DataProto
-from verl.single_controller.base import Dispatch, Worker, register
-from verl.workers.part import Limits, ModelPart, Site, layout, local_model, make_engine
+from verl.single_controller.base import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from verl.workers.part import Limits, ModelPart, Site, layout, local_model, make_engine, meshes_of
 
 MODEL_KEY = "reward.reward_model.model_path"
 TRUNCATED = "rm_truncated"
@@ -72,7 +72,10 @@ class RewardModelWorker(Worker):
         )
         self.part = ModelPart(engine, infer_limits=self.limits)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def meshes(self) -> dict[str, tuple[int, bool]]:
+        return {**meshes_of(self, rm=getattr(self, "part", None)), **super().meshes()}
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rm"))
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """``rm_scores`` (B, T): the model's scalar on the last response token, 0 elsewhere; NaN where it has none.
 

@@ -185,7 +185,9 @@ RM = "reward.reward_model"
     [
         ([ON], f"{RM}.model_path", "needs a folder"),
         ([ON, f"{RM}.model_path=model"], f"{RM}.model_path", "without a scalar head"),
-        ([ON, f"{RM}.model_path=rm", f"{RM}.strategy=megatron"], f"{RM}.strategy", "megatron"),
+        ([ON, f"{RM}.model_path=rm", f"{RM}.strategy=veomni"], f"{RM}.strategy", "veomni"),
+        ([ON, f"{RM}.model_path=rm", f"{RM}.strategy=megatron", f"{RM}.megatron.tensor_model_parallel_size=2"],
+         f"{RM}.megatron.tensor_model_parallel_size", "1 process(es) cannot be cut"),
         ([ON, f"{RM}.model_path=rm", f"{RM}.micro_batch_size_per_gpu=0"],
          f"{RM}.micro_batch_size_per_gpu", "1 or more"),
         ([ON, f"{RM}.model_path=rm", f"{RM}.use_dynamic_bsz=true", f"{RM}.forward_max_token_len_per_gpu=10"],

@@ -19,6 +19,7 @@ from verl.algorithms.aggregation import LossNorm
 from verl.algorithms.losses import LossFn
 from verl.algorithms.schedules import build_schedule
 from verl.distributed.metrics import merged
+from verl.engines.base import Seat
 from verl.engines.megatron.forward import StageForward
 from verl.engines.megatron.gradients import Gradients
 from verl.engines.megatron.layers import build_chunks, padded_vocabulary
@@ -40,7 +41,7 @@ from verl.models.lora import LoraSettings
 from verl.models.megatron import family_of
 from verl.models.slices import SlicedFolder
 from verl.models.weights import named_tensors, names_on_disk
-from verl.protocol import DataProto
+from verl.protocol import SHARED_ROWS, DataProto
 from verl.weight_sync.resharding import Layout, ModelWeights, Plan, Resharder, make_plan
 
 
@@ -187,7 +188,7 @@ class MegatronEngine(TorchEngine):
         micro_batch_size: int | None = None,
         max_tokens: int | None = None,
     ) -> dict[str, Tensor]:
-        whole, mine = pooled(batch, self.peers) if self.sharers > 1 else (batch, slice(None))
+        whole, mine = self._rows_of_peers(batch)
         work = self._prepare("infer", whole, outputs, temperature, micro_batch_size, max_tokens)
         self.onload(optimizer=False)
         self.model.eval()
@@ -209,8 +210,17 @@ class MegatronEngine(TorchEngine):
         return found
 
     def train_batch(self, batch: DataProto, *args: Any, **kwargs: Any) -> MetricSet:
-        whole = batch if self.sharers == 1 else pooled(batch, self.peers)[0]
-        return super().train_batch(whole, *args, **kwargs)
+        return super().train_batch(self._rows_of_peers(batch)[0], *args, **kwargs)
+
+    def _rows_of_peers(self, batch: DataProto) -> tuple[DataProto, slice]:
+        """The rows that this rank and its peers compute together, and which of them are its own."""
+        if self.sharers == 1 or batch.meta_info.get(SHARED_ROWS):
+            return batch, slice(None)
+        return pooled(batch, self.peers)
+
+    @property
+    def seat(self) -> Seat:
+        return Seat(self.groups.data.rank, self.groups.data.size, self.ranks.rank in self.groups.heads)
 
     def _accumulate(
         self, work: Work, tensors: Any, loss_fn: LossFn, temperature: float, norm: LossNorm

@@ -138,6 +138,14 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[
     )
 
 
+def make_nd_compute_metric_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
+    """As `make_nd_compute_dataproto_dispatch_fn`, for methods whose results stay a list, one per data-parallel rank."""
+    return _functions(
+        partial(modes.dispatch_nd_compute_data_proto, mesh_name),
+        partial(modes.collect_nd_compute, mesh_name),
+    )
+
+
 def register(
     dispatch_mode: Dispatch | dict[str, Callable[..., Any]] = Dispatch.ALL_TO_ALL,
     execute_mode: Execute = Execute.ALL,
@@ -231,6 +239,7 @@ __all__ = [
     "get_predefined_dispatch_fn",
     "get_predefined_execute_fn",
     "make_nd_compute_dataproto_dispatch_fn",
+    "make_nd_compute_metric_dispatch_fn",
     "register",
     "register_dispatch_mode",
     "update_dispatch_mode",

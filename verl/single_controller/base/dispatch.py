@@ -8,6 +8,7 @@ not wait, the outputs are references.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from verl.errors import WorkerError
-from verl.protocol import DataProto, DataProtoFuture, is_reference
+from verl.protocol import SHARED_ROWS, DataProto, DataProtoFuture, is_reference
 
 DispatchFn = Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
 CollectFn = Callable[[Any, Any], Any]
@@ -162,14 +163,35 @@ def _collect_and_trim(outputs: list[Any], collect_fn: Callable[[list[Any]], Any]
 def dispatch_nd_compute_data_proto(
     mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """One part per data-parallel rank of a mesh; the workers that share such a rank get the same part."""
+    """One part per data-parallel rank of a mesh; the workers that share such a rank get the same part.
+
+    Such a part says so in its meta information (`SHARED_ROWS`), so that an engine whose ranks compute together knows
+    whether they were handed the same rows or rows of their own.
+    """
     data_ranks = worker_group.dispatch_ranks(mesh_name)
-    parts, keywords = split_batches(max(data_ranks) + 1, args, kwargs)
+    size = max(data_ranks) + 1
+    parts, keywords = split_batches(size, args, kwargs)
     pad_size = keywords.pop(PADDING_SIZE_KEY, None)
+    if size < len(data_ranks):
+        parts = tuple([_shared(part) for part in cut] for cut in parts)
+        keywords = {key: [_shared(part) for part in cut] for key, cut in keywords.items()}
     spread = {key: [value[rank] for rank in data_ranks] for key, value in keywords.items()}
     if pad_size is not None:
         spread[PADDING_SIZE_KEY] = pad_size
     return tuple([part[rank] for rank in data_ranks] for part in parts), spread
+
+
+def _shared(part: Any) -> Any:
+    """The part with the mark of rows that several workers get."""
+    if isinstance(part, DataProtoFuture):
+        return replace(part, dispatch_fn=partial(_fetched_and_shared, before=part.dispatch_fn))
+    if isinstance(part, DataProto):
+        return DataProto(part.batch, part.non_tensor_batch, {**part.meta_info, SHARED_ROWS: True})
+    return part
+
+
+def _fetched_and_shared(whole: Any, before: Callable[[Any], Any] | None) -> Any:
+    return _shared(whole if before is None else before(whole))
 
 
 def collect_nd_compute(mesh_name: str, worker_group: Any, output: Any) -> list[Any]:
@@ -181,7 +203,18 @@ def collect_nd_compute(mesh_name: str, worker_group: Any, output: Any) -> list[A
 
 
 def collect_nd_compute_data_proto(mesh_name: str, worker_group: Any, output: Any) -> Any:
-    return join_outputs(collect_nd_compute(mesh_name, worker_group, output))
+    """The outputs of those workers as one batch, or as the future of one, without the mark of shared rows."""
+    return _joined(collect_nd_compute(mesh_name, worker_group, output))
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    found = join_outputs(outputs)
+    if isinstance(found, DataProtoFuture):
+        return replace(found, collect_fn=_joined)
+    if isinstance(found, DataProto) and SHARED_ROWS in found.meta_info:
+        meta = {name: value for name, value in found.meta_info.items() if name != SHARED_ROWS}
+        return DataProto(found.batch, found.non_tensor_batch, meta)
+    return found
 
 
 def refuse_direct_rollout(worker_group: Any, *args: Any, **kwargs: Any) -> Any:

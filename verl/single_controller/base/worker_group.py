@@ -109,6 +109,10 @@ class WorkerGroup(ABC):
         self._learn_mesh(mesh_name)
         return self._dispatch_info[mesh_name]
 
+    def data_parallel_size(self, mesh_name: str) -> int:
+        """Parts into which a batch is cut on a mesh."""
+        return max(self.dispatch_ranks(mesh_name)) + 1
+
     def collect_flags(self, mesh_name: str) -> list[bool]:
         """Whether each worker's results are collected on a mesh."""
         self._learn_mesh(mesh_name)

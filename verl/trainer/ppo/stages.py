@@ -327,7 +327,7 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext) -> None:
     shares = ctx.config.actor_rollout_ref.actor.use_prefix_grouper
     groups = list(batch.non_tensor_batch["uid"]) if shares and "uid" in batch.non_tensor_batch else None
     for number, members in enumerate(plan, start=1):
-        mini_batch = data.select_idxs(_deal_out(members, lengths, groups, role.group.world_size, ctx))
+        mini_batch = data.select_idxs(_deal_out(members, lengths, groups, role.num_parts, ctx))
         if "positive" in mini_batch.tensors.keys():
             positive.weigh(mini_batch)
         metrics = role.train(mini_batch, more_updates=number < len(plan))
