@@ -20,8 +20,7 @@ def get_generation_config(model: str, trust_remote_code: bool = False) -> Any:
     except OSError:
         pass
     try:
-        return GenerationConfig.from_model_config(
-            AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        )
-    except OSError:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):  # no folder, or one whose config.json names no model
         return None
+    return GenerationConfig.from_model_config(config)
