@@ -3,7 +3,7 @@
 import pytest
 
 from tests.dist.group import run_cells
-from tests.megatron import cells
+from tests.megatron import cells, sampling_cells
 
 pytestmark = pytest.mark.dist
 PARITY = {
@@ -35,7 +35,11 @@ OTHERS = {
         cells.low_precision,
         cells.refusals,
     ],
-    4: [cells.shards_of_a_sampling_layout],
+    4: [
+        cells.shards_of_a_sampling_layout,
+        sampling_cells.sampled_with_four_parts,
+        sampling_cells.sampled_with_four_copies,
+    ],
 }
 LIMIT = 1e-5
 """Relative, in float32; three optimizer steps."""
@@ -99,6 +103,13 @@ def test_bf16_weights_are_rounded_from_float32_copies(answers):
         assert found["dtypes"] == ["torch.bfloat16"] and found["masters"] == ["torch.float32"]
         assert found["rounded"] and found["finer"]
         assert found["loss"] < 5e-3 and found["norm"] < 5e-3, "float32's, to the digits of bf16"
+
+
+@pytest.mark.parametrize("cell", ["sampled_with_four_parts", "sampled_with_four_copies"])
+def test_samples_in_another_layout_have_the_trainers_log_probs_after_each_of_three_steps(answers, cell):
+    for found in answers[4][cell]:
+        assert found["planned"] and found["stale"] > 1e-2, "older weights sample otherwise"
+        assert len(found["gaps"]) == 3 and max(found["gaps"]) < 1e-4
 
 
 def test_sampling_layouts_get_the_slices_of_the_trained_weights(answers):
