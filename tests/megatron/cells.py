@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from tests.engines.builders import make_engine, model_dir, ragged_batch, relative_error
-from tests.megatron.families import LATENT, MIXTURE, YARN
+from tests.megatron.families import LATENT, LLAMA3, MIXTURE, YARN
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
 from verl.checkpoint.part import write_part
 from verl.config import ActorConfig, CriticConfig, HFModelConfig, OptimizerConfig
@@ -115,11 +115,13 @@ def tensor_parallel(ranks, folder):
 
 
 def tensor_and_sequence_parallel(ranks, folder):
-    return compared(ranks, folder, "qwen3", **{TENSOR: 2})
+    """Heads that are wider than hidden / heads."""
+    return compared(ranks, folder, "qwen3", config={"head_dim": 16}, **{TENSOR: 2})
 
 
 def pipeline_parallel(ranks, folder):
-    return compared(ranks, folder, "llama", limits={"micro_batch_size": 2}, **{PIPELINE: 2})
+    config, limits = {"rope_parameters": LLAMA3}, {"micro_batch_size": 2}
+    return compared(ranks, folder, "llama", config=config, limits=limits, **{PIPELINE: 2})
 
 
 def pipeline_with_virtual_stages(ranks, folder):
