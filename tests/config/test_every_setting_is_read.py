@@ -55,6 +55,9 @@ READ_ELSEWHERE = {
     # The run with a critic has another schedule for it: tests/algorithms/test_schedules.py reads these.
     *(f"critic.optim.lr_{name}" for name in ("warmup_init", "decay_steps", "decay_style")),
     *(f"critic.optim.{name}" for name in ("min_lr", "lr_wsd_decay_style", "lr_wsd_decay_steps")),
+    # Only a policy has a sampler; a notice says so where another one sets it: tests/config/test_notices.py.
+    "critic.model.lora.merge",
+    "model.lora.merge",
     # They stand for those of fsdp_config, which follow them.
     "actor_rollout_ref.actor.entropy_checkpointing",
     "actor_rollout_ref.actor.entropy_from_logits_chunk_size",

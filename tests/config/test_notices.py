@@ -47,6 +47,10 @@ CASES = [
     (["algorithm.kl_ctrl.target_kl=0.2", KL_IN_REWARD], "algorithm.kl_ctrl.target_kl",
      "has no effect without algorithm.kl_ctrl.type=adaptive"),
     (["algorithm.kl_penalty=k3"], "algorithm.kl_penalty", NO_KL),
+    (["actor_rollout_ref.model.lora.merge=true"], "actor_rollout_ref.model.lora.merge",
+     "has no effect without actor_rollout_ref.model.lora_rank"),
+    (["critic.model.lora.merge=true"], "critic.model.lora.merge",
+     "has no effect: no sampler takes a critic's weights"),
     ([f"{A}.kl_loss_coef=0.1"], f"{A}.kl_loss_coef", f"has no effect without {A}.use_kl_loss=true"),
     ([f"{A}.use_kl_loss=true", KL_IN_REWARD], "algorithm.use_kl_in_reward",
      f"the KL to the reference is charged twice: {A}.use_kl_loss is on as well"),
@@ -158,8 +162,10 @@ def test_old_log_probs_are_left_out_exactly_where_the_trainer_leaves_them_out(ov
 def test_a_supervised_run_tells_what_has_no_effect(tmp_path, told):
     (tmp_path / "rows.parquet").write_text("")
     load_config("sft_trainer", [f"data.train_files={tmp_path}/rows.parquet", "data.micro_batch_size_per_gpu=2",
-                                "model.path=Qwen/Qwen3-8B", "trainer.resume_from_path=/a/global_step_3"])  # fmt: skip
+                                "model.path=Qwen/Qwen3-8B", "trainer.resume_from_path=/a/global_step_3",
+                                "model.lora.merge=true"])  # fmt: skip
     assert told() == {
+        "model.lora.merge": "has no effect: there is no sampler",
         "data.val_files": "no validation files are given, so nothing is validated",
         "data.micro_batch_size_per_gpu": "has no effect without data.use_dynamic_bsz=false",
         "trainer.resume_from_path": "has no effect without trainer.resume_mode=resume_path",

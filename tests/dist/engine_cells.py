@@ -160,6 +160,7 @@ def compare(ranks: Ranks, folder: Path, case: Case) -> dict[str, Any]:
     loss, gradient = gathered_gradient(engine, mine, loss_fn, **case.limits)
     metrics = [engine.train_batch(mine, loss_fn, **case.limits).values() for _ in range(2)]
     weights = flat(engine.export_weights())
+    factors = flat(engine.export_adapter()) if case.both.get("lora_rank") else None
     result = {"metrics": metrics, "rows": len(mine)}
     if not ranks.is_first:
         return result
@@ -173,6 +174,8 @@ def compare(ranks: Ranks, folder: Path, case: Case) -> dict[str, Any]:
     errors["gradient"] = relative_error(gradient, expected_gradient)
     expected_metrics = [reference.train_batch(batch, loss_fn).values() for _ in range(2)]
     errors["weights"] = relative_error(weights, flat(reference.export_weights()))
+    if factors is not None:
+        errors["adapter"] = relative_error(factors, flat(reference.export_adapter()))
     return {**result, "errors": errors, "expected_metrics": expected_metrics}
 
 

@@ -48,8 +48,7 @@ class MegatronLoraConfig(ConfigNode):
     )
     merge: bool = setting(
         False,
-        "merge the adapter into the weights before they go to the sampler",
-        no_effect="the weights that go to the sampler always have the adapter merged in",
+        "send the sampler whole weights with the adapter merged in, not the adapter alone; of the policy",
     )
     rank: int = setting(0, "rank of the adapter; 0: none", planned="LoRA of Megatron models")
     alpha: int = setting(32, "scale of the adapter, divided by the rank", planned="LoRA of Megatron models")

@@ -33,6 +33,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
         _settings_of_losses,
         _correction,
         _critic,
+        _merging,
         _validation,
         _reward,
         _conversations,
@@ -45,6 +46,8 @@ def tell(cfg: PPOTrainerConfig) -> None:
 def tell_sft(cfg: SFTTrainerConfig) -> None:
     """Every notice of a supervised configuration."""
     _resume(cfg)
+    if cfg.model.lora.merge:
+        notice("model.lora.merge", "has no effect: there is no sampler")
     if not cfg.data.val_files:
         notice("data.val_files", "no validation files are given, so nothing is validated")
     if cfg.data.use_dynamic_bsz and "micro_batch_size_per_gpu" in _changed(cfg.data):
@@ -217,6 +220,14 @@ def _critic(cfg: PPOTrainerConfig) -> None:
         notice(changed[0], f"has no effect, {why}" + (f"; nor have {', '.join(changed[1:])}" if changed[1:] else ""))
     if cfg.trainer.critic_warmup > 0:
         notice("trainer.critic_warmup", "there is no critic to warm up: the policy just waits for that many steps")
+
+
+def _merging(cfg: PPOTrainerConfig) -> None:
+    policy = cfg.actor_rollout_ref.model
+    if policy.lora.merge and not (policy.lora_rank or policy.lora_adapter_path):
+        notice("actor_rollout_ref.model.lora.merge", "has no effect without actor_rollout_ref.model.lora_rank")
+    if cfg.critic.model.lora.merge:
+        notice("critic.model.lora.merge", "has no effect: no sampler takes a critic's weights")
 
 
 def _validation(cfg: PPOTrainerConfig) -> None:

@@ -152,6 +152,10 @@ class Engine(ABC):
         """
         raise EngineError(f"{type(self).__name__} has no plan of its weights")
 
+    def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """The factors of a LoRA adapter as peft calls them in a file, detached and whole on every rank."""
+        raise AssertionError(f"{type(self).__name__} has no adapters")
+
     @abstractmethod
     def load_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         """Take over weights under Hugging Face names, all or none (reference refresh, averages); rank 0's count."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -129,9 +129,10 @@ class FSDPEngine(ShardedEngine):
 
     # ---- weights -----------------------------------------------------------------------------------------------
 
-    def _units(self, first_only: bool) -> Iterator[dict[str, Tensor]]:
+    def _units(self, first_only: bool, only: Container[str] | None = None) -> Iterator[dict[str, Tensor]]:
+        wanted = [(prefix, [s for s in slots if only is None or s.name in only]) for prefix, slots in self.slots]
         with self._on_device():
-            for prefix, slots in self.slots:
+            for prefix, slots in ((prefix, slots) for prefix, slots in wanted if slots):
                 with self._gathered(prefix, write=False):
                     whole = {s.name: self._joined(s) for s in slots}
                     if first_only:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -113,11 +113,12 @@ class FSDP2Engine(ShardedEngine):
 
     # ---- weights and state -------------------------------------------------------------------------------------
 
-    def _units(self, first_only: bool) -> Iterator[dict[str, Tensor]]:
+    def _units(self, first_only: bool, only: Container[str] | None = None) -> Iterator[dict[str, Tensor]]:
         def unit(item: tuple[str, Tensor]) -> str:
             return sharding.unit_of(item[0], self.unit_names)
 
-        for _, group in itertools.groupby(named_tensors(self.model).items(), key=unit):
+        wanted = [item for item in named_tensors(self.model).items() if only is None or item[0] in only]
+        for _, group in itertools.groupby(wanted, key=unit):
             if first_only:
                 saved = {name: self._saved(tensor, name) for name, tensor in group}
                 yield {name: tensor for name, tensor in saved.items() if tensor is not None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -65,11 +65,12 @@ class ShardedEngine(TorchEngine):
         """Take over all weights, under their names in memory; values on rank 0, shapes (``meta``) elsewhere."""
 
     @abstractmethod
-    def _units(self, first_only: bool) -> Iterator[dict[str, Tensor]]:
+    def _units(self, first_only: bool, only: Container[str] | None = None) -> Iterator[dict[str, Tensor]]:
         """Whole weights under their names in memory, one unit at a time.
 
         Args:
             first_only: on rank 0's host and nothing elsewhere; else on every rank's device.
+            only: these names; None: all.
         """
 
     @abstractmethod
@@ -169,6 +170,13 @@ class ShardedEngine(TorchEngine):
         for unit in self._units(first_only=False):
             yield from names_on_disk(self.blueprint, unit).items()
             del unit  # before the next one is gathered: one unit is the most that is whole at any time
+        self.offload(params=self.idle["params"], optimizer=False)
+
+    def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        names = lora.adapter_names(self.blueprint)
+        self.onload(optimizer=False)
+        for unit in self._units(first_only=False, only=names):
+            yield from ((names[name], tensor) for name, tensor in unit.items())
         self.offload(params=self.idle["params"], optimizer=False)
 
     def load_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:

@@ -376,6 +376,12 @@ class TorchEngine(Engine):
         """Within the block the model is the one that its LoRA adapter was put on."""
         return lora.without_adapter(self.model)
 
+    def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        names = lora.adapter_names(self.blueprint)
+        for name, tensor in named_tensors(self.model).items():
+            if name in names:
+                yield names[name], tensor.detach()
+
     def _state_weights(self) -> dict[str, Tensor]:
         """What a checkpoint holds of the model: its weights, or what is trained of a model with an adapter."""
         if not lora.has_adapter(self.blueprint):

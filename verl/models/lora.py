@@ -126,6 +126,15 @@ def read_adapter(path: str | Path) -> tuple[Any, dict[str, Tensor]]:
     return LoraConfig.from_pretrained(str(folder)), load_file(folder / WEIGHTS_FILE)
 
 
+def config_of(settings: LoraSettings) -> Any:
+    """peft's configuration of an adapter with these settings.
+
+    Raises:
+        ModelError: the adapter to go on from cannot be read.
+    """
+    return read_adapter(settings.adapter_path)[0] if settings.adapter_path else _peft_config(settings)
+
+
 def write_config(model: Any, folder: Path, base: str) -> None:
     """Write ``adapter_config.json`` beside an adapter's tensors, so that peft and transformers load the folder."""
     import copy
@@ -157,6 +166,11 @@ def adapted_tensors(model: nn.Module) -> list[str]:
 def disk_name(name: str) -> str:
     """As peft calls it in an adapter's file."""
     return PREFIX + name.replace(f".{NAME}.", ".") if f".{NAME}." in name else PREFIX + name
+
+
+def module_name(name: str) -> str:
+    """The adapted module, of a factor's name on disk."""
+    return name.removeprefix(PREFIX).partition(".lora_")[0]
 
 
 def is_adapter(names: Mapping[str, Tensor]) -> bool:

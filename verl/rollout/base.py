@@ -119,6 +119,15 @@ class Sampler(ABC):
     ``asyncio.run`` once per step), never from two at once.
     """
 
+    @classmethod
+    def why_merged(cls, rollout: Any) -> str:
+        """Why a LoRA adapter must be merged into the weights that are sent here; empty if it may come alone.
+
+        Args:
+            rollout: section of the configuration.
+        """
+        return "this engine takes whole weights only"
+
     @property
     @abstractmethod
     def version(self) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from verl import distributed
 from verl.agent_loop import AgentLoopManager
@@ -23,9 +25,10 @@ from verl.config import (
 from verl.data import hf_tokenizer
 from verl.engines.base import Engine
 from verl.errors import WorkerError
-from verl.metrics import MetricSet
+from verl.metrics import Metric, MetricSet
 from verl.models.lora import LoraSettings
 from verl.protocol import DataProto
+from verl.rollout.adapters import sent_alone
 from verl.rollout.base import Sampler
 from verl.rollout.group import Sharing, Together
 from verl.rollout.place import make_sampler
@@ -61,7 +64,10 @@ ROLES = {
     "actor_rollout": {"actor", "rollout"},
     "actor_rollout_ref": {"actor", "rollout", "ref"},
 }
-LOG_PROB_OUTPUTS = {"old_log_probs": "log_probs", "entropys": "entropy", "sum_pi_squared": "sum_pi_squared"}
+BYTES_SENT = "weight_bytes_sent"
+"""What a sampler counts that weights reach by a transport; others see the tensors themselves."""
+LOG_PROB_OUTPUTS = {"old_log_probs": "log_probs", "entropys": "entropy", "sum_pi_squared": "sum_pi_squared",
+                    "ref_kl": "full_kl"}  # fmt: skip
 """Columns of a batch that `compute_log_prob` makes, and what the engine calls them."""
 
 
@@ -91,6 +97,7 @@ class ActorRolloutRefWorker(Worker):
         self.scoring = scoring
         self.tokenizer: Any = None
         self.hand_over = InBackground("verl-weights")
+        self.bytes_sent = 0.0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -109,6 +116,8 @@ class ActorRolloutRefWorker(Worker):
             self.actor = self._make_actor()
         if "ref" in self.plays:
             self.ref = self._make_ref()
+        if {"actor", "ref"} <= self.plays:
+            self.actor.engine.compare_with(self.ref.engine)
         if "rollout" in self.plays:
             self._make_rollout(sharing)
 
@@ -126,7 +135,8 @@ class ActorRolloutRefWorker(Worker):
             finally:
                 if self._frees_cache():
                     asyncio.run(self.sampler.sleep(level=1))
-        made.meta_info["metrics"] = {**made.meta_info.get("metrics", {}), **memory}
+        sent = {"perf/weights_sent_mb": Metric(self.bytes_sent / 1e6, "max")}
+        made.meta_info["metrics"] = {**made.meta_info.get("metrics", {}), **memory, **sent}
         return made
 
     def meshes(self) -> dict[str, tuple[int, bool]]:
@@ -135,7 +145,7 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """``old_log_probs`` (B, T), and of ``entropys`` and ``sum_pi_squared`` what ``meta_info["outputs"]`` names."""
+        """``old_log_probs`` (B, T), and what else of `LOG_PROB_OUTPUTS` ``meta_info["outputs"]`` names."""
         self.hand_over.wait()
         wanted = data.meta_info.get("outputs") or ["old_log_probs"]
         columns = {name: LOG_PROB_OUTPUTS[name] for name in LOG_PROB_OUTPUTS if name in {"old_log_probs", *wanted}}
@@ -199,10 +209,24 @@ class ActorRolloutRefWorker(Worker):
 
     def _hand_over_weights(self, version: int) -> None:
         bucket_bytes = self.config.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
-        engine = self.actor.engine
-        weights = engine.export_weights() if self.together is None else self.together.weights(engine)
-        chunks = chunk_weights(weights, bucket_bytes, version=version)
+        chunks = chunk_weights(self._counted(self._sent()), bucket_bytes, version=version)
+        before = self.sampler.stats().get(BYTES_SENT, 0)
         asyncio.run(self.sampler.update_weights(chunks, version))
+        self.bytes_sent = self.sampler.stats().get(BYTES_SENT, before + self.bytes_sent) - before
+
+    def _sent(self) -> Iterator[tuple[str, Tensor]]:
+        engine = self.actor.engine
+        if self.together is not None:
+            return self.together.weights(engine)
+        alone = sent_alone(self.config.rollout, self.model)
+        return engine.export_weights() if alone is None else engine.export_adapter()
+
+    def _counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        self.bytes_sent = 0.0
+        for name, tensor in weights:
+            self.bytes_sent += tensor.nbytes
+            yield name, tensor
+            del tensor  # before the next one is made
 
     def _sampled(self, prompts: DataProto) -> DataProto:
         if self.together is None:

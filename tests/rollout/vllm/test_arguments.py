@@ -50,6 +50,17 @@ def test_the_sections_become_engine_arguments():
     assert made("cuda")["dtype"] == "bfloat16" and made("cuda")["enforce_eager"] is False
 
 
+def test_an_adapter_gets_room_of_the_next_rank_that_vllm_has_and_a_base_to_be_added_to():
+    node, model = section(name="vllm")
+    found = arguments.from_config(node, dataclasses.replace(model, lora_rank=12), "cuda", ModelFacts(head_dim=64))
+    assert (found["enable_lora"], found["max_lora_rank"], found["max_loras"]) == (True, 16, 1)
+    assert found["load_format"] == "auto" and made("cuda", name="vllm")["load_format"] == "dummy"
+    merging = dataclasses.replace(model, lora_rank=12, lora=dataclasses.replace(model.lora, merge=True))
+    assert "enable_lora" not in arguments.from_config(node, merging, "cpu", ModelFacts(head_dim=64))
+    with pytest.raises(RolloutError, match=r"room for an adapter of this rank.*lora\.merge=true"):
+        arguments.from_config(node, dataclasses.replace(model, lora_rank=513), "cpu", ModelFacts(head_dim=64))
+
+
 def test_the_context_is_what_a_run_needs_unless_it_is_set():
     node = {"prompt_length": 30, "response_length": 20}
     assert made(**node)["max_model_len"] == 50

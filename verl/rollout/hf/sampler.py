@@ -20,6 +20,8 @@ from verl.device import give_memory_back, torch_dtype
 from verl.errors import NotBuiltError, RolloutError
 from verl.metrics import notice
 from verl.models import load_causal_lm
+from verl.models.lora import LoraSettings
+from verl.rollout.adapters import sent_alone
 from verl.rollout.base import Completion, Request, Sampler, check_request
 from verl.rollout.hf.attention import UnsupportedModelError
 from verl.rollout.hf.draw import DrawColumns, draw
@@ -62,6 +64,7 @@ class HFSampler(Sampler):
         owns_model: nobody else changes the model's weights, so that they may be rearranged; None: where it was loaded
             here.
         part: of which part of a model ``model`` is; null: of all of it.
+        adapter: see `ModelWeights`.
 
     Example:
         >>> sampler = HFSampler("path/to/model")
@@ -87,6 +90,7 @@ class HFSampler(Sampler):
         enforce_eager: bool = False,
         cache_bytes: int | None = None,
         part: Part | None = None,
+        adapter: LoraSettings | None = None,
     ):
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise RolloutError(
@@ -115,7 +119,7 @@ class HFSampler(Sampler):
             share=share_prompts,
             reserve=self._runner.reserve,
         )
-        self._weights = ModelWeights(model, share_weights, part)
+        self._weights = ModelWeights(model, share_weights, part, adapter)
         self._state = Readiness()
         self._task: asyncio.Task[None] | None = None
         self._is_held = False
@@ -139,7 +143,7 @@ class HFSampler(Sampler):
             hf_config_path=model.hf_config_path,
         )
         whole = cast(PreTrainedModel, loaded.to(device).eval())
-        return cls.configured(rollout, whole, owns_model=True)
+        return cls.configured(rollout, whole, owns_model=True, adapter=sent_alone(rollout, model))
 
     @classmethod
     def configured(cls, rollout: Any, model: Any, **options: Any) -> HFSampler:
@@ -163,6 +167,10 @@ class HFSampler(Sampler):
                 f"response_length allow {wanted} in sum",
             )
         return sampler
+
+    @classmethod
+    def why_merged(cls, rollout: Any) -> str:
+        return "each rank holds a part of every weight" if rollout.tensor_model_parallel_size > 1 else ""
 
     @property
     def version(self) -> int:

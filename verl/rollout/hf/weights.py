@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 
 from verl.errors import RolloutError
 from verl.models import export_weights, load_weights
+from verl.models.lora import LoraSettings
 from verl.models.weights import views_on_disk
+from verl.rollout.hf.adapter import ArrivingAdapter
 from verl.rollout.hf.parts import Part
 from verl.weight_sync import WeightChunk, WeightInventory
 from verl.weight_sync.chunks import taking
@@ -24,12 +26,20 @@ class ModelWeights:
         share: take over the trainer's memory instead of copying, wherever dtype, device and layout are equal. The
             trainer's next step then changes the sampler at once, so nothing may be sampled between the two.
         part: which part of a model this rank has. Weights may then arrive whole, or as this rank's part.
+        adapter: of which nothing but the factors arrives; the weights that are there are its base.
     """
 
-    def __init__(self, model: PreTrainedModel, share: bool = False, part: Part | None = None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        share: bool = False,
+        part: Part | None = None,
+        adapter: LoraSettings | None = None,
+    ):
         self.model, self.share, self.part = model, share, part
         self.num_bytes = 0
         self._lasts = False
+        self._adapter = None if adapter is None else ArrivingAdapter(model, adapter)
         targets = _targets(model)
         # A family may keep weights in another form than files do: those are collected, then converted.
         self._inventory = None if targets is None else WeightInventory(targets, self._put)
@@ -37,6 +47,9 @@ class ModelWeights:
 
     def receive(self, chunks: Iterable[WeightChunk], version: int) -> None:
         """Take a whole stream; raises `RolloutError` and leaves mixed weights if it is not one."""
+        if self._adapter is not None:
+            self.num_bytes += self._adapter.receive(chunks, version)
+            return
         if self._inventory is not None:
             self.num_bytes += self._inventory.receive(self._noted(chunks), version)
             return
@@ -55,12 +68,21 @@ class ModelWeights:
         load_weights(self.model, whole)
 
     def release(self) -> None:
-        """Give the memory back; what was in it is gone."""
+        """Give the memory back of all that arrives again; what was in it is gone."""
         if self._emptied or self.share:
             return
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self.model.state_dict().values()}
+        if self._adapter is not None:
+            self._adapter.keep_base()
+        storages: dict[int, list[torch.Tensor]] = {}
+        for tensor in self.model.state_dict(keep_vars=True).values():
+            storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+        gone = [
+            tensors[0].untyped_storage()
+            for tensors in storages.values()
+            if self._adapter is None or self._adapter.changes_all_of(tensors)
+        ]
         # What lies in shared memory cannot be given back from here.
-        self._emptied = [(storage, storage.nbytes()) for storage in storages.values() if storage.resizable()]
+        self._emptied = [(storage, storage.nbytes()) for storage in gone if storage.resizable()]
         for storage, _ in self._emptied:
             storage.resize_(0)
 

@@ -8,9 +8,12 @@ from typing import Any
 
 from verl.errors import ConfigError, RolloutError, suggest
 from verl.metrics import notice
+from verl.models import lora
+from verl.models.lora import LoraSettings
+from verl.rollout.adapters import sent_alone
 from verl.rollout.model_facts import ModelFacts
 from verl.rollout.vllm.extension import PATH
-from verl.rollout.vllm.versions import CPU_HEAD_DIMS
+from verl.rollout.vllm.versions import ADAPTER_RANKS, CPU_HEAD_DIMS
 
 _R = "actor_rollout_ref.rollout"
 OURS = ("model", "worker_extension_cls", "skip_tokenizer_init", "logprobs_mode")
@@ -20,6 +23,7 @@ OURS = ("model", "worker_extension_cls", "skip_tokenizer_init", "logprobs_mode")
 def from_config(rollout: Any, model: Any, device: str, facts: ModelFacts) -> dict[str, Any]:
     """Arguments of vLLM's ``EngineArgs``, ``engine_kwargs.vllm`` included."""
     auto = "float32" if device == "cpu" else "bfloat16"
+    adapter = sent_alone(rollout, model)
     given = {
         "model": str(model.path),
         "tokenizer": model.tokenizer_path or None,
@@ -27,7 +31,7 @@ def from_config(rollout: Any, model: Any, device: str, facts: ModelFacts) -> dic
         "hf_overrides": dict(model.override_config or {}) or None,
         "dtype": auto if rollout.dtype == "auto" else rollout.dtype,
         "seed": int(rollout.seed),
-        "load_format": _load_format(rollout.load_format, device, facts),
+        "load_format": _load_format(rollout.load_format, device, facts, adapter),
         "max_model_len": _context(rollout, facts),
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": _batched_tokens(rollout, facts),
@@ -46,8 +50,29 @@ def from_config(rollout: Any, model: Any, device: str, facts: ModelFacts) -> dic
         "logprobs_mode": rollout.logprobs_mode,
         "skip_tokenizer_init": True,
         "worker_extension_cls": PATH,
+        **({} if adapter is None else of_adapter(adapter)),
     }
     return {k: v for k, v in merged(given, rollout.engine_kwargs.vllm or {}).items() if v is not None}
+
+
+def of_adapter(settings: LoraSettings) -> dict[str, Any]:
+    """Room for one adapter: the smallest rank of vLLM's that holds it.
+
+    Raises:
+        RolloutError: its rank is larger than all of them.
+    """
+    config = lora.config_of(settings)
+    rank = max([config.r, *config.rank_pattern.values()])
+    fitting = [most for most in ADAPTER_RANKS if most >= rank]
+    if not fitting:
+        raise RolloutError(
+            "vLLM has no room for an adapter of this rank",
+            key="actor_rollout_ref.model.lora_rank",
+            got=rank,
+            allowed=f"at most {ADAPTER_RANKS[-1]}",
+            fix="Set actor_rollout_ref.model.lora.merge=true: merged weights are sent then.",
+        )
+    return {"enable_lora": True, "max_lora_rank": fitting[0], "max_loras": 1, "max_cpu_loras": 1}
 
 
 def merged(given: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,11 +134,12 @@ def check_model(facts: ModelFacts, on_cpu: bool) -> None:
         )
 
 
-def _load_format(asked: str, device: str, facts: ModelFacts) -> str:
-    """``dummy`` starts from random numbers, which leaves nothing to compare a reload with; see `VLLMSampler`."""
+def _load_format(asked: str, device: str, facts: ModelFacts, adapter: LoraSettings | None) -> str:
+    """``dummy`` starts from random numbers, which leaves nothing to compare a reload with (see `VLLMSampler`), and no
+    base for an adapter."""
     if asked == "hf":
         return "safetensors"
-    return "auto" if asked == "dummy" and (device == "cpu" or facts.is_moe) else asked
+    return "auto" if asked == "dummy" and (device == "cpu" or facts.is_moe or adapter is not None) else asked
 
 
 def _context(rollout: Any, facts: ModelFacts) -> int:

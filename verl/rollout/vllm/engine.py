@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from verl import env
 from verl.errors import RolloutError
+from verl.models.lora import LoraSettings
 from verl.rollout.base import Request
 from verl.rollout.gated import request_seed
 from verl.rollout.vllm import hand_over, versions
+from verl.rollout.vllm.adapter import as_folder
 from verl.rollout.vllm.arguments import known
 from verl.weight_sync import WeightChunk
 
@@ -57,6 +61,8 @@ class VLLMEngine:
     def __init__(self, arguments: dict[str, Any], ours: Sequence[str] = (), seed: int = 0):
         self.seed = seed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
+        self._adapter: Any = None
+        self._num_adapters = 0
         self._engine = self._thread.submit(self._start, arguments, ours).result()
 
     def _start(self, arguments: dict[str, Any], ours: Sequence[str]) -> Any:
@@ -97,7 +103,7 @@ class VLLMEngine:
             try:
                 prompt = {"prompt_token_ids": [*request.token_ids, *request.generated_prefix]}
                 params = self.sampling_params(request, stops)
-                self._engine.add_request(name, prompt, params, **self._priority(request))
+                self._engine.add_request(name, prompt, params, **self._adapted(), **self._priority(request))
             except (ValueError, TypeError) as error:
                 found.refused.append((name, error))
         if dropped:
@@ -151,6 +157,28 @@ class VLLMEngine:
             raise RolloutError(f"vLLM does not take the weights: {told(error)}") from error
         self._engine.reset_prefix_cache()
 
+    def take_adapter(self, tensors: Mapping[str, torch.Tensor], settings: LoraSettings) -> None:
+        """A LoRA adapter instead of the one before, in the caller's thread; requests that come later use it.
+
+        Args:
+            tensors: the factors under their names in peft's files.
+
+        Raises:
+            RolloutError: vLLM refuses it.
+        """
+        before, self._adapter = self._adapter, None
+        self._num_adapters += 1  # numbers are not used again: vLLM keeps what it has computed by them
+        try:
+            if before is not None:
+                self._engine.remove_lora(before.lora_int_id)
+            with as_folder(tensors, settings) as folder:
+                request = versions.adapter_request(f"verl-{self._num_adapters}", self._num_adapters, str(folder))
+                self._engine.add_lora(request)
+        except (ValueError, KeyError, AssertionError, RuntimeError, OSError) as error:
+            raise RolloutError(f"vLLM does not take the adapter: {told(error)}") from error
+        self._adapter = request
+        self._engine.reset_prefix_cache()
+
     def take_again(self) -> None:
         """The weights of the model's folder once more."""
         self._rpc("verl_take_again")
@@ -182,6 +210,9 @@ class VLLMEngine:
         if core is not None:
             core.shutdown()
         self._thread.shutdown(wait=False)
+
+    def _adapted(self) -> dict[str, Any]:
+        return {} if self._adapter is None else {"lora_request": self._adapter}
 
     def _priority(self, request: Request) -> dict[str, Any]:
         return {"priority": request.priority} if request.priority else {}

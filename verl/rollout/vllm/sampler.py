@@ -13,7 +13,9 @@ from typing import Any
 
 from verl.errors import RolloutError
 from verl.metrics import notice
+from verl.models.lora import LoraSettings
 from verl.rollout import reload_check
+from verl.rollout.adapters import sent_alone
 from verl.rollout.base import Request
 from verl.rollout.gated import GatedSampler, Sampled
 from verl.rollout.model_facts import ModelFacts
@@ -47,6 +49,7 @@ class VLLMSampler(GatedSampler):
         facts: of the model's folder; None reads them.
         seed: added to every request's own seed.
         stop_token_ids: end every response; None takes the model's.
+        adapter: of which nothing but the factors arrives; the engine has the weights of its base.
 
     Example:
         >>> sampler = VLLMSampler({"model": "path/to/model", "dtype": "float32", "enforce_eager": True})
@@ -61,6 +64,7 @@ class VLLMSampler(GatedSampler):
         seed: int = 0,
         stop_token_ids: Iterable[int] | None = None,
         ours: Iterable[str] = (),
+        adapter: LoraSettings | None = None,
     ):
         versions.check_version(versions.installed_version())
         model = str(engine_arguments["model"])
@@ -82,7 +86,8 @@ class VLLMSampler(GatedSampler):
         self.stop_token_ids = frozenset(facts.stop_token_ids if stop_token_ids is None else stop_token_ids)
         self._can_verify = engine_arguments.get("load_format", "auto") != "dummy"
         self._is_verified, self._is_tied, self._model = False, facts.is_tied, model
-        self._shapes = shapes_on_disk(model)
+        self._adapter = adapter
+        self._shapes = None if adapter is not None else shapes_on_disk(model)
         self._new: list[tuple[str, Request, tuple[int, ...]]] = []
         self._dropped: list[str] = []
         self._running: dict[str, _Running] = {}
@@ -96,7 +101,8 @@ class VLLMSampler(GatedSampler):
         versions.check_version(versions.installed_version())
         facts = ModelFacts.of(str(model.path))
         ours = arguments.from_config(rollout, model, device, facts)
-        sampler = cls(ours, facts=facts, ours=set(ours) - set(rollout.engine_kwargs.vllm or {}))
+        own = set(ours) - set(rollout.engine_kwargs.vllm or {})
+        sampler = cls(ours, facts=facts, ours=own, adapter=sent_alone(rollout, model))
         wanted = rollout.prompt_length + rollout.response_length
         if wanted > sampler.max_model_len:
             notice(
@@ -105,6 +111,10 @@ class VLLMSampler(GatedSampler):
                 f"allow {wanted} in sum: a longer prompt will be an error",
             )
         return sampler
+
+    @classmethod
+    def why_merged(cls, rollout: Any) -> str:
+        return ""
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
         wanted = None if request_ids is None else set(request_ids)
@@ -137,16 +147,21 @@ class VLLMSampler(GatedSampler):
 
     async def _load(self, chunks: Iterable[WeightChunk], version: int) -> None:
         await self._settle()
-        await self._verify()
         check = StreamCheck(version, self._shapes)
-        self.engine.take_weights(check.watched(chunks))
-        self._shapes = check.finished()
+        if self._adapter is None:
+            await self._verify()
+            self.engine.take_weights(check.watched(chunks))
+            self._shapes = check.finished()
+            return
+        factors = {name: tensor.cpu().clone() for chunk in check.watched(chunks) for name, tensor in chunk.tensors}
+        self._shapes = check.finished()  # the first adapter says what the others must be
+        self.engine.take_adapter(factors, self._adapter)
 
     async def _fall_asleep(self, level: int) -> None:
         await self._settle()
         if self.engine.on_cpu:
             notice(f"{_R}.free_cache_engine", "vLLM on CPU cannot give its memory back, so sleep frees nothing")
-        self.engine.sleep(level)
+        self.engine.sleep(level if self._adapter is None else 1)  # the base does not come again
 
     async def _wake_up(self) -> None:
         self.engine.wake()

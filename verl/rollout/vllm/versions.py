@@ -25,6 +25,10 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of an attention head for which the CPU build has a kernel."""
 
 
+ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters for which room can be made; older versions end at 256."""
+
+
 def parse(version: str) -> tuple[int, ...]:
     """``0.10.1.1.post2`` -> (0, 10, 1, 1)."""
     found = re.match(r"\d+(\.\d+)*", version)
@@ -76,6 +80,12 @@ def vllm_modules() -> tuple[Any, Any, Any]:
     arguments = importlib.import_module("vllm.engine.arg_utils").EngineArgs
     engine = importlib.import_module("vllm.v1.engine.llm_engine").LLMEngine
     return arguments, engine, importlib.import_module("vllm.sampling_params")
+
+
+def adapter_request(name: str, number: int, folder: str) -> Any:
+    """What tells vLLM of an adapter in a folder, and then which requests use it."""
+    request: Any = importlib.import_module("vllm.lora.request").LoRARequest
+    return request(lora_name=name, lora_int_id=number, lora_path=folder)
 
 
 def supported(function: Any, given: dict[str, Any]) -> dict[str, Any]:

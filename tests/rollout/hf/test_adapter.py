@@ -1,0 +1,126 @@
+"""A LoRA adapter that is sent alone: a few bytes, the same weights as if they had been sent merged."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+import torch
+
+from tests.engines.builders import make_engine, ragged_batch
+from tests.rollout.builders import largest_difference, prompt, requests, sample
+from tests.support import tiny_model_dir
+from verl import metrics
+from verl.algorithms.losses import SFTLoss
+from verl.config import HFModelConfig, RolloutConfig
+from verl.config.model import MegatronLoraConfig
+from verl.config.rollout import CheckpointEngineConfig
+from verl.errors import RolloutError
+from verl.models import load_causal_lm, lora
+from verl.rollout.adapters import sent_alone
+from verl.rollout.hf.sampler import HFSampler
+from verl.weight_sync import chunk_weights
+
+LORA = {"lora_rank": 4, "lora_alpha": 8}
+WANTED = requests([prompt(5, 1), prompt(28, 2)], samples=3, max_tokens=10, ignore_eos=True)
+ROLLOUT = RolloutConfig(prompt_length=64, response_length=64)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engine(path):
+    """Its adapter has moved away from zero."""
+    made = make_engine(path, model=LORA)
+    for seed in range(3):
+        made.train_batch(ragged_batch(seed=seed), SFTLoss())
+    return made
+
+
+def sampler_of(path, **model) -> HFSampler:
+    return HFSampler.from_config(ROLLOUT, HFModelConfig(path=str(path), **LORA, **model))
+
+
+def push(sampler, weights, version=1):
+    asyncio.run(sampler.update_weights(chunk_weights(weights, 2000, version), version))
+
+
+def merged_model(path, engine):
+    model = load_causal_lm(str(path), torch.float32).eval()
+    model.load_state_dict(dict(engine.export_weights()))
+    return model
+
+
+def test_an_adapter_alone_makes_the_weights_that_the_trainer_would_have_merged(path, engine):
+    alone, whole = sampler_of(path), sampler_of(path, lora=MegatronLoraConfig(merge=True))
+    before = sample(alone, WANTED)
+    push(alone, engine.export_adapter())
+    push(whole, engine.export_weights())
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(alone.model.state_dict()[name], tensor), name
+    found, trainer = sample(alone, WANTED), merged_model(path, engine)
+    assert [c.token_ids for c in found] == [c.token_ids for c in sample(whole, WANTED)]
+    assert largest_difference(trainer, WANTED, found) < 1e-5
+    assert largest_difference(trainer, WANTED, before) > 1e-2
+    # 2 layers of 7 maps, each with a factor of rank 4 on either side of it
+    maps = [t.shape for name, t in alone.model.named_parameters() if name.endswith("proj.weight")]
+    assert alone.stats()["weight_bytes_received"] == 4 * 4 * sum(sum(shape) for shape in maps)
+    assert whole.stats()["weight_bytes_received"] == sum(t.nbytes for t in alone.model.state_dict().values())
+
+
+def test_an_adapter_that_came_later_does_not_add_up_with_the_one_before(path, engine):
+    sampler = sampler_of(path)
+    for version, factor in enumerate((3.0, 0.5, 1.0)):
+        push(sampler, [(name, tensor * factor) for name, tensor in engine.export_adapter()], version)
+    assert largest_difference(merged_model(path, engine), WANTED, sample(sampler, WANTED)) < 1e-5
+
+
+def test_what_sleep_gives_back_comes_again_with_the_next_adapter(path, engine):
+    sampler = sampler_of(path)
+    for version in (1, 2):
+        asyncio.run(sampler.sleep(level=2))
+        changed = [t for name, t in sampler.model.named_parameters() if name.endswith("proj.weight")]
+        assert {t.untyped_storage().nbytes() for t in changed} == {0}
+        asyncio.run(sampler.wake())
+        push(sampler, engine.export_adapter(), version)
+        assert largest_difference(merged_model(path, engine), WANTED, sample(sampler, WANTED)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda factors: factors[:-1], "did not arrive"),
+        (lambda factors: [*factors, ("base_model.model.lm_head.lora_A.weight", torch.ones(4, 32))], "no such weight"),
+        (lambda factors: [(factors[0][0], factors[0][1][:2]), *factors[1:]], "another shape"),
+    ],
+)
+def test_an_adapter_that_is_not_the_sampler_s_is_refused(path, engine, spoil, said):
+    sampler = sampler_of(path)
+    with pytest.raises(RolloutError, match=said):
+        push(sampler, spoil(list(engine.export_adapter())))
+    with pytest.raises(RolloutError, match="send them again"):
+        sample(sampler, WANTED[:1])
+
+
+@pytest.mark.parametrize(
+    ("rollout", "model", "said"),
+    [
+        ({}, {}, None),
+        ({}, {"lora": MegatronLoraConfig(merge=True)}, ""),
+        ({"name": "server"}, {}, "whole weights only"),
+        ({"name": "hf", "tensor_model_parallel_size": 2}, {}, "a part of every weight"),
+        ({"checkpoint_engine": CheckpointEngineConfig(backend="delta")}, {}, "differences"),
+        ({}, {"lora_rank": 0}, ""),
+    ],
+)
+def test_an_adapter_goes_alone_unless_somebody_cannot_take_it_and_then_it_is_said(path, rollout, model, said):
+    metrics.reset_notices()
+    given = {**LORA, **model}
+    found = sent_alone(dataclasses.replace(ROLLOUT, **rollout), HFModelConfig(path=str(path), **given))
+    assert found == (lora.LoraSettings(rank=4, alpha=8) if said is None else None)
+    told = metrics.notices().get("actor_rollout_ref.model.lora.merge", "")
+    assert bool(told) == bool(said) and (said or "") in told

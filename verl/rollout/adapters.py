@@ -1,0 +1,32 @@
+"""Whether a LoRA adapter goes to the sampler alone: a few megabytes, where the merged weights are the whole model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.metrics import notice
+from verl.models.lora import LoraSettings
+from verl.registry import SAMPLERS
+
+KEY = "actor_rollout_ref.model.lora.merge"
+
+
+def sent_alone(rollout: Any, model: Any) -> LoraSettings | None:
+    """The adapter whose factors are all that is sent; None where all weights are, with an adapter merged into them.
+
+    Both ends ask here, so that they agree. Where the sampler cannot take an adapter a notice says so.
+
+    Args:
+        rollout, model: sections of the configuration.
+    """
+    merge, settings = model.lora.merge, LoraSettings.of(model)
+    if merge or settings is None:
+        return None
+    if rollout.checkpoint_engine.backend.startswith("delta"):
+        reason = "differences are those of whole weights"
+    else:
+        reason = SAMPLERS.get(rollout.name).why_merged(rollout)
+    if reason:
+        notice(KEY, f"the adapter is merged into the weights before they go to the sampler all the same: {reason}")
+        return None
+    return settings

@@ -1,0 +1,57 @@
+"""A LoRA adapter that arrives alone, merged here into the sampler's own weights.
+
+Merged, sampling is as fast as without an adapter, and the weights are those that the trainer would have sent. The price
+is a second copy of the weights that the adapter changes: those of the base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from transformers import PreTrainedModel
+
+from verl.models import lora
+from verl.models.lora import LoraSettings
+from verl.weight_sync import WeightChunk, WeightInventory
+
+
+class ArrivingAdapter:
+    """Where the factors of an adapter arrive.
+
+    Args:
+        model: with the weights of the base.
+        settings: of the adapter, as the trainer has them.
+    """
+
+    def __init__(self, model: PreTrainedModel, settings: LoraSettings):
+        with torch.device("meta"):
+            self._blueprint = type(model)(model.config)
+        lora.add_adapter(self._blueprint, settings, seed=0)
+        shapes = dict(self._blueprint.named_parameters())
+        names = lora.adapter_names(self._blueprint)
+        self._factors = {name: torch.empty(shapes[name].shape, device=model.device) for name in names}
+        self._inventory = WeightInventory({names[name]: factor for name, factor in self._factors.items()})
+        owners = sorted({name.partition(".lora_")[0] for name in names})
+        self._targets = {owner: model.get_parameter(f"{owner}.weight") for owner in owners}
+        self._base: dict[str, torch.Tensor] = {}
+
+    def receive(self, chunks: Iterable[WeightChunk], version: int) -> int:
+        """Take a whole adapter and merge it; returns the number of bytes that came."""
+        num_bytes = self._inventory.receive(chunks, version)
+        self.keep_base()
+        for owner, base in self._base.items():
+            parts = {name: factor for name, factor in self._factors.items() if name.startswith(f"{owner}.lora_")}
+            (merged,) = lora.merged(self._blueprint, {f"{owner}.base_layer.weight": base, **parts}).values()
+            self._targets[owner].detach().copy_(merged)
+        return num_bytes
+
+    def keep_base(self) -> None:
+        """Copy what the adapter changes, before it changes for the first time."""
+        if not self._base:
+            self._base = {owner: target.detach().clone() for owner, target in self._targets.items()}
+
+    def changes_all_of(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether the next adapter brings all of these back."""
+        ours = {id(target) for target in self._targets.values()}
+        return all(id(tensor) in ours for tensor in tensors)
