@@ -13,6 +13,8 @@ from verl.errors import ConfigError
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _DTYPES = ("auto", "fp32", "float32", "float", "bf16", "bfloat16", "fp16", "float16", "half")
+MOST_SAMPLES = 1 << 16
+"""Of a prompt: more than that is a typing error, which would fill the memory before anything is sampled."""
 
 
 def numbers(cfg: PPOTrainerConfig) -> Problems:
@@ -97,6 +99,7 @@ def _sampling(cfg: PPOTrainerConfig) -> Problems:
         rollout.temperature > 0,
     )
     for key, node in ((_R, rollout), (f"{_R}.val_kwargs", val)):
+        found += in_range(f"{key}.n", node.n, f"at most {MOST_SAMPLES}", node.n <= MOST_SAMPLES)
         found += in_range(f"{key}.top_p", node.top_p, "above 0, at most 1", 0 < node.top_p <= 1)
         found += in_range(f"{key}.top_k", node.top_k, "-1 for all tokens, or 1 or more", node.top_k >= -1)
     rate = rollout.over_sample_rate
