@@ -13,6 +13,7 @@ import statistics
 import time
 
 import numpy as np
+from figures import Figures, add_json
 
 from verl.algorithms.balancing import (
     calculate_workload,
@@ -34,7 +35,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--classical", action="store_true", help="time karmarkar_karp too (slow)")
+    add_json(parser)
     arguments = parser.parse_args()
+    figures = Figures()
     print("| sequences, ranks | what | above the bound | milliseconds |\n|---|---|---|---|")
     for count, ranks in CASES:
         for what in (
@@ -60,7 +63,11 @@ def main() -> None:
                     parts, bound = partition(work, ranks, equal), lower_bound(work, ranks, equal)
                 times.append(time.perf_counter() - start)
                 gaps.append(max(work[part].sum() for part in parts) / bound - 1)
+            figures.add(
+                f"{count}, {ranks}: {what}", {"above the bound": max(gaps), "ms": statistics.median(times) * 1e3}
+            )
             print(f"| {count}, {ranks} | {what} | {max(gaps):.4%} | {statistics.median(times) * 1e3:.1f} |", flush=True)
+    figures.write(arguments.json)
 
 
 if __name__ == "__main__":

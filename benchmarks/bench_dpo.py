@@ -22,7 +22,8 @@ import tempfile
 from pathlib import Path
 
 from bench_grpo_step import SIZES, make_model
-from bench_sft import TEMPLATE, WARMUP, child, furthest, lengths, our_script, speed, text
+from bench_sft import TEMPLATE, WARMUP, compared, furthest, lengths, our_script, speed, text
+from figures import TRL_CLOCK, Figures, Run, add_json, run_script
 
 PAIRS, LONGEST = 16, 512
 PEER_SETTINGS = {
@@ -31,24 +32,14 @@ PEER_SETTINGS = {
     "passes of 2 pairs of like length": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": PAIRS // 2},
 }
 
-PEER = """
-import json, sys, time, warnings
-warnings.filterwarnings("ignore")
+PEER = (
+    TRL_CLOCK
+    + """
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 model, rows, steps, out = sys.argv[1], json.load(open(sys.argv[2])), int(sys.argv[3]), sys.argv[4]
 settings, reference = json.loads(sys.argv[5]), sys.argv[6]
-marks, losses = [], []
-
-class Clock(TrainerCallback):
-    def on_step_end(self, *a, **k):
-        marks.append(time.process_time())
-
-    def on_log(self, args, state, control, logs=None, **k):
-        if "loss" in logs:
-            losses.append(float(logs["loss"]))
-
 config = DPOConfig(
     output_dir=out, max_steps=steps, gradient_checkpointing=False, learning_rate=1e-5, lr_scheduler_type="constant",
     weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999, max_grad_norm=1.0, logging_steps=1, save_strategy="no",
@@ -58,10 +49,11 @@ config = DPOConfig(
 load = lambda path: AutoModelForCausalLM.from_pretrained(path, dtype="float32", attn_implementation="sdpa")
 trainer = DPOTrainer(model=load(model), ref_model=load(reference), args=config, train_dataset=Dataset.from_list(rows),
                      processing_class=AutoTokenizer.from_pretrained(model), callbacks=[Clock()])
-marks.append(time.process_time())
+mark()
 trainer.train()
-print("FOUND " + json.dumps([[b - a for a, b in zip(marks, marks[1:])], losses]))
+tell()
 """
+)
 
 
 def make_rows(folder: Path, steps: int) -> tuple[Path, Path, list[int]]:
@@ -102,7 +94,7 @@ def make_reference(folder: Path, model: Path) -> Path:
     return folder / "reference"
 
 
-def run_ours(folder: Path, model: Path, reference: Path, pairs: Path, steps: int) -> tuple[list[float], list[float]]:
+def run_ours(folder: Path, model: Path, reference: Path, pairs: Path, steps: int) -> Run:
     """CPU-seconds and loss of each step of `dpo_trainer`."""
     words = [
         f"data.train_files={pairs}", f"data.train_batch_size={PAIRS}", f"data.max_length={2 * LONGEST}",
@@ -112,7 +104,7 @@ def run_ours(folder: Path, model: Path, reference: Path, pairs: Path, steps: int
         f"trainer.default_local_dir={folder / 'run'}", "trainer.device=cpu", "trainer.resume_mode=disable",
     ]  # fmt: skip
     script = our_script("dpo_trainer", "loader.dataset.collate", PAIRS)
-    return child(sys.executable, script, words, folder, Path(__file__).resolve().parents[1])
+    return run_script(sys.executable, script, words, folder, ours=True)
 
 
 def main() -> None:
@@ -122,6 +114,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help=f"steps per run; the first {WARMUP} are not counted")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer-setting", choices=PEER_SETTINGS, help="take this one instead of trying all")
+    add_json(parser)
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     steps, python = arguments.steps, arguments.peer_python
@@ -134,25 +127,25 @@ def main() -> None:
             f"{PAIRS} pairs per step, {statistics.mean(tokens):.0f} tokens on average, one thread, float32", flush=True
         )
 
-        def peer_run(settings: dict) -> tuple[list[float], list[float]]:
+        def peer_run(settings: dict) -> Run:
             out = str(folder / "peer-out")
             words = [str(model), str(theirs), str(steps), out, json.dumps(settings), str(reference)]
-            return child(python, PEER, words, folder, None)
+            return run_script(python, PEER, words, folder, ours=False)
 
         tried = {}
         for name, settings in PEER_SETTINGS.items() if python and not arguments.peer_setting else ():
-            tried[name] = speed(tokens, peer_run(settings)[0])
+            tried[name] = speed(tokens, peer_run(settings))
             print(f"TRL {name}: {tried[name]:.0f} tokens per CPU-second", flush=True)
         best = arguments.peer_setting or max(tried, key=tried.__getitem__, default="")
         mine, peer, apart = [], [], []
         for _ in range(arguments.rounds):
-            seconds, losses = run_ours(folder, model, reference, ours, steps)
-            mine.append(speed(tokens, seconds))
+            own = run_ours(folder, model, reference, ours, steps)
+            mine.append(speed(tokens, own))
             if best:
-                seconds, others = peer_run(PEER_SETTINGS[best])
-                peer.append(speed(tokens, seconds))
-                apart.append((abs(losses[0] - others[0]), furthest(losses, others)))
-                print(f"losses ours {losses} TRL {others}", flush=True)
+                run = peer_run(PEER_SETTINGS[best])
+                peer.append(speed(tokens, run))
+                apart.append((abs(own.losses[0] - run.losses[0]), furthest(own.losses, run.losses)))
+                print(f"losses ours {own.losses} TRL {run.losses}", flush=True)
     print("| model | ours, tokens/CPU-s | TRL, tokens/CPU-s | ours / TRL, per round | first loss | all losses |")
     print("|---|---|---|---|---|---|")
     ratios = ", ".join(f"{a / b:.2f}" for a, b in zip(mine, peer))
@@ -160,6 +153,9 @@ def main() -> None:
     theirs_speed = f"{statistics.median(peer):.0f} ({best})" if peer else "-"
     first, all_steps = (max((pair[i] for pair in apart), default=0.0) for i in range(2))
     print(f"| {arguments.size} | {ours_speed} | {theirs_speed} | {ratios} | {first:.1e} | {all_steps:.1e} |")
+    figures = Figures()
+    figures.add(arguments.size, compared(mine, peer) | {"the peer's setting": best or "absent"})
+    figures.write(arguments.json)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ sides: float32, no gradient checkpointing, one update per batch, no reference mo
 tokens (end tokens are ignored, so that both generate and train the same number of tokens), AdamW. ``tail`` is the model
 of 1M whose every token is the last one with probability 1/32, up to 256 tokens. A round runs ours, then the peer's; the
 table gives the median seconds per step over all counted steps, and the ratios of each round, by the clock and by the
-CPU's time, which other work on the machine disturbs less.
+CPU's time (that of children included), which other work on the machine disturbs less.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-PROMPTS, SAMPLES, NEW_TOKENS, WARMUP = 16, 8, 32, 3
+from figures import MARKS, TRL_CLOCK, Figures, Run, add_json, linear_seconds, run_script
+
+PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS, WARMUP = 16, 8, 32, 32, 3
 TAIL_TOKENS, TAIL_MEAN = 256, 32
 SIZES = {
     "0.1M": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128},
@@ -31,51 +32,46 @@ SIZES = {
 SIZES["tail"] = SIZES["1M"]
 VOCAB = 512
 
-PEER = """
-import json, sys, time, warnings
-warnings.filterwarnings("ignore")
+PEER = (
+    TRL_CLOCK
+    + """
 from datasets import Dataset
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 model, rows, steps, out = sys.argv[1], json.load(open(sys.argv[2])), int(sys.argv[3]), sys.argv[4]
-
-marks = []
-
-class Clock(TrainerCallback):
-    def on_step_end(self, *a, **k):
-        marks.append((time.perf_counter(), time.process_time()))
+batch, group, length, shortest = map(int, sys.argv[5:])
 
 def reward(completions, **kwargs):
     return [float(len(str(c)) % 7) for c in completions]
 
 config = GRPOConfig(
-    output_dir=out, per_device_train_batch_size=BATCH, num_generations=GROUP, max_completion_length=LENGTH,
+    output_dir=out, per_device_train_batch_size=batch, num_generations=group, max_completion_length=length,
     max_steps=steps, gradient_checkpointing=False, num_iterations=1, beta=0.0, temperature=1.0, learning_rate=1e-5,
     logging_steps=1000000, save_strategy="no", report_to=[], bf16=False, use_cpu=True, disable_tqdm=True,
-    shuffle_dataset=False, generation_kwargs={"min_new_tokens": SHORTEST}, seed=1,
+    shuffle_dataset=False, generation_kwargs={"min_new_tokens": shortest}, seed=1,
     model_init_kwargs={"dtype": "float32"},
 )
 trainer = GRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows),
                       processing_class=AutoTokenizer.from_pretrained(model), callbacks=[Clock()])
-marks.append((time.perf_counter(), time.process_time()))
+mark()
 trainer.train()
-print("SECONDS " + json.dumps([[y - x for x, y in zip(a, b)] for a, b in zip(marks, marks[1:])]))
+tell()
 """
+)
 
-OURS = """
-import json, sys, time
+OURS = (
+    MARKS
+    + """
 from verl.config import load_config
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.callbacks import Callback
 
-marks = []
-
 class Clock(Callback):
     def on_fit_begin(self, trainer):
-        marks.append((time.perf_counter(), time.process_time()))
+        mark()
 
     def on_step_end(self, trainer, batch):
-        marks.append((time.perf_counter(), time.process_time()))
+        mark()
 
 class Runner(TaskRunner):
     def make_trainer(self, config, tokenizer, processor):
@@ -84,8 +80,9 @@ class Runner(TaskRunner):
         return trainer
 
 run_ppo(load_config("ppo_trainer", sys.argv[1:]), Runner)
-print("SECONDS " + json.dumps([[y - x for x, y in zip(a, b)] for a, b in zip(marks, marks[1:])]))
+tell()
 """
+)
 
 
 def make_model(folder: Path, size: str, template: str, positions: int = 512) -> Path:
@@ -123,7 +120,7 @@ def make_inputs(folder: Path, size: str) -> tuple[Path, Path, Path]:
     import pyarrow.parquet as pq
 
     model = make_model(folder, size, "{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    texts = [f"prompt {i:05d} of 32 tokens".ljust(32, ".") for i in range(PROMPTS * 64)]
+    texts = [f"prompt {i:05d} of 32 tokens".ljust(PROMPT_TOKENS, ".") for i in range(PROMPTS * 64)]
     rows = [
         {"prompt": [{"role": "user", "content": t}], "data_source": "bench", "reward_model": {"ground_truth": "0"}}
         for t in texts
@@ -158,20 +155,9 @@ def end_often(model: Path) -> None:
     network.save_pretrained(model)
 
 
-def seconds_of(command: list[str], folder: Path, environment: dict[str, str]) -> list[list[float]]:
-    """What a child prints: wall and CPU seconds of every step."""
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr[-3000:])
-    line = next(line for line in done.stdout.splitlines() if line.startswith("SECONDS "))
-    return json.loads(line.removeprefix("SECONDS "))
-
-
-def run_ours(folder: Path, model: Path, prompts: Path, steps: int, length: int, more: list[str]) -> list[list[float]]:
-    script = folder / "ours.py"
-    script.write_text(OURS)
-    command = [
-        sys.executable, str(script), "algorithm.adv_estimator=grpo", f"data.train_files={prompts}",
+def run_ours(folder: Path, model: Path, prompts: Path, steps: int, length: int, more: list[str]) -> Run:
+    words = [
+        "algorithm.adv_estimator=grpo", f"data.train_files={prompts}",
         f"data.train_batch_size={PROMPTS}", "data.max_prompt_length=64", f"data.max_response_length={length}",
         "data.shuffle=false", f"actor_rollout_ref.model.path={model}", f"actor_rollout_ref.rollout.n={SAMPLES}",
         f"actor_rollout_ref.rollout.ignore_eos={str(length == NEW_TOKENS).lower()}",
@@ -181,24 +167,28 @@ def run_ours(folder: Path, model: Path, prompts: Path, steps: int, length: int, 
         "trainer.experiment_name=ours", f"trainer.default_local_dir={folder / 'run'}", "trainer.resume_mode=disable",
         *more,
     ]  # fmt: skip
-    root = Path(__file__).resolve().parents[1]
-    environment = {**os.environ, "VERL_FILE_LOGGER_ROOT": str(folder / "logs"), "PYTHONPATH": str(root)}
-    return seconds_of(command, folder, environment)
+    return run_script(sys.executable, OURS, words, folder, ours=True)
 
 
-def run_peer(folder: Path, python: str, model: Path, prompts: Path, steps: int, length: int) -> list[list[float]]:
-    script = folder / "peer.py"
+def run_peer(folder: Path, python: str, model: Path, prompts: Path, steps: int, length: int) -> Run:
     shortest = length if length == NEW_TOKENS else 1
-    constants = f"BATCH, GROUP, LENGTH, SHORTEST = {PROMPTS * SAMPLES}, {SAMPLES}, {length}, {shortest}\n"
-    script.write_text(constants + PEER)
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
-    command = [python, str(script), str(model), str(prompts), str(steps), str(folder / "peer-out")]
-    return seconds_of(command, folder, environment)
+    sizes = map(str, (PROMPTS * SAMPLES, SAMPLES, length, shortest))
+    words = [str(model), str(prompts), str(steps), str(folder / "peer-out"), *sizes]
+    return run_script(python, PEER, words, folder, ours=False)
 
 
-def medians(seconds: list[list[float]]) -> list[float]:
-    """Of wall and CPU seconds, the first steps left out."""
-    return [statistics.median(column) for column in zip(*seconds[WARMUP:])]
+def product_seconds(model: Path) -> float:
+    """CPU seconds of a step of `NEW_TOKENS` tokens per response that the linear layers alone would take.
+
+    Every distinct token goes forwards when it is sampled, and forwards and backwards (twice the work) in training.
+    """
+    from transformers import Qwen2ForCausalLM
+
+    network = Qwen2ForCausalLM.from_pretrained(model, dtype="float32")
+    rows = PROMPTS * SAMPLES
+    prompt, drawn = PROMPTS * PROMPT_TOKENS, rows * (NEW_TOKENS - 1)
+    many = linear_seconds(network, 1024)
+    return drawn * linear_seconds(network, rows) + prompt * many + 3 * (prompt + drawn) * many
 
 
 def main() -> None:
@@ -208,33 +198,48 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help=f"steps per run; the first {WARMUP} are not counted")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--more", nargs="*", default=[], help="settings of ours, key=value")
+    add_json(parser)
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    lines = []
+    figures, lines = Figures(), []
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary)
-            model, ours, theirs = make_inputs(folder, size)
-            length = NEW_TOKENS
-            if size == "tail":
-                end_often(model)
-                length = TAIL_TOKENS
-            mine, peer = [], []
-            for _ in range(arguments.rounds):
-                mine.append(medians(run_ours(folder, model, ours, arguments.steps, length, arguments.more)))
-                if arguments.peer_python:
-                    found = run_peer(folder, arguments.peer_python, model, theirs, arguments.steps, length)
-                    peer.append(medians(found))
-        columns = [f"{statistics.median(x):.3f}" for x in zip(*mine)] + [
-            f"{statistics.median(x):.3f}" for x in zip(*peer)
-        ]
-        for which in (0, 1):
-            columns.append(", ".join(f"{p[which] / m[which]:.2f}" for m, p in zip(mine, peer)))
-        lines.append(f"| {size} | {' | '.join(columns)} |")
+            found = compare(Path(temporary), size, arguments)
+        figures.add(size, found)
+        lines.append(f"| {size} | {' | '.join(x if isinstance(x, str) else f'{x:.3f}' for x in found.values())} |")
+        heads = list(found)
     threads = os.environ["OMP_NUM_THREADS"]
     print(f"\n{PROMPTS} prompts x {SAMPLES} samples, {threads} threads, float32, seconds per step")
-    print("| model | ours | ours, CPU | TRL | TRL, CPU | TRL / ours, per round | by CPU time |")
-    print("\n".join(["|---|---|---|---|---|---|---|", *lines]))
+    print(f"| model | {' | '.join(heads)} |\n|{'---|' * (len(heads) + 1)}")
+    print("\n".join(lines))
+    figures.write(arguments.json)
+
+
+def compare(folder: Path, size: str, arguments: argparse.Namespace) -> dict[str, float | str]:
+    """Both sides in turn: medians over the rounds, and how often the peer's time ours is."""
+    model, ours, theirs = make_inputs(folder, size)
+    length = TAIL_TOKENS if size == "tail" else NEW_TOKENS
+    if size == "tail":
+        end_often(model)
+    mine, peer = [], []
+    for _ in range(arguments.rounds):
+        mine.append(run_ours(folder, model, ours, arguments.steps, length, arguments.more))
+        if arguments.peer_python:
+            peer.append(run_peer(folder, arguments.peer_python, model, theirs, arguments.steps, length))
+    found: dict[str, float | str] = {}
+    times = {"ours": [run.medians(WARMUP) for run in mine], "TRL": [run.medians(WARMUP) for run in peer]}
+    for name, runs in (("ours", mine), ("TRL", peer)):
+        if runs:
+            found[f"{name}, s"], found[f"{name}, CPU s"] = map(statistics.median, zip(*times[name]))
+            found[f"{name}, peak MiB"] = max(run.peak_mib for run in runs)
+    for which, name in enumerate(("TRL / ours by the clock", "TRL / ours by CPU time")):
+        ratios = [p[which] / m[which] for m, p in zip(times["ours"], times["TRL"])]
+        if ratios:
+            found[name] = statistics.median(ratios)
+            found[f"{name}, per round"] = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    if size != "tail":
+        found["matrix products alone, CPU s"] = product_seconds(model)
+    return found
 
 
 if __name__ == "__main__":

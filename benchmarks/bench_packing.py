@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from figures import Figures, add_json
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.algorithms.losses import SFTLoss
@@ -81,7 +82,9 @@ def main() -> None:
     parser.add_argument("--sigmas", nargs="+", type=float, default=[0.3, 0.6, 0.9, 1.2])
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    add_json(parser)
     arguments = parser.parse_args()
+    figures = Figures()
     with tempfile.TemporaryDirectory() as folder:
         path = make_model(Path(folder))
         settings = HFModelConfig(path=str(path)), FSDPEngineConfig(), OptimizerConfig(lr=0.0)
@@ -112,11 +115,15 @@ def main() -> None:
             padded, packed, ordered = (statistics.median(seconds[name]) for name in ("padded", "packed", "sorted"))
             tokens, real = padded_tokens(batch)
             gain, bound = padded / packed, tokens / real
+            figures.add(
+                f"sigma {sigma}", {"bound": bound, "times as fast as padded": gain, "share of the bound": gain / bound}
+            )
             print(
                 f"| {sigma} | {bound:.2f} | {padded:.2f} | {packed:.2f} | {gain:.2f} | {gain / bound:.0%} "
                 f"| {ordered:.2f} |",
                 flush=True,
             )
+    figures.write(arguments.json)
 
 
 if __name__ == "__main__":

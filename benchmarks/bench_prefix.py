@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from bench_packing import VOCAB, make_model
+from figures import Figures, add_json
 
 from verl.algorithms.losses import SFTLoss
 from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig
@@ -56,7 +57,9 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--budget", type=int, default=1024, help="tokens per micro-batch")
     parser.add_argument("--rounds", type=int, default=5)
+    add_json(parser)
     a = parser.parse_args()
+    figures = Figures()
     with tempfile.TemporaryDirectory() as folder:
         path = make_model(Path(folder))
         settings = HFModelConfig(path=str(path)), FSDPEngineConfig(), OptimizerConfig(lr=0.0)
@@ -74,11 +77,23 @@ def main() -> None:
                     found.append(time.process_time() - start)
             plain, shared = (statistics.median(found) for found in seconds)
             ratio, gain = counts[0] / counts[1], plain / shared
+            figures.add(
+                f"prompts of {prompt}",
+                {
+                    "tokens": counts[0],
+                    "tokens, shared": counts[1],
+                    "prompts + responses": a.groups * (prompt + a.samples * (a.response - 1)),
+                    "ratio of tokens": ratio,
+                    "times as fast": gain,
+                    "gain / ratio": gain / ratio,
+                },
+            )
             print(
                 f"| {prompt} | {counts[0]} | {counts[1]} | {ratio:.2f} | {plain:.2f} | {shared:.2f} | {gain:.2f} "
                 f"| {gain / ratio:.0%} |",
                 flush=True,
             )
+    figures.write(a.json)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,11 @@ Three jobs on a Qwen2 model of about 10M parameters with random weights: distinc
 groups of 8 samples per prompt, and response lengths with a long tail (log-normal, sigma 1, 8 to 256 tokens). Both sides
 draw with temperature 1, ignore end-of-sequence tokens and run in the same dtype; `generate` runs a batch to its longest
 response, as it must, and only the wanted tokens are counted. Prints tokens per wall and per CPU second, the ratio, and
-the time that the matrix products alone would take. With ``--vllm-python`` (``make test-vllm`` makes that environment)
-vLLM does the same jobs in turn, in a process of its own; its log-probs are asked for as they are in training.
+the tokens that the matrix products alone, and reading weights and keys alone, would allow. ``--prefill`` compares 16
+samples of a prompt with 16 prompts, in tokens that the model computed and in time; ``--peak`` runs the first job once
+more in processes of their own and tells how much memory each side adds to the model's. With ``--vllm-python`` (``make
+test-vllm`` makes that environment) vLLM does the same jobs in turn, in a process of its own; its log-probs are asked
+for as they are in training.
 
     python benchmarks/bench_sampling.py [--dtype float32] [--rounds 3] [--jobs distinct shared tail] \\
         [--vllm-python .venv-vllm/bin/python]
@@ -20,6 +23,7 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,6 +33,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
+from figures import Figures, add_json, linear_seconds, machine_limits, peak_mib
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from verl.rollout.base import Request, SamplingParams
@@ -168,20 +173,62 @@ def timed(run: Callable[[], int]) -> tuple[int, float, float]:
     return tokens, time.perf_counter() - wall, time.process_time() - cpu
 
 
-def gemm_seconds(model: PreTrainedModel, job: Job) -> float:
-    """What the weight matrices alone cost: tokens of the job times the measured time of one token in a batch."""
-    total = 0.0
-    with torch.inference_mode():
-        for module in model.modules():
-            if isinstance(module, torch.nn.Linear):
-                x = torch.randn(ROWS, module.in_features, dtype=module.weight.dtype)
-                module(x)
-                start = time.process_time()
-                for _ in range(5):
-                    module(x)
-                total += (time.process_time() - start) / 5 / ROWS
+def limits(model: PreTrainedModel, job: Job) -> tuple[float, float]:
+    """Tokens per second if matrix products were all, and if reading weights, keys and values from memory were all."""
     forward = sum(len(p) for p in set(job.prompts)) + job.num_tokens - len(job.prompts)
-    return total * forward
+    gemm = linear_seconds(model, ROWS) * forward
+    config, item = model.config, next(model.parameters()).element_size()
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.hidden_size
+    per_token = per_token // config.num_attention_heads * item
+    seen = sum((n - 1) * len(p) + n * (n - 1) // 2 for p, n in zip(job.prompts, job.lengths))
+    weights = sum(p.nbytes for p in model.parameters()) * max(job.lengths)
+    bandwidth = machine_limits()["copy GB/s"] * 1e9
+    return job.num_tokens / gemm, job.num_tokens / ((weights + seen * per_token) / bandwidth)
+
+
+def prefill(model: PreTrainedModel, vocab: int, rounds: int) -> dict[str, float | str]:
+    """Sixteen samples of each of 8 prompts of 256 tokens, prompts computed once, beside each for itself."""
+    rng = np.random.default_rng(1)
+    prompts = [tuple(rng.integers(3, vocab, 256).tolist()) for _ in range(8)]
+    job = Job("prefill", [p for p in prompts for _ in range(16)], [1] * ROWS)
+    samplers = {share: HFSampler(copy.deepcopy(model), owns_model=True, share_prompts=share) for share in (True, False)}
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    tokens = {}
+    for number in range(rounds + 1):
+        for share, sampler in samplers.items():
+            before = sampler.stats()["prefill_tokens"]
+            taken = timed(lambda: ours(sampler, job))[2]  # noqa: B023
+            tokens[share] = sampler.stats()["prefill_tokens"] - before
+            if number:
+                seconds[share].append(taken)
+    shared, each = (statistics.median(seconds[share]) for share in (True, False))
+    return {
+        "tokens computed": tokens[True],
+        "without sharing": tokens[False],
+        "16 x tokens / unshared": 16 * tokens[True] / tokens[False],
+        "CPU s": shared,
+        "without sharing, CPU s": each,
+        "16 x time / unshared": 16 * shared / each,
+    }
+
+
+def peaks(words: list[str], job: str) -> dict[str, float | str]:
+    """MiB that a run of a job adds to a process that holds the model, ours and `generate`'s."""
+    found: dict[str, float | str] = {}
+    for side in ("hf", "generate"):
+        command = [sys.executable, __file__, *words, "--jobs", job, "--peak-of", side]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found[f"{side}, peak MiB"] = float(done.stdout.splitlines()[-1])
+    return found
+
+
+def print_peak(model: PreTrainedModel, job: Job, side: str) -> None:
+    held = peak_mib()
+    if side == "hf":
+        ours(HFSampler(model, owns_model=True), job)
+    else:
+        generate(model, job)
+    print(peak_mib() - held)
 
 
 def main() -> None:
@@ -193,9 +240,18 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--vllm-python", help="python of an environment with vLLM")
+    parser.add_argument("--prefill", action="store_true")
+    parser.add_argument("--peak", action="store_true")
+    parser.add_argument("--peak-of", choices=("hf", "generate"), help="used by the script itself")
+    add_json(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = model_of(getattr(torch, args.dtype), args.hidden, args.layers, args.vocab)
+    chosen = [job for job in jobs(args.vocab) if not args.jobs or job.name in args.jobs]
+    if args.peak_of:
+        print_peak(model, chosen[0], args.peak_of)
+        return
+    figures = Figures()
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, {args.dtype}, 1 thread, {ROWS} rows")
     with tempfile.TemporaryDirectory() as folder:
         peers: dict[str, Callable[[Job], tuple[int, float, float]]] = {
@@ -204,17 +260,29 @@ def main() -> None:
         if args.vllm_python:
             vllm = VLLMProcess(args.vllm_python, model, folder, args.dtype)
             peers["vllm"] = vllm.run
-        compare(model, [job for job in jobs(args.vocab) if not args.jobs or job.name in args.jobs], peers, args.rounds)
+        compare(model, chosen, peers, args.rounds, figures)
         if args.vllm_python:
             vllm.close()
+    if args.prefill:
+        figures.add("prefill", prefill(model, args.vocab, args.rounds))
+        print(figures.rows[-1])
+    if args.peak:
+        words = [f"--{name}={vars(args)[name]}" for name in ("dtype", "hidden", "layers", "vocab")]
+        figures.add("peak memory", peaks(words, chosen[0].name))
+        print(figures.rows[-1])
+    figures.write(args.json)
 
 
 def compare(
-    model: PreTrainedModel, chosen: list[Job], peers: dict[str, Callable[[Job], tuple[int, float, float]]], rounds: int
+    model: PreTrainedModel,
+    chosen: list[Job],
+    peers: dict[str, Callable[[Job], tuple[int, float, float]]],
+    rounds: int,
+    figures: Figures,
 ) -> None:
     """A line per job: ours, then each peer with ours over it, in CPU time."""
     heads = "".join(f"{name:>10}{'per CPU-s':>11}{'ratio':>7}" for name in peers)
-    print(f"{'job':14}{'hf tok/s':>10}{'per CPU-s':>11}{heads}{'GEMM limit':>12}")
+    print(f"{'job':14}{'hf tok/s':>10}{'per CPU-s':>11}{heads}{'GEMM limit':>12}{'memory limit':>14}")
     sampler = HFSampler(copy.deepcopy(model), owns_model=True)
     for job in chosen:
         runs = {"hf": lambda job: timed(lambda: ours(sampler, job)), **peers}
@@ -222,12 +290,17 @@ def compare(
             run(job)
         results = [{name: run(job) for name, run in runs.items()} for _ in range(rounds)]
         line = f"{job.name:14}"
+        found: dict[str, float | str] = {}
         for name in runs:
             wall, cpu = (job.num_tokens / statistics.median(r[name][which] for r in results) for which in (1, 2))
             line += f"{wall:10.0f}{cpu:11.0f}"
+            found |= {f"{name}, tokens/s": wall, f"{name}, tokens per CPU-s": cpu}
             if name in peers:
-                line += f"{statistics.median(r[name][2] / r['hf'][2] for r in results):7.2f}"
-        print(f"{line}{job.num_tokens / gemm_seconds(model, job):12.0f}", flush=True)
+                found[f"hf / {name}"] = ratio = statistics.median(r[name][2] / r["hf"][2] for r in results)
+                line += f"{ratio:7.2f}"
+        found["limit of products"], found["limit of memory"] = products, memory = limits(model, job)
+        figures.add(job.name, found)
+        print(f"{line}{products:12.0f}{memory:14.0f}", flush=True)
 
 
 if __name__ == "__main__":

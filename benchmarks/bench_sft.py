@@ -16,12 +16,12 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from bench_grpo_step import SIZES, make_model
+from figures import MARKS, TRL_CLOCK, Figures, Run, add_json, run_script
 
 ROWS, WARMUP, LONGEST = 32, 1, 512
 AS_THEY_COME = "rows-as-they-come.json"
@@ -47,12 +47,12 @@ PEER_SETTINGS = {
     },
 }
 
-OURS = """
-import json, sys, time
+OURS = (
+    MARKS
+    + """
 from verl.config import load_config
 from verl.data import stateful_loader
 from verl.trainer import launch, PROGRAM as program
-marks = []
 
 def build(config, tokenizer, ctx):
     trainer = program.build(config, tokenizer, ctx)
@@ -60,41 +60,31 @@ def build(config, tokenizer, ctx):
     trainer.train_loader = stateful_loader(
         loader.dataset, batch_size=ROWS, shuffle=False, seed=1, num_workers=0, drop_last=True, collate_fn=COLLATE
     )
-    train, losses = trainer._train, []
+    train = trainer._train
 
     def timed(batch):
         found = train(batch)
-        marks.append(time.process_time())
+        mark()
         losses.append(found["train/loss"])
         return found
 
-    trainer._train, trainer.losses = timed, losses
-    build.trainer = trainer
-    marks.append(time.process_time())
+    trainer._train = timed
+    mark()
     return trainer
 
 launch.run(load_config("PROGRAM", sys.argv[1:]), build)
-print("FOUND " + json.dumps([[b - a for a, b in zip(marks, marks[1:])], build.trainer.losses]))
+tell()
 """
+)
 
-PEER = """
-import json, sys, time, warnings
-warnings.filterwarnings("ignore")
+PEER = (
+    TRL_CLOCK
+    + """
 from datasets import Dataset
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 model, rows, steps, out = sys.argv[1], json.load(open(sys.argv[2])), int(sys.argv[3]), sys.argv[4]
 settings = json.loads(sys.argv[5])
-marks, losses = [], []
-
-class Clock(TrainerCallback):
-    def on_step_end(self, *a, **k):
-        marks.append(time.process_time())
-
-    def on_log(self, args, state, control, logs=None, **k):
-        if "loss" in logs:
-            losses.append(float(logs["loss"]))
-
 config = SFTConfig(
     output_dir=out, max_steps=steps, gradient_checkpointing=False, learning_rate=1e-4, lr_scheduler_type="constant",
     weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999, max_grad_norm=1.0, logging_steps=1, save_strategy="no",
@@ -104,10 +94,11 @@ config = SFTConfig(
 )
 trainer = SFTTrainer(model=model, args=config, train_dataset=Dataset.from_list(rows),
                      processing_class=AutoTokenizer.from_pretrained(model), callbacks=[Clock()])
-marks.append(time.process_time())
+mark()
 trainer.train()
-print("FOUND " + json.dumps([[b - a for a, b in zip(marks, marks[1:])], losses]))
+tell()
 """
+)
 
 
 def lengths(count: int, draw: random.Random, median: float, spread: float = 0.8) -> list[int]:
@@ -155,7 +146,7 @@ def our_script(program: str, collate: str, rows: int = ROWS) -> str:
     return head + OURS.replace("PROGRAM", program).replace("COLLATE", collate).replace("ROWS", str(rows))
 
 
-def run_ours(folder: Path, model: Path, rows: Path, steps: int) -> tuple[list[float], list[float]]:
+def run_ours(folder: Path, model: Path, rows: Path, steps: int) -> Run:
     """CPU-seconds and loss of each step of `sft_trainer`."""
     words = [
         f"data.train_files={rows}", f"data.train_batch_size={ROWS}", f"data.max_length={LONGEST}",
@@ -165,42 +156,17 @@ def run_ours(folder: Path, model: Path, rows: Path, steps: int) -> tuple[list[fl
         "trainer.device=cpu", "trainer.resume_mode=disable",
     ]  # fmt: skip
     script = our_script("sft_trainer", "partial(sft_collate, pad_token_id=tokenizer.pad_token_id)")
-    return child(sys.executable, script, words, folder, Path(__file__).resolve().parents[1])
+    return run_script(sys.executable, script, words, folder, ours=True)
 
 
-def run_peer(
-    folder: Path, python: str, model: Path, rows: Path, steps: int, settings: dict
-) -> tuple[list[float], list[float]]:
+def run_peer(folder: Path, python: str, model: Path, rows: Path, steps: int, settings: dict) -> Run:
     words = [str(model), str(rows), str(steps), str(folder / "peer-out"), json.dumps(settings)]
-    return child(python, PEER, words, folder, None)
+    return run_script(python, PEER, words, folder, ours=False)
 
 
-def child(
-    python: str, script: str, words: list[str], folder: Path, root: Path | None
-) -> tuple[list[float], list[float]]:
-    """Run a script in a process of its own and read what it found."""
-    (folder / "child.py").write_text(script)
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    environment |= {"HF_HUB_OFFLINE": "1", "VERL_FILE_LOGGER_ROOT": str(folder / "logs")}
-    environment |= {"PYTHONPATH": str(root)} if root else {}
-    done = subprocess.run(
-        [python, str(folder / "child.py"), *words],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(done.stderr[-3000:])
-    line = next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))
-    seconds, losses = json.loads(line.removeprefix("FOUND "))
-    return seconds, losses
-
-
-def speed(tokens: list[int], seconds: list[float]) -> float:
+def speed(tokens: list[int], run: Run) -> float:
     """Tokens per CPU-second over all counted steps."""
-    return sum(tokens[WARMUP:]) / sum(seconds[WARMUP:])
+    return sum(tokens[WARMUP:]) / sum(run.cpu[WARMUP:])
 
 
 def furthest(ours: list[float], theirs: list[float]) -> float:
@@ -215,6 +181,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help=f"steps per run; the first {WARMUP} are not counted")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer-setting", choices=PEER_SETTINGS, help="take this one instead of trying all")
+    add_json(parser)
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as temporary:
@@ -225,27 +192,39 @@ def main() -> None:
         tried = {}
         for name, settings in PEER_SETTINGS.items() if arguments.peer_python and not arguments.peer_setting else ():
             rows = folder / AS_THEY_COME if name.endswith("as they come") else theirs
-            seconds, _ = run_peer(folder, arguments.peer_python, model, rows, arguments.steps, settings)
-            tried[name] = speed(tokens, seconds)
+            run = run_peer(folder, arguments.peer_python, model, rows, arguments.steps, settings)
+            tried[name] = speed(tokens, run)
             print(f"TRL {name}: {tried[name]:.0f} tokens per CPU-second", flush=True)
         best = arguments.peer_setting or max(tried, key=tried.__getitem__, default="")
         mine, peer, apart = [], [], []
         for _ in range(arguments.rounds):
-            seconds, losses = run_ours(folder, model, ours, arguments.steps)
-            mine.append(speed(tokens, seconds))
+            own = run_ours(folder, model, ours, arguments.steps)
+            mine.append(speed(tokens, own))
             if best:
                 rows = folder / AS_THEY_COME if best.endswith("as they come") else theirs
-                seconds, others = run_peer(
-                    folder, arguments.peer_python, model, rows, arguments.steps, PEER_SETTINGS[best]
-                )
-                peer.append(speed(tokens, seconds))
-                apart.append(furthest(losses, others))
+                run = run_peer(folder, arguments.peer_python, model, rows, arguments.steps, PEER_SETTINGS[best])
+                peer.append(speed(tokens, run))
+                apart.append(furthest(own.losses, run.losses))
     print("| model | ours, tokens/CPU-s | TRL, tokens/CPU-s | ours / TRL, per round | losses apart at most |")
     print("|---|---|---|---|---|")
     ratios = ", ".join(f"{a / b:.2f}" for a, b in zip(mine, peer))
     theirs_speed = f"{statistics.median(peer):.0f} ({best})" if peer else "-"
     ours_speed, differ = f"{statistics.median(mine):.0f}", f"{max(apart, default=0):.1e}"
     print(f"| {arguments.size} | {ours_speed} | {theirs_speed} | {ratios} | {differ} |")
+    figures = Figures()
+    figures.add(arguments.size, compared(mine, peer) | {"the peer's setting": best or "absent"})
+    figures.write(arguments.json)
+
+
+def compared(mine: list[float], peer: list[float]) -> dict[str, float | str]:
+    """Both speeds, and ours over the peer's."""
+    found: dict[str, float | str] = {"ours, tokens per CPU-s": statistics.median(mine)}
+    if peer:
+        ratios = [a / b for a, b in zip(mine, peer)]
+        found["TRL, tokens per CPU-s"] = statistics.median(peer)
+        found["ours / TRL"] = statistics.median(ratios)
+        found["ours / TRL, per round"] = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    return found
 
 
 if __name__ == "__main__":

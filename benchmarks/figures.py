@@ -1,0 +1,170 @@
+"""What the benchmarks share: a clock for whole trainers, limits of the machine, figures that programs read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+MARKS = """
+import json, resource, sys, time, warnings
+import psutil
+warnings.filterwarnings("ignore")
+marks, losses = [], []
+
+def mark():
+    # What children have used, in ticks of 10 ms; those that ended count with this process.
+    times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    reaped = resource.getrusage(resource.RUSAGE_CHILDREN)
+    beside = sum(t.user + t.system for t in times) + reaped.ru_utime + reaped.ru_stime
+    marks.append((time.perf_counter(), time.process_time(), beside))
+
+def tell():
+    peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    print("FOUND " + json.dumps({"marks": marks, "losses": losses, "peak_mib": int(peak) / 1024}))
+"""
+"""In front of a script that is timed: it calls ``mark()`` before the first step and after each, then ``tell()``."""
+
+TRL_CLOCK = (
+    MARKS
+    + """
+from transformers import TrainerCallback
+
+class Clock(TrainerCallback):
+    def on_step_end(self, *a, **k):
+        mark()
+
+    def on_log(self, args, state, control, logs=None, **k):
+        if "loss" in logs:
+            losses.append(float(logs["loss"]))
+"""
+)
+"""The same for TRL's trainers, which take ``Clock()`` among their callbacks."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Seconds of each step of a script.
+
+    Args:
+        wall, cpu: by the clock, and of the processor, children of the script included.
+        losses: of each step, where the script tells them.
+        peak_mib: resident set of the script itself at its highest.
+    """
+
+    wall: list[float]
+    cpu: list[float]
+    losses: list[float]
+    peak_mib: float
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Run:
+        wall, own, beside = zip(*told["marks"])
+        steps = len(wall) - 1
+        children = (beside[-1] - beside[0]) / steps
+        return cls(
+            [b - a for a, b in pairwise(wall)],
+            [b - a + children for a, b in pairwise(own)],
+            told["losses"],
+            told["peak_mib"],
+        )
+
+    def medians(self, warmup: int) -> tuple[float, float]:
+        """Wall and CPU seconds per step, the first ones left out."""
+        return statistics.median(self.wall[warmup:]), statistics.median(self.cpu[warmup:])
+
+
+def run_script(python: str, script: str, words: Iterable[str], folder: Path, ours: bool) -> Run:
+    """Run a script that `tell`s in a process of its own; ``ours`` lets it import this repository."""
+    (folder / "child.py").write_text(script)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment |= {"HF_HUB_OFFLINE": "1", "VERL_FILE_LOGGER_ROOT": str(folder / "logs")}
+    environment |= {"PYTHONPATH": str(ROOT)} if ours else {}
+    command = [python, str(folder / "child.py"), *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:])
+    line = next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))
+    return Run.of(json.loads(line.removeprefix("FOUND ")))
+
+
+class Figures:
+    """Rows of named numbers, for `table.py` and other programs.
+
+    Example:
+        >>> figures = Figures()
+        >>> figures.add("10M", {"tokens per CPU-second": 2000.0})
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, dict[str, float | str]]] = []
+
+    def add(self, row: str, numbers: Mapping[str, float | str]) -> None:
+        self.rows.append((row, dict(numbers)))
+
+    def write(self, path: Path | None) -> None:
+        """As JSON, a list of [row, {name: number}]; nothing without a path."""
+        if path is not None:
+            path.write_text(json.dumps(self.rows, indent=1) + "\n")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, help="write the figures to this file, too")
+
+
+def peak_mib() -> float:
+    """The highest resident set of this process; unlike ``ru_maxrss`` it does not begin with that of the parent."""
+    status = Path("/proc/self/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) / 1024
+
+
+def best_seconds(work: Callable[[], object], rounds: int = 5) -> float:
+    """CPU seconds of a call at its fastest, after one that warms up."""
+    work()
+    found = []
+    for _ in range(rounds):
+        start = time.thread_time()
+        work()
+        found.append(time.thread_time() - start)
+    return min(found)
+
+
+def linear_seconds(model: Any, rows: int) -> float:
+    """CPU seconds per token that a model's linear layers alone take, forward, with ``rows`` tokens at once."""
+    import torch
+
+    total = 0.0
+    with torch.inference_mode():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                x = torch.randn(rows, module.in_features, dtype=module.weight.dtype)
+                total += best_seconds(lambda: module(x)) / rows  # noqa: B023
+    return total
+
+
+def machine_limits() -> dict[str, float]:
+    """GFLOP/s of a matrix product and GB/s of a copy into memory that was touched before, on one thread."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    limits = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = torch.randn(1024, 1024).to(dtype), torch.randn(1024, 1024).to(dtype)
+        seconds = best_seconds(lambda: a @ b)  # noqa: B023
+        limits[f"{str(dtype).removeprefix('torch.')} GFLOP/s"] = 2 * 1024**3 / seconds / 1e9
+    source = torch.ones(1 << 28, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    limits["copy GB/s"] = source.nbytes / best_seconds(lambda: target.copy_(source)) / 1e9
+    torch.set_num_threads(threads)
+    return limits
