@@ -3,7 +3,7 @@
 import pytest
 
 from tests.dist.group import run_cells
-from tests.megatron import cells, sampling_cells
+from tests.megatron import cells, sampling_cells, setting_cells
 
 pytestmark = pytest.mark.dist
 PARITY = {
@@ -34,6 +34,9 @@ OTHERS = {
         cells.layers_computed_again,
         cells.low_precision,
         cells.refusals,
+        setting_cells.settings_that_nothing_reads,
+        setting_cells.rows_that_all_get,
+        setting_cells.moved_to_the_host_in_between,
     ],
     4: [
         cells.shards_of_a_sampling_layout,
@@ -133,3 +136,21 @@ def test_what_cannot_be_laid_out_is_refused_with_what_can(answers, name, words):
     for found in answers[2]["refusals"]:
         for word in words:
             assert word in found[name], found
+
+
+def test_every_accepted_setting_of_the_engine_is_read(answers):
+    for found in answers[2]["settings_that_nothing_reads"]:
+        assert found == []
+
+
+def test_the_same_rows_on_all_ranks_give_what_rows_of_their_own_give(answers):
+    seats = []
+    for found in answers[2]["rows_that_all_get"]:
+        assert found["own"][:3] == found["same"][:3]
+        seats.append(found["same"][4])
+    assert seats == [[0, 1, True], [0, 1, False]], "one part for both, and the first is heard"
+
+
+def test_offloading_in_between_changes_no_weight(answers):
+    for found in answers[2]["moved_to_the_host_in_between"]:
+        assert found == {"equal": True, "freed": True}

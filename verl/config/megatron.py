@@ -24,9 +24,9 @@ class MegatronEngineOverrideTransformerConfigConfig(ConfigNode):
     )
     recompute_modules: list = setting(["core_attn"], "modules computed again with selective")
     recompute_method: str | None = setting(
-        None, "how layers are chosen with full: uniform or block", choices=("uniform", "block")
+        None, "how layers are chosen with full: uniform or block; null: uniform", choices=("uniform", "block")
     )
-    recompute_num_layers: int | None = setting(None, "layers computed again with full")
+    recompute_num_layers: int | None = setting(None, "layers computed again with full, as one; null: 1")
     attention_backend: str = setting(
         "flash",
         "kernels of Transformer Engine's attention; without it the local attention runs",

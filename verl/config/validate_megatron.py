@@ -135,13 +135,6 @@ def _numbers(role: Role) -> Problems:
         value = role.sizes[name]
         found += in_range(role.of(name), value, "1 or more", value is None or value >= 1)
     found += one_of(role.of("dtype"), role.sizes.dtype.removeprefix("torch."), _DTYPES)
-    again = role.sizes.override_transformer_config
-    if again.recompute_granularity == "full":
-        for name in ("recompute_method", "recompute_num_layers"):
-            if again[name] is None:
-                key = role.of(f"override_transformer_config.{name}")
-                fix = "Set e.g. recompute_method=uniform recompute_num_layers=1."
-                found.append(ConfigError("recompute_granularity=full needs it", key=key, fix=fix))
     return found
 
 

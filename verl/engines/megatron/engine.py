@@ -400,6 +400,8 @@ class MegatronEngine(TorchEngine):
         if self.device == "cpu" or not hasattr(self, "gradients"):
             return
         if params:
+            if to == "cpu":
+                self.gradients.clear()  # the next step begins without them anyway
             for parameter in self.gradients.masters:
                 parameter.data = parameter.data.to(to, non_blocking=True)
         if optimizer and self.optimizer is not None:

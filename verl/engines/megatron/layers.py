@@ -155,6 +155,7 @@ def transformer_config(settings: Mapping[str, Any], sizes: Sizes, section: Any, 
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         **_recomputed(section.override_transformer_config),
+        **_attention(section.override_transformer_config.attention_backend),
         **settings,
     }
     for name, value in dict(section.override_mcore_model_config).items():
@@ -179,6 +180,18 @@ def transformer_config(settings: Mapping[str, Any], sizes: Sizes, section: Any, 
             "is switched on: Megatron-Core needs it for experts beside tensor parallelism",
         )
     return cls(**chosen)
+
+
+def _attention(backend: str) -> dict[str, Any]:
+    """Fields for Transformer Engine's kernels; the local attention has one kind."""
+    if has_transformer_engine():
+        return {"attention_backend": import_megatron("transformer.enums").AttnBackend[backend]}
+    if backend not in ("flash", "local"):
+        notice(
+            f"{SECTION}.override_transformer_config.attention_backend",
+            f"{backend} has no effect without Transformer Engine: the local attention runs",
+        )
+    return {}
 
 
 def _recomputed(section: Any) -> dict[str, Any]:

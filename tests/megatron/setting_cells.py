@@ -1,0 +1,66 @@
+"""What every rank does with a Megatron-Core engine to show that settings and calls count."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.engines.builders import ragged_batch
+from tests.megatron.cells import ROWS, SHIM, TENSOR, kept, loss_for, megatron, share, shared_model
+from verl.config import HFModelConfig, OptimizerConfig, leaves, record_reads
+from verl.config.megatron import MegatronEngineConfig, MegatronEngineOverrideTransformerConfigConfig
+from verl.config.node import place
+from verl.protocol import SHARED_ROWS
+
+
+def settings_that_nothing_reads(ranks, folder):
+    """Those of the section that a run may change with effect, and that neither building nor a step looks at."""
+    from verl.engines.megatron import MegatronEngine
+    from verl.engines.megatron.parallel import leave
+
+    model, found = HFModelConfig(path=str(shared_model(ranks, folder, "qwen2")), external_lib=SHIM), set()
+    for granularity in ("selective", "full"):
+        leave()
+        section = MegatronEngineConfig(
+            dtype="float32",
+            override_transformer_config=MegatronEngineOverrideTransformerConfigConfig(granularity),
+        )
+        place(section, "megatron")
+        with record_reads() as reads:
+            MegatronEngine(model, section, OptimizerConfig())
+        found |= reads
+    known = {k for k, f in leaves(type(section)) if not f.metadata["planned"] and not f.metadata["no_effect"]}
+    return sorted(known - {name.removeprefix("megatron.") for name in found})
+
+
+def rows_that_all_get(ranks, folder):
+    """Every rank is handed all rows, marked as such; beside ranks that are handed rows of their own."""
+    path, batch = shared_model(ranks, folder, "qwen2"), ragged_batch(ROWS)
+    found = {}
+    for name in ("own", "same"):
+        engine, loss_fn = megatron(path, **{TENSOR: 2}), loss_for("causal_lm")
+        rows = batch[share(batch, ranks)] if name == "own" else batch
+        if name == "same":
+            rows.meta_info[SHARED_ROWS] = True
+        log_probs = engine.infer(rows)["log_probs"]
+        told = engine.train_batch(rows, loss_fn).values()
+        width = log_probs.shape[1]
+        mine = log_probs if name == "own" else log_probs[share(batch, ranks)]
+        found[name] = [mine.tolist(), told["loss"], told["grad_norm"], width, list(engine.seat)]
+    return found
+
+
+def moved_to_the_host_in_between(ranks, folder):
+    """Two steps, with weights and optimizer on the way between two names of the same device, and without."""
+    path, batch = shared_model(ranks, folder, "llama"), ragged_batch(ROWS)
+    mine, loss_fn = share(batch, ranks), loss_for("causal_lm")
+    weights = []
+    for device in ("cpu", "cpu:0"):
+        engine = megatron(path, **{TENSOR: 2, "param_offload": True, "optimizer_offload": True})
+        engine.device = device
+        for _ in range(2):
+            engine.train_batch(batch[mine], loss_fn)
+            engine.step_scheduler()
+        held = [master.grad is None for master in engine.gradients.masters.values()]
+        weights.append((kept(engine.export_weights()), all(held)))
+    (plain, _), (moved, freed) = weights
+    return {"equal": all(torch.equal(moved[n], t) for n, t in plain.items()), "freed": freed}
