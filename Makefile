@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-trackers test-vllm lint format clean
+.PHONY: help install install-trackers quickstart test test-trackers test-vllm lint format clean
 
 help:
 	@echo "make quickstart   set up $(VENV), then train a small model by GRPO on this machine (about 4 minutes on 2 cores)"
@@ -46,15 +46,17 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 quickstart: install
 	@$(BIN)/python examples/quickstart/run.py
 
-# Unit tests come first, the runs in which a model learns come last (tests/conftest.py orders them).
+# Two passes, of which the first uses two cores; its last lines say what each came to.
 test: install
-	@$(BIN)/python -m pytest --durations=15
+	@$(BIN)/python scripts/run_tests.py --durations=15
 
 # Trackers want other versions of shared packages than constraints.txt has, hence an environment of their own.
 $(TRACKERS_VENV)/.installed: constraints-trackers.txt
 	@$(PYTHON) -m venv $(TRACKERS_VENV)
 	@$(TRACKERS_VENV)/bin/python -m pip install -qq --constraint constraints-trackers.txt wandb mlflow swanlab rich pytest psutil 'math-verify[antlr4_9_3]'
 	@touch $@
+
+install-trackers: $(TRACKERS_VENV)/.installed
 
 test-trackers: $(TRACKERS_VENV)/.installed
 	@$(TRACKERS_VENV)/bin/python -m pytest tests/engines_real/trackers tests/engines_real/math_verify --durations=5

@@ -19,6 +19,37 @@ import pytest
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 
+# Below tests/: what a clock may fail, or another test's sockets, shared memory or processes. Nothing runs beside these.
+ALONE = (
+    "agent_loop/server/test_bad_agents.py",
+    "faults/test_ray.py",
+    "faults/test_signals.py",
+    "rewards/managers/test_loop.py",
+    "rewards/test_hostile.py",
+    "rewards/test_scoring.py",
+    "rollout/server/",
+    "rollout/test_place.py",
+    "sandbox/",
+    "single_controller/ray/",
+    "tools/test_function_tool.py",
+    "trainer/on_ray/test_bad_input.py",
+    "trainer/ppo/test_weight_hand_over.py",
+    "weight_sync/test_transports.py",
+)
+
+# What one worker runs from its first to its last test: runs of several processes, which would be too many at once, and
+# those on the model of tests/e2e/conftest.py, which takes a minute to make.
+ONE_WORKER = {
+    "several processes": ("dist/", "distributed/", "faults/", "megatron/", "trainer/on_ray/"),
+    "arithmetic": (
+        "e2e/test_extending.py",
+        "e2e/test_learning",
+        "e2e/test_reward_model.py",
+        "e2e/test_single_file.py",
+        "e2e/test_two_nodes.py",
+    ),
+}
+
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
@@ -51,5 +82,37 @@ def own_ray_folder() -> Iterator[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Cheap tests first: rules and units, then runs of several processes, then the runs in which a model learns."""
-    items.sort(key=lambda item: (bool(item.get_closest_marker("e2e")), bool(item.get_closest_marker("dist"))))
+    """Mark what runs alone, and put the tests into an order.
+
+    One process: cheap tests first, then runs of several processes, then the runs in which a model learns. Several
+    workers (scripts/run_tests.py): the longest first, so that all end together.
+    """
+    for item in items:
+        if _file(item.nodeid).startswith(ALONE):
+            item.add_marker("alone")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: (_one_worker(item.nodeid) not in ONE_WORKER, not item.get_closest_marker("e2e")))
+    else:
+        items.sort(key=lambda item: (bool(item.get_closest_marker("e2e")), bool(item.get_closest_marker("dist"))))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Hands whole files to the workers, and `ONE_WORKER` to one of them each."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _one_worker(nodeid)
+
+    return Scheduling(config, log)
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0].removeprefix("tests/")
+
+
+def _one_worker(nodeid: str) -> str:
+    """The name of what has to stay in one worker with this test; its file if nothing else has to."""
+    file = _file(nodeid)
+    return next((name for name, starts in ONE_WORKER.items() if file.startswith(starts)), file)
