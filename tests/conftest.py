@@ -32,7 +32,7 @@ ALONE = (
     "sandbox/",
     "single_controller/ray/",
     "tools/test_function_tool.py",
-    "trainer/on_ray/test_bad_input.py",
+    "trainer/on_ray/",
     "trainer/ppo/test_weight_hand_over.py",
     "weight_sync/test_transports.py",
 )
@@ -40,7 +40,7 @@ ALONE = (
 # What one worker runs from its first to its last test: runs of several processes, which would be too many at once, and
 # those on the model of tests/e2e/conftest.py, which takes a minute to make.
 ONE_WORKER = {
-    "several processes": ("dist/", "distributed/", "faults/", "megatron/", "trainer/on_ray/"),
+    "several processes": ("dist/", "distributed/", "faults/", "megatron/"),
     "arithmetic": (
         "e2e/test_extending.py",
         "e2e/test_learning",
