@@ -16,6 +16,7 @@ import socket
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ from verl.weight_sync import (
     WeightInventory,
     chunk_weights,
 )
+from verl.weight_sync.collective import Broadcast
 
 BUCKET = 16 << 20
 KINDS = ("same process", "shared memory", "ring", "gloo", "disk", "gloo, bytes", "disk, bytes")
@@ -87,7 +89,18 @@ def _bare_receiver(place: str, num_bytes: int, rounds: int, ready: object) -> No
     ready.set()
     body = torch.empty(num_bytes, dtype=torch.uint8)
     for _ in range(rounds):
-        group._start(body).wait()
+        broadcast(group, body)
+
+
+def broadcast(group: BroadcastTransport, body: torch.Tensor) -> None:
+    """As fast as gloo goes: a MB at a time, four of them on their way."""
+    under_way: deque[Broadcast] = deque()
+    for piece in body.split(1 << 20):
+        under_way.append(group._start(piece))
+        if len(under_way) == 4:
+            under_way.popleft().wait()
+    for one in under_way:
+        one.wait()
 
 
 class BareDisk:
@@ -156,7 +169,7 @@ class Ends:
         self.version[kind] += 1
         stream = chunk_weights(self.source.items(), BUCKET, version)
         if kind == "gloo, bytes":
-            self.bare._start(self.bytes).wait()
+            broadcast(self.bare, self.bytes)
         elif kind == "disk, bytes":
             self.bare_disk.run()
         elif kind == "same process":
