@@ -16,6 +16,7 @@ from verl.checkpoint.part import write_part
 from verl.config import ActorConfig, CriticConfig, HFModelConfig, OptimizerConfig
 from verl.config.megatron import MegatronEngineConfig, MegatronEngineOverrideTransformerConfigConfig
 from verl.engines.base import EngineState
+from verl.metrics import notices
 from verl.models.hf_folder import read_weights
 from verl.models.megatron_conversion import convert, differences
 from verl.models.merging import merge
@@ -62,12 +63,16 @@ def shared_model(ranks, folder, family, **config):
 
 
 def with_expert_bias(path):
-    """A new model's experts are all as welcome as the others; let this one's choices differ from its scores."""
+    """A new model's experts are all as welcome as the others; let this one's choices differ from its scores.
+
+    And let it have a weight of a layer that predicts further tokens, as published ones do.
+    """
     weights = read_weights(path)
     biases = [name for name in weights if name.endswith("e_score_correction_bias")]
     for name in biases:
         weights[name] = torch.linspace(0.3, -0.3, len(weights[name]))
     if biases:
+        weights["model.layers.2.eh_proj.weight"] = torch.ones(4, 4)
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -148,7 +153,8 @@ def latent_attention_cut(ranks, folder):
 
 
 def latent_queries_as_they_are(ranks, folder):
-    return compared(ranks, folder, "deepseek_v3", config={**LATENT, "q_lora_rank": None}, **{PIPELINE: 2})
+    found = compared(ranks, folder, "deepseek_v3", config={**LATENT, "q_lora_rank": None}, **{PIPELINE: 2})
+    return {**found, "said": [text for text in notices().values() if "further tokens" in text]}
 
 
 def data_parallel_with_the_distributed_optimizer(ranks, folder):

@@ -78,6 +78,11 @@ def test_a_rank_holds_its_part_of_the_weights_only(answers, size, cell, most):
     assert all(found["held"] < most for found in answers[size][cell])
 
 
+def test_layers_that_predict_further_tokens_are_left_out_and_said(answers):
+    for found in answers[2]["latent_queries_as_they_are"]:
+        assert any("1 weights of layers that predict further tokens" in text for text in found["said"]), found
+
+
 def test_a_state_goes_on_in_the_plain_engine_and_in_another_layout(answers):
     for found in answers[2]["state_goes_to_the_plain_engine_and_back"]:
         for name in ("elsewhere", "plain"):

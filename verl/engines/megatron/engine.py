@@ -167,6 +167,7 @@ class MegatronEngine(TorchEngine):
                     return folder.read(name, axis, low, high)
 
                 self.table.fill(read)
+                self.table.tell_unused(folder)
             return None, None
 
         self.ranks.together(fill)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from verl.engines.megatron.parallel import Groups, Sizes
 from verl.errors import ModelError, suggest
+from verl.metrics import notice
 from verl.models.megatron import (
     COLUMNS,
     EMBEDDING,
@@ -33,6 +34,7 @@ from verl.models.megatron import (
     qkv_part,
     slots_of,
 )
+from verl.models.slices import SlicedFolder
 from verl.weight_sync.resharding import ModelWeights, Weight
 from verl.weight_sync.resharding.model import ENDS, FIRST, LAST, LAYER
 
@@ -120,6 +122,15 @@ class WeightTable:
                 allowed=str(tuple(target.shape)),
             )
         target.copy_(value)
+
+    def tell_unused(self, folder: SlicedFolder) -> None:
+        """Say which layers of a folder are left out: those that predict further tokens stand behind the model's own."""
+        found = (name for name in folder.names() if name.startswith("model.layers."))
+        ahead = sorted(name for name in found if int(name.split(".")[2]) >= self.model.layers)
+        if ahead:
+            notice(
+                f"model.path {folder.path}", f"{len(ahead)} weights of layers that predict further tokens are not used"
+            )
 
     # ---- out ---------------------------------------------------------------------------------------------------
 
