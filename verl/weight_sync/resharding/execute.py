@@ -1,14 +1,15 @@
-"""Carry out a plan: batch by batch, each part one message from its holder to the rank that lacks it.
+"""Carry out a plan: batch by batch, each part from its holder to the rank that lacks it.
 
 A batch never crosses a layer, so a rank holds at most one layer of sampling weights besides its own, plus the parts
-that have to be laid out anew on their way (those cut along another axis than the first).
+that have to be laid out anew on their way (those cut along another axis than the first). A message costs as much as a
+hundred kilobytes, so the small parts that one rank has for another one in a batch travel as one.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +21,10 @@ from verl.weight_sync.resharding.plan import Entry, Plan
 from verl.weight_sync.resharding.routes import Division
 
 BUCKET_BYTES = 256 << 20
-LAID_OUT: dict[str, Any] = {"memory_format": torch.contiguous_format}
+SMALL = 256 << 10
+"""Parts of at most that many bytes travel together, as far as a share of the bucket has room for them."""
 Cut = tuple[slice, ...]
+_Parts = dict[tuple[int, torch.dtype], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class Resharder:
         self.dtypes = dict(dtypes or {})
         self.sent_bytes = self.peak_bytes = self._held = 0
         self._jobs: dict[int, _Job] = {}
+        self._batches: list[Batch] | None = None
 
     def batches(self) -> Iterator[Batch]:
         """The same batches on every rank; a new one starts with each layer, and where the bucket is full."""
@@ -104,18 +108,22 @@ class Resharder:
         Raises:
             EngineError: a shard that has another shape than the plan says.
         """
-        for batch in self.batches():
+        if self._batches is None:
+            self._batches = list(self.batches())
+        for batch in self._batches:
             self._held = 0
             yield from self._exchange(batch, read)
 
     def _exchange(self, batch: Batch, read: Callable[[str], Tensor]) -> list[tuple[str, Tensor]]:
-        operations: list[dist.P2POp] = []
-        after: list[tuple[Tensor, Tensor]] = []
+        leaving: _Parts = defaultdict(list)
+        arriving: _Parts = defaultdict(list)
         found: list[tuple[str, Tensor]] = []
         for name, entry in batch.weights:
             job = self._job(entry)
             ours = self._shard(read, name, entry)
-            operations += [self._send(ours, receiver, cut) for receiver, cut in job.sends]
+            for receiver, cut in job.sends:
+                assert ours is not None
+                leaving[receiver, ours.dtype].append(ours[cut])
             if not job.needs:
                 continue
             if job.keeps and not job.receives:
@@ -124,19 +132,48 @@ class Resharder:
                 continue
             target = self._counted(torch.empty(job.shape, dtype=self._dtype(entry), device=self.device))
             for sender, cut in job.receives:
-                place = target[cut]
-                arriving = place if place.is_contiguous() else self._counted(torch.empty_like(place, **LAID_OUT))
-                operations.append(dist.P2POp(dist.irecv, arriving, group=self.group, group_peer=sender))
-                if arriving is not place:
-                    after.append((place, arriving))
+                arriving[sender, target.dtype].append(target[cut])
             if job.keeps and ours is not None:
                 target[job.keeps[1]].copy_(ours[job.keeps[0]])
             found.append((name, target))
+        self._travel(leaving, arriving)
+        return found
+
+    def _travel(self, leaving: _Parts, arriving: _Parts) -> None:
+        """Send and receive the parts of a batch; both sides list what goes from one to the other in one order."""
+        operations: list[dist.P2POp] = []
+        after: list[tuple[list[Tensor], Tensor]] = []
+        most = self.bucket_bytes // (4 * self.plan.sampling.world)  # with all others, half a bucket both ways
+        for (sender, _), places in arriving.items():  # first, so that nobody waits for room to send to
+            for message in _messages(places, most):
+                taken = message[0]
+                if len(message) > 1 or not taken.is_contiguous():
+                    taken = self._beside(message)
+                    after.append((message, taken))
+                operations.append(dist.P2POp(dist.irecv, taken, group=self.group, group_peer=sender))
+        for (receiver, _), parts in sorted(leaving.items(), key=self._turn):
+            for message in _messages(parts, most):
+                self.sent_bytes += sum(part.nbytes for part in message)
+                sent = message[0]
+                if len(message) > 1 or not sent.is_contiguous():
+                    sent = self._beside(message)
+                    for part, place in _places(message, sent):
+                        place.copy_(part)
+                operations.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=receiver))
         for request in dist.batch_isend_irecv(operations) if operations else ():
             request.wait()
-        for place, arrived in after:
-            place.copy_(arrived)
-        return found
+        for message, taken in after:
+            for place, arrived in _places(message, taken):
+                place.copy_(arrived)
+
+    def _turn(self, leaving: tuple[tuple[int, torch.dtype], list[Tensor]]) -> int:
+        """Each rank begins with its next neighbour, or all would send to rank 0 at once, then to rank 1."""
+        return (leaving[0][0] - self.rank) % self.plan.sampling.world
+
+    def _beside(self, message: list[Tensor]) -> Tensor:
+        """Memory in which the parts of a message lie one behind the other."""
+        size = sum(part.numel() for part in message)
+        return self._counted(torch.empty(size, dtype=message[0].dtype, device=message[0].device))
 
     def _shard(self, read: Callable[[str], Tensor], name: str, entry: Entry) -> Tensor | None:
         piece = int(entry.source.index[self.rank])
@@ -156,14 +193,6 @@ class Resharder:
     def _dtype(self, entry: Entry) -> torch.dtype:
         return self.dtypes.get(entry.weight.name, self.dtype)
 
-    def _send(self, ours: Tensor | None, receiver: int, cut: Cut) -> dist.P2POp:
-        assert ours is not None
-        part = ours[cut]
-        if not part.is_contiguous():
-            part = self._counted(part.contiguous())
-        self.sent_bytes += part.numel() * part.element_size()
-        return dist.P2POp(dist.isend, part, group=self.group, group_peer=receiver)
-
     def _counted(self, tensor: Tensor) -> Tensor:
         self._held += tensor.numel() * tensor.element_size()
         self.peak_bytes = max(self.peak_bytes, self._held)
@@ -173,6 +202,25 @@ class Resharder:
         if id(entry) not in self._jobs:
             self._jobs[id(entry)] = _job_of(entry, self.rank)
         return self._jobs[id(entry)]
+
+
+def _places(message: list[Tensor], memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each part, and its place in the memory of `Resharder._beside`."""
+    for part, place in zip(message, memory.split([part.numel() for part in message])):
+        yield part, place.view(part.shape)
+
+
+def _messages(parts: list[Tensor], most: int) -> list[list[Tensor]]:
+    """Small parts of together at most ``most`` bytes as one message, each other part as one of its own."""
+    together: list[Tensor] = []
+    alone: list[list[Tensor]] = []
+    for part in parts:
+        fits = part.nbytes <= SMALL and sum(other.nbytes for other in together) + part.nbytes <= most
+        if fits:
+            together.append(part)
+        else:
+            alone.append([part])
+    return [together, *alone] if together else alone
 
 
 def _most(entry: Entry) -> float:
