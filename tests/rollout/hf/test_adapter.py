@@ -20,6 +20,9 @@ from verl.errors import RolloutError
 from verl.models import load_causal_lm, lora
 from verl.rollout.adapters import sent_alone
 from verl.rollout.hf.sampler import HFSampler
+from verl.rollout.hosted import EngineHost, HostedSampler
+from verl.rollout.place import link
+from verl.rollout.replicas import Here
 from verl.weight_sync import chunk_weights
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
@@ -88,6 +91,19 @@ def test_what_sleep_gives_back_comes_again_with_the_next_adapter(path, engine):
         asyncio.run(sampler.wake())
         push(sampler, engine.export_adapter(), version)
         assert largest_difference(merged_model(path, engine), WANTED, sample(sampler, WANTED)) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ["shared_memory", "disk", "gloo"])
+def test_an_adapter_comes_over_every_transport_again_and_again(path, engine, backend):
+    """Both ends in this process; the transport does not know."""
+    transport = CheckpointEngineConfig(backend=backend, engine_kwargs={"timeout": 20})
+    rollout, model = dataclasses.replace(ROLLOUT, checkpoint_engine=transport), HFModelConfig(path=str(path), **LORA)
+    sampler = HostedSampler(Here(EngineHost(rollout, model, "cpu")), link(rollout, model, "cpu"))
+    for version, factor in ((1, 0.5), (2, 1.0)):
+        push(sampler, [(name, tensor * factor) for name, tensor in engine.export_adapter()], version)
+    assert largest_difference(merged_model(path, engine), WANTED, sample(sampler, WANTED)) < 1e-5
+    assert sampler.stats()["weight_bytes_sent"] == 2 * sum(t.nbytes for _, t in engine.export_adapter())
+    sampler.close()
 
 
 @pytest.mark.parametrize(
