@@ -7,15 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.algorithms.fixtures import poison
+from verl.algorithms import kl as kl_module
 from verl.algorithms.kl import (
     AdaptiveKLController,
     FixedKLController,
     apply_kl_penalty,
     full_kl,
+    full_kl_in_chunks,
     get_kl_controller,
     kl_penalty,
 )
-from verl.errors import ConfigError, NotBuiltError
+from verl.errors import ConfigError
 from verl.metrics import notices, reset_notices
 
 
@@ -82,8 +84,30 @@ def test_full_takes_logits_and_is_refused_by_name_without_them():
     expected = torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
     torch.testing.assert_close(found, expected)
     for kind in ("full", "full+"):
-        with pytest.raises(NotBuiltError, match="needs the logits"):
+        with pytest.raises(ConfigError, match="needs the logits"):
             kl_penalty(torch.zeros(2, 3), torch.zeros(2, 3), kind)
+
+
+def test_full_in_chunks_is_full_with_its_value_and_its_gradient(monkeypatch):
+    monkeypatch.setattr(kl_module, "CHUNK_NUMBERS", 10)  # two rows of five at a time
+    z, ref = (torch.randn(7, 5, dtype=torch.float64) for _ in range(2))
+    z.requires_grad_()
+    whole, parts = full_kl(z, ref), full_kl_in_chunks(z, ref)
+    torch.testing.assert_close(parts, whole)
+    weights = torch.arange(7.0, dtype=torch.float64)
+    theirs, ours = (torch.autograd.grad((found * weights).sum(), z)[0] for found in (whole, parts))
+    torch.testing.assert_close(ours, theirs)
+    assert torch.autograd.gradcheck(lambda x: full_kl_in_chunks(x, ref), z)
+    assert full_kl_in_chunks(z[:0], ref[:0]).shape == (0,)
+
+
+def test_the_gradient_of_full_by_hand():
+    """p = (3/4, 1/4), q = (1/2, 1/2): KL = 3/4 ln 3/2 + 1/4 ln 1/2; d/dz_v = p_v (log(p_v / q_v) - KL)."""
+    z = torch.tensor([[3.0, 1.0]], dtype=torch.float64).log().requires_grad_()
+    found = full_kl_in_chunks(z, torch.zeros(1, 2, dtype=torch.float64))
+    assert found.item() == pytest.approx(0.130812, abs=1e-6)
+    found.sum().backward()
+    assert z.grad.tolist()[0] == pytest.approx([0.205990, -0.205990], abs=1e-6)
 
 
 def test_full_ignores_tokens_that_cannot_be_sampled():
@@ -109,6 +133,13 @@ def test_worked_penalty_in_the_reward():
     rewards, metrics = apply_kl_penalty(SCORES, poison(OLD, MASK), poison(REF, MASK), MASK, controller)
     torch.testing.assert_close(rewards, torch.tensor([[-0.02, 0.01, 0.95], [0, 0.4, 0]]))
     assert metrics == pytest.approx({"actor/reward_kl_penalty": 0.35, "actor/reward_kl_penalty_coeff": 0.1})
+
+
+def test_the_reward_is_charged_the_exact_kl_where_it_is_at_hand():
+    exact = poison(torch.tensor([[0.5, 0, 1.0], [2.0, 1.0, 0]]), MASK)
+    rewards, metrics = apply_kl_penalty(SCORES, None, None, MASK, FixedKLController(0.1), "full", exact)
+    torch.testing.assert_close(rewards, torch.tensor([[-0.05, 0, 0.9], [-0.2, 0.4, 0]]))
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx((0.5 + 1.5) / 2)
 
 
 def test_empty_rows_do_not_count_in_the_current_kl():

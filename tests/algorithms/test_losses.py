@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from tests.algorithms.fixtures import actor_config, loss_batch, poison, policy_loss_config, ragged_mask
 from verl.algorithms.aggregation import LOSS_AGG_MODES, loss_norm
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss, SFTLoss
-from verl.errors import ConfigError, DataError, NotBuiltError
+from verl.errors import ConfigError, DataError
 from verl.metrics import MetricSet
 
 
@@ -68,6 +68,18 @@ def test_entropy_can_be_reported_without_being_trained():
     assert loss.item() == pytest.approx(0.204, abs=1e-6) and metrics["entropy"].value == 1
 
 
+def test_the_exact_kl_is_an_output_of_the_pass_and_needs_no_log_probs_of_the_reference():
+    outputs, batch = worked()
+    batch.pop("ref_log_prob", None)
+    outputs["full_kl"] = torch.tensor([[0.5, 0, 1.0], [2.0, 1.5, torch.nan]], requires_grad=True)
+    loss_fn = PPOPolicyLoss(actor_config(use_kl_loss=True, kl_loss_type="full", kl_loss_coef=0.1))
+    assert loss_fn.outputs == ("log_probs", "full_kl")
+    loss, metrics = loss_fn(outputs, batch, loss_norm(batch["response_mask"]))
+    assert loss.item() == pytest.approx(0.204 + 0.1, abs=1e-6) and metrics["kl_loss"].value == pytest.approx(1.0)
+    loss.backward()
+    torch.testing.assert_close(outputs["full_kl"].grad, 0.1 / 5 * batch["response_mask"].float())
+
+
 def test_a_batch_without_old_log_probs_has_ratio_one():
     outputs, batch = worked()
     del batch["old_log_probs"]
@@ -113,8 +125,8 @@ def test_wrong_settings_are_refused_before_any_batch():
         PPOPolicyLoss(actor_config(loss_agg_mode="mean"))
     with pytest.raises(ConfigError, match=r"actor\.clip_ratio_c"):
         PPOPolicyLoss(actor_config(clip_ratio_c=0.5))
-    with pytest.raises(NotBuiltError, match=r"actor\.kl_loss_type"):
-        PPOPolicyLoss(actor_config(use_kl_loss=True, kl_loss_type="full"))
+    with pytest.raises(ConfigError, match=r"actor\.kl_loss_type"):
+        PPOPolicyLoss(actor_config(use_kl_loss=True, kl_loss_type="full+"))
     with pytest.raises(ConfigError, match=r"policy_loss\.loss_mode"):
         PPOPolicyLoss(actor_config(policy_loss=policy_loss_config(loss_mode="vanila")))
     with pytest.raises(ConfigError, match=r"critic\.loss_agg_mode"):

@@ -237,9 +237,26 @@ def test_a_name_that_is_not_built_yet_is_refused_with_what_works_today(ppo, monk
     assert instead in said
 
 
-@pytest.mark.parametrize("key", [f"{A}.kl_loss_type", "algorithm.kl_penalty"])
-def test_the_exact_kl_is_refused_as_not_built(ppo, key):
-    assert message(ppo, f"{key}=full", kind=NotBuiltError).startswith(f"{key}: the exact KL is not built yet")
+@pytest.mark.parametrize(
+    ("switch", "key"),
+    [(f"{A}.use_kl_loss", f"{A}.kl_loss_type"), ("algorithm.use_kl_in_reward", "algorithm.kl_penalty")],
+)
+def test_the_exact_kl_is_refused_where_the_logits_of_two_models_never_meet(ppo, switch, key):
+    exact = (f"{switch}=true", f"{key}=full")
+    ppo(*exact)
+    ppo(f"{key}=full", "actor_rollout_ref.model.use_fused_kernels=true")  # no KL is computed
+    fused = message(ppo, *exact, "actor_rollout_ref.model.use_fused_kernels=true", kind=NotBuiltError)
+    assert fused.startswith(f"{key}: ") and "use_fused_kernels=false" in fused and "low_var_kl" in fused
+    sizes = [f"{A}.fsdp_config.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2", "trainer.device=cpu"]
+    assert "several ranks share a row" in message(ppo, *exact, *sizes, kind=NotBuiltError)
+    with pytest.raises(ConfigError, match="has the gradient of the KL as it is"):
+        ppo(f"{key}=full+")
+
+
+def test_the_bypass_mode_has_no_distribution_of_the_old_policy_to_charge_for(ppo):
+    charged = ["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=full"]
+    said = message(ppo, *charged, "algorithm.rollout_correction.bypass_mode=true")
+    assert said.startswith("algorithm.kl_penalty: the bypass mode") and "bypass_mode=false" in said
 
 
 @pytest.mark.parametrize("role", [A, "critic"])
@@ -273,7 +290,7 @@ def test_every_kl_kind_and_aggregation_mode_of_the_algorithms_is_known_here():
     from verl.algorithms.aggregation import LOSS_AGG_MODES as built_modes
     from verl.algorithms.kl import ESTIMATORS
 
-    assert set(KL_KINDS) == set(ESTIMATORS) and set(LOSS_AGG_MODES) == set(built_modes)
+    assert set(KL_KINDS) == {*ESTIMATORS, "full"} and set(LOSS_AGG_MODES) == set(built_modes)
 
 
 def test_a_straight_through_kl_is_known(ppo):
@@ -539,7 +556,7 @@ def test_all_problems_are_told_at_once_each_on_its_own_line(ppo, files):
 
 
 def test_only_features_that_are_not_built_make_an_error_of_that_kind(ppo):
-    load = [f"{R}.name=trtllm", f"{A}.kl_loss_type=full"]
+    load = [f"{R}.name=trtllm", f"{A}.strategy=torchtitan"]
     message(ppo, *load, kind=NotBuiltError)
     with pytest.raises(ConfigError) as caught:
         ppo(*load, "algorithm.gamma=2")

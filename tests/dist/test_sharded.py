@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.dist import engine_cells as cells
+from tests.dist import kl_cells, switch_cells, switches
 from tests.dist import resume_cells as resume
-from tests.dist import switch_cells, switches
 from tests.dist.engine_cells import With
 from tests.dist.group import run_cells
 
@@ -34,6 +34,8 @@ CELLS = {
         *RESUME,
         resume.written_by_a_worker,
         switch_cells.switches,
+        kl_cells.exact_kl_to_the_base,
+        kl_cells.exact_kl_to_a_model,
     ),
     4: (
         cells.tied_and_uneven,
@@ -91,6 +93,15 @@ def test_metrics_are_those_of_the_whole_mini_batch_on_every_rank(runs, size, nam
     assert all(answer["metrics"] == found[0]["metrics"] for answer in found)
     for metrics, expected in zip(found[0]["metrics"], found[0]["expected_metrics"]):
         assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@world("exact_kl_to_the_base", "exact_kl_to_a_model")
+def test_the_exact_kl_and_its_gradient_are_those_of_the_plain_engine(runs, size, name):
+    """At the first step the policy is its reference; afterwards it moves away, and pays."""
+    for answer in runs[size][name]:
+        assert answer["found"][0][1] == pytest.approx(0, abs=1e-6) and answer["found"][2][1] > 1e-4
+        for found, expected in zip(answer["found"], answer["expected"]):
+            assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 @world("a_rank_without_rows")

@@ -64,6 +64,12 @@ OTHERS = {
         f"{A}.loss_agg_mode=seq-mean-token-mean", f"{A}.sppo_eta=2.0",
     ],
     "k2_in_the_reward": [f"{ALG}.use_kl_in_reward=true", f"{ALG}.kl_penalty=k2", f"{ALG}.kl_ctrl.type=adaptive"],
+    "exact_kl_in_the_loss": [f"{A}.use_kl_loss=true", f"{A}.kl_loss_type=full"],
+    "exact_kl_in_the_reward": [f"{ALG}.use_kl_in_reward=true", f"{ALG}.kl_penalty=full"],
+    "exact_kl_to_the_base": [
+        f"{A}.use_kl_loss=true", f"{A}.kl_loss_type=full", f"{ALG}.use_kl_in_reward=true", f"{ALG}.kl_penalty=full",
+        "actor_rollout_ref.model.lora_rank=4",
+    ],
     "sequence_mean_and_entropy": [f"{A}.loss_agg_mode=seq-mean-token-mean", f"{A}.entropy_coeff=0.01"],
     "bypass_with_reinforce": [
         f"{ALG}.rollout_correction.bypass_mode=true", f"{ALG}.rollout_correction.loss_type=reinforce",
@@ -84,6 +90,7 @@ READ_HERE = [
     f"{A}.tau_neg", f"{A}.sppo_eta", f"{ALG}.gdpo_reward_keys", f"{ALG}.gdpo_reward_weights",
     f"{ALG}.vapo_length_alpha", f"{ALG}.vapo_lam_critic", f"{ALG}.pf_ppo.reweight_method", f"{ALG}.pf_ppo.weight_pow",
 ]  # fmt: skip
+EXACT_KL = {"actor/kl_loss": f"{A}.kl_loss_type", "actor/reward_kl_penalty": f"{ALG}.kl_penalty"}
 reads: set[str] = set()
 
 
@@ -113,6 +120,8 @@ def test_it_runs_by_configuration_alone(folder, monkeypatch, name):
     for step in steps:
         for key in ("actor/pg_loss", "actor/grad_norm", "actor/ppo_kl", "critic/advantages/mean"):
             assert math.isfinite(step[key]), key
+    for key in (key for key, switch in EXACT_KL.items() if f"{switch}=full" in words):
+        assert steps[-1][key] > 0, key
     assert steps[0]["actor/grad_norm"] > 0 and sum(step["actor/grad_norm"] > 0 for step in steps) >= 5
 
 

@@ -12,13 +12,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from verl.algorithms.masked import at_least_float32, masked_mean, zero_outside
-from verl.errors import ConfigError, NotBuiltError, suggest
+from verl.errors import ConfigError, suggest
 from verl.metrics import notice
 
 LOG_RATIO_BOUND = 20.0
 K3_BOUND = 10.0
+CHUNK_NUMBERS = 1 << 22
+"""Logits that `full_kl_in_chunks` works on at a time: 16 MiB in float32."""
 
 
 def _k3(a: Tensor, b: Tensor) -> Tensor:
@@ -43,11 +46,13 @@ def check_kl_kind(kind: str, key: str = "kl_loss_type", logits_at_hand: bool = F
     if kind == "full" and logits_at_hand:
         return
     if name == "full":
-        raise NotBuiltError(
-            "the exact KL needs the logits of both models over the whole vocabulary, which are not at hand here",
+        why = "has the gradient of the KL as it is" if logits_at_hand else "needs the logits of both models"
+        raise ConfigError(
+            f"the exact KL {why}",
             key=key,
             got=kind,
             allowed=[*ESTIMATORS, "and each with a '+' for the gradient of k2"],
+            fix="Set it to full." if logits_at_hand else "Hand over logits over the whole vocabulary.",
         )
     if name not in ESTIMATORS:
         known = [*ESTIMATORS, "full"]
@@ -92,6 +97,18 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
     possible = log_p > -torch.inf
     difference = torch.where(possible, log_p, 0.0) - torch.where(possible, log_q, 0.0)
     return (log_p.exp() * difference).sum(dim=-1)
+
+
+def full_kl_in_chunks(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """(N, V) twice -> (N,): `full_kl` a few rows at a time, computed again in the backward pass.
+
+    So that nothing of the size of the logits is kept but the logits themselves, and their gradient.
+    """
+    rows = max(1, CHUNK_NUMBERS // max(1, logits.shape[-1]))
+    parts = [
+        checkpoint(full_kl, z, ref, use_reentrant=False) for z, ref in zip(logits.split(rows), ref_logits.split(rows))
+    ]
+    return torch.cat(parts)
 
 
 class KLController(Protocol):
@@ -167,25 +184,28 @@ def get_kl_controller(kl_ctrl: Any) -> KLController:
 @torch.no_grad()
 def apply_kl_penalty(
     token_level_scores: Tensor,
-    old_log_probs: Tensor,
-    ref_log_prob: Tensor,
+    old_log_probs: Tensor | None,
+    ref_log_prob: Tensor | None,
     response_mask: Tensor,
     controller: KLController,
     kind: str = "kl",
+    exact: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """Rewards = scores - beta * KL on valid tokens (InstructGPT, arXiv 2203.02155); then the controller learns.
 
     Args:
-        token_level_scores, old_log_probs, ref_log_prob, response_mask: (B, T).
+        token_level_scores, old_log_probs, ref_log_prob, response_mask: (B, T); without ``exact`` all of them.
+        exact: (B, T) the KL of the kind ``full``, which no log-probs of single tokens give.
 
     Returns:
         The rewards (B, T), and ``actor/reward_kl_penalty`` (the mean over non-empty sequences of their token means)
         with ``actor/reward_kl_penalty_coeff`` (the beta that this batch was charged, before the update).
     """
-    kl = zero_outside(
-        kl_penalty(zero_outside(old_log_probs, response_mask), zero_outside(ref_log_prob, response_mask), kind),
-        response_mask,
-    )
+    if exact is None:
+        assert old_log_probs is not None and ref_log_prob is not None, f"the KL {kind} compares log-probs"
+        a, b = zero_outside(old_log_probs, response_mask), zero_outside(ref_log_prob, response_mask)
+        exact = kl_penalty(a, b, kind)
+    kl = zero_outside(exact, response_mask)
     beta = controller.value
     rewards = at_least_float32(token_level_scores) - beta * kl
     filled = response_mask.bool().any(dim=-1)

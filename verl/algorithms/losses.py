@@ -33,7 +33,7 @@ class LossFn(Protocol):
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """What the forward pass must return: of ``log_probs``, ``entropy``, ``values``; each (b, T)."""
+        """What the forward pass must return: of ``log_probs``, ``entropy``, ``full_kl``, ``values``; each (b, T)."""
         ...
 
     def __call__(
@@ -63,7 +63,7 @@ class PPOPolicyLoss:
     def __init__(self, config: Any, response_length: int | None = None, use_rollout_log_probs: bool = False):
         check_agg_mode(config.loss_agg_mode, key="actor_rollout_ref.actor.loss_agg_mode")
         if config.use_kl_loss:
-            check_kl_kind(config.kl_loss_type, key="actor_rollout_ref.actor.kl_loss_type")
+            check_kl_kind(config.kl_loss_type, key="actor_rollout_ref.actor.kl_loss_type", logits_at_hand=True)
         Clip.of(config)
         self.config, self.use_rollout_log_probs = config, use_rollout_log_probs
         self.policy_loss = POLICY_LOSSES.get(_loss_mode(config.policy_loss))
@@ -71,7 +71,9 @@ class PPOPolicyLoss:
         correction = correction_settings(config)
         self.rejects = not correction.bypass_mode and correction.rollout_rs is not None
         self.with_entropy = config.entropy_coeff != 0 or config.calculate_entropy
-        self.outputs = ("log_probs", "entropy") if self.with_entropy else ("log_probs",)
+        self.with_full_kl = config.use_kl_loss and config.kl_loss_type == "full"
+        more = {"entropy": self.with_entropy, "full_kl": self.with_full_kl}
+        self.outputs = ("log_probs", *(name for name, is_read in more.items() if is_read))
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: Any, norm: LossNorm) -> tuple[Tensor, dict[str, Metric]]:
         mode, mask = self.config.loss_agg_mode, field(batch, "response_mask")
@@ -97,7 +99,7 @@ class PPOPolicyLoss:
             if self.config.entropy_coeff != 0:
                 loss = loss - self.config.entropy_coeff * entropy_loss
         if self.config.use_kl_loss:
-            kl = kl_penalty(log_prob, zero_outside(field(batch, "ref_log_prob"), mask), self.config.kl_loss_type)
+            kl = outputs["full_kl"] if self.with_full_kl else self._estimated_kl(batch, log_prob, mask)
             kl_loss = agg_loss(kl, mask, mode, norm)
             metrics["kl_loss"] = loss_metric(as_float(kl_loss.detach()), mask, mode, norm)
             metrics["kl_coef"] = Metric(float(self.config.kl_loss_coef), "last")
@@ -117,6 +119,9 @@ class PPOPolicyLoss:
         if self.use_rollout_log_probs or optional_field(batch, "rollout_log_probs") is None:
             return False
         return optional_field(batch, "rollout_is_weights") is not None or self.rejects
+
+    def _estimated_kl(self, batch: Any, log_prob: Tensor, mask: Tensor) -> Tensor:
+        return kl_penalty(log_prob, zero_outside(field(batch, "ref_log_prob"), mask), self.config.kl_loss_type)
 
     def _old_log_prob(self, batch: Any, log_prob: Tensor) -> Tensor:
         if self.use_rollout_log_probs:

@@ -95,6 +95,19 @@ def uses_reference(cfg: PPOTrainerConfig) -> bool:
     return cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
 
 
+def kl_kinds(cfg: PPOTrainerConfig) -> dict[str, str]:
+    """Key -> kind of every KL to the reference that this run computes."""
+    actor, algorithm = cfg.actor_rollout_ref.actor, cfg.algorithm
+    in_loss = {"actor_rollout_ref.actor.kl_loss_type": actor.kl_loss_type} if actor.use_kl_loss else {}
+    return in_loss | ({"algorithm.kl_penalty": algorithm.kl_penalty} if algorithm.use_kl_in_reward else {})
+
+
+def reads_ref_log_prob(cfg: PPOTrainerConfig) -> bool:
+    """Some KL is estimated from sampled tokens, or a recipe has a reference policy for ends of its own."""
+    kinds = kl_kinds(cfg).values()
+    return not kinds or any(kind != "full" for kind in kinds)
+
+
 def uses_reward_model(cfg: PPOTrainerConfig) -> bool:
     """Whether a reward model is a role of the run; one on a server is asked by the reward function instead."""
     model = cfg.reward.reward_model

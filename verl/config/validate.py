@@ -8,7 +8,7 @@ but does nothing is a notice.
 from __future__ import annotations
 
 from verl import registry
-from verl.config import correcting, losses, machine, notices, ranges, validate_megatron
+from verl.config import correcting, exact_kl, losses, machine, notices, ranges, validate_megatron
 from verl.config.checks import Problems, collect, known_name, missing_folder, one_of
 from verl.config.node import unrecorded
 from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
@@ -23,7 +23,7 @@ GROUP_ESTIMATORS = (
     "optimal_token_baseline", "tir_optimal_token_baseline",
 )  # fmt: skip
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _ONE_DEVICE = "Leave it out (auto) to train on one device."
 
@@ -106,13 +106,15 @@ def _kl(cfg: PPOTrainerConfig) -> Problems:
     found: Problems = []
     for key, kind in ((f"{_A}.kl_loss_type", cfg.actor_rollout_ref.actor.kl_loss_type),
                       ("algorithm.kl_penalty", cfg.algorithm.kl_penalty)):  # fmt: skip
-        name = kind.removesuffix("+")
-        if name == "full":
-            fix = "Take low_var_kl, an unbiased estimate of the same KL."
-            found.append(NotBuiltError("the exact KL is not built yet", key=key, got=kind, allowed=KL_KINDS, fix=fix))
+        if kind == "full+":
+            found.append(
+                ConfigError(
+                    "the exact KL has the gradient of the KL as it is", key=key, got=kind, fix="Set it to full."
+                )
+            )
         else:
-            found += one_of(key, name, KL_KINDS)
-    return found
+            found += one_of(key, kind.removesuffix("+"), KL_KINDS)
+    return found + exact_kl.problems(cfg)
 
 
 def _groups(cfg: PPOTrainerConfig) -> Problems:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.part import HFWriter
 from verl.checkpoint.tensors import write_tensors
+from verl.engines.rows import MicroBatch
 from verl.models import lora
 from verl.protocol import DataProto
 
@@ -29,6 +31,25 @@ class BaseOfAdapter:
         """As `Engine.infer`, with the adapter switched off."""
         with self.engine.without_adapter():
             return self.engine.infer(batch, *args, **kwargs)
+
+    @property
+    def seat(self) -> Any:
+        """That of the engine."""
+        return self.engine.seat
+
+    @property
+    def packs(self) -> bool:
+        """As the engine does."""
+        return self.engine.packs
+
+    def ready(self) -> AbstractContextManager[None]:
+        """Nothing to do: what runs beside it is the engine that holds the weights."""
+        return nullcontext()
+
+    def logits(self, micro: MicroBatch, temperature: float) -> Tensor:
+        """As `TorchEngine.logits`, with the adapter switched off."""
+        with self.engine.without_adapter():
+            return self.engine.logits(micro, temperature)
 
 
 def adapter_writer(model: Any, base: str, tokenizer: Any) -> HFWriter:

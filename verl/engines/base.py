@@ -52,6 +52,7 @@ class Engine(ABC):
     """
 
     device: str
+    reference: Any = None
 
     @property
     def seat(self) -> Seat | None:
@@ -87,7 +88,8 @@ class Engine(ABC):
         """Forward passes in evaluation mode, without gradient.
 
         Args:
-            outputs: of ``log_probs``, ``entropy``, ``sum_pi_squared`` (a language model), ``values`` (a value model).
+            outputs: of ``log_probs``, ``entropy``, ``sum_pi_squared``, ``full_kl`` (a language model), ``values`` (a
+                value model). ``full_kl`` is the KL to the model of `compare_with` over the whole vocabulary.
             temperature: logits are divided by it.
 
         Returns:
@@ -119,6 +121,12 @@ class Engine(ABC):
         Raises:
             EngineError: the engine has no optimizer.
         """
+
+    def compare_with(self, reference: Any) -> None:
+        """Name the frozen model of the output ``full_kl``; it runs inside this engine's passes, micro-batch by
+        micro-batch, so that its logits never outlive one. Without the output nothing comes of it.
+        """
+        self.reference = reference
 
     @abstractmethod
     def train_flops(self, lengths: Sequence[int]) -> float:

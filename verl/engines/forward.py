@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from verl import device as devices
+from verl.algorithms.kl import full_kl_in_chunks
 from verl.algorithms.logprob import (
     entropy_from_logits,
     entropy_from_logits_with_chunking,
@@ -45,6 +46,7 @@ class TokenForward:
         self.head = output_head(unwrapped(model), kind)
         self.passes = self._possible(passes or PassSettings())
         self.fused = self._fused_head(self.passes.fused_head) if kind == "causal_lm" else None
+        self.reference: Any = None
 
     @property
     def logits_per_token(self) -> int:
@@ -89,13 +91,20 @@ class TokenForward:
         self.check(outputs, temperature)
         if self.fused is not None:
             return self._fused(self.fused, micro, tuple(outputs), temperature)
-        logits = self._logits(micro).float()
         if self.kind == "value":
-            return {"values": micro.scatter(logits.squeeze(-1))}
-        if temperature != 1.0:
-            logits = logits / temperature
+            return {"values": micro.scatter(self._logits(micro).float().squeeze(-1))}
+        # The reference first: it may be this very module, and a sharded one runs one pass at a time.
+        expected = self.reference.logits(micro, temperature) if "full_kl" in outputs else None
+        logits = self.logits(micro, temperature)
         found = self._statistics(logits, micro.labels, outputs)
+        if expected is not None:
+            found["full_kl"] = full_kl_in_chunks(logits, expected)
         return {name: micro.scatter(values) for name, values in found.items()}
+
+    def logits(self, micro: MicroBatch, temperature: float) -> Tensor:
+        """(N, V) float32, divided by the temperature."""
+        logits = self._logits(micro).float()
+        return logits if temperature == 1.0 else logits / temperature
 
     def _statistics(self, logits: Tensor, labels: Tensor, outputs: Sequence[str]) -> dict[str, Tensor]:
         """(N, V) logits, (N,) labels -> (N,) each."""
@@ -145,7 +154,21 @@ class TokenForward:
 
     def check(self, outputs: Sequence[str], temperature: float) -> None:
         """Raise as `__call__` does, without a forward pass."""
+        if "full_kl" in outputs and self.kind == "causal_lm":
+            self._check_comparison()
+            outputs = [name for name in outputs if name != "full_kl"]
         check_outputs(self.kind, outputs, temperature)
+
+    def _check_comparison(self) -> None:
+        why = None
+        if self.reference is None:
+            why = "has no reference policy beside it"
+        elif self.fused is not None or type(self) is not TokenForward:
+            why = "never has the whole vocabulary in one place (a fused head, or ranks that share rows)"
+        elif self.passes.packed and not self.reference.packs:
+            why = "packs its rows, which its reference cannot"
+        if why is not None:
+            raise EngineError(f"the exact KL needs the logits of two models, and this one {why}", got="full_kl")
 
 
 def check_outputs(kind: str, outputs: Sequence[str], temperature: float) -> None:

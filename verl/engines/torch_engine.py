@@ -12,7 +12,7 @@ import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -230,7 +230,7 @@ class TorchEngine(Engine):
         self.onload(optimizer=False)
         self.model.eval()
         results = {name: torch.zeros(work.rows.mask.shape, dtype=torch.float32) for name in outputs}
-        with torch.no_grad():
+        with torch.no_grad(), self._reference_at_hand(outputs):
             for micro in work.micro_batches(self.device):
                 with memory.told(micro):
                     found = self.forward(micro, outputs, temperature)
@@ -261,7 +261,7 @@ class TorchEngine(Engine):
         if norm.num_tokens == 0:
             lr = float(self.optimizer.param_groups[0]["lr"])
             return StepReport(0.0, lr, skipped_empty=True).metrics(0.0)
-        with self.routers.watching():
+        with self.routers.watching(), self._reference_at_hand(loss_fn.outputs):
             total, metrics, broken = self._accumulate(work, tensors, loss_fn, temperature, norm)
         self._after_passes()
         metrics.merge(self.routers.metrics(self.ranks.sum)).merge(work.waste(self.ranks.sum))
@@ -292,6 +292,36 @@ class TorchEngine(Engine):
             if not math.isfinite(value):
                 broken += micro.index.tolist()
         return total, metrics, broken
+
+    def compare_with(self, reference: Any) -> None:
+        super().compare_with(reference)
+        self.forward.reference = reference
+
+    def _reference_at_hand(self, outputs: Sequence[str]) -> AbstractContextManager[None]:
+        return self.reference.ready() if "full_kl" in outputs else nullcontext()
+
+    @property
+    def packs(self) -> bool:
+        """Whether a micro-batch may be packed rows."""
+        return self.forward.passes.packed
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Within the block `logits` may be called."""
+        self.onload(optimizer=False)
+        yield
+        self._after_passes()
+        self.offload(**self.idle)
+
+    @torch.no_grad()
+    def logits(self, micro: MicroBatch, temperature: float) -> Tensor:
+        """(N, V) float32 over the temperature, in evaluation mode and without gradient. Collective."""
+        trains = self.model.training
+        self.model.eval()
+        try:
+            return self.forward.logits(micro, temperature)
+        finally:
+            self.model.train(trains)
 
     def _prepare(
         self,

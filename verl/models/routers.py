@@ -41,7 +41,7 @@ class RouterStatistics:
         """Within the block every call of a router is counted, from zero."""
         self._seen = {}
         handles = [
-            router.register_forward_hook(lambda module, args, out, layer=layer: self._count(layer, out))
+            router.register_forward_hook(lambda module, args, out, layer=layer: self._count(module, layer, out))
             for layer, router in enumerate(self.routers)
         ]
         try:
@@ -51,7 +51,9 @@ class RouterStatistics:
                 handle.remove()
 
     @torch.no_grad()
-    def _count(self, layer: int, out: tuple[Tensor, Tensor, Tensor]) -> None:
+    def _count(self, module: nn.Module, layer: int, out: tuple[Tensor, Tensor, Tensor]) -> None:
+        if not module.training:
+            return  # the same model as its own reference policy
         logits, _, chosen = out
         experts = logits.shape[-1]
         probabilities = logits.detach().float().flatten(0, -2).softmax(-1).sum(0)

@@ -113,6 +113,7 @@ def _declare_standard_fields() -> None:
         Field("rollout_log_probs", float32, response, rollout, 0.0, "log-probs from the sampling pass"),
         Field("old_log_probs", float32, response, "compute_log_prob", 0.0, "log-probs before the update"),
         Field("ref_log_prob", float32, response, "compute_ref_log_prob", 0.0, "log-probs of the reference"),
+        Field("ref_kl", float32, response, "compute_log_prob", 0.0, "KL to the reference over the whole vocabulary"),
         Field("entropys", float32, response, "compute_log_prob", 0.0, "entropy of each token's distribution"),
         Field("sum_pi_squared", float32, response, "compute_log_prob", 0.0, "sum of squared probabilities"),
         Field("values", float32, response, "compute_values (critic)", 0.0, "predicted return"),

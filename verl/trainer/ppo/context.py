@@ -10,7 +10,7 @@ from typing import Any
 from verl.algorithms.calls import names_parameter
 from verl.algorithms.kl import get_kl_controller
 from verl.config import PPOTrainerConfig
-from verl.config.root import skips_old_log_prob
+from verl.config.root import reads_ref_log_prob, skips_old_log_prob
 from verl.errors import DataError
 from verl.metrics import MetricSet, Timers, notice
 from verl.protocol import DataProto
@@ -149,6 +149,16 @@ class StepContext:
         """The estimator reads the sum of squared probabilities, or the configuration asks for it."""
         wanted = self.config.actor_rollout_ref.actor.calculate_sum_pi_squared
         return wanted or names_parameter(self.estimator, "sum_pi_squared")
+
+    @property
+    def charges_exact_kl(self) -> bool:
+        """The reward pays for the KL over the whole vocabulary, which the actor's workers compute."""
+        return self.config.algorithm.use_kl_in_reward and self.config.algorithm.kl_penalty == "full"
+
+    @property
+    def needs_ref_log_prob(self) -> bool:
+        """The reference's log-probs of the sampled tokens are read; the exact KL does without."""
+        return reads_ref_log_prob(self.config) or names_parameter(self.estimator, "ref_log_prob")
 
     @property
     def needs_reward_baselines(self) -> bool:

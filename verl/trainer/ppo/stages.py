@@ -198,12 +198,14 @@ def measure_balance(batch: DataProto, ctx: StepContext) -> None:
 def add_old_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
     """Adds old_log_probs, and reports the entropy and the distance to the sampler's own log-probs.
 
-    Also sum_pi_squared (B, T), the sum of squared probabilities, where the estimator reads it.
+    Also sum_pi_squared (B, T), the sum of squared probabilities, where the estimator reads it, and ref_kl (B, T), the
+    KL to the reference over the whole vocabulary, where the reward is charged with it.
     """
     if ctx.config.algorithm.rollout_correction.bypass_mode:
         correction.use_rollout_log_probs(batch)
         return
-    more = ("sum_pi_squared",) if ctx.needs_sum_pi_squared else ()
+    wanted = {"sum_pi_squared": ctx.needs_sum_pi_squared, "ref_kl": ctx.charges_exact_kl}
+    more = tuple(name for name, is_read in wanted.items() if is_read)
     found = roles["actor"].infer(batch, ("old_log_probs", "entropys", *more))
     mask = batch.tensors["response_mask"]
     for name in more:
@@ -261,10 +263,11 @@ def charge_kl(batch: DataProto, controller: Any, kind: str = "kl") -> dict[str, 
     tensors["token_level_rewards"], metrics = apply_kl_penalty(
         tensors["token_level_scores"],
         tensors["old_log_probs"],
-        tensors["ref_log_prob"],
+        tensors.get("ref_log_prob", None),
         tensors["response_mask"],
         controller,
         kind,
+        tensors.get("ref_kl", None) if kind == "full" else None,
     )
     return metrics
 

@@ -34,7 +34,7 @@ def learn(batch: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
     if ctx.needs_old_log_prob or ctx.bypasses_old_log_prob:
         with ctx.timed("old_log_prob"):
             stages.add_old_log_prob(batch, roles, ctx)  # old_log_probs
-    if "ref" in roles:
+    if "ref" in roles and ctx.needs_ref_log_prob:
         with ctx.timed("ref"):
             batch.union(roles["ref"].infer(batch, ("ref_log_prob",)))
     if "critic" in roles:

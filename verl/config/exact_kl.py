@@ -1,0 +1,67 @@
+"""Where the KL over the whole vocabulary (``full``) can be computed: two models' logits meet on one worker.
+
+The reference runs inside the actor's passes, so it must live beside the actor, and neither may cut its vocabulary or
+its rows over ranks.
+"""
+
+from __future__ import annotations
+
+from verl.config.checks import Problems
+from verl.config.engine import FSDPEngineConfig
+from verl.config.root import PPOTrainerConfig, kl_kinds
+from verl.errors import ConfigError, NotBuiltError
+
+_A = "actor_rollout_ref"
+_INSTEAD = "Or take low_var_kl, an estimate of the same KL from the sampled tokens."
+
+
+def problems(cfg: PPOTrainerConfig) -> Problems:
+    """What stands in the way of an exact KL, one problem for each setting; none where no KL is ``full``."""
+    keys = [key for key, kind in kl_kinds(cfg).items() if kind == "full"]
+    if not keys:
+        return []
+    found = [*_layout(cfg, keys[0]), *_placement(cfg, keys[0])]
+    bypass = "algorithm.rollout_correction.bypass_mode"
+    if "algorithm.kl_penalty" in keys and cfg.algorithm.rollout_correction.bypass_mode:
+        why = "the bypass mode has of the old policy only what the sampler tells of the sampled tokens"
+        found.append(ConfigError(why, key="algorithm.kl_penalty", got="full", fix=f"Set {bypass}=false. {_INSTEAD}"))
+    return found
+
+
+def _layout(cfg: PPOTrainerConfig, key: str) -> Problems:
+    policy, found = cfg.actor_rollout_ref, []
+    if policy.model.use_fused_kernels:
+        found.append(_refused(key, "the fused head never has the logits", f"{_A}.model.use_fused_kernels=false"))
+    roles = {
+        "actor": (policy.actor.strategy, policy.actor.fsdp_config),
+        "ref": (policy.ref.strategy, policy.ref.fsdp_config),
+    }
+    for role, (strategy, engine) in roles.items():
+        if strategy == "megatron":
+            why = "Megatron-Core's engine deals the vocabulary to its ranks"
+            found.append(_refused(key, why, f"{_A}.{role}.strategy=fsdp2"))
+        else:
+            found += _shared_rows(key, f"{_A}.{role}.fsdp_config", engine)
+    return found
+
+
+def _shared_rows(key: str, section: str, engine: FSDPEngineConfig) -> Problems:
+    sizes = ("ulysses_sequence_parallel_size", "tensor_parallel_size")
+    return [_refused(key, "several ranks share a row", f"{section}.{name}=1") for name in sizes if engine[name] > 1]
+
+
+def _placement(cfg: PPOTrainerConfig, key: str) -> Problems:
+    for name, pool in cfg.trainer.resource_pools.items():
+        if "ref" in pool["roles"]:
+            why = f"the reference policy lives apart from the actor, in the pool {name!r}"
+            return [_refused(key, why, "trainer.resource_pools without ref")]
+    return []
+
+
+def _refused(key: str, why: str, instead: str) -> ConfigError:
+    return NotBuiltError(
+        f"the exact KL needs the logits of both models on one worker, and {why}",
+        key=key,
+        got="full",
+        fix=f"Set {instead}. {_INSTEAD}",
+    )
