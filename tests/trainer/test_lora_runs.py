@@ -70,6 +70,8 @@ def test_an_rl_run_trains_the_adapter_against_its_own_base_and_resumes(here):
     saved = Path("whole/global_step_3/actor/huggingface")
     tensors = load_file(saved / "adapter_model.safetensors")
     assert len(tensors) == 2 * 3 * 2 and not (saved / "model.safetensors").exists()
+    sent = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
+    assert [step["perf/weights_sent_mb"] for step in (first, second, third)] == pytest.approx([sent] * 3)
     run_ppo(2, "cut", "trainer.resume_mode=disable")
     run_ppo(3, "cut", "trainer.resume_mode=auto")
     again = load_file("cut/global_step_3/actor/huggingface/adapter_model.safetensors")
