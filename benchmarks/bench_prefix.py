@@ -82,7 +82,7 @@ def main() -> None:
                 {
                     "tokens": counts[0],
                     "tokens, shared": counts[1],
-                    "prompts + responses": a.groups * (prompt + a.samples * (a.response - 1)),
+                    "tokens / (prompts + responses)": counts[1] / (a.groups * (prompt + a.samples * a.response)),
                     "ratio of tokens": ratio,
                     "times as fast": gain,
                     "gain / ratio": gain / ratio,

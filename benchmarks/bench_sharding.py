@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from figures import Figures, add_json
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,7 +55,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=256)
+    add_json(parser)
     asked = parser.parse_args()
+    figures = Figures()
     set_threads()
     ranks = distributed.start(device="cpu")
     folder = Path(ranks.on_first(lambda: _model(asked.layers, asked.hidden)))
@@ -68,14 +71,16 @@ def main() -> None:
         ("fsdp2", {"ulysses_sequence_parallel_size": ranks.size}),
     ):
         if strategy != "plain" or ranks.is_first:
-            told = measure(strategy, settings, folder, ranks)
+            told = measure(strategy, settings, folder, ranks, figures)
             if ranks.is_first:
                 print(told, flush=True)
         ranks.barrier()
+    if ranks.is_first:
+        figures.write(asked.json)
     distributed.stop()
 
 
-def measure(strategy: str, settings: dict[str, Any], folder: Path, ranks: distributed.Ranks) -> str:
+def measure(strategy: str, settings: dict[str, Any], folder: Path, ranks: distributed.Ranks, figures: Figures) -> str:
     engine = ENGINES.get(strategy)(
         HFModelConfig(path=str(folder)), FSDPEngineConfig(**settings), OptimizerConfig(lr=1e-4), seed=1
     )
@@ -85,6 +90,7 @@ def measure(strategy: str, settings: dict[str, Any], folder: Path, ranks: distri
     seconds = min(_timed(lambda: engine.train_batch(batch, SFTLoss())) for _ in range(3))
     name = f"{strategy} {settings or ''}"
     if strategy == "plain":
+        figures.add(name.strip(), {"s per step": seconds})
         return f"{name:<44} {seconds:.3f} s per step"
     layers, whole = unwrapped(engine.model).model.layers, 4 * engine.num_parameters
     rest, peak, tokens = _local(engine.model), [0], [0]
@@ -106,6 +112,8 @@ def measure(strategy: str, settings: dict[str, Any], folder: Path, ranks: distri
         handle.remove()
     sizes = sorted(4 * sum(p.numel() for p in layer.parameters()) for layer in engine.blueprint.model.layers)
     bound = 1 / size + (whole - sum(sizes) + sum(sizes[-2:])) / whole
+    held = {"weights at rest": rest / whole, "weights at most": peak[0] / whole, "bound": bound}
+    figures.add(name.strip(), {"s per step": seconds, **held, "at most / bound": peak[0] / whole / bound})
     return (
         f"{name:<44} {seconds:.3f} s per step; weights: {rest / whole:.3f} of {whole} bytes at rest, at most "
         f"{peak[0] / whole:.3f} (bound {bound:.3f}); infer {infer.counts}; "
