@@ -135,6 +135,7 @@ WORKS = [
         (f"{role}.sequence_parallel", "false", f"{role}.megatron.sequence_parallel", False)
         for role in (A, REF, "critic")
     ),
+    (f"{R}.tensor_parallel_size", "8", f"{R}.tensor_model_parallel_size", 8),
     ("sandbox_fusion.max_concurrent", "8", "reward.sandbox_fusion.max_concurrent", 8),
     ("trainer.val_generations_to_log_to_wandb", "5", "trainer.log_val_generations", 5),
     ("ray_init.num_cpus", "4", "ray_kwargs.ray_init.num_cpus", 4),
@@ -148,7 +149,6 @@ NOT_BUILT = [
     ),
     (f"{A}.router_replay.mode", "R2", f"{A}.megatron.router_replay.mode", "router replay"),
     (f"{REF}.router_replay.record_file", "/f", f"{REF}.megatron.router_replay.record_file", "router replay"),
-    (f"{R}.tensor_parallel_size", "8", f"{R}.tensor_model_parallel_size", "sampling on several ranks"),
     (f"{R}.pipeline_parallel_size", "2", f"{R}.pipeline_model_parallel_size", "sampling on several ranks"),
     (f"{R}.skip_rollout", "true", "skip.rollout.enable", "replay of dumped rollouts"),
     (f"{R}.skip_dump_dir", "/d", "skip.rollout.dump_dir", "replay of dumped rollouts"),

@@ -287,7 +287,11 @@ class RolloutConfig(ConfigNode):
         upstream=True,
     )
     tensor_model_parallel_size: int = setting(
-        1, "tensor-parallel size", upstream=2, planned="sampling on several ranks", engines=("hf", "vllm", "sglang")
+        1,
+        "processes that sample with one model together, each with its part of it",
+        upstream=2,
+        planned="sampling on several ranks",
+        engines=("hf", "vllm", "sglang"),
     )
     data_parallel_size: int = setting(1, "data-parallel size of the engine", planned="sampling on several ranks")
     expert_parallel_size: int = setting(

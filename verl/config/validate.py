@@ -31,7 +31,7 @@ _ONE_DEVICE = "Leave it out (auto) to train on one device."
 def validate(cfg: PPOTrainerConfig) -> None:
     """All problems of an RL configuration in one `ConfigError`; settings without effect get a notice each."""
     rules = (_names, _kl, machine.trackers, machine.rollout_engine, machine.hardware, machine.files, ranges.numbers, losses.problems, _groups, _values, _batches,
-             _ranks, _micro_batches, _sampling, _mirrors, _budgets, reward_model, validate_megatron.problems, correcting.rollout, correcting.groups, _plugins, _resume, _validation)  # fmt: skip
+             _ranks, _tensor_groups, _micro_batches, _sampling, _mirrors, _budgets, reward_model, validate_megatron.problems, correcting.rollout, correcting.groups, _plugins, _resume, _validation)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
         notices.tell(cfg)
@@ -208,6 +208,24 @@ def _ranks(cfg: PPOTrainerConfig) -> Problems:
                 )
             )
     return found
+
+
+def _tensor_groups(cfg: PPOTrainerConfig) -> Problems:
+    """Processes that sample together with the hf engine; whether the model's heads divide is seen when it is read."""
+    rollout, trainer = cfg.actor_rollout_ref.rollout, cfg.trainer
+    size, key = rollout.tensor_model_parallel_size, f"{_R}.tensor_model_parallel_size"
+    processes = trainer.nnodes * (trainer.n_gpus_per_node or 1)
+    if rollout.name != "hf" or processes < 1 or (size >= 1 and processes % size == 0):
+        return []
+    return [
+        ConfigError(
+            f"a group that samples together must divide the number of processes, {processes}",
+            key=key,
+            got=size,
+            allowed=[n for n in range(1, processes + 1) if processes % n == 0],
+            fix="Change it, or the number of processes (trainer.nnodes, trainer.n_gpus_per_node).",
+        )
+    ]
 
 
 def _micro_batches(cfg: PPOTrainerConfig) -> Problems:

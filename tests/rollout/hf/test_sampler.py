@@ -19,7 +19,8 @@ from tests.rollout.builders import (
     sample,
     tiny_model,
 )
-from verl.errors import NotBuiltError, RolloutError
+from verl.config import HFModelConfig, RolloutConfig
+from verl.errors import ConfigError, NotBuiltError, RolloutError
 from verl.rollout import Request, SamplingParams
 from verl.rollout.hf.pool_runner import PoolRunner
 from verl.rollout.hf.sampler import HFSampler
@@ -391,3 +392,8 @@ def test_the_configuration_builds_a_sampler(tmp_path):
     reset_notices()
     sampler = HFSampler.from_config(quiet, model)
     assert sampler.model.dtype == torch.bfloat16 and not sampler._scheduler.share and not notices()
+
+
+def test_a_program_of_one_process_refuses_a_tensor_group():
+    with pytest.raises(ConfigError, match="tensor_model_parallel_size"):
+        HFSampler.from_config(RolloutConfig(tensor_model_parallel_size=2), HFModelConfig(path="nowhere"))

@@ -17,7 +17,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from verl.device import give_memory_back, torch_dtype
-from verl.errors import NotBuiltError, RolloutError
+from verl.errors import ConfigError, NotBuiltError, RolloutError
 from verl.metrics import notice
 from verl.models import load_causal_lm
 from verl.models.lora import LoraSettings
@@ -132,7 +132,19 @@ class HFSampler(Sampler):
         """From the sections ``actor_rollout_ref.rollout`` and ``actor_rollout_ref.model``.
 
         ``rollout.dtype=auto`` is bfloat16 on an accelerator and float32 on CPU.
+
+        Raises:
+            ConfigError: a tensor group: the workers of a training run form one (`verl.rollout.group`), other programs
+                sample in one process.
         """
+        if rollout.tensor_model_parallel_size > 1:
+            raise ConfigError(
+                "this program samples with the hf engine in one process, which holds the whole model",
+                key="rollout.tensor_model_parallel_size",
+                got=rollout.tensor_model_parallel_size,
+                allowed=[1],
+                fix="Leave it out, or set rollout.name=vllm.",
+            )
         auto = "float32" if device == "cpu" else "bfloat16"
         loaded = load_causal_lm(
             str(model.path),
