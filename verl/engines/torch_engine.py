@@ -117,12 +117,8 @@ class TorchEngine(Engine):
         seed: int | None = None,
         passes: PassSettings | None = None,
     ):
-        if kind not in LOADERS:
-            raise EngineError("unknown kind of model", got=kind, allowed=LOADERS)
+        self._introduce(model, engine, kind, grad_clip, device)
         check_settings(engine, trains=optim is not None, device=device)
-        self.kind, self.device, self.grad_clip, self.path = kind, device, grad_clip, model.path
-        self.idle = {"params": engine.param_offload, "optimizer": engine.optimizer_offload}
-        self.dtype = compute_dtype(engine.dtype, device)
         self.ranks = self._join()
         self.model = self._build(model, engine, engine.seed if seed is None else seed)
         self.blueprint = getattr(self, "blueprint", self.model)
@@ -139,6 +135,14 @@ class TorchEngine(Engine):
             parameters = [p for p in self.model.parameters() if p.requires_grad]
             self.optimizer = self._build_optimizer(parameters, optim)
             self.scheduler = build_schedule(self.optimizer, optim, total_training_steps)
+
+    def _introduce(self, model: Any, engine: Any, kind: str, grad_clip: float | None, device: str) -> None:
+        """What every engine knows before it has a model."""
+        if kind not in LOADERS:
+            raise EngineError("unknown kind of model", got=kind, allowed=LOADERS)
+        self.kind, self.device, self.grad_clip, self.path = kind, device, grad_clip, model.path
+        self.idle = {"params": engine.param_offload, "optimizer": engine.optimizer_offload}
+        self.dtype = compute_dtype(engine.dtype, device)
 
     # ---- what a backend provides -------------------------------------------------------------------------------
 
@@ -231,14 +235,21 @@ class TorchEngine(Engine):
         self.model.eval()
         results = {name: torch.zeros(work.rows.mask.shape, dtype=torch.float32) for name in outputs}
         with torch.no_grad(), self._reference_at_hand(outputs):
-            for micro in work.micro_batches(self.device):
-                with memory.told(micro):
-                    found = self.forward(micro, outputs, temperature)
+            for index, found in self._passes(work, outputs, temperature):
                 for name, values in found.items():
-                    results[name][micro.index] = values.cpu()
+                    results[name][index] = values.cpu()
         self._after_passes()
         self.offload(**self.idle)
         return results
+
+    def _passes(
+        self, work: Work, outputs: Sequence[str], temperature: float
+    ) -> Iterable[tuple[Tensor, dict[str, Tensor]]]:
+        """Rows and what `forward` finds for them, micro-batch by micro-batch."""
+        for micro in work.micro_batches(self.device):
+            with memory.told(micro):
+                found = self.forward(micro, outputs, temperature)
+            yield micro.index, found
 
     def train_batch(
         self,

@@ -7,8 +7,7 @@ schedule, and the way of weights between the ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,9 +29,8 @@ from verl.engines.megatron.weights import WeightTable, check_given
 from verl.engines.optimizer import move_optimizer_state
 from verl.engines.rows import MicroBatch
 from verl.engines.sequence_parallel import pooled
-from verl.engines.settings import compute_dtype
 from verl.engines.torch_engine import LOADERS, TorchEngine, Work
-from verl.errors import EngineError, NotBuiltError
+from verl.errors import NotBuiltError
 from verl.metrics import MetricSet, log
 from verl.models import count_parameters
 from verl.models.config import import_external
@@ -86,14 +84,10 @@ class MegatronEngine(TorchEngine):
         seed: int | None = None,
         passes: Any = None,
     ):
-        if kind not in LOADERS:
-            raise EngineError("unknown kind of model", got=kind, allowed=LOADERS)
+        self._introduce(model, engine, kind, grad_clip, device)
         _refuse(model, engine)
         import_external(model.external_lib)
         check_version()
-        self.kind, self.device, self.grad_clip, self.path = kind, device, grad_clip, model.path
-        self.idle = {"params": engine.param_offload, "optimizer": engine.optimizer_offload}
-        self.dtype = compute_dtype(engine.dtype, device)
         self.ranks = distributed.start(device=device)
         self.sizes = Sizes.of(engine, self.ranks)
         self.model = self._build(model, engine, engine.seed if seed is None else seed)
@@ -181,34 +175,24 @@ class MegatronEngine(TorchEngine):
 
     # ---- passes ------------------------------------------------------------------------------------------------
 
-    def infer(
-        self,
-        batch: DataProto,
-        outputs: tuple[str, ...] = ("log_probs",),
-        temperature: float = 1.0,
-        micro_batch_size: int | None = None,
-        max_tokens: int | None = None,
-    ) -> dict[str, Tensor]:
+    def infer(self, batch: DataProto, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         whole, mine = self._rows_of_peers(batch)
-        work = self._prepare("infer", whole, outputs, temperature, micro_batch_size, max_tokens)
-        self.onload(optimizer=False)
-        self.model.eval()
-        results = {name: torch.zeros(work.rows.mask.shape, dtype=torch.float32) for name in outputs}
+        width = batch.tensors["responses"].shape[1]
+        results = super().infer(whole, *args, **kwargs)  # zeros but on the last stage, so the sum is what that found
+        return {name: self.groups.pipeline.sum(values)[mine, :width] for name, values in results.items()}
+
+    def _passes(
+        self, work: Work, outputs: Sequence[str], temperature: float
+    ) -> Iterable[tuple[Tensor, dict[str, Tensor]]]:
+        results: list[tuple[Tensor, dict[str, Tensor]]] = []
 
         def keep(found: Tensor, micro: MicroBatch) -> Tensor:
             if len(micro.index):
-                for name, values in self.forward.read(found, micro, outputs, temperature).items():
-                    results[name][micro.index] = values.cpu()
+                results.append((micro.index, self.forward.read(found, micro, outputs, temperature)))
             return found.new_zeros(())
 
-        with torch.no_grad():
-            self._schedule(self._micro_batches(work), keep, forward_only=True)
-        if not self.groups.last:  # the other stages know nothing: the sum is the last one's
-            results = {name: torch.zeros_like(values) for name, values in results.items()}
-        width = batch.tensors["responses"].shape[1]
-        found = {name: self.groups.pipeline.sum(values)[mine, :width] for name, values in results.items()}
-        self.offload(**self.idle)
-        return found
+        self._schedule(self._micro_batches(work), keep, forward_only=True)
+        return results
 
     def train_batch(self, batch: DataProto, *args: Any, **kwargs: Any) -> MetricSet:
         return super().train_batch(self._rows_of_peers(batch)[0], *args, **kwargs)
@@ -270,16 +254,15 @@ class MegatronEngine(TorchEngine):
             return self.forward.run(stage, micro), loss
 
         waiting = [iter(micro_batches) for _ in chunks]
-        with nullcontext():
-            run(
-                forward_step_func=step,
-                data_iterator=waiting if len(chunks) > 1 else waiting[0],
-                model=chunks if len(chunks) > 1 else chunks[0],
-                num_microbatches=len(micro_batches),
-                seq_length=1,  # every stage tells the next one its shapes
-                micro_batch_size=1,
-                forward_only=forward_only,
-            )
+        run(
+            forward_step_func=step,
+            data_iterator=waiting if len(chunks) > 1 else waiting[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=1,  # every stage tells the next one its shapes
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
 
     def _total_norm(self, grads: list[Tensor]) -> Tensor:
         return self.gradients.norm()
