@@ -20,12 +20,11 @@ NO_VERSION = -1
 
 def pad_rows(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype, left: bool = False) -> Tensor:
     """Rows -> (B, longest), padded with ``value``; at least one column wide."""
-    width = max([1, *(len(row) for row in rows)])
-    table = torch.full((len(rows), width), value, dtype=dtype)
-    for number, row in enumerate(rows):
-        if len(row):
-            where = slice(width - len(row), width) if left else slice(0, len(row))
-            table[number, where] = torch.tensor(row, dtype=dtype)
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)[:, None]
+    columns = torch.arange(max([1, *(len(row) for row in rows)]))
+    table = torch.full((len(rows), len(columns)), value, dtype=dtype)
+    there = columns >= len(columns) - lengths if left else columns < lengths
+    table[there] = torch.tensor([entry for row in rows for entry in row], dtype=dtype)
     return table
 
 
