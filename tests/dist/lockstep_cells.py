@@ -124,8 +124,8 @@ def filtered_and_greedy(ranks, folder):
 
 
 def fewer_key_value_heads_than_ranks(ranks, folder):
-    """Four ranks share two key/value heads: neighbours hold the same one."""
-    return compared(ranks, folder, "qwen2", {"num_key_value_heads": 2})
+    """Both ranks hold the only key/value head."""
+    return compared(ranks, folder, "qwen2", {"num_key_value_heads": 1})
 
 
 def new_weights_whole_or_in_parts(ranks, folder):
