@@ -226,6 +226,10 @@ actor_rollout_ref:
   actor: {strategy: megatron, tensor_model_parallel_size: 8, pipeline_model_parallel_size: 2}
   rollout: {name: vllm, tensor_parallel_size: 8}
 """
+MEGATRON_NOTICES = (
+    *(f"{A}.{name}_model_parallel_size" for name in ("tensor", "pipeline")),
+    *(f"{R}.tensor_parallel_size", f"{M}.backend", NO_VAL, NO_MICRO, PADDED),
+)
 KEY_PARAMETERS = """
 actor_rollout_ref.rollout.n: 8
 actor_rollout_ref.rollout.temperature: 0.7
@@ -295,18 +299,7 @@ FILES = {
     "Megatron for large models, on two nodes": (
         MEGATRON_FILE,
         ["trainer.nnodes=2", "trainer.n_gpus_per_node=8"],
-        Works(
-            {f"{A}.megatron.tensor_model_parallel_size": 8, f"{REF}.megatron.pipeline_model_parallel_size": 2},
-            (
-                f"{A}.tensor_model_parallel_size",
-                f"{A}.pipeline_model_parallel_size",
-                f"{R}.tensor_parallel_size",
-                f"{M}.backend",
-                NO_VAL,
-                NO_MICRO,
-                PADDED,
-            ),
-        ),
+        Works({f"{A}.megatron.tensor_model_parallel_size": 8, f"{REF}.strategy": "megatron"}, MEGATRON_NOTICES),
     ),
     "key parameters": (
         KEY_PARAMETERS,
@@ -494,12 +487,7 @@ SINGLE = {
     f"{A}.fsdp_config.ulysses_sequence_parallel_size=2": Works({f"{A}.fsdp_config.ulysses_sequence_parallel_size": 2}),
     f"{A}.ulysses_sequence_parallel_size=2": Works({f"{A}.fsdp_config.ulysses_sequence_parallel_size": 2}),
     f"{A}.megatron.expert_model_parallel_size=8": Works({}, (f"{A}.megatron.expert_model_parallel_size",)),
-    f"{A}.strategy=megatron {A}.megatron.expert_model_parallel_size=8": wrong(
-        "cannot be cut into copies of 8 (expert) x 1"
-    ),
     f"{A}.strategy=megatron {A}.megatron.context_parallel_size=2": refused(f"{LATER}context parallelism"),
-    f"{A}.strategy=megatron {A}.fsdp_config.param_offload=true": Works({}, (PADDED, f"{A}.fsdp_config.param_offload")),
-    f"{A}.strategy=megatron {M}.lora_rank=8": refused("LoRA of Megatron models is not built yet"),
     f"{R}.expert_parallel_size=8": refused(f"{LATER}sampling on several ranks"),
     f"{R}.tensor_model_parallel_size=2": wrong("must divide the number of processes, 1"),
     f"{R}.tensor_parallel_size=2": wrong("must divide the number of processes, 1"),
