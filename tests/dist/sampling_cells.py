@@ -8,6 +8,7 @@ import dataclasses
 import torch
 
 from tests.dist.engine_cells import loss_of, sharded, shared_model
+from tests.dist.expert_cells import MIXTURE
 from tests.dist.lockstep_cells import turn
 from tests.engines.builders import ragged_batch
 from tests.rollout.builders import prompt, requests, sample
@@ -81,9 +82,9 @@ def _sampled(ranks, together):
     return [Completion(**fact) for fact in next(answer for answer in heard if answer is not None)]
 
 
-def on_fsdp(ranks, folder, family="qwen2", config=None, **engine):
+def on_fsdp(ranks, folder, family="qwen2", config=None, model=None, **engine):
     path, batch = shared_model(ranks, folder, family, **(config or {})), ragged_batch(rows=5)
-    trainer = sharded(path, engine=engine)
+    trainer = sharded(path, engine=engine, model=model or {})
     mine = torch.arange(len(batch)).tensor_split(ranks.size)[ranks.rank].tolist()
     return trained_and_sampled(ranks, trainer, path, ranks.size, batch, loss_of("causal_lm"), mine)
 
@@ -95,6 +96,16 @@ def fsdp_shards_to_a_tensor_group(ranks, folder):
 def shared_linear_maps_to_a_tensor_group(ranks, folder):
     """No plan: whole weights are gathered one unit at a time."""
     return on_fsdp(ranks, folder, "qwen3", tensor_parallel_size=2)
+
+
+def an_adapter_to_a_tensor_group(ranks, folder):
+    """No plan: it is merged on the way."""
+    return on_fsdp(ranks, folder, model={"lora_rank": 4, "lora_alpha": 32})
+
+
+def experts_to_a_tensor_group(ranks, folder):
+    """No plan: in memory experts lie together, and in files apart."""
+    return on_fsdp(ranks, folder, "qwen3_moe", MIXTURE)
 
 
 def layouts_that_a_sampler_cannot_hold(ranks, folder):
