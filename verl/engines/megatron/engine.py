@@ -23,7 +23,7 @@ from verl.engines.megatron.forward import StageForward
 from verl.engines.megatron.gradients import Gradients
 from verl.engines.megatron.layers import build_chunks, padded_vocabulary
 from verl.engines.megatron.optimizer import ShardedState, optimizer_section
-from verl.engines.megatron.parallel import SECTION, Sizes, check_version, import_megatron, join
+from verl.engines.megatron.parallel import SECTION, Sizes, check_version, import_megatron, join, mute
 from verl.engines.megatron.routers import StageRouters
 from verl.engines.megatron.weights import WeightTable, check_given
 from verl.engines.optimizer import move_optimizer_state
@@ -88,6 +88,7 @@ class MegatronEngine(TorchEngine):
         _refuse(model, engine)
         import_external(model.external_lib)
         check_version()
+        mute()
         self.ranks = distributed.start(device=device)
         self.sizes = Sizes.of(engine, self.ranks)
         self.model = self._build(model, engine, engine.seed if seed is None else seed)

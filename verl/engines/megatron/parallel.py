@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,9 +166,6 @@ def import_megatron(module: str = "") -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    import importlib
-    import warnings
-
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what it misses (Apex, Transformer Engine) is said by us where it matters
@@ -246,3 +245,9 @@ def check_version() -> None:
     version = import_megatron().__version__
     if tuple(int(part) for part in version.split(".")[:2]) < (0, 16):
         raise EngineError("this version of Megatron-Core is too old", got=version, allowed=f"{VERSIONS} or newer")
+
+
+def mute() -> None:
+    """Silence what Megatron-Core says at every step: names of torch that it calls by their old ones, advice on CUDA."""
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
