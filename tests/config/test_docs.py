@@ -62,7 +62,7 @@ def test_a_row_says_what_a_setting_is_and_what_becomes_of_it(tables):
     assert clip[1:5] == ["`null`", "clip below alone; null: clip_ratio", "`0.2`", "works"]
     assert rows["`use_fused_kernels`"][1] == "= `actor_rollout_ref.model.use_fused_kernels`"
     assert rows["`use_fused_kernels`"][4].startswith("no effect: actor_rollout_ref.model.use_fused_kernels")
-    assert rows["`pad_to_length`"][4] == "refused: padded packing"
+    assert rows["`freeze_vision_tower`"][4] == "refused: vision-language models"
 
 
 def test_settings_that_work_stand_before_those_that_do_not(tables):

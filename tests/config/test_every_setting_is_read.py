@@ -62,9 +62,11 @@ READ_ELSEWHERE = {
     "actor_rollout_ref.actor.entropy_checkpointing",
     "actor_rollout_ref.actor.entropy_from_logits_chunk_size",
     "actor_rollout_ref.actor.entropy_from_logits_with_chunking",
-    # Both stand for fsdp_config.use_torch_compile, which follows the first.
+    # They stand for the setting of their name in fsdp_config of their role, which follows them.
     "actor_rollout_ref.actor.use_torch_compile",
     "actor_rollout_ref.ref.use_torch_compile",
+    "actor_rollout_ref.actor.pad_to_length",
+    "actor_rollout_ref.ref.pad_to_length",
     # The loader copies it into grad_clip, which is read; tests/config/test_loading.py shows that it arrives.
     "actor_rollout_ref.actor.optim.clip_grad",
     "critic.optim.clip_grad",

@@ -28,6 +28,8 @@ from verl.registry import ENGINES
 # Adam divides by the gradient's own size, which makes noise of gradients that are zero by symmetry: eps keeps it small.
 OPTIM = {"lr": 1e-2, "lr_scheduler_type": "cosine", "override_optimizer_config": {"eps": 1e-4}}
 ROWS = 7
+TILED = {"tiled_mlp": {"enabled": True, "num_shards": 3}}
+BUCKETS = {"pad_to_length": True, "pad_to_length_bucket": 5}
 PADDED = {"use_remove_padding": False}
 
 
@@ -187,7 +189,10 @@ def tied_and_uneven(ranks: Ranks, folder: Path) -> dict:
 
 
 def a_rank_without_rows(ranks: Ranks, folder: Path) -> dict:
-    return compare(ranks, folder, Case("qwen3", limits={"max_tokens": 24}, idle=(ranks.size - 1,)))
+    """MLPs are tiled, and units lie inside of them: every rank gathers them for each tile, with and without rows."""
+    engine = {"wrap_policy": {"min_num_params": 1_500}}
+    idle = (ranks.size - 1,)
+    return compare(ranks, folder, Case("qwen3", engine=engine, model=TILED, limits={"max_tokens": 24}, idle=idle))
 
 
 def value_model(ranks: Ranks, folder: Path) -> dict:
@@ -200,7 +205,7 @@ def mixture(ranks: Ranks, folder: Path) -> dict:
 
 
 def kept_gathered_and_reduced_once(ranks: Ranks, folder: Path) -> dict:
-    engine = {"reshard_after_forward": False, "use_no_sync_for_gradient_accumulation": True}
+    engine = {"reshard_after_forward": False, "use_no_sync_for_gradient_accumulation": True, **BUCKETS}
     model = {"enable_gradient_checkpointing": True}
     return compare(ranks, folder, Case("gemma2", engine=engine, model=model, limits={"micro_batch_size": 1}))
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.dist.engine_cells import With, sharded, shared_model
+from tests.dist.engine_cells import With, gathered_gradient, loss_of, sharded, share, shared_model
 from tests.dist.expert_cells import MIXTURE
 from tests.dist.ulysses_cells import Exchanged
-from tests.engines.builders import VOCAB, grouped_batch, ragged_batch
+from tests.engines.builders import VOCAB, grouped_batch, ragged_batch, relative_error
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
 from verl.distributed import Ranks
@@ -22,9 +23,10 @@ from verl.engines.rows import AlignedRows
 from verl.engines.settings import PassSettings
 from verl.engines.sharded_engine import ShardedEngine
 from verl.engines.sharding import unwrapped
+from verl.models import compiled
 from verl.protocol import DataProto
 
-CHUNK, BUDGET = 8, 24
+CHUNK, BUDGET, TILES = 8, 24, 4
 HEADS, KV_HEADS, WIDTH, LAYERS = 4, 2, 32, 2
 EXPERT_NUMBERS = MIXTURE["num_experts"] * 3 * WIDTH * MIXTURE["moe_intermediate_size"]
 
@@ -43,6 +45,7 @@ def at(module: Callable[[Any], nn.Module], see: Callable[[nn.Module, Any], Any])
     return run
 
 
+tokens_at_map = at(lambda model: model.model.layers[0].mlp.up_proj, lambda _, output: output.shape[:-1].numel())
 tokens_at_mlp = at(lambda model: model.model.layers[0].mlp, lambda _, output: output.shape[:2].numel())
 numbers_at_head = at(lambda model: model.lm_head, lambda _, output: output.numel())
 width_at_head = at(lambda model: model.lm_head, lambda _, output: output.shape[-1])
@@ -88,6 +91,29 @@ def sent(engine: ShardedEngine, batch: DataProto, ranks: Ranks) -> int:
     return mode.numbers * 4 * (ranks.size - 1) // ranks.size // LAYERS
 
 
+def compiled_layers(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """Graphs that the compiler makes of a layer in a training step, and how far the gradient is from the usual one.
+
+    Attention is not compiled: it ends a graph in its own module and one in the layer, and two begin behind it. The
+    compiler's backend runs them as they are, so what is cut and traced shows without a C compiler's minute.
+    """
+    path, graphs = shared_model(ranks, folder, "qwen2", num_hidden_layers=1), []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def step(**settings: Any) -> tuple[torch.Tensor, int]:
+        graphs.clear()
+        torch._dynamo.reset()
+        mine = share(ranks, ragged_batch(rows=4))
+        return gathered_gradient(sharded(path, engine=settings), mine, loss_of("causal_lm"))[1], len(graphs)
+
+    with mock.patch.object(compiled, "BACKEND", backend):
+        (usual, off), (found, on) = step(), step(use_torch_compile=True)
+    return {"seen": [off, on], "expected": [0, 4], "error": relative_error(found, usual)}
+
+
 def sharing(ranks: Ranks, folder: Path) -> dict[str, dict[str, Any]]:
     """Switch -> what is seen with it off and on, and what it has to be. All rows are rank 0's."""
     path, mixture = shared_model(ranks, folder, "qwen2"), shared_model(ranks, folder, "qwen3_moe", **MIXTURE)
@@ -124,6 +150,16 @@ def sharing(ranks: Ranks, folder: Path) -> dict[str, dict[str, Any]]:
             len(tokens_at_mlp(engine(), batch, max_tokens=BUDGET)),
             [1, -(-sum(lengths) // BUDGET)],
         ),
+        f"pad_to_length, pad_to_length_bucket={BUDGET}: tokens at an MLP": pair(
+            tokens_at_mlp(engine(), batch)[0],
+            tokens_at_mlp(engine(pad_to_length=True, pad_to_length_bucket=BUDGET), batch)[0],
+            [sum(lengths), -(-sum(lengths) // BUDGET) * BUDGET],
+        ),
+        f"model.tiled_mlp.enabled, num_shards={TILES}: most tokens at a map of an MLP": pair(
+            max(tokens_at_map(engine(), batch)),
+            max(tokens_at_map(engine(model={"tiled_mlp": {"enabled": True, "num_shards": TILES}}), batch)),
+            [sum(lengths), -(-sum(lengths) // TILES)],
+        ),
         "model.use_fused_kernels: logits that the head returns": pair(
             numbers_at_head(engine(), batch, micro_batch_size=100)[0],
             numbers_at_head(engine(model={"use_fused_kernels": True}), batch, micro_batch_size=100)[0],
@@ -153,6 +189,7 @@ def sharing(ranks: Ranks, folder: Path) -> dict[str, dict[str, Any]]:
             [1, 2],
         ),
     }
+    found["use_torch_compile: graphs compiled of a layer"] = compiled_layers(ranks, folder)
     if With.current == "fsdp2":
         found["tensor_parallel_size=2: logits per token at the head"] = pair(
             width_at_head(engine(), batch)[0], width_at_head(engine(**tp), batch)[0], [VOCAB, -(-VOCAB // ranks.size)]

@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.dist.engine_cells import Case, compare, flat, local_bytes, loss_of, plain, sharded, share, shared_model
+from tests.dist.engine_cells import TILED, Case, compare, local_bytes, loss_of, sharded, share, shared_model
 from tests.dist.expert_cells import MIXTURE, resumes
-from tests.dist.resume_cells import load, save
-from tests.engines.builders import ragged_batch, relative_error
+from tests.engines.builders import ragged_batch
 from verl.distributed import Ranks
 from verl.engines.rows import AlignedRows
 from verl.errors import VerlError
@@ -19,9 +18,9 @@ KEY = "tensor_parallel_size"
 
 
 def tensor(ranks: Ranks, folder: Path) -> dict:
-    """Pairs of ranks (on four: beside sharding), an odd vocabulary, per-head norms, one pair without rows."""
-    idle = (2, 3) if ranks.size == 4 else ()
-    return compare(ranks, folder, Case("qwen3", engine={KEY: 2}, limits={"micro_batch_size": 2}, idle=idle))
+    """Pairs of ranks (on four: beside sharding), odd vocabulary, norms per head, tiled MLPs, one pair without rows."""
+    idle, limits = (2, 3) if ranks.size == 4 else (), {"micro_batch_size": 2}
+    return compare(ranks, folder, Case("qwen3", engine={KEY: 2}, model=TILED, limits=limits, idle=idle))
 
 
 def tensor_tied(ranks: Ranks, folder: Path) -> dict:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.dist.engine_cells import Case, compare, loss_of, sharded, share, shared_model
+from tests.dist.engine_cells import BUCKETS, TILED, Case, compare, loss_of, sharded, share, shared_model
 from tests.engines.builders import ragged_batch
 from verl.distributed import Ranks
 from verl.engines.rows import AlignedRows
@@ -25,13 +25,14 @@ def ulysses(ranks: Ranks, folder: Path) -> dict:
 
 
 def ulysses_in_pairs(ranks: Ranks, folder: Path) -> dict:
-    """Two pairs, of which one has no rows, and in the other one rank alone has them."""
-    return compare(ranks, folder, Case("qwen3", engine={KEY: 2}, limits={"micro_batch_size": 2}, idle=(1, 2, 3)))
+    """Two pairs, of which one has no rows, and in the other one rank alone has them; MLPs are tiled."""
+    limits = {"micro_batch_size": 2}
+    return compare(ranks, folder, Case("qwen3", engine={KEY: 2}, model=TILED, limits=limits, idle=(1, 2, 3)))
 
 
 def ulysses_with_windows(ranks: Ranks, folder: Path) -> dict:
-    """Sliding windows, soft-capping, checkpointing, and reductions once per step."""
-    engine = {KEY: 2, "use_no_sync_for_gradient_accumulation": True}
+    """Sliding windows, soft-capping, checkpointing, padding to buckets, and reductions once per step."""
+    engine = {KEY: 2, "use_no_sync_for_gradient_accumulation": True, **BUCKETS}
     model = {"enable_gradient_checkpointing": True}
     case = Case("gemma2", config={"sliding_window": 3}, engine=engine, model=model, limits={"micro_batch_size": 3})
     return compare(ranks, folder, case)

@@ -149,9 +149,7 @@ class ActorConfig(ConfigNode):
     )
     entropy_from_logits_chunk_size: int = setting(2048, "rows per chunk")
     entropy_checkpointing: bool = setting(False, "compute the entropy again in the backward pass, for less memory")
-    pad_to_length: bool = setting(
-        False, "round packed micro-batches up to a multiple of a bucket", planned="padded packing"
-    )
+    pad_to_length: bool = setting(False, "pad packed micro-batches to a multiple of fsdp_config.pad_to_length_bucket")
     use_remove_padding: bool = setting(
         False,
         "pack rows without padding",
@@ -233,9 +231,8 @@ class RefConfig(ConfigNode):
     )
     pad_to_length: bool = setting(
         False,
-        "round packed micro-batches up to a multiple of a bucket",
+        "pad packed micro-batches to a multiple of fsdp_config.pad_to_length_bucket",
         follows="actor_rollout_ref.actor.pad_to_length",
-        planned="padded packing",
     )
     fsdp_config: FSDPEngineConfig = section(FSDPEngineConfig)
     megatron: MegatronEngineBesideActorConfig = section(MegatronEngineBesideActorConfig)

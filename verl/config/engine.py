@@ -128,9 +128,9 @@ class FSDPEngineConfig(ConfigNode):
     )
     use_torch_compile: bool | None = setting(
         None,
-        "compile the transformer layers (plain engine; the first step takes a minute longer); null: on a GPU, for "
+        "compile the transformer layers (the first step takes a minute longer); null: on a GPU, in one process, for "
         "models of half a billion parameters or more",
-        follows="actor_rollout_ref.actor.use_torch_compile",
+        follows="..use_torch_compile",
         upstream=True,
     )
     entropy_checkpointing: bool = setting(
@@ -143,11 +143,10 @@ class FSDPEngineConfig(ConfigNode):
     )
     pad_to_length: bool = setting(
         False,
-        "round packed micro-batches up to a multiple of pad_to_length_bucket",
-        follows="actor_rollout_ref.actor.pad_to_length",
-        planned="padded packing",
+        "pad packed micro-batches to a multiple of pad_to_length_bucket, so that few lengths occur",
+        follows="..pad_to_length",
     )
-    pad_to_length_bucket: int = setting(1024, "that multiple, in tokens", planned="padded packing")
+    pad_to_length_bucket: int = setting(1024, "that multiple, in tokens")
     forward_only: bool = setting(
         False,
         "the model is not trained and has no optimizer",

@@ -18,8 +18,10 @@ class FusedKernelConfig(ConfigNode):
 class TiledMLPConfig(ConfigNode):
     """The MLP computed in tiles of tokens, for less memory."""
 
-    enabled: bool = setting(False, "compute the MLP in tiles", planned="the tiled MLP")
-    num_shards: int = setting(4, "number of tiles", planned="the tiled MLP")
+    enabled: bool = setting(
+        False, "compute dense MLPs in tiles over the tokens, and again in the backward pass, for less memory"
+    )
+    num_shards: int = setting(4, "number of tiles")
 
 
 @dataclass(frozen=True)

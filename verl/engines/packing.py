@@ -7,10 +7,11 @@ micro-batches keeps rows of one prompt together as far as the limits allow.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from verl.algorithms.micro_batches import Plan, plan_micro_batches
 from verl.engines.micro_batch import check_limits
@@ -164,6 +165,23 @@ def _places_in_row(
     return torch.where(before < shared, first + before, own + before - shared)
 
 
-def computed_tokens(rows: AlignedRows, plan: Iterable[Sequence[int]], share: bool) -> int:
-    """Tokens that go through the model for a plan of packed micro-batches."""
-    return sum(sum(costs(rows, families(rows, part, share)).values()) for part in plan if part)
+def padded(micro: MicroBatch, multiple: int) -> MicroBatch:
+    """With a multiple of so many tokens; the padding at the end is a segment of its own, which nobody looks at.
+
+    A filler, which is no packed row, stays as it is.
+    """
+    if not isinstance(micro.attention, PackedPlan):
+        return micro
+    segments = micro.attention.segments
+    missing = -segments.num_tokens % multiple
+    if not missing:
+        return micro
+    segments = Segments((*segments.lengths, missing), (*segments.prefix, NO_PREFIX), segments.device)
+    ids = F.pad(micro.input_ids, (0, missing))
+    return replace(micro, input_ids=ids, position_ids=segments.position_ids, attention=PackedPlan(segments))
+
+
+def computed_tokens(rows: AlignedRows, plan: Iterable[Sequence[int]], share: bool, multiple: int = 1) -> int:
+    """Tokens that go through the model for a plan of packed micro-batches, each `padded` to a multiple."""
+    tokens = (sum(costs(rows, families(rows, part, share)).values()) for part in plan if part)
+    return sum(-(-count // multiple) * multiple for count in tokens)

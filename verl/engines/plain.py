@@ -11,7 +11,7 @@ from verl.engines.optimizer import move_optimizer_state
 from verl.engines.settings import tell_sharding_settings
 from verl.engines.torch_engine import TorchEngine
 from verl.models import export_weights, load_weights
-from verl.models.compiled import compile_layers, wants_compiling
+from verl.models.compiled import wants_compiling
 
 
 class PlainEngine(TorchEngine):
@@ -36,10 +36,8 @@ class PlainEngine(TorchEngine):
         ConfigError: an optimizer or schedule that does not exist.
     """
 
-    def __init__(self, model: Any, engine: Any, *args: Any, **kwargs: Any):
-        super().__init__(model, engine, *args, **kwargs)
-        if wants_compiling(engine.use_torch_compile, self.device, self.num_parameters):
-            compile_layers(self.model)  # here, behind the trials of what the model can do
+    def _wants_compiling(self, engine: Any) -> bool:
+        return wants_compiling(engine.use_torch_compile, self.device, self.num_parameters)
 
     def _build(self, model: Any, engine: Any, seed: int) -> nn.Module:
         tell_sharding_settings(engine)

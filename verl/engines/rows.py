@@ -32,6 +32,7 @@ class MicroBatch:
         places: (N,) their places in the flattened (b * T).
         num_responses: T.
         attention: who attends to whom in a packed row; None where each row is a sequence.
+        slopes: (N,) d loss / d log_probs, where the loss says so beforehand.
     """
 
     index: Tensor
@@ -42,6 +43,7 @@ class MicroBatch:
     places: Tensor
     num_responses: int
     attention: AttentionPlan | None = None
+    slopes: Tensor | None = None
 
     @classmethod
     def filler(cls, device: str) -> MicroBatch:

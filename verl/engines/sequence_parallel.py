@@ -13,14 +13,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
 from verl.distributed import Ranks
 from verl.distributed.ulysses import UlyssesPlan, summed
 from verl.engines.forward import TokenForward
+from verl.engines.packing import padded
 from verl.engines.rows import MicroBatch
 from verl.errors import ConfigError, NotBuiltError
-from verl.models.attention import NO_PREFIX, PackedPlan, Segments
+from verl.models.attention import PackedPlan
 from verl.protocol import DataProto
 from verl.protocol.codec import tensor_bytes, tensor_from_bytes
 
@@ -81,23 +81,21 @@ def part_of(micro: MicroBatch, peers: Ranks) -> MicroBatch:
     """This rank's tokens of a packed micro-batch; padding at its end, a segment of its own, makes all parts equal."""
     if micro.attention is None:
         return micro  # the filler of ranks without rows: a token that nobody looks at
-    assert isinstance(micro.attention, PackedPlan), "sequence parallelism cuts packed rows"
-    segments, ids = micro.attention.segments, micro.input_ids
-    missing = -segments.num_tokens % peers.size
-    if missing:
-        segments = Segments((*segments.lengths, missing), (*segments.prefix, NO_PREFIX), segments.device)
-        ids = F.pad(ids, (0, missing))
-    length = segments.num_tokens // peers.size
+    micro = padded(micro, peers.size)
+    plan = micro.attention
+    assert isinstance(plan, PackedPlan), "sequence parallelism cuts packed rows"
+    length = plan.segments.num_tokens // peers.size
     first = peers.rank * length
     here = ((micro.positions >= first) & (micro.positions < first + length)).nonzero().flatten()
     return replace(
         micro,
-        input_ids=ids[:, first : first + length],
-        position_ids=segments.position_ids[:, first : first + length],
+        input_ids=micro.input_ids[:, first : first + length],
+        position_ids=micro.position_ids[:, first : first + length],
         positions=micro.positions[here] - first,
         labels=micro.labels[here],
         places=micro.places[here],
-        attention=UlyssesPlan(PackedPlan(segments), peers),
+        slopes=None if micro.slopes is None else micro.slopes[here],
+        attention=UlyssesPlan(plan, peers),
     )
 
 

@@ -22,6 +22,7 @@ class PassSettings:
         fused_head: backend of the fused LM head (``model.use_fused_kernels``), None for the model's own head.
         entropy_chunk: rows of logits per piece of the entropy (``entropy_from_logits_with_chunking``), None all.
         entropy_again: the entropy is computed again in the backward pass (``entropy_checkpointing``).
+        multiple: packed rows get padding until their tokens are a multiple of it (``pad_to_length``).
     """
 
     packed: bool = True
@@ -29,18 +30,25 @@ class PassSettings:
     fused_head: str | None = None
     entropy_chunk: int | None = None
     entropy_again: bool = False
+    multiple: int = 1
 
     @classmethod
     def of(cls, model: Any, engine: Any, share_prompts: bool = False) -> PassSettings:
         """From the ``model`` section and that of the engine."""
         chunked, rows = engine.entropy_from_logits_with_chunking, engine.entropy_from_logits_chunk_size
         fused, backend = model.use_fused_kernels, model.fused_kernel_options.impl_backend
+        multiple = engine.pad_to_length_bucket if engine.pad_to_length else 1
+        if multiple < 1:
+            raise ConfigError("a bucket has at least one token", key="fsdp_config.pad_to_length_bucket", got=multiple)
+        if multiple > 1 and not model.use_remove_padding:
+            notice("fsdp_config.pad_to_length", "has no effect on padded rows: set model.use_remove_padding=true")
         return cls(
             packed=bool(model.use_remove_padding),
             share_prompts=share_prompts and bool(model.use_remove_padding),
             fused_head=backend if fused else None,
             entropy_chunk=rows if chunked else None,
             entropy_again=bool(engine.entropy_checkpointing),
+            multiple=multiple,
         )
 
 

@@ -23,7 +23,7 @@ from verl.engines.optimizer import move_optimizer_state
 from verl.engines.sequence_parallel import SequenceForward, check_heads, pooled, sequence_peers
 from verl.engines.torch_engine import TorchEngine
 from verl.errors import NotBuiltError
-from verl.metrics import MetricSet, log
+from verl.metrics import MetricSet, log, notice
 from verl.models import count_parameters, lora
 from verl.models.weights import loose_tensors, named_tensors, names_in_memory, names_on_disk
 from verl.protocol import DataProto
@@ -108,7 +108,8 @@ class ShardedEngine(TorchEngine):
         if self.experts is not None or not self._keeps_parameters():
             refuse_adapted_tensors(cut)
         self.unit_names = [name for name, _ in sharding.unit_modules(cut, self.layout.min_num_params)]
-        if any(not p.requires_grad for p in cut.parameters()):  # FSDP's flat weights are trained as a whole or not
+        # FSDP's flat weights are trained as a whole or not, and compiled code wants parameters of its own.
+        if any(not p.requires_grad for p in cut.parameters()) or self._wants_compiling(engine):
             self.layout = replace(self.layout, original_parameters=True)
         loose = list(loose_tensors(cut))
         self.model = self._cut(cut)
@@ -124,6 +125,13 @@ class ShardedEngine(TorchEngine):
 
     def _autocast_dtype(self) -> torch.dtype:
         return torch.float32  # the weights are gathered in the compute dtype: nothing is left for autocast
+
+    def _wants_compiling(self, engine: Any) -> bool:
+        """Only where asked for, and not where layers exchange tokens or sums inside."""
+        if engine.use_torch_compile and (engine.expert_parallel_size > 1 or engine.tensor_parallel_size > 1):
+            notice("fsdp_config.use_torch_compile", "has no effect beside expert or tensor parallelism")
+            return False
+        return bool(engine.use_torch_compile)
 
     @property
     def num_parameters(self) -> int:

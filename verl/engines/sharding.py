@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from verl.distributed import Ranks
 from verl.metrics import notice
+from verl.models.layers import transformer_layers
 from verl.models.weights import loose_tensors
 
 
@@ -72,17 +73,11 @@ class Layout:
 
 def unit_modules(model: nn.Module, min_num_params: int = 0) -> list[tuple[str, nn.Module]]:
     """The units below the root by name, inner ones before the outer one that holds them."""
-    found = _large(model, min_num_params) if min_num_params > 0 else _layers(model)
+    found = _large(model, min_num_params) if min_num_params > 0 else transformer_layers(model)
     if not found:
         why = "no module is that large" if min_num_params > 0 else "the family names no layers"
         notice(f"sharding of {type(model).__name__}", f"{why}, so the model is gathered as a whole")
     return found
-
-
-def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The transformer layers, as the family itself says what must not be split."""
-    kinds = set(model._no_split_modules or ())  # type: ignore[arg-type]  # a set of names on every transformers model
-    return [(name, m) for name, m in model.named_modules() if type(m).__name__ in kinds]
 
 
 def _large(model: nn.Module, min_num_params: int) -> list[tuple[str, nn.Module]]:

@@ -38,19 +38,22 @@ from verl.engines.base import Engine, HFWriter
 from verl.engines.forward import TokenForward
 from verl.engines.micro_batch import automatic_tokens, plan_padded, plan_together
 from verl.engines.optimizer import build_optimizer, copied, load_optimizer_state, optimizer_state
-from verl.engines.packing import computed_tokens, pack, plan_packed, plan_packed_together
+from verl.engines.packing import computed_tokens, pack, padded, plan_packed, plan_packed_together
 from verl.engines.rng import rng_state, set_rng_state
 from verl.engines.rows import AlignedRows, MicroBatch
 from verl.engines.settings import PassSettings, check_settings, compute_dtype, recompute_activations
+from verl.engines.sharding import unwrapped
 from verl.engines.step import StepReport, clip_and_step, tell_broken_rows
 from verl.errors import CheckpointError, EngineError, ModelError
 from verl.metrics import MetricSet
 from verl.models import count_parameters, hf_folder, load_causal_lm, load_value_model, lora
+from verl.models.compiled import compile_layers
 from verl.models.flops import ModelFlops
 from verl.models.liger import apply_liger
 from verl.models.loading import value_head
 from verl.models.lora import LoraSettings
 from verl.models.routers import RouterStatistics
+from verl.models.tiled_mlp import tile_mlps
 from verl.models.weights import named_tensors
 from verl.protocol import DataProto
 
@@ -76,7 +79,7 @@ class Work:
     def micro_batches(self, device: str) -> Iterator[MicroBatch]:
         for index in self.plan:
             if self.passes.packed:
-                yield pack(self.rows, index, device, self.passes.share_prompts)
+                yield padded(pack(self.rows, index, device, self.passes.share_prompts), self.passes.multiple)
             else:
                 yield self.rows.micro_batch(index, device)
 
@@ -85,7 +88,7 @@ class Work:
         lengths = self.rows.lengths
         needed = sum(lengths)
         if self.passes.packed:
-            computed = computed_tokens(self.rows, self.plan, self.passes.share_prompts)
+            computed = computed_tokens(self.rows, self.plan, self.passes.share_prompts, self.passes.multiple)
         else:
             computed = sum(len(part) * max(lengths[row] for row in part) for part in self.plan if part)
         all_needed, all_computed = sum_over_ranks(torch.tensor([needed, computed], dtype=torch.float64)).tolist()
@@ -126,6 +129,8 @@ class TorchEngine(Engine):
             self.model, kind, device, self._autocast_dtype(), passes or PassSettings.of(model, engine)
         )
         self._after_passes()  # it has tried out what the model can do
+        if self._wants_compiling(engine):
+            compile_layers(unwrapped(self.model))
         self.routers = RouterStatistics(self.model)
         self.activations = host_activations(
             model.enable_activation_offload and optim is not None, self.blueprint.parameters(), device
@@ -168,6 +173,10 @@ class TorchEngine(Engine):
     def _make_forward(self, *args: Any, **kwargs: Any) -> TokenForward:
         """What runs the model on a micro-batch; arguments of `TokenForward`."""
         return TokenForward(*args, **kwargs)
+
+    def _wants_compiling(self, engine: Any) -> bool:
+        """Whether the transformer layers are compiled."""
+        return False
 
     def _build_optimizer(self, parameters: list[nn.Parameter], optim: Any) -> torch.optim.Optimizer:
         return build_optimizer(parameters, optim, self.device)
@@ -475,6 +484,8 @@ class TorchEngine(Engine):
         self.architecture = type(loaded).__name__
         if model.use_liger:
             apply_liger(loaded, self.device)
+        if model.tiled_mlp.enabled:
+            tile_mlps(loaded, model.tiled_mlp.num_shards)
         adapter = LoraSettings.of(model)
         if adapter is not None:
             lora.add_adapter(loaded, adapter, seed, also=value_head(loaded) if self.kind == "value" else None)
