@@ -4,22 +4,23 @@
 
 Every variant runs in a process of its own, forward and backward; memory is the peak of the resident set beyond h, W and
 their gradients. The naive formula is
-log_softmax plus the entropy from it. ``--entropy`` off leaves the entropy out on both sides. Seconds are CPU seconds.
+log_softmax plus the entropy from it. ``--entropy`` off leaves the entropy out on both sides, and adds the path for
+losses whose slopes are known beforehand, which computes each logit once. Seconds are CPU seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
 
 import torch
+from figures import Figures, add_json, peak_mib
 from torch import Tensor
 
-from verl.models.fused_head import Shape, TokenStatistics
+from verl.models.fused_head import OneSweep, Shape, TokenStatistics
 
 
 def naive(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> Tensor:
@@ -33,6 +34,10 @@ def tiled(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool, tile: i
     return found[0] if not entropy else found[0] + 0.01 * found[1]
 
 
+def one_sweep(hidden: Tensor, weight: Tensor, labels: Tensor, slopes: Tensor) -> Tensor:
+    return OneSweep.apply(hidden, weight, None, labels, slopes, Shape())
+
+
 def measure(a: argparse.Namespace) -> None:
     """One variant in this process; prints JSON."""
     generator = torch.Generator().manual_seed(0)
@@ -41,19 +46,21 @@ def measure(a: argparse.Namespace) -> None:
     labels = torch.randint(0, a.vocabulary, (a.tokens,), generator=generator)
     upstream = torch.randn(a.tokens, generator=generator)
     gradients_mib = (hidden.nbytes + weight.nbytes) / (1 << 20)
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    function = naive if a.variant == "naive" else lambda *x: tiled(*x, tile=a.tile)
+    held = peak_mib()
     start = time.process_time()
-    found = function(hidden, weight, labels, a.entropy)
+    if a.variant == "one sweep":
+        found = one_sweep(hidden, weight, labels, upstream)
+    elif a.variant == "naive":
+        found = naive(hidden, weight, labels, a.entropy)
+    else:
+        found = tiled(hidden, weight, labels, a.entropy, tile=a.tile)
     (found * upstream).sum().backward()
     seconds = time.process_time() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held
+    peak = peak_mib() - held
     gradients = [float(hidden.grad.norm()), float(weight.grad.norm())]
     print(
         "RESULT "
-        + json.dumps(
-            {"seconds": seconds, "mib": peak / 1024 - gradients_mib, "sum": float(found.sum()), "norms": gradients}
-        )
+        + json.dumps({"seconds": seconds, "mib": peak - gradients_mib, "sum": float(found.sum()), "norms": gradients})
     )
 
 
@@ -75,23 +82,38 @@ def main() -> None:
     parser.add_argument("--entropy", action="store_true")
     parser.add_argument("--tile", type=int)
     parser.add_argument("--tiles", nargs="*", type=int, default=[], help="further tile sizes to try")
-    parser.add_argument("--variant", choices=["naive", "tiled"], help="used by the script itself")
+    parser.add_argument("--variant", choices=["naive", "tiled", "one sweep"], help="used by the script itself")
     parser.add_argument("--rounds", type=int, default=1)
+    add_json(parser)
     a = parser.parse_args()
     if a.variant:
         measure(a)
         return
     print(f"V={a.vocabulary} N={a.tokens} H={a.hidden} float32, {torch.get_num_threads()} threads, entropy {a.entropy}")
     print("| variant | CPU s | peak MiB | time / naive | naive / memory | sum | norms |\n|" + "---|" * 7)
+    figures = Figures()
     for _ in range(a.rounds):
         base = run(a, "naive")
         rows = [("naive", base), *((f"tile {t or 'automatic'}", run(a, "tiled", t)) for t in [None, *a.tiles])]
+        if not a.entropy:
+            rows.append(("one sweep, slopes known", run(a, "one sweep")))
         for name, r in rows:
+            figures.add(
+                name,
+                {
+                    "CPU s": r["seconds"],
+                    "peak MiB": r["mib"],
+                    "time / naive": r["seconds"] / base["seconds"],
+                    "naive / memory": base["mib"] / max(r["mib"], 1),
+                    "gradients apart": max(abs(x / y - 1) for x, y in zip(r["norms"], base["norms"])),
+                },
+            )
             print(
                 f"| {name} | {r['seconds']:.1f} | {r['mib']:.0f} | {r['seconds'] / base['seconds']:.2f} "
                 f"| {base['mib'] / max(r['mib'], 1):.1f} | {r['sum']:.4f} | {r['norms'][0]:.6f} {r['norms'][1]:.6f} |",
                 flush=True,
             )
+    figures.write(a.json)
 
 
 if __name__ == "__main__":

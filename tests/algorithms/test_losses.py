@@ -8,7 +8,8 @@ from tensordict import TensorDict
 
 from tests.algorithms.fixtures import actor_config, loss_batch, poison, policy_loss_config, ragged_mask
 from verl.algorithms.aggregation import LOSS_AGG_MODES, loss_norm
-from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss, SFTLoss
+from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss, SFTLoss, known_slopes
+from verl.config import ActorConfig
 from verl.errors import ConfigError, DataError
 from verl.metrics import MetricSet
 
@@ -189,6 +190,27 @@ def test_micro_batches_and_ranks_change_neither_loss_nor_gradient_nor_metrics(se
             torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-6)
             assert (ours[mask == 0] == 0).all()
         assert metrics.values() == pytest.approx(values(whole_metrics), abs=1e-5, rel=1e-5)
+
+
+def test_slopes_known_beforehand_are_the_gradient_anywhere():
+    rows = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    batch = {"response_mask": rows, "advantages": torch.tensor([[2.0, 2.0, 2.0], [-1.0, -1.0, -1.0]])}
+    norm = loss_norm(rows)
+    third = torch.tensor([[1, 1, 0], [1, 0, 0]]) / 3
+    assert torch.allclose(known_slopes(SFTLoss(), batch, norm), -third)
+    policy = PPOPolicyLoss(ActorConfig(loss_agg_mode="token-mean"))
+    assert torch.allclose(known_slopes(policy, batch, norm), -third * batch["advantages"])
+    anywhere = torch.randn(2, 3, requires_grad=True)
+    policy({"log_probs": anywhere}, batch, norm)[0].backward()
+    assert torch.allclose(anywhere.grad, -third * batch["advantages"])
+
+
+@pytest.mark.parametrize("setting", [{"use_kl_loss": True}, {"entropy_coeff": 0.1}, {"calculate_entropy": True}])
+def test_slopes_that_log_probs_change_are_not_known(setting):
+    batch = {"response_mask": torch.ones(1, 2), "advantages": torch.ones(1, 2)}
+    assert known_slopes(PPOPolicyLoss(ActorConfig(**setting)), batch, loss_norm(torch.ones(1, 2))) is None
+    batch["old_log_probs"] = torch.zeros(1, 2)
+    assert known_slopes(PPOPolicyLoss(ActorConfig()), batch, loss_norm(torch.ones(1, 2))) is None
 
 
 def test_the_policy_gradient_equals_finite_differences():

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from tests.engines.builders import FAMILIES, gradients, make_engine, model_dir, ragged_batch, relative_error
-from verl.algorithms.losses import PPOPolicyLoss
+from verl.algorithms.losses import PPOPolicyLoss, SFTLoss
 from verl.config import ActorConfig
 from verl.engines.settings import PassSettings
 from verl.errors import EngineError
+from verl.models.fused_head import apply, one_sweep
 
 FUSED = {"use_fused_kernels": True}
 OUTPUTS = ("log_probs", "entropy", "sum_pi_squared")
@@ -44,6 +45,38 @@ def test_the_logits_are_never_made(tmp_path):
     plain.model.lm_head.register_forward_hook(lambda module, inputs, output: widths.append(output.shape[-1]))
     plain.infer(ragged_batch())
     assert widths[-1] == 259
+
+
+@pytest.mark.parametrize(
+    "loss_fn, model",
+    [
+        (SFTLoss(), {}),
+        (PPOPolicyLoss(ActorConfig()), {}),
+        (PPOPolicyLoss(ActorConfig(use_kl_loss=True)), {"lora_rank": 4, "target_modules": ["q_proj"]}),
+    ],
+    ids=["supervised", "on policy", "frozen head"],
+)
+def test_where_slopes_are_known_or_the_head_is_frozen_each_logit_is_computed_once(
+    tmp_path, monkeypatch, loss_fn, model
+):
+    swept, again = [], []
+    monkeypatch.setattr(apply, "sweep", lambda *a, f=apply.sweep: (swept.append(len(a[0])), f(*a))[1])
+    monkeypatch.setattr(one_sweep, "gradients", lambda *a, f=one_sweep.gradients: (again.append(1), f(*a))[1])
+    batch = ragged_batch()
+    batch.batch["ref_log_prob"] = batch.batch["old_log_probs"].nan_to_num() - 0.1
+    if not model:
+        del batch.batch["old_log_probs"]
+    path, sums = model_dir(tmp_path, "qwen2"), {"micro_batch_size": 2, "temperature": 0.8}
+    expected_loss, expected = gradients(make_engine(path, model=model), batch, loss_fn, **sums)
+    assert not swept
+    loss, found = gradients(make_engine(path, model={**FUSED, **model}), batch, loss_fn, **sums)
+    assert sum(swept) == int(batch.batch["response_mask"].sum()) and not again
+    assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-7) and relative_error(found, expected) < 1e-5
+
+
+def test_an_epoch_off_policy_takes_tiles(tmp_path, monkeypatch):
+    monkeypatch.setattr(apply, "sweep", None)
+    make_engine(model_dir(tmp_path, "qwen2"), model=FUSED).train_batch(ragged_batch(), PPOPolicyLoss(ActorConfig()))
 
 
 def test_bf16_gives_the_same_up_to_its_rounding(tmp_path):

@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl.models.fused_head import Shape, TokenStatistics
+from verl.models.fused_head import OneSweep, Shape, TokenStatistics
 from verl.models.fused_head.tiled import MAX_TOKENS, Tile
 
 
@@ -132,3 +133,58 @@ def test_a_frozen_weight_costs_no_gradient():
     weight = weight.detach()
     TokenStatistics.apply(hidden, weight, None, labels, Shape(), (False, False))[0].sum().backward()
     assert hidden.grad is not None and weight.grad is None
+
+
+def swept(tensors, labels, guess, slopes, shape=Shape(scale=0.5, temperature=0.7, tile=90)):
+    """Log-probs and gradients of sum(slopes * log_probs): in one sweep with a guess of the slopes, and naive."""
+    bias = tensors[2] if len(tensors) > 2 else None
+    found = OneSweep.apply(*tensors[:2], bias, labels, guess, shape)
+    expected = naive(*tensors[:2], bias, labels, shape)[0]
+    return [(x.detach(), torch.autograd.grad((x * slopes).sum(), tensors)) for x in (found, expected)]
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("guess", ["right", "half of it", "wrong", "zero"])
+def test_one_sweep_gives_the_gradient_whatever_was_guessed(with_bias, guess):
+    tensors, labels = inputs(11, 30, with_bias)
+    slopes = torch.randn(11, generator=torch.Generator().manual_seed(2))
+    guesses = {"right": slopes, "half of it": 0.5 * slopes, "wrong": slopes.flip(0), "zero": torch.zeros(11)}
+    (found, gradients), (expected, expected_gradients) = swept(tensors, labels, guesses[guess], slopes)
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(gradients, expected_gradients, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products within the block."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found += func.overloadpacket.__name__ in ("mm", "addmm", "addmm_")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "guess, frozen, expected", [("right", False, 3), ("wrong", False, 5), ("wrong", True, 2), (None, False, 4)]
+)
+def test_matrix_products_of_a_pass(guess, frozen, expected):
+    """Naive takes three. A frozen weight needs no slopes; tiles compute the logits twice."""
+    (hidden, weight), labels = inputs(6, 20, False)
+    slopes = torch.arange(1.0, 7.0)
+    with Products() as counter:
+        if guess is None:
+            found = TokenStatistics.apply(hidden, weight, None, labels, Shape(), (False, False))[0]
+        else:
+            right = slopes if guess == "right" else slopes.flip(0)
+            found = OneSweep.apply(hidden, weight.detach() if frozen else weight, None, labels, right, Shape())
+        (found * slopes).sum().backward()
+    assert counter.found == expected
+
+
+def test_one_sweep_holds_the_logits_of_a_few_tokens(monkeypatch):
+    seen, original = [], Tile.scratch
+    monkeypatch.setattr(Tile, "scratch", lambda self, *a: seen.append(a[1] * a[2]) or original(self, *a))
+    tensors, labels = inputs(64, 500, False)
+    OneSweep.apply(*tensors, None, labels, torch.ones(64), Shape(tile=1024)).sum().backward()
+    assert set(seen) == {2 * 500}  # of 64 x 500

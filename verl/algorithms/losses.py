@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from verl.algorithms.aggregation import LossNorm, agg_loss, check_agg_mode, loss_metric, token_means
@@ -39,6 +40,15 @@ class LossFn(Protocol):
     def __call__(
         self, outputs: Mapping[str, Tensor], batch: Any, norm: LossNorm
     ) -> tuple[Tensor, dict[str, Metric]]: ...
+
+
+def known_slopes(loss_fn: LossFn, batch: Any, norm: LossNorm) -> Tensor | None:
+    """(b, T) d loss / d log_probs where the loss says that no log-prob changes it (``slopes_known``), else None."""
+    if not getattr(loss_fn, "slopes_known", lambda _: False)(batch):
+        return None
+    anywhere = torch.zeros_like(field(batch, "response_mask"), dtype=torch.float32).requires_grad_()
+    loss, _ = loss_fn({"log_probs": anywhere}, batch, norm)
+    return torch.autograd.grad(loss, anywhere)[0]
 
 
 class PPOPolicyLoss:
@@ -114,6 +124,12 @@ class PPOPolicyLoss:
             metrics |= current_policy_metrics(log_prob, field(batch, "rollout_log_probs"), mask)
         return loss, metrics
 
+    def slopes_known(self, batch: Any) -> bool:
+        """On policy the ratio is 1 wherever the log-probs are, so that the plain loss is as good as linear in them."""
+        alone = not (self.with_entropy or self.config.use_kl_loss)
+        on_policy = not self.use_rollout_log_probs and optional_field(batch, "old_log_probs") is None
+        return alone and on_policy and _loss_mode(self.config.policy_loss) == "vanilla"
+
     def _is_corrected(self, batch: Any) -> bool:
         """Whether weights or a rejection hold the sampler against the old policy, which this one moves away from."""
         if self.use_rollout_log_probs or optional_field(batch, "rollout_log_probs") is None:
@@ -178,6 +194,10 @@ class SFTLoss:
     """Negative log-likelihood per label token of the mini-batch. Metrics: ``nll``, ``num_tokens`` (a sum)."""
 
     outputs = ("log_probs",)
+
+    def slopes_known(self, batch: Any) -> bool:
+        """It is linear in the log-probs."""
+        return True
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: Any, norm: LossNorm) -> tuple[Tensor, dict[str, Metric]]:
         mask = field(batch, "response_mask")

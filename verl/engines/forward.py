@@ -137,7 +137,7 @@ class TokenForward:
         """The outputs without the logits; all of them hang on what the model returned, as sharded engines need it."""
         with (
             devices.autocast(self.device, self.dtype),
-            fused.instead_of(self.head, micro.positions, micro.labels, temperature, outputs) as found,
+            fused.instead_of(self.head, micro.positions, micro.labels, temperature, outputs, micro.slopes) as found,
         ):
             returned = self._run(micro).logits.float().sum()
         return {name: micro.scatter(values) + 0.0 * returned for name, values in found.items()}

@@ -13,7 +13,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.algorithms.aggregation import LossNorm, loss_norm
-from verl.algorithms.losses import LossFn
+from verl.algorithms.losses import LossFn, known_slopes
 from verl.algorithms.schedules import build_schedule
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.state import EngineState, prefixed
@@ -298,6 +298,7 @@ class TorchEngine(Engine):
         total, metrics, broken = 0.0, MetricSet(), []
         for number, micro in enumerate(work.micro_batches(self.device), start=1):
             self._before_micro_batch(last=number == len(work.plan))
+            micro = self._with_slopes(micro, loss_fn, tensors, norm)
             with memory.told(micro):
                 with self.activations.kept_on_host() if self.activations else nullcontext():
                     outputs = self.forward(micro, loss_fn.outputs, temperature)
@@ -312,6 +313,13 @@ class TorchEngine(Engine):
             if not math.isfinite(value):
                 broken += micro.index.tolist()
         return total, metrics, broken
+
+    def _with_slopes(self, micro: MicroBatch, loss_fn: LossFn, tensors: Any, norm: LossNorm) -> MicroBatch:
+        """With the slopes of the loss where it tells them, and the fused head can use them."""
+        if not len(micro.index) or getattr(self.forward, "fused", None) is None:
+            return micro
+        slopes = known_slopes(loss_fn, tensors[micro.index].to(self.device), norm)
+        return micro if slopes is None else replace(micro, slopes=slopes.flatten().index_select(0, micro.places))
 
     def compare_with(self, reference: Any) -> None:
         super().compare_with(reference)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl.models.fused_head.tiled import Shape
+from verl.models.fused_head.one_sweep import OneSweep
+from verl.models.fused_head.tiled import Shape, TokenStatistics
 
 BACKENDS = {
     "torch": "verl.models.fused_head.tiled:TokenStatistics",
@@ -46,12 +47,19 @@ class FusedHead:
 
     @contextlib.contextmanager
     def instead_of(
-        self, head: nn.Module, positions: Tensor, labels: Tensor, temperature: float, outputs: tuple[str, ...]
+        self,
+        head: nn.Module,
+        positions: Tensor,
+        labels: Tensor,
+        temperature: float,
+        outputs: tuple[str, ...],
+        slopes: Tensor | None = None,
     ) -> Iterator[dict[str, Tensor]]:
         """Within the block a call of ``head`` fills the dictionary that this gives: name -> (N,) float32.
 
         Args:
             positions: (N,) of the flattened tokens. labels: (N,) what they predict.
+            slopes: (N,) d loss / d log_probs up to one factor, where it is known beforehand.
         """
         found: dict[str, Tensor] = {}
         shape = replace(self.shape, temperature=temperature)
@@ -61,7 +69,11 @@ class FusedHead:
             chosen = hidden.flatten(0, -2).index_select(0, positions)
             weight, bias = head_weight(head)
             dtype = _compute_dtype(chosen)
-            statistics = self.statistics(chosen.to(dtype), weight, bias, labels, shape, wanted)
+            if outputs == ("log_probs",) and self._sweeps(chosen, weight, bias, slopes):
+                expected = chosen.new_ones(len(labels), dtype=torch.float32) if slopes is None else slopes
+                statistics: tuple[Any, ...] = (sweep(chosen.to(dtype), weight, bias, labels, expected, shape),)
+            else:
+                statistics = self.statistics(chosen.to(dtype), weight, bias, labels, shape, wanted)
             found.update({name: x for name, x in zip(OUTPUTS, statistics) if name in outputs and x is not None})
             # Sharded engines follow the gradient through what a model returns, so something of it has to go there.
             return chosen[:, :1].unsqueeze(0) * 0.0
@@ -71,6 +83,13 @@ class FusedHead:
             yield found
         finally:
             del head.forward
+
+    def _sweeps(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, slopes: Tensor | None) -> bool:
+        """Whether the gradient is known in the forward pass: its slopes are, or only hidden states have one."""
+        if self.function is not TokenStatistics or type(self) is not FusedHead or self.shape.softcap is not None:
+            return False
+        frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
+        return torch.is_grad_enabled() and hidden.requires_grad and (frozen or slopes is not None)
 
     def statistics(
         self,
@@ -83,6 +102,11 @@ class FusedHead:
     ) -> tuple[Tensor | None, ...]:
         """`OUTPUTS` of (N, H) hidden states; of those that are not wanted anything."""
         return self.function.apply(hidden, weight, bias, labels, shape, wanted)
+
+
+def sweep(*arguments: Any) -> Tensor:
+    """As `OneSweep`."""
+    return OneSweep.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def head_weight(head: nn.Module) -> tuple[Tensor, Tensor | None]:

@@ -195,11 +195,11 @@ def backward_of(kind: type[Tile], ctx: Any, *grads: Tensor) -> tuple[Tensor | No
     """The backward pass of `TokenStatistics` with the tiles of one backend."""
     hidden, weight, bias, labels, lse, entropy, squared = ctx.saved_tensors
     statistics = lse, entropy if ctx.wanted[0] else None, squared if ctx.wanted[1] else None
-    found = _backward(kind(hidden, weight, bias, ctx.shape), labels, statistics, grads, ctx.needs_input_grad[:3])
+    found = gradients(kind(hidden, weight, bias, ctx.shape), labels, statistics, grads, ctx.needs_input_grad[:3])
     return *found, None, None, None
 
 
-def _backward(
+def gradients(
     tile: Tile,
     labels: Tensor,
     statistics: tuple[Tensor, Tensor | None, Tensor | None],
@@ -219,9 +219,9 @@ def _backward(
         dz = tile.gradient(tokens, words, labels, statistics, grads)
         narrow = dz.to(hidden.dtype)
         if to_hidden is not None:
-            _add_product(to_hidden[tokens], narrow, weight[words].to(hidden.dtype), factor)
+            add_product(to_hidden[tokens], narrow, weight[words].to(hidden.dtype), factor)
         if to_weight is not None:
-            _add_product(to_weight[words], narrow.t(), hidden[tokens], factor)
+            add_product(to_weight[words], narrow.t(), hidden[tokens], factor)
         if to_bias is not None:
             to_bias[words] += dz.sum(0, dtype=torch.float32) * factor
     return (
@@ -231,7 +231,7 @@ def _backward(
     )
 
 
-def _add_product(target: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
+def add_product(target: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
     """target += factor * left @ right."""
     if target.dtype == left.dtype:
         target.addmm_(left, right, alpha=factor)
