@@ -249,6 +249,8 @@ def test_the_exact_kl_is_refused_where_the_logits_of_two_models_never_meet(ppo, 
     assert fused.startswith(f"{key}: ") and "use_fused_kernels=false" in fused and "low_var_kl" in fused
     sizes = [f"{A}.fsdp_config.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2", "trainer.device=cpu"]
     assert "several ranks share a row" in message(ppo, *exact, *sizes, kind=NotBuiltError)
+    apart = "trainer.resource_pools={second:{roles:[ref],processes:[1]}}"
+    assert "in the pool 'second'" in message(ppo, *exact, apart, "trainer.device=cpu", kind=NotBuiltError)
     with pytest.raises(ConfigError, match="has the gradient of the KL as it is"):
         ppo(f"{key}=full+")
 

@@ -52,7 +52,7 @@ def _shared_rows(key: str, section: str, engine: FSDPEngineConfig) -> Problems:
 
 def _placement(cfg: PPOTrainerConfig, key: str) -> Problems:
     for name, pool in cfg.trainer.resource_pools.items():
-        if "ref" in pool["roles"]:
+        if isinstance(pool, dict) and "ref" in (pool.get("roles") or []):
             why = f"the reference policy lives apart from the actor, in the pool {name!r}"
             return [_refused(key, why, "trainer.resource_pools without ref")]
     return []
