@@ -91,6 +91,8 @@ class Sharing:
             source: the engine whose weights are sampled with; None: those of the model's folder.
         """
         plan = None if source is None else source.plan_for(self.layout, templates(self.weights))
+        if plan is not None and not brings(plan, self.weights):
+            plan = None
         places = self.layout.coordinates() if plan is None else plan.places
         mine = Ranks()
         for replica in range(self.layout.data):
@@ -102,6 +104,13 @@ class Sharing:
                 mine = Ranks(members.index(ranks.rank), len(members), group, order)
         sampler = LockstepSampler.with_part(self.rollout, self.model, self.device, mine)
         return Together(self, sampler, int(places.replica[ranks.rank]), plan)
+
+
+def brings(plan: Plan, weights: Mapping[str, Weight]) -> bool:
+    """Whether a plan brings the parts that samplers take: an engine may describe a weight as cut in another way."""
+    ranks = plan.sampling.tensor
+    arriving = {name: (entry.target.axis, entry.target.bounds) for _, name, entry in plan.expanded()}
+    return arriving == {name: weight.bounds(ranks) for name, weight in weights.items()}
 
 
 @dataclass(frozen=True)
