@@ -92,7 +92,8 @@ def test_a_run_by_the_recipe_raises_the_reward(tmp_path: Path, monkeypatch: pyte
     tiny_model_dir("model", hidden=16, heads=2, kv_heads=1, layers=1)
     write_prompts(Path("train.jsonl"), 16)
     scorer = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-    Path("scorer.py").write_text(f"{scorer}    return sum(c.islower() for c in solution_str) / max(len(solution_str), 1)\n")
+    share = "    return sum(c.islower() for c in solution_str) / max(len(solution_str), 1)\n"
+    Path("scorer.py").write_text(scorer + share)
     status = main(
         [
             "data.train_files=train.jsonl", "data.train_batch_size=8", "data.max_prompt_length=64",
