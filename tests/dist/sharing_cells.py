@@ -119,9 +119,8 @@ def sharing(ranks: Ranks, folder: Path) -> dict[str, dict[str, Any]]:
     path, mixture = shared_model(ranks, folder, "qwen2"), shared_model(ranks, folder, "qwen3_moe", **MIXTURE)
     whole, groups = ragged_batch(rows=5), grouped_batch()
     batch, grouped = (b if ranks.is_first else b[[]] for b in (whole, groups))
-    rows, lengths = AlignedRows.of(whole), AlignedRows.of(whole).lengths
-    alike = AlignedRows.of(groups)
-    predicted = int(rows.mask.sum())
+    rows, alike = AlignedRows.of(whole), AlignedRows.of(groups)
+    lengths, predicted = rows.lengths, int(rows.mask.sum())
 
     def engine(where: Path = path, trains: bool = False, passes: Any = None, **settings: Any) -> ShardedEngine:
         sections = {"model": settings.pop("model", {}), "engine": settings, "passes": passes}

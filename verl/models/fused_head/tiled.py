@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CPU_TILE = 1 << 20
+CPU_TILE = 1 << 21
 GPU_TILE = 1 << 26
 """Numbers of one tile: it should stay in the cache of a CPU, and fill a GPU."""
 MAX_TOKENS = 4096
