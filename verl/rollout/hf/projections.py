@@ -4,8 +4,8 @@ A decoder's forward pass on few tokens is bound by reading its weights, so what 
 together: query, key and value in one product. Two forms hold the same numbers:
 
 - `FusedProjections` makes the parameters views of larger tensors; for accelerators. New weights arrive through them.
-- `PackedProjections` keeps a second copy in the layout that is fastest for its size; for CPU. `refresh` must be called
-  after new weights arrived.
+- `PackedProjections` keeps a second copy in the blocked layout of oneDNN, which spares it the reordering in every
+  product; for CPU. `refresh` must be called after new weights arrived.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ MEMORY_SHARE = 0.25
 """Part of the available memory that a second copy of the weights may take."""
 ROWS_HINT = 128
 """Rows that packed weights are laid out for; any number of rows may be multiplied."""
-SMALL_BYTES = 5 << 19
-"""Float32 weights up to this size, about a core's second-level cache, are kept transposed instead of packed."""
 
 
 @dataclass(frozen=True)
@@ -131,21 +129,11 @@ class PackedProjections:
 
 
 class PackedLinear:
-    """``x @ weight.T + bias`` with a copy of ``weight`` that does not follow later changes.
-
-    The copy is in the blocked layout of oneDNN, which spares it the reordering in every product. A float32 matrix that
-    fits into the cache is transposed instead, for BLAS: 10 to 20 % faster at 128 rows, and several times with few
-    rows, where calling oneDNN costs more than the product.
-    """
+    """``x @ weight.T + bias`` with a packed copy of ``weight``; the copy does not follow later changes."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
-        self._is_small = weight.dtype == torch.float32 and weight.nbytes <= SMALL_BYTES
         with torch.no_grad():
-            self._weight = (
-                weight.detach().t().contiguous()
-                if self._is_small
-                else torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
-            )
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
         self._bias = None if bias is None else bias.detach()
 
     @classmethod
@@ -153,9 +141,7 @@ class PackedLinear:
         return cls.__new__(cls)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._is_small:
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        return x @ self._weight if self._bias is None else torch.addmm(self._bias, x, self._weight)
+        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
 
 
 def silu_gate(x: torch.Tensor) -> torch.Tensor:
