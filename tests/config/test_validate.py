@@ -339,8 +339,7 @@ def test_several_gpus_of_which_one_is_used_are_worth_a_notice(ppo, machine, told
 
 
 def test_a_device_that_is_not_there_is_an_error(ppo):
-    said = message(ppo, "trainer.device=cuda")
-    assert said.startswith("trainer.device: ") and "Allowed: cpu" in said
+    assert (said := message(ppo, "trainer.device=cuda")).startswith("trainer.device: ") and "Allowed: cpu" in said
 
 
 def test_a_missing_file_is_an_error_with_the_nearest_name_in_its_folder(ppo, files):
@@ -588,9 +587,8 @@ def test_a_number_of_samples_has_one_value(ppo):
     ],
 )
 def test_a_token_budget_has_to_hold_the_longest_sample(read_ppo, key):
-    switches = {f"{A}.use_dynamic_bsz": True, "critic.use_dynamic_bsz": True}
-    switches |= {f"{role}.log_prob_use_dynamic_bsz": True for role in (R, REF)}
-    said = changed(validate, read_ppo, **switches, **{key: 1023})
+    used = (f"{A}.use", "critic.use", f"{R}.log_prob_use", f"{REF}.log_prob_use")
+    said = changed(validate, read_ppo, **(switches := {f"{name}_dynamic_bsz": True for name in used}), **{key: 1023})
     assert said.startswith(f"{key}: ") and "data.max_prompt_length + data.max_response_length = 1024 tokens" in said
     validate(replace(read_ppo, **switches, **{key: 1024}))
     validate(replace(read_ppo, **{key: 1023}))  # without dynamic batching there is no budget
