@@ -37,7 +37,8 @@ class PassSettings:
         """From the ``model`` section and that of the engine."""
         chunked, rows = engine.entropy_from_logits_with_chunking, engine.entropy_from_logits_chunk_size
         fused, backend = model.use_fused_kernels, model.fused_kernel_options.impl_backend
-        multiple = engine.pad_to_length_bucket if engine.pad_to_length else 1
+        pads, bucket = engine.pad_to_length, engine.pad_to_length_bucket
+        multiple = bucket if pads else 1
         if multiple < 1:
             raise ConfigError("a bucket has at least one token", key="fsdp_config.pad_to_length_bucket", got=multiple)
         if multiple > 1 and not model.use_remove_padding:

@@ -492,8 +492,9 @@ class TorchEngine(Engine):
         self.architecture = type(loaded).__name__
         if model.use_liger:
             apply_liger(loaded, self.device)
-        if model.tiled_mlp.enabled:
-            tile_mlps(loaded, model.tiled_mlp.num_shards)
+        tiled, num_tiles = model.tiled_mlp.enabled, model.tiled_mlp.num_shards
+        if tiled:
+            tile_mlps(loaded, num_tiles)
         adapter = LoraSettings.of(model)
         if adapter is not None:
             lora.add_adapter(loaded, adapter, seed, also=value_head(loaded) if self.kind == "value" else None)
