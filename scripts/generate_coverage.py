@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from tests.brief.machine import guides_machine
-from tests.brief.states import IDLE, REFUSED, WORKS, Outcome, outcomes, state
+from tests.brief.states import IDLE, REFUSED, WORKS, Outcome, of_name, outcomes, state
 from tests.brief.table import Row, rows
 from verl.config.groups import PPO, SFT
 from verl.config.schema import schema_of
@@ -48,6 +48,8 @@ does: each row is a case of `tests/brief/test_rows.py`. Where a ▶ stands, its 
 def page() -> str:
     """The whole page."""
     logging.getLogger("verl").setLevel(logging.ERROR)
+    for name in (name for row in rows() for name in row.names):
+        of_name(name)  # imports it here, where no package seems to be there that is not
     with tempfile.TemporaryDirectory() as folder, guides_machine(Path(folder)):
         found = {row.id: outcomes(row) for row in rows()}
     states = Counter(state(found[row.id]) for row in rows())

@@ -70,7 +70,7 @@ def resource_pools(cfg: PPOTrainerConfig) -> Problems:
     """``trainer.resource_pools``: what each pool has to say, and that no role is named twice."""
     key, seen = "trainer.resource_pools", dict[str, str]()
     for name, pool in cfg.trainer.resource_pools.items():
-        found = _pool(f"{key}.{name}", pool)
+        found = pool_problems(f"{key}.{name}", pool)
         for role in [] if found else pool["roles"]:
             if role in seen:
                 found.append(ConfigError(f"the role {role!r} is in two pools", key=key, got=[seen[role], name]))
@@ -80,7 +80,8 @@ def resource_pools(cfg: PPOTrainerConfig) -> Problems:
     return []
 
 
-def _pool(key: str, pool: Any) -> Problems:
+def pool_problems(key: str, pool: Any) -> Problems:
+    """What is wrong with the description of one pool."""
     shape = "{roles: [critic], processes: [2]}, the processes of each node"
     if not isinstance(pool, Mapping) or set(pool) != {"roles", "processes"}:
         return [ConfigError("not the description of a pool", key=key, got=pool, allowed=shape)]

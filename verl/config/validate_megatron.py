@@ -15,6 +15,7 @@ from typing import Any
 
 from verl import env
 from verl.config.checks import Problems, in_range, one_of
+from verl.config.machine import pool_problems
 from verl.config.node import ConfigNode, was_typed
 from verl.config.root import PPOTrainerConfig, uses_critic, uses_reference, uses_reward_model
 from verl.errors import ConfigError, NotBuiltError
@@ -74,7 +75,7 @@ def roles(cfg: PPOTrainerConfig) -> Iterator[Role]:
     pools = {
         role: (name, sum(pool["processes"]))
         for name, pool in trainer.resource_pools.items()
-        if isinstance(pool, dict) and "roles" in pool and "processes" in pool
+        if not pool_problems("trainer.resource_pools", pool)  # the rules of machines report those
         for role in pool["roles"]
     }
     if model.enable_resource_pool:
