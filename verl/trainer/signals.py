@@ -92,7 +92,8 @@ class StopSignals:
             reader, writer = os.pipe()
             os.set_blocking(writer, False)
             self._wakeup = (reader, writer, signal.set_wakeup_fd(writer, warn_on_full_buffer=False))
-            threading.Thread(target=self._listen, args=(reader,), name="verl-signals", daemon=True).start()
+            self._listener = threading.Thread(target=self._listen, args=(reader,), name="verl-signals", daemon=True)
+            self._listener.start()
             for number in SIGNALS:
                 self._before[number] = signal.signal(number, self._receive)
             _watching.append(self)
@@ -108,6 +109,7 @@ class StopSignals:
             _watching.remove(self)
             signal.set_wakeup_fd(self._wakeup[2])
             os.close(self._wakeup[1])  # the thread sees the end of the pipe and closes its side
+            self._listener.join(1.0)  # a thread that the end of the interpreter cuts off may abort the process
 
     def leave_to_parent(self) -> None:
         """In a forked child (a loader's worker): the parent answers signals, and its pipe is not the child's.
