@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch.distributed as dist
 
@@ -41,6 +43,23 @@ def test_a_second_run_in_a_process_computes_what_the_first_did(strategy, tmp_pat
         distributed.stop()
     assert found[0][0] == found[1][0] and found[0][0][1] < found[0][0][0]
     assert all(tensor.equal(found[1][1][name]) for name, tensor in found[0][1].items())
+
+
+def threads_of_groups() -> list[str]:
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return [name for name in names if "gloo" in name]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_leaving_a_group_ends_its_threads_before_the_interpreter_may_cut_them_off(strategy, tmp_path):
+    path, others = model_dir(tmp_path, "qwen2"), len(threads_of_groups())
+    distributed.start()
+    engine = ENGINES.get(strategy)(HFModelConfig(path=str(path)), FSDPEngineConfig(), OptimizerConfig(), seed=3)
+    engine.train_batch(ragged_batch(), SFTLoss())
+    assert len(threads_of_groups()) > others
+    del engine
+    distributed.stop()
+    assert len(threads_of_groups()) <= others
 
 
 def test_meshes_are_equal_in_one_group_and_differ_between_groups():

@@ -13,6 +13,7 @@ from verl.errors import ConfigError
 REPLICATE, SHARD = "replicate", "shard"
 _group: weakref.ref | None = None
 _generation = 0
+_meshes: list[weakref.ref[DeviceMesh]] = []
 
 
 def new_mesh(device: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
@@ -28,7 +29,17 @@ def new_mesh(device: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Devi
         _group = weakref.ref(world)
         _generation += 1
     suffix = "" if _generation == 1 else f"_{_generation}"
-    return init_device_mesh(device, shape, mesh_dim_names=tuple(f"{axis}{suffix}" for axis in axes))
+    mesh = init_device_mesh(device, shape, mesh_dim_names=tuple(f"{axis}{suffix}" for axis in axes))
+    _meshes.append(weakref.ref(mesh))
+    return mesh
+
+
+def release_groups() -> None:
+    """Take the process groups out of all meshes, which torch's caches keep until the process ends."""
+    while _meshes:
+        mesh = _meshes.pop()()
+        if mesh is not None:
+            mesh._pg_registry.clear()
 
 
 def data_parallel_mesh(ranks: Ranks, device: str, fsdp_size: int = -1) -> DeviceMesh:

@@ -7,6 +7,7 @@ mesh even then.
 
 from __future__ import annotations
 
+import gc
 import logging
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from verl import env
+from verl.distributed.mesh import release_groups
 from verl.distributed.ranks import Ranks
 from verl.errors import EngineError
 
@@ -97,9 +99,15 @@ def start(place: Placed | None = None, device: str = "cpu", timeout: float | Non
 
 
 def stop() -> None:
-    """Leave the group; nothing to do where none was joined."""
+    """Leave the group; nothing to do where none was joined.
+
+    The threads of a group end with its last reference. They must not outlive this call: one that drops a tensor while
+    the interpreter is being torn down is cut off there, which aborts the process after all its work is done.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        release_groups()
+        gc.collect()  # engines lie in cycles, and hold groups
 
 
 def _joined(place: Placed | None) -> Ranks:

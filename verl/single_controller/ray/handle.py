@@ -23,7 +23,9 @@ from verl.single_controller.ray.resource_pool import Slot
 
 
 class RayHandle(Handle):
-    """Async methods of the object run beside each other in its process's event loop; plain ones wait their turn.
+    """Async methods of the object run beside each other in its process's event loop; plain ones one at a time.
+
+    Calls that are not awaited one after the other begin in any order.
 
     Cancelling a call cancels the async method that it runs; a plain method that has begun goes on and nobody hears its
     result. A handle may be sent to other processes.
