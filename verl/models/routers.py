@@ -30,19 +30,24 @@ class RouterStatistics:
 
     Args:
         model: any model; of a dense one nothing is counted.
+
+    Attributes:
+        routers: number of its layer -> router, those that are watched.
     """
 
     def __init__(self, model: Any):
-        self.routers = router_modules(model)
+        self.routers: dict[int, Any] = dict(enumerate(router_modules(model)))
         self._seen: dict[int, Tensor] = {}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Within the block every call of a router is counted, from zero."""
-        self._seen = {}
+        self._seen = self._none_seen()
         handles = [
-            router.register_forward_hook(lambda module, args, out, layer=layer: self._count(module, layer, out))
-            for layer, router in enumerate(self.routers)
+            router.register_forward_hook(
+                lambda module, inputs, out, layer=layer: self._count(layer, module, inputs, out)
+            )
+            for layer, router in self.routers.items()
         ]
         try:
             yield
@@ -50,8 +55,13 @@ class RouterStatistics:
             for handle in handles:
                 handle.remove()
 
+    def _none_seen(self) -> dict[int, Tensor]:
+        """Layer -> (2, E) zeros, of the layers that count even where nothing of them is seen here."""
+        return {}
+
     @torch.no_grad()
-    def _count(self, module: nn.Module, layer: int, out: tuple[Tensor, Tensor, Tensor]) -> None:
+    def _count(self, layer: int, module: Any, inputs: tuple[Any, ...], out: tuple[Tensor, ...]) -> None:
+        """Add one call of a router to what is seen of its layer."""
         if not module.training:
             return  # the same model as its own reference policy
         logits, _, chosen = out
