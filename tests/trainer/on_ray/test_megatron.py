@@ -1,0 +1,79 @@
+"""A run on Megatron-Core's ranks is the run of one process, and each goes on from the other's checkpoint.
+
+`tests.megatron.shim` answers its CUDA calls; it is loaded as the model's external library, in every worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.on_ray.conftest import Run
+from tests.trainer.on_ray.test_same_numbers import agree
+from verl.models.megatron_conversion import convert
+
+pytestmark = pytest.mark.dist
+TWO = "trainer.n_gpus_per_node=2"
+MEGATRON = (
+    "--config-name=ppo_megatron_trainer",
+    "actor_rollout_ref.model.external_lib=tests.megatron.shim",
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+    TWO,
+)
+FSDP = ("actor_rollout_ref.actor.strategy=fsdp", "critic.strategy=fsdp", TWO)
+
+
+@pytest.fixture(scope="module")
+def megatron(train: Callable[..., Run], task: Path) -> Run:
+    """Tensor parallel 2 on a folder that the converter wrote; the two ranks hold the sampler together."""
+    convert(task / "model", task / "converted")
+    together = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+    return train("megatron", 3, *MEGATRON, "actor_rollout_ref.model.path=converted", together, "trainer.save_freq=2")
+
+
+def test_ranks_that_train_and_sample_in_tensor_parallel_do_as_one_process_does(megatron: Run, alone: Run):
+    agree(megatron, alone, steps=slice(3))
+    assert [[s["output"] for s in step] for step in megatron.samples] == [
+        [s["output"] for s in step] for step in alone.samples[:3]
+    ]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """One step from a run's checkpoint; ``reference`` never stopped."""
+
+    run: Run
+    reference: Run
+
+    def check(self) -> None:
+        """The same rows and samples, and the same losses."""
+        (told,), (rows,) = self.run.steps, self.run.samples
+        step = told["training/global_step"] - 1
+        for what in ("input", "output"):
+            assert [row[what] for row in rows] == [row[what] for row in self.reference.samples[step]]
+        for metric in ("actor/loss", "critic/loss"):
+            assert told[metric] == pytest.approx(self.reference.steps[step][metric], rel=1e-4, abs=1e-5), metric
+
+
+@pytest.fixture(scope="module")
+def goes_on(train: Callable[..., Run], alone: Run) -> Callable[..., Resumed]:
+    """``goes_on(name, source, step, *changes)``: a run that starts with a checkpoint of ``source``."""
+
+    def run(name: str, source: Run, step: int, *changes: str) -> Resumed:
+        folder = f"trainer.resume_from_path={source.folder.name}/global_step_{step}"
+        return Resumed(train(name, step + 1, "trainer.resume_mode=resume_path", folder, *changes), alone)
+
+    return run
+
+
+def test_its_checkpoint_goes_on_with_the_plain_engine_in_one_process(megatron: Run, goes_on: Callable[..., Resumed]):
+    goes_on("plain", megatron, 2, "trainer.runtime=local").check()
+
+
+def test_its_checkpoint_goes_on_with_fsdp_and_that_ones_with_megatron(megatron: Run, goes_on: Callable[..., Resumed]):
+    fsdp = goes_on("fsdp", megatron, 2, *FSDP, "trainer.save_freq=3")
+    fsdp.check()
+    goes_on("megatron_again", fsdp.run, 3, *MEGATRON).check()
