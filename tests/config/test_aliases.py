@@ -216,7 +216,27 @@ SFT_WORKS = [
     ("use_remove_padding", "true", "model.use_remove_padding", True),
     ("trainer.checkpoint.save_contents", "[model]", "checkpoint.save_contents", ["model"]),
     ("trainer.checkpoint.load_contents", "[model]", "checkpoint.load_contents", ["model"]),
-]
+    *((f"engine.{name}_size", "2", f"engine.megatron.{name}_size", 2) for name in (
+        "tensor_model_parallel", "pipeline_model_parallel", "virtual_pipeline_model_parallel",
+        "expert_model_parallel", "expert_tensor_parallel")),
+    *((f"engine.{name}", "false", f"engine.megatron.{name}", False) for name in (
+        "sequence_parallel", "use_distributed_optimizer", "use_mbridge", "use_remove_padding",
+        "pad_bshd_to_minibatch_max")),
+    *((f"engine.{name}", "true", f"engine.megatron.{name}", True) for name in (
+        "vanilla_mbridge", "dist_ckpt_optim_fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient")),
+    ("engine.override_transformer_config.recompute_granularity", "full",
+     "engine.megatron.override_transformer_config.recompute_granularity", "full"),
+    ("engine.override_mcore_model_config", "{qk_clip: true}",
+     "engine.megatron.override_mcore_model_config", {"qk_clip": True}),
+]  # fmt: skip
+SFT_NOT_BUILT = [
+    (f"engine.{name}", value, f"engine.megatron.{name}")
+    for name, value in (
+        ("context_parallel_size", "2"), ("dynamic_context_parallel", "true"), ("max_seqlen_per_dp_cp_rank", "9"),
+        ("use_dist_checkpointing", "true"), ("dist_checkpointing_path", "/x"), ("dist_checkpointing_prefix", "x"),
+        ("override_ddp_config", "{bucket_size: 1}"), ("use_megatron_fsdp", "true"), ("router_replay.mode", "R2"),
+    )
+]  # fmt: skip
 
 
 def at(cfg, key):
@@ -244,6 +264,12 @@ def test_an_old_spelling_of_a_missing_feature_is_refused_by_its_name(old, value,
     with pytest.raises(NotBuiltError) as caught:
         read_config("ppo_trainer", [f"{old}={value}"])
     assert new in str(caught.value) and feature in str(caught.value)
+@pytest.mark.parametrize(("old", "value", "new"), SFT_NOT_BUILT, ids=lambda x: str(x)[-40:])
+def test_a_missing_feature_of_supervised_runs_is_refused_by_its_name(old, value, new):
+    with pytest.raises(NotBuiltError, match=new):
+        read_config("sft_trainer", [f"{old}={value}"])
+
+
 
 
 @pytest.mark.parametrize(("old", "value", "instead"), REMOVED, ids=lambda x: str(x)[-40:])
@@ -285,7 +311,7 @@ def test_every_alias_is_tried_by_a_test_above():
     assert [key for key in PPO_ALIASES.ignored if not covered(key, IGNORED) and "fsdp.grad" not in key] == []
     steps = [key for key in PPO_ALIASES.removed if not covered(key, REMOVED)]
     assert all(key.endswith(("torch.step_start", "torch.step_end")) for key in steps)
-    assert [key for key in SFT_ALIASES.moved if not covered(key, SFT_WORKS)] == []
+    assert [key for key in SFT_ALIASES.moved if not covered(key, SFT_WORKS + SFT_NOT_BUILT)] == []
 
 
 def test_what_is_null_in_an_old_file_was_its_default_and_changes_nothing(tmp_path, told):

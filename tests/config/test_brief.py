@@ -571,7 +571,17 @@ SUPERVISED = {
             ("ulysses_sequence_parallel_size", NO_VAL),
         ),
     ),
-    "Megatron": ("model.path=model engine=megatron", refused("supervised training on Megatron-Core")),
+    "Megatron": (
+        "model.path=model engine=megatron engine.tensor_model_parallel_size=1 engine.param_offload=true",
+        Works(
+            {"engine.strategy": "megatron", "engine.megatron.param_offload": True},
+            ("engine.tensor_model_parallel_size", NO_VAL, "model.use_remove_padding"),
+        ),
+    ),
+    "Megatron on more processes than there are": (
+        "model.path=model engine=megatron engine.tensor_model_parallel_size=2",
+        wrong("1 process(es) cannot be cut into copies of 2 (tensor) x 1 (pipeline)"),
+    ),
     "eight processes": ("model.path=model trainer.n_gpus_per_node=8", wrong(LAPTOP)),
 }  # fmt: skip
 

@@ -49,7 +49,7 @@ READ_ELSEWHERE = {
     # Only Megatron-Core's engine reads them: tests/megatron/test_engine.py.
     *(
         f"{role}.megatron.{name}"
-        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward.reward_model")
+        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward.reward_model", "engine")
         for name, _ in leaves(MegatronEngineConfig)
     ),
     # The run with a critic has another schedule for it: tests/algorithms/test_schedules.py reads these.

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.dist.group import run_cells
-from tests.megatron import cells, sampling_cells, setting_cells
+from tests.megatron import cells, sampling_cells, setting_cells, supervised_cells
 
 pytestmark = pytest.mark.dist
 PARITY = {
@@ -37,6 +37,8 @@ OTHERS = {
         setting_cells.settings_that_nothing_reads,
         setting_cells.rows_that_all_get,
         setting_cells.moved_to_the_host_in_between,
+        supervised_cells.supervised_training,
+        supervised_cells.training_on_pairs,
     ],
     4: [
         cells.shards_of_a_sampling_layout,
@@ -159,3 +161,30 @@ def test_the_same_rows_on_all_ranks_give_what_rows_of_their_own_give(answers):
 def test_offloading_in_between_changes_no_weight(answers):
     for found in answers[2]["moved_to_the_host_in_between"]:
         assert found == {"equal": True, "freed": True}
+
+
+def supervised_numbers(told):
+    """The metrics of a supervised run by step: what was computed, not how it was laid out."""
+    layout = ("time", "padding", "sharing")
+    return {step: {n: v for n, v in found.items() if not any(w in n for w in layout)} for step, found in told.items()}
+
+
+@pytest.mark.parametrize("name", [cells.TENSOR, cells.PIPELINE])
+def test_supervised_training_gives_the_curve_of_one_process_and_goes_on_from_its_checkpoint(answers, name):
+    first, _ = answers[2]["supervised_training"]
+    found, expected = supervised_numbers(first[name]), supervised_numbers(first["plain"])
+    assert list(found) == list(expected) == ["1", "2", "3", "4"]
+    for step, numbers in expected.items():
+        assert found[step] == pytest.approx(numbers, rel=1e-5), step
+    assert "val/loss" in found["4"]
+    again = supervised_numbers(first[f"{name} resumed"])
+    assert again == {step: found[step] for step in ("3", "4")}
+
+
+@pytest.mark.parametrize("program", ["dpo_trainer", "rm_trainer"])
+def test_pairs_train_as_in_one_process(answers, program):
+    first, _ = answers[2]["training_on_pairs"]
+    found, expected = (supervised_numbers(first[f"{program} {name}"]) for name in (cells.TENSOR, "plain"))
+    for step in ("1", "2"):
+        assert found[step] == pytest.approx(expected[step], rel=1e-4, abs=1e-6), step
+    assert expected["2"]["val/loss"] < expected["1"]["train/loss"]

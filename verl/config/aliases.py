@@ -10,6 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config.engine import FSDPEngineConfig
+from verl.config.megatron import MegatronEngineConfig
+
 _A, _R, _M, _REF, _C = (
     "actor_rollout_ref.actor",
     "actor_rollout_ref.rollout",
@@ -230,6 +233,11 @@ class Aliases:
     ignored: dict[str, str]
 
 
+    **{
+        f"engine.{name}": _to(f"engine.megatron.{name}")
+        for name in MegatronEngineConfig.__dataclass_fields__
+        if name not in FSDPEngineConfig.__dataclass_fields__
+    },
 PPO_ALIASES = Aliases(PPO_MOVED, PPO_REMOVED, PPO_IGNORED)
 SFT_ALIASES = Aliases(SFT_MOVED, SFT_REMOVED, SFT_IGNORED)
 _NOT_TRAINED = "has no effect: batch generation trains nothing"

@@ -148,6 +148,19 @@ class MegatronEngineConfig(ConfigNode):
 
 
 @dataclass(frozen=True)
+class MegatronEngineSupervisedConfig(MegatronEngineConfig):
+    """The engine of supervised training; what every engine has is set once, under ``engine``."""
+
+    param_offload: bool = setting(
+        False, "keep the weights in host memory while another role works", follows="engine.param_offload"
+    )
+    optimizer_offload: bool = setting(
+        False, "keep the optimizer's state in host memory while another role works", follows="engine.optimizer_offload"
+    )
+    dtype: str = setting("auto", "dtype of weights and matrix products", upstream="bfloat16", follows="engine.dtype")
+
+
+@dataclass(frozen=True)
 class MegatronEngineBesideActorConfig(MegatronEngineConfig):
     """The engine of a role that shares processes with the actor: Megatron-Core has one set of groups per process."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from verl.config.checkpoint import CheckpointContentsConfig
 from verl.config.engine import FSDPEngineConfig
+from verl.config.megatron import MegatronEngineSupervisedConfig
 from verl.config.model import HFModelConfig
 from verl.config.node import ABSENT, ConfigNode, section, setting
 from verl.config.optim import OptimizerConfig
@@ -82,7 +83,10 @@ class SFTDataConfig(ConfigNode):
 
 @dataclass(frozen=True)
 class SFTEngineConfig(FSDPEngineConfig):
-    """The training backend, with the settings of the engines that hold a whole model per data-parallel group."""
+    """The training backend, with the settings of the engines that hold a whole model per data-parallel group.
+
+    Those of Megatron-Core stand below ``megatron``; upstream writes them without it.
+    """
 
     strategy: str = setting(
         "auto",
@@ -90,6 +94,7 @@ class SFTEngineConfig(FSDPEngineConfig):
         "fsdp2 in several",
         upstream="fsdp",
     )
+    megatron: MegatronEngineSupervisedConfig = section(MegatronEngineSupervisedConfig)
 
 
 @dataclass(frozen=True)

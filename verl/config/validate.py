@@ -16,7 +16,7 @@ from verl.config.reward_model import reward_model
 from verl.config.rollout import RolloutConfig
 from verl.config.root import ON_VALUES, PPOTrainerConfig, uses_critic, uses_reference
 from verl.config.sft import SFTTrainerConfig
-from verl.errors import ConfigError, NotBuiltError
+from verl.errors import ConfigError
 
 GROUP_ESTIMATORS = (
     "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo",
@@ -344,12 +344,9 @@ def _validation(cfg: PPOTrainerConfig) -> Problems:
 
 
 def _sft_engine(cfg: SFTTrainerConfig) -> Problems:
-    strategy, key = cfg.engine.strategy, "engine.strategy"
-    if strategy == validate_megatron.NAME:
-        allowed = [name for name in registry.ENGINES.names() if name != strategy]
-        message = "supervised training on Megatron-Core is not built yet"
-        return [NotBuiltError(message, key=key, got=strategy, allowed=allowed, fix=_ONE_DEVICE)]
-    return [] if strategy == "auto" else known_name(registry.ENGINES, key, strategy, _ONE_DEVICE)
+    strategy = cfg.engine.strategy
+    found = [] if strategy == "auto" else known_name(registry.ENGINES, "engine.strategy", strategy, _ONE_DEVICE)
+    return found or validate_megatron.supervised_problems(cfg)
 
 
 def _two_columns(cfg: SFTTrainerConfig) -> Problems:

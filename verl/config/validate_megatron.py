@@ -18,6 +18,7 @@ from verl.config.checks import Problems, in_range, one_of
 from verl.config.machine import pool_problems
 from verl.config.node import ConfigNode, was_typed
 from verl.config.root import PPOTrainerConfig, uses_critic, uses_reference, uses_reward_model
+from verl.config.sft import SFTTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 
@@ -34,6 +35,8 @@ _T, _P, _V, _E, _ET = (
 )
 _SIZES = (_T, _P, _V, _E, _ET)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_FOLLOWING = ("param_offload", "optimizer_offload", "dtype")
+"""Of supervised training: set for every engine at once."""
 _DTYPES = ("auto", "fp32", "float32", "bf16", "bfloat16")
 
 
@@ -47,6 +50,7 @@ class Role:
         others: key and section of the backend that shards by FSDP.
         path: folder or hub name of the model.
         pool, processes: where it runs, and on how many processes.
+        started: what says how many these are.
     """
 
     key: str
@@ -55,6 +59,7 @@ class Role:
     path: str | None
     pool: str
     processes: int
+    started: str = "trainer.n_gpus_per_node x trainer.nnodes"
 
     @property
     def is_megatron(self) -> bool:
@@ -104,6 +109,19 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
     return found or _one_set_of_groups(chosen)
 
 
+def supervised_problems(cfg: SFTTrainerConfig) -> Problems:
+    """The same for a supervised run, whose processes torchrun starts."""
+    role = _supervised(cfg)
+    if not role.is_megatron:
+        return []
+    return missing_or_other("engine.strategy") + (_numbers(role) or _processes(role) + _model(role))
+
+
+def _supervised(cfg: SFTTrainerConfig) -> Role:
+    started = "what torchrun starts (--nproc_per_node)"
+    return Role("engine", cfg.engine, ("engine", cfg.engine), cfg.model.path, "", env.get_int("WORLD_SIZE", 1), started)
+
+
 def missing_or_other(key: str) -> Problems:
     """Megatron-Core is not installed, or another version than the engine was written for."""
     low, high = (".".join(map(str, version)) for version in VERSIONS)
@@ -151,7 +169,7 @@ def _processes(role: Role) -> Problems:
                 key=role.of(_P if world % tensor == 0 else _T),
                 got=pipeline if world % tensor == 0 else tensor,
                 allowed=f"tensor x pipeline of {', '.join(products[:16])}",
-                fix="Change the sizes, or trainer.n_gpus_per_node x trainer.nnodes.",
+                fix=f"Change the sizes, or {role.started}.",
             )
         ]
     stage, shared = world // pipeline, tensor if shared is None else shared
@@ -238,16 +256,22 @@ def tell(cfg: PPOTrainerConfig) -> None:
         _tell_actor(cfg)
 
 
+def tell_supervised(cfg: SFTTrainerConfig) -> None:
+    """The same for a supervised run."""
+    role = _supervised(cfg)
+    if not role.is_megatron:
+        why = "has no effect without engine.strategy=megatron"
+        _tell("engine.megatron", [name for name in _set(role.sizes) if name not in _FOLLOWING], why)
+        return
+    own = [name for name in _set(cfg.engine) if name not in _FOLLOWING and not name.startswith(("strategy", NAME))]
+    _tell("engine", own, "has no effect with engine.strategy=megatron: its settings are engine.megatron")
+    _tell_model("model", cfg.model, role.key)
+
+
 def _tell_actor(cfg: PPOTrainerConfig) -> None:
-    actor, model = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.model
-    if model.use_remove_padding:
-        why = "rows are padded with strategy=megatron: packed attention needs Transformer Engine"
-        notice(f"{_MODEL}.use_remove_padding", why)
+    actor = cfg.actor_rollout_ref.actor
+    _tell_model(_MODEL, cfg.actor_rollout_ref.model, "actor_rollout_ref.actor")
     why = "has no effect with actor_rollout_ref.actor.strategy=megatron"
-    again = f"{why}: actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity has"
-    for name in ("use_liger", "use_fused_kernels", "enable_activation_offload", "enable_gradient_checkpointing"):
-        if was_typed(model, name) and model[name]:
-            notice(f"{_MODEL}.{name}", again if name == "enable_gradient_checkpointing" else why)
     for name in (
         "use_prefix_grouper",
         "use_torch_compile",
@@ -256,6 +280,18 @@ def _tell_actor(cfg: PPOTrainerConfig) -> None:
     ):
         if was_typed(actor, name) and actor[name]:
             notice(f"actor_rollout_ref.actor.{name}", why)
+
+
+def _tell_model(key: str, model: ConfigNode, role: str) -> None:
+    """What of a model's section does nothing with Megatron-Core."""
+    if model["use_remove_padding"]:
+        why = "rows are padded with strategy=megatron: packed attention needs Transformer Engine"
+        notice(f"{key}.use_remove_padding", why)
+    why = f"has no effect with {role}.strategy=megatron"
+    again = f"{why}: {role}.megatron.override_transformer_config.recompute_granularity has"
+    for name in ("use_liger", "use_fused_kernels", "enable_activation_offload", "enable_gradient_checkpointing"):
+        if was_typed(model, name) and model[name]:
+            notice(f"{key}.{name}", again if name == "enable_gradient_checkpointing" else why)
 
 
 def _tell(section: str, names: list[str], why: str) -> None:

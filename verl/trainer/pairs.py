@@ -11,13 +11,13 @@ from torch import Tensor
 from verl.algorithms.aggregation import LossNorm
 from verl.algorithms.preference import MARGIN, REFERENCE_SUMS, answer_sums
 from verl.checkpoint.tensors import read_tensors, write_tensors
-from verl.config import DPOTrainerConfig, HFModelConfig, replace
+from verl.config import DPOTrainerConfig, replace
 from verl.errors import CheckpointError
 from verl.metrics import MetricSet
 from verl.models.lora import LoraSettings
 from verl.protocol import DataProto
 from verl.trainer.supervised import SupervisedTrainer
-from verl.workers.part import ModelPart, base_of, local_model, sharing_prompts
+from verl.workers.part import ModelPart, base_of, local_model
 from verl.workers.reward_model import with_end_column
 
 INDEX = "index"
@@ -38,10 +38,6 @@ class PairTrainer(SupervisedTrainer):
     def arrange(self, batch: DataProto) -> DataProto:
         """The answers as the model sees them."""
         return batch
-
-    def make_engine(self, model: HFModelConfig, **arguments: Any) -> Any:
-        """As for all supervised runs; where rows are packed, the prompt of a pair is computed once."""
-        return super().make_engine(model, passes=sharing_prompts(model, self.config.engine), **arguments)
 
     def validate(self) -> dict[str, float]:
         """``val/loss`` and ``val/<metric of the loss>``: means over the pairs of the validation rows."""

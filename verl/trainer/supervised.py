@@ -24,7 +24,7 @@ from verl.single_controller.spmd import Spmd
 from verl.trainer import rng
 from verl.trainer.placement import strategy
 from verl.trainer.signals import StopSignals
-from verl.workers.part import Limits, ModelPart, local_model, make_engine
+from verl.workers.part import Limits, ModelPart, layout, local_model, make_engine
 
 
 class SupervisedTrainer:
@@ -87,13 +87,17 @@ class SupervisedTrainer:
         return ModelPart(engine, train_limits=self.limits, loss_fn=self.loss_fn)
 
     def make_engine(self, model: HFModelConfig, **arguments: Any) -> Any:
-        """A model on the run's backend and device; without ``optim`` a frozen one."""
+        """A model on the run's backend and device; without ``optim`` a frozen one.
+
+        Rows that belong together have one prompt, which is computed once where rows are packed.
+        """
         c = self.config
         return make_engine(
-            strategy(c.engine.strategy, self.ctx.world_size),
+            named,
             model=model,
-            engine=c.engine,
+            **layout(named, model, c.engine, c.engine.megatron, share_prompts=self.together > 1),
             device=devices.resolve_device(c.trainer.device),
+        named = strategy(c.engine.strategy, self.ctx.world_size)
             seed=c.trainer.seed,
             **arguments,
         )

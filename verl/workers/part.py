@@ -198,11 +198,6 @@ def meshes_of(worker: Worker, **parts: ModelPart | None) -> dict[str, tuple[int,
     return {name: (seat.rank, seat.speaks) for name, seat in seats.items()}
 
 
-def sharing_prompts(model: HFModelConfig, engine: FSDPEngineConfig) -> PassSettings:
-    """Passes in which rows with the same prompt compute it once, where rows are packed."""
-    return PassSettings.of(model, engine, share_prompts=True)
-
-
 def make_engine(
     strategy: str, place: WorkerInfo | None = None, timeout: float | None = None, **arguments: Any
 ) -> Engine:
