@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -187,6 +189,23 @@ class TestOneProcess:
         assert ranks.sum(own) is own and ranks.max(own) is own and ranks.broadcast(own) is own
         assert ranks.gather(own) == [own] and ranks.exchange("x") == ["x"] and ranks.from_first({"a": 1}) == {"a": 1}
         ranks.barrier()
+
+    def test_its_group_has_no_thread_left_when_the_interpreter_ends(self, project_root):
+        code = (
+            "import atexit, os, torch, torch.distributed as dist\n"
+            "from pathlib import Path\n"
+            "from verl import distributed\n"
+            "def threads():\n"
+            "    names = [(task / 'comm').read_text() for task in Path('/proc/self/task').iterdir()]\n"
+            "    return sum('gloo' in name for name in names)\n"
+            "atexit.register(lambda: print('at the end', threads()))\n"
+            "distributed.start()\n"
+            "dist.all_reduce(torch.ones(1))\n"
+            "print('meanwhile', threads() > 0)\n"
+        )
+        run = [sys.executable, "-c", code]
+        told = subprocess.run(run, cwd=project_root, capture_output=True, text=True, check=True).stdout
+        assert told.splitlines() == ["meanwhile True", "at the end 0"]
 
     def test_errors_come_as_they_are(self):
         with pytest.raises(ZeroDivisionError):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -264,6 +266,30 @@ def test_a_worker_method_must_not_hide_the_groups_own():
 
 
 # ---- async methods ---------------------------------------------------------------------------------------------
+
+COMPUTES = """
+import asyncio, threading, torch
+from verl.single_controller.local.event_loop import run_coroutine
+
+async def for_ever(begun):
+    weights = torch.randn(300, 300)
+    while True:
+        for _ in range(20):
+            weights @ weights
+        begun.set()
+        await asyncio.sleep(0)
+
+begun = threading.Event()
+threading.Thread(target=run_coroutine, args=(for_ever(begun),), daemon=True).start()
+begun.wait()
+"""
+
+
+def test_a_program_that_ends_while_a_method_computes_ends_in_order(project_root):
+    end = subprocess.run(
+        [sys.executable, "-c", COMPUTES], cwd=project_root, capture_output=True, text=True, check=False
+    )
+    assert end.returncode == 0, end.stderr
 
 
 class Agent(Worker):

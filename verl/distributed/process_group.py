@@ -7,6 +7,7 @@ mesh even then.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ from verl.errors import EngineError
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 TIMEOUT = 600.0
-log = logging.getLogger(__name__)
 """Seconds, as ``actor_rollout_ref.nccl_timeout`` has it."""
+log = logging.getLogger(__name__)
 
 
 class Placed(Protocol):
@@ -94,6 +95,8 @@ def start(place: Placed | None = None, device: str = "cpu", timeout: float | Non
             got=f"{found.master_addr}:{found.master_port}",
             fix="Does every process run, can it reach that address, and is the port free there?",
         ) from error
+    if found.world_size == 1:
+        atexit.register(stop)  # several leave by a call: behind an error they would wait for ranks that are gone
     log.info("rank %d of %d ranks joined the group over %s", found.rank, found.world_size, BACKENDS[device])
     return Ranks.of_world()
 
@@ -102,9 +105,11 @@ def stop() -> None:
     """Leave the group; nothing to do where none was joined.
 
     The threads of a group end with its last reference. They must not outlive this call: one that drops a tensor while
-    the interpreter is being torn down is cut off there, which aborts the process after all its work is done.
+    the interpreter is being torn down is cut off there, which aborts the process after all its work is done. A process
+    that is alone calls this at its end by itself.
     """
     if dist.is_initialized():
+        atexit.unregister(stop)
         dist.destroy_process_group()
         release_groups()
         gc.collect()  # engines lie in cycles, and hold groups

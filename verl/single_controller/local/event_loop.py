@@ -1,19 +1,22 @@
 """One event loop for the async methods of all local workers.
 
-It lives in a thread of its own and never stops, as the loop of a worker process would: tasks that a method leaves
-behind go on between calls, objects of different workers share a loop, and a caller that is itself in a loop (a
-notebook) works.
+It lives in a thread of its own and stops with the program only, as the loop of a worker process would: tasks that a
+method leaves behind go on between calls, objects of different workers share a loop, and a caller that is itself in a
+loop (a notebook) works.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from collections.abc import Coroutine
 from typing import Any
 
 from verl.errors import WorkerError
 
+END_SECONDS = 5.0
+"""How long the end of the program waits for what the loop is in the middle of."""
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _thread: threading.Thread | None = None
@@ -27,6 +30,16 @@ def _running_loop() -> asyncio.AbstractEventLoop:
             _thread = threading.Thread(target=_loop.run_forever, name="verl-local-loop", daemon=True)
             _thread.start()
         return _loop
+
+
+def _end() -> None:
+    """Stop the loop while the interpreter is whole: a thread that it cuts off in a kernel aborts the process."""
+    if _loop is not None and _thread is not None and _thread.is_alive():
+        _loop.call_soon_threadsafe(_loop.stop)
+        _thread.join(END_SECONDS)
+
+
+atexit.register(_end)  # at import, so that what is registered later and ends earlier may still use the loop
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
