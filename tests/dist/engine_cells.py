@@ -374,3 +374,24 @@ def weights_in_and_out(ranks: Ranks, folder: Path) -> dict:
         told = f"other rank: {error}"
     on_disk = sorted(exported) == sorted(read_weights(path))
     return {"different": different, "equal": equal, "doubled": equal_doubled, "told": told, "names": on_disk}
+
+
+def weights_copied(ranks: Ranks, folder: Path) -> dict:
+    """A trained engine's weights in frozen ones of the same model: cut as it is, in bf16, and cut in another way."""
+    path = shared_model(ranks, folder, "qwen2")
+    source = sharded(path)
+    source.train_batch(share(ranks, ragged_batch(rows=4)), loss_of("causal_lm"))
+    expected = flat(source.export_weights())
+    alike, half = sharded(path, trains=False), sharded(path, trains=False, engine={"model_dtype": "bfloat16"})
+    other = "fsdp" if With.current == "fsdp2" else "fsdp2"
+    elsewhere = ENGINES.get(other)(HFModelConfig(path=str(path)), FSDPEngineConfig(), None)
+    different = not torch.equal(expected, flat(alike.export_weights()))
+    calls = collectives(lambda: alike.copy_weights(source))
+    for engine in (half, elsewhere):
+        engine.copy_weights(source)
+    equal = {
+        "alike": torch.equal(flat(alike.export_weights()), expected),
+        "half": torch.equal(flat(half.export_weights()), expected.bfloat16().to(expected)),
+        "elsewhere": torch.equal(flat(elsewhere.export_weights()), expected),
+    }
+    return {"different": different, "equal": equal, "calls": calls}

@@ -31,6 +31,7 @@ CELLS = {
         cells.empty_everywhere,
         cells.ranks_called_differently,
         cells.weights_in_and_out,
+        cells.weights_copied,
         *RESUME,
         resume.written_by_a_worker,
         switch_cells.switches,
@@ -194,6 +195,13 @@ def test_weights_move_between_engines_under_their_names_on_disk(runs, size, name
     for answer in runs[size][name]:
         assert answer["different"] and answer["equal"] and answer["doubled"] and answer["names"]
         assert "model.norm.weight" in answer["told"]
+
+
+@world("weights_copied")
+def test_an_engine_takes_over_the_weights_of_another_piece_by_piece_where_both_are_cut_alike(runs, size, name):
+    for answer in runs[size][name]:
+        assert answer["different"] and answer["equal"] == {"alike": True, "half": True, "elsewhere": True}
+        assert bool(answer["calls"]) == name.startswith("fsdp:"), "FSDP2 gathers no weight"
 
 
 @world("same_ranks_same_bits")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.aggregation import LossNorm, agg_loss, check_agg_mode, loss_metric, token_means
+from verl.algorithms.calls import names_parameter
 from verl.algorithms.kl import check_kl_kind, kl_penalty
 from verl.algorithms.masked import zero_outside
 from verl.algorithms.policy_losses import aggregation_of, call_policy_loss
@@ -77,6 +78,8 @@ class PPOPolicyLoss:
         Clip.of(config)
         self.config, self.use_rollout_log_probs = config, use_rollout_log_probs
         self.policy_loss = POLICY_LOSSES.get(_loss_mode(config.policy_loss))
+        self.rows_together = int(getattr(self.policy_loss, "rows_together", 1))
+        self.with_reference = names_parameter(self.policy_loss, "ref_log_prob")
         self.scale = config.loss_scale_factor or response_length
         correction = correction_settings(config)
         self.rejects = not correction.bypass_mode and correction.rollout_rs is not None
@@ -99,6 +102,7 @@ class PPOPolicyLoss:
             config=self.config,
             norm=norm,
             rollout_is_weights=optional_field(batch, "rollout_is_weights"),
+            ref_log_prob=field(batch, "ref_log_prob") if self.with_reference else None,
         )
         pg_mode = aggregation_of(self.policy_loss, mode)
         metrics["pg_loss"] = loss_metric(as_float(loss.detach()), mask, pg_mode, norm)

@@ -19,7 +19,12 @@ Plan = list[list[int]]
 
 
 def mini_batches(
-    num_rows: int, mini_batch_size: int, epochs: int = 1, shuffle: bool = False, seed: int | None = 0
+    num_rows: int,
+    mini_batch_size: int,
+    epochs: int = 1,
+    shuffle: bool = False,
+    seed: int | None = 0,
+    together: int = 1,
 ) -> Plan:
     """The rows of every optimizer step of one update, epoch after epoch.
 
@@ -27,6 +32,7 @@ def mini_batches(
         num_rows: rows of the whole batch, over all ranks.
         mini_batch_size: rows (not prompts) per optimizer step; see `rows_per_mini_batch`.
         shuffle: draw a new order of the rows for every epoch, from ``seed`` and the epoch alone.
+        together: so many consecutive rows stay consecutive, also where they are shuffled.
 
     Raises:
         ConfigError: the rows do not divide into such mini-batches.
@@ -39,7 +45,8 @@ def mini_batches(
         )
     steps: Plan = []
     for epoch in range(epochs):
-        order = np.random.default_rng([seed or 0, epoch]).permutation(num_rows) if shuffle else np.arange(num_rows)
+        units = np.arange(num_rows).reshape(-1, together)
+        order = (np.random.default_rng([seed or 0, epoch]).permutation(units) if shuffle else units).ravel()
         steps += [order[start : start + mini_batch_size].tolist() for start in range(0, num_rows, mini_batch_size)]
     return steps
 

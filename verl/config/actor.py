@@ -99,6 +99,9 @@ class ActorConfig(ConfigNode):
     tau_pos: float = setting(1.0, "SAPO: temperature of the gate where the advantage is positive")
     tau_neg: float = setting(1.05, "SAPO: temperature of the gate where the advantage is not positive")
     sppo_eta: float = setting(1.0, "SPPO (recipe.sppo): what the log-ratio of an answer should be, in its advantages")
+    dpo_beta: float = setting(
+        0.1, "SPIN (recipe.spin): strength of the reference policy in the loss on pairs of answers"
+    )
     freeze_vision_tower: bool = setting(False, "do not train the vision encoder", planned="vision-language models")
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     clip_ratio_c: float = setting(

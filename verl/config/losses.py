@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from verl.config import pairs
 from verl.config.checks import Problems, in_range
-from verl.config.root import PPOTrainerConfig
+from verl.config.root import ON_PAIRS, PPOTrainerConfig
 from verl.errors import ConfigError
 
 _A = "actor_rollout_ref.actor"
@@ -18,6 +19,7 @@ BELONGS_TO: dict[str, tuple[str, ...]] = {
     f"{_A}.tau_pos": ("sapo",),
     f"{_A}.tau_neg": ("sapo",),
     f"{_A}.sppo_eta": ("recipe.sppo.core:sppo",),
+    f"{_A}.dpo_beta": ON_PAIRS,
 }
 """Settings of the actor that only these policy losses read."""
 OF_ESTIMATOR: dict[str, tuple[str, ...]] = {
@@ -31,7 +33,7 @@ OWN_AGGREGATION = {"gspo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean",
 
 def problems(cfg: PPOTrainerConfig) -> Problems:
     """What an estimator or a loss needs and does not have."""
-    return [*_loss(cfg), *_estimator(cfg)]
+    return [*_loss(cfg), *_estimator(cfg), *pairs.problems(cfg)]
 
 
 def _loss(cfg: PPOTrainerConfig) -> Problems:
@@ -45,7 +47,7 @@ def _loss(cfg: PPOTrainerConfig) -> Problems:
         found += in_range(f"{_L}.{name}", loss[name], "above 0, at most 1", 0 < loss[name] <= 1)
     coef = actor.positive_lm_coef
     found += in_range(f"{_A}.positive_lm_coef", coef, "0 or more", coef >= 0)
-    for name in ("tau_pos", "tau_neg", "sppo_eta"):
+    for name in ("tau_pos", "tau_neg", "sppo_eta", "dpo_beta"):
         found += in_range(f"{_A}.{name}", actor[name], "above 0", actor[name] > 0)
     holds = loss.clip_cov_lb < loss.clip_cov_ub
     return found + in_range(f"{_L}.clip_cov_lb", loss.clip_cov_lb, f"below clip_cov_ub={loss.clip_cov_ub}", holds)
@@ -69,9 +71,9 @@ def _estimator(cfg: PPOTrainerConfig) -> Problems:
 def without_effect(cfg: PPOTrainerConfig, changed: set[str]) -> dict[str, str]:
     """Changed settings that nothing reads in this run, each with what would give it effect."""
     mode, estimator = cfg.actor_rollout_ref.actor.policy_loss.loss_mode, cfg.algorithm.adv_estimator
+    found = pairs.without_effect(cfg, changed)
     if "." in mode or ":" in mode or "." in estimator or ":" in estimator:
-        return {}  # a function of the person's own may read any of them
-    found = {}
+        return found  # a function of the person's own may read any of the others
     for chosen, key_of, table in (
         (mode, f"{_L}.loss_mode", BELONGS_TO),
         (estimator, "algorithm.adv_estimator", OF_ESTIMATOR),

@@ -61,6 +61,15 @@ ON_OLD_LOG_PROBS = ("optimal_token_baseline", "tir_optimal_token_baseline")
 """Estimators that read the trainer's log-probs."""
 
 
+ON_PAIRS = ("recipe.spin.core:dpo",)
+"""Policy losses on pairs of answers, which read the reference's log-probs and no old ones."""
+
+
+def learns_from_pairs(cfg: PPOTrainerConfig) -> bool:
+    """Whether the actor learns from the best and the worst answer to each prompt."""
+    return cfg.actor_rollout_ref.actor.policy_loss.loss_mode in ON_PAIRS
+
+
 def corrects_rollout(cfg: PPOTrainerConfig) -> bool:
     """Whether the sampler's log-probs are compared with recomputed ones, for weights, rejection or metrics."""
     algorithm, newer = cfg.algorithm, cfg.algorithm.rollout_correction
@@ -82,17 +91,18 @@ def updates_once(cfg: PPOTrainerConfig) -> bool:
 def skips_old_log_prob(cfg: PPOTrainerConfig) -> bool:
     """Whether the pass over old log-probs is left out.
 
-    That is so in the bypass mode, and where the policy `updates_once` and nothing else reads them before.
+    That is so in the bypass mode, and where the loss does not read them (it is on pairs, or the policy `updates_once`)
+    and nothing else does before.
     """
     if cfg.algorithm.rollout_correction.bypass_mode:
         return True
     read = cfg.algorithm.use_kl_in_reward or cfg.algorithm.adv_estimator in ON_OLD_LOG_PROBS or corrects_rollout(cfg)
-    return updates_once(cfg) and not read
+    return (updates_once(cfg) or learns_from_pairs(cfg)) and not read
 
 
 def uses_reference(cfg: PPOTrainerConfig) -> bool:
-    """A KL term in the loss or in the reward needs the reference policy."""
-    return cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
+    """A KL term in the loss or in the reward needs the reference policy, and so does a loss on pairs."""
+    return cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward or learns_from_pairs(cfg)
 
 
 def kl_kinds(cfg: PPOTrainerConfig) -> dict[str, str]:
@@ -103,9 +113,9 @@ def kl_kinds(cfg: PPOTrainerConfig) -> dict[str, str]:
 
 
 def reads_ref_log_prob(cfg: PPOTrainerConfig) -> bool:
-    """Some KL is estimated from sampled tokens, or a recipe has a reference policy for ends of its own."""
+    """Some KL is estimated from sampled tokens, or the reference policy serves another end."""
     kinds = kl_kinds(cfg).values()
-    return not kinds or any(kind != "full" for kind in kinds)
+    return not kinds or learns_from_pairs(cfg) or any(kind != "full" for kind in kinds)
 
 
 def uses_reward_model(cfg: PPOTrainerConfig) -> bool:

@@ -130,6 +130,9 @@ class TrainerConfig(ConfigNode):
     )
     val_before_train: bool = setting(True, "validate before the first step")
     val_only: bool = setting(False, "validate and stop")
+    ref_update_freq: int | None = setting(
+        None, "steps after which the reference policy takes over the actor's weights, again and again; null: never"
+    )
     test_freq: int = setting(-1, "steps between validations; -1: only before training")
     critic_warmup: int = setting(0, "the policy is trained from this step on, the critic from the first")
     default_hdfs_dir: str | None = setting(

@@ -168,6 +168,10 @@ class Engine(ABC):
     def load_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         """Take over weights under Hugging Face names, all or none (reference refresh, averages); rank 0's count."""
 
+    def copy_weights(self, source: Engine) -> None:
+        """Take over the weights of another engine that holds the same model on the same ranks. Collective."""
+        self.load_weights(source.export_weights())
+
     @abstractmethod
     def hf_writer(self, tokenizer: Any = None) -> HFWriter:
         """What writes this model's folder from weights that it is handed: a checkpoint hands it its own copy."""

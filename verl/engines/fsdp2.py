@@ -17,6 +17,7 @@ from verl.distributed import Ranks
 from verl.distributed.cuts import Cut
 from verl.distributed.shards import gather, gather_to_first, scatter
 from verl.engines import sharding
+from verl.engines.base import Engine
 from verl.engines.forward import TokenForward
 from verl.engines.settings import tell_without_effect
 from verl.engines.sharded_engine import ShardedEngine
@@ -150,6 +151,27 @@ class FSDP2Engine(ShardedEngine):
         yield from Resharder(plan, self.ranks.rank, dtype=wire, device=self.device).run(piece)
         self.offload(params=self.idle["params"], optimizer=False)
 
+    def copy_weights(self, source: Engine) -> None:
+        """As `Engine.copy_weights`; piece by piece, with nothing gathered, where both cut their weights alike."""
+        pieces = self._pieces_beside(source)
+        if not all(self.ranks.exchange(pieces is not None)):
+            super().copy_weights(source)
+            return
+        with torch.no_grad():
+            for own, other in pieces or ():
+                own.copy_(other)
+
+    def _pieces_beside(self, source: Engine) -> list[tuple[Tensor, Tensor]] | None:
+        """This rank's piece of each weight with the other engine's; None where the two differ in how they cut one."""
+        if not isinstance(source, FSDP2Engine) or has_adapter(source.blueprint) or has_adapter(self.blueprint):
+            return None
+        own, others = named_tensors(self.model), named_tensors(source.model)
+        if own.keys() != others.keys() or self.cuts != source.cuts:
+            return None
+        if any(_cut_of_piece(own[name]) != _cut_of_piece(others[name]) for name in own):
+            return None
+        return [(_piece(own[name]), _piece(others[name])) for name in own]
+
     def _write(self, values: Mapping[str, Tensor]) -> None:
         for name, target in named_tensors(self.model).items():
             if name in values:
@@ -194,3 +216,14 @@ class FSDP2Engine(ShardedEngine):
 
     def _move_weights(self, to: str) -> None:
         self.model.to(to)
+
+
+def _piece(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _cut_of_piece(tensor: Tensor) -> tuple[Any, ...]:
+    """What two tensors have in common whose pieces on each rank are of the same places."""
+    if isinstance(tensor, DTensor):
+        return tensor.shape, tensor.device_mesh, tensor.placements
+    return (tensor.shape,)

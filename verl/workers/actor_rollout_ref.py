@@ -207,6 +207,22 @@ class ActorRolloutRefWorker(Worker):
         self.hand_over.wait()
         load_part(self.actor, local_path, contents)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_reference(self) -> None:
+        """The reference policy becomes the actor as it is now."""
+        self.hand_over.wait()
+        self.ref.engine.copy_weights(self.actor.engine)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_reference(self, local_path: str) -> dict:
+        """Write the reference policy's weights and its Hugging Face folder into ``local_path``."""
+        return save_part(self.ref, local_path, ("model",), self.tokenizer)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_reference(self, local_path: str) -> None:
+        """Continue with the reference policy that `save_reference` wrote."""
+        load_part(self.ref, local_path, ("model",))
+
     def _hand_over_weights(self, version: int) -> None:
         bucket_bytes = self.config.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
         chunks = chunk_weights(self._counted(self._sent()), bucket_bytes, version=version)

@@ -59,14 +59,14 @@ def prepare(scorer: str = SCORER, rows: Any = 8, **model: Any) -> None:
     Path("scorer.py").write_text(scorer)
 
 
-def train(*changes: str) -> Seen:
-    """Run and return what was seen; ``changes`` are words of the command line."""
+def train(*changes: str, watch: Callback | None = None) -> Seen:
+    """Run and return what was seen; ``changes`` are words of the command line, ``watch`` is one more callback."""
     seen = Seen()
 
     class Runner(TaskRunner):
         def make_trainer(self, config, tokenizer, processor):
             seen.trainer = super().make_trainer(config, tokenizer, processor)
-            seen.trainer.callbacks.append(Keep(seen))
+            seen.trainer.callbacks += [Keep(seen), *([watch] if watch else [])]
             return seen.trainer
 
     named = {word.partition("=")[0] for word in changes}

@@ -1,8 +1,9 @@
 """Policy losses, one file each, and the one place that calls them.
 
 A policy loss is any function ``(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
-rollout_is_weights) -> (loss, metrics)``; a built-in one also takes ``norm``. It is found by name in
-`verl.registry.POLICY_LOSSES`, or by a dotted path in ``actor_rollout_ref.actor.policy_loss.loss_mode``.
+rollout_is_weights) -> (loss, metrics)``; a built-in one also takes ``norm``. One that names ``ref_log_prob`` gets the
+reference's log-probs. It is found by name in `verl.registry.POLICY_LOSSES`, or by a dotted path in
+``actor_rollout_ref.actor.policy_loss.loss_mode``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def call_policy_loss(
     config: Any,
     norm: LossNorm,
     rollout_is_weights: Tensor | None = None,
+    ref_log_prob: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Call a policy loss so that its result is normalised over the mini-batch, whoever wrote it.
 
@@ -41,7 +43,7 @@ def call_policy_loss(
     neither, its result is taken for a mean over the tokens of the micro-batch and weighted by their share.
 
     Args:
-        old_log_prob, log_prob, advantages, response_mask, rollout_is_weights: (b, T).
+        old_log_prob, log_prob, advantages, response_mask, rollout_is_weights, ref_log_prob: (b, T).
 
     Returns:
         The loss, and its metrics without the prefix ``actor/``.
@@ -59,6 +61,8 @@ def call_policy_loss(
         "config": config,
         "rollout_is_weights": weights,
     }
+    if ref_log_prob is not None:
+        inputs["ref_log_prob"] = zero_outside(ref_log_prob, response_mask)
     takes_norm = names_parameter(policy_loss, "norm")
     given = accepted(policy_loss, inputs | {"norm": norm} if takes_norm else inputs)
     with normalised_by(norm) as running:

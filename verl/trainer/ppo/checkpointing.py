@@ -1,4 +1,7 @@
-"""What an RL run saves and continues from: the trained roles, the place in the data, the controller's own state."""
+"""What an RL run saves and continues from: the trained roles, the place in the data, the controller's own state.
+
+A reference policy that moves (``trainer.ref_update_freq``) is saved, too; one that does not is the model at its path.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from verl.trainer import rng
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.stages import PromptSource
 
-SURPLUS = "surplus"
+SURPLUS, REFERENCE = "surplus", "ref"
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class RunCheckpoints:
         self.writer: CheckpointWriter | None = None
         self._boundary: Boundary | None = None
         self._saved: tuple[int, Path] | None = None
+        self._reference_moves = config.trainer.ref_update_freq is not None and REFERENCE in roles
         if trainer.save_freq > 0:
             keep = {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep}
             background = any(self._in_background(name) for name in self._trained())
@@ -114,6 +118,9 @@ class RunCheckpoints:
         if self.writer is None:
             raise CheckpointError("saving is off", key="trainer.save_freq", fix="Set trainer.save_freq.")
         parts: dict[str, Callable[[Path], Any]] = {name: self._role_writer(name) for name in self._trained()}
+        if self._reference_moves:
+            reference = self.roles[REFERENCE].group
+            parts[REFERENCE] = lambda folder: reference.save_reference(str(folder))[0]
         surplus = boundary.surplus
         if surplus is not None:
             parts[SURPLUS] = lambda folder: _save_batch(folder, surplus)
@@ -131,6 +138,9 @@ class RunCheckpoints:
         for name, handle in self.roles.items():
             if handle.kind == "trainable":
                 handle.group.load_checkpoint(str(folder / name), tuple(self._contents(name)["load_contents"]))
+        if REFERENCE in reader.parts and REFERENCE in self.roles:
+            self.roles[REFERENCE].group.load_reference(str(folder / REFERENCE))
+            self._reference_moves = True  # it is not the model at its path any more, whether it goes on moving or not
         state = reader.trainer_state()
         self.source.load_state_dict(state["data"])
         self.ctx.kl_controller.load_state_dict(state["kl"])

@@ -10,7 +10,7 @@ from typing import Any
 from verl.algorithms.calls import names_parameter
 from verl.algorithms.kl import get_kl_controller
 from verl.config import PPOTrainerConfig
-from verl.config.root import reads_ref_log_prob, skips_old_log_prob
+from verl.config.root import learns_from_pairs, reads_ref_log_prob, skips_old_log_prob
 from verl.errors import DataError
 from verl.metrics import MetricSet, Timers, notice
 from verl.protocol import DataProto
@@ -95,6 +95,22 @@ class StepContext:
     @property
     def samples_per_prompt(self) -> int:
         return self.config.actor_rollout_ref.rollout.n
+
+    @property
+    def trained_per_prompt(self) -> int:
+        """Rows of each prompt in an update: all its samples, or its pair."""
+        return 2 if self.learns_from_pairs else self.samples_per_prompt
+
+    @property
+    def learns_from_pairs(self) -> bool:
+        """The actor's loss compares the best and the worst answer to each prompt."""
+        return learns_from_pairs(self.config)
+
+    @property
+    def moves_reference(self) -> bool:
+        """After this step's update the reference policy becomes the actor's (``trainer.ref_update_freq``)."""
+        every = self.config.trainer.ref_update_freq
+        return every is not None and self.step % every == 0
 
     def begin(self, step: int, epoch: int) -> None:
         """Open the notebook of a new step."""

@@ -25,6 +25,7 @@ from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.base import Roles
 from verl.trainer.ppo import correction, group_filter, positive
 from verl.trainer.ppo.context import StepContext
+from verl.trainer.ppo.pairing import pair_up
 from verl.trainer.ppo.roles import RoleHandle
 from verl.trainer.ppo.scoring import score_samples
 
@@ -296,6 +297,15 @@ def compute_advantage(batch: DataProto, estimator: Any, algorithm: Any) -> None:
         batch.tensors[name] = whole
 
 
+def rows_to_train(batch: DataProto, ctx: StepContext) -> DataProto:
+    """The batch as it is, or what a method takes of it by score: PF-PPO's draw, or the pair of each prompt."""
+    if ctx.config.algorithm.use_pf_ppo:
+        return resample(batch, ctx)
+    if ctx.learns_from_pairs:
+        return pair_up(batch, ctx.samples_per_prompt, ctx.metrics)
+    return batch
+
+
 def resample(batch: DataProto, ctx: StepContext) -> DataProto:
     """Policy filtration (PF-PPO, arXiv 2409.06957): rows drawn with replacement, by the run's seed and the step."""
     rule, scores = ctx.config.algorithm.pf_ppo, batch.tensors["token_level_scores"].sum(-1)
@@ -314,9 +324,9 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext) -> None:
     """Every optimizer step of one role on this batch.
 
     Mini-batches are formed here, from the sample order, so their rows do not depend on the number of ranks; inside each
-    one the rows are dealt out so that every rank gets as many tokens.
+    one the rows are dealt out so that every rank gets as many tokens. The rows of a pair are never parted.
     """
-    rows = role.mini_batch_size * ctx.samples_per_prompt
+    rows, together = role.mini_batch_size * ctx.trained_per_prompt, 2 if ctx.learns_from_pairs else 1
     # Where there is one update the loss takes its own log-probs as the old ones: a ratio of exactly 1, to the last bit
     # the same whether or not something else asked for old log-probs.
     unread = {"old_log_probs"} if updates_once(ctx.config) else set()
@@ -325,10 +335,14 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext) -> None:
     if correction.KEPT_MASK in batch.tensors.keys():
         data.tensors["response_mask"] = batch.tensors[correction.KEPT_MASK]
     data.meta_info = {"global_steps": ctx.step}
-    plan = list(mini_batches(len(batch), rows, role.epochs, role.shuffle, role.seed + ctx.step))
+    plan = list(mini_batches(len(batch), rows, role.epochs, role.shuffle, role.seed + ctx.step, together))
     lengths = batch.tensors["attention_mask"].sum(-1).tolist()
     shares = ctx.config.actor_rollout_ref.actor.use_prefix_grouper
-    groups = list(batch.non_tensor_batch["uid"]) if shares and "uid" in batch.non_tensor_batch else None
+    groups: list[Any] | None = None
+    if together > 1:
+        groups = [row // together for row in range(len(batch))]
+    elif shares and "uid" in batch.non_tensor_batch:
+        groups = list(batch.non_tensor_batch["uid"])
     for number, members in enumerate(plan, start=1):
         mini_batch = data.select_idxs(_deal_out(members, lengths, groups, role.num_parts, ctx))
         if "positive" in mini_batch.tensors.keys():
@@ -338,10 +352,16 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext) -> None:
         ctx.metrics.merge({name if "/" in name else f"{role.name}/{name}": m for name, m in metrics.items()})
 
 
+def move_reference(roles: Roles, ctx: StepContext) -> None:
+    """The reference policy takes over the actor's weights, where both are held."""
+    roles["ref"].group.update_reference()
+    ctx.metrics.add("training/ref_updated", 1.0, "last")
+
+
 def _deal_out(
     members: list[int], lengths: list[int], groups: list[Any] | None, num_ranks: int, ctx: StepContext
 ) -> list[int]:
-    """The members in the order in which ranks get them; rows of one prompt stay together where prompts are shared."""
+    """The members in the order in which ranks get them; rows of one group stay together where groups fit the ranks."""
     if not ctx.config.trainer.balance_batch or num_ranks == 1:
         return members
     ids = None if groups is None else [groups[i] for i in members]

@@ -45,7 +45,7 @@ def learn(batch: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
         stages.correct_rollout(batch, ctx)  # rollout_is_weights, rollout_rs_mask
     with ctx.timed("adv"):
         stages.add_advantages(batch, ctx)  # token_level_rewards, advantages, returns
-    rows = stages.resample(batch, ctx) if ctx.config.algorithm.use_pf_ppo else batch  # PF-PPO: drawn by their scores
+    rows = stages.rows_to_train(batch, ctx)  # all; PF-PPO: drawn by their scores; losses on pairs: best and worst
 
     if "critic" in roles:
         with ctx.timed("update_critic"):
@@ -53,4 +53,7 @@ def learn(batch: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
     if ctx.step >= ctx.config.trainer.critic_warmup:
         with ctx.timed("update_actor"):
             stages.train(roles["actor"], rows, ctx)
+    if "ref" in roles and ctx.moves_reference:
+        with ctx.timed("update_ref"):
+            stages.move_reference(roles, ctx)
     return batch
