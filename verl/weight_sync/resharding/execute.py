@@ -1,8 +1,9 @@
 """Carry out a plan: batch by batch, each part from its holder to the rank that lacks it.
 
-A batch never crosses a layer, so a rank holds at most one layer of sampling weights besides its own, plus the parts
-that have to be laid out anew on their way (those cut along another axis than the first). A message costs as much as a
-hundred kilobytes, so the small parts that one rank has for another one in a batch travel as one.
+A batch is a part of one layer, or a few layers that fill half a bucket together, so a rank holds at most one layer of
+sampling weights besides its own, plus the parts that have to be laid out anew on their way (those cut along another
+axis than the first). A message costs as much as a hundred kilobytes, so the small parts that one rank has for another
+one in a batch travel as one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from verl.weight_sync.resharding.routes import Division
 
 BUCKET_BYTES = 256 << 20
 SMALL = 256 << 10
-"""Parts of at most that many bytes travel together, as far as a share of the bucket has room for them."""
+"""Parts of at most that many bytes travel together."""
+ALIGNMENT = 64
 Cut = tuple[slice, ...]
 _Parts = dict[tuple[int, torch.dtype], list[Tensor]]
 
@@ -78,19 +80,26 @@ class Resharder:
         self.dtypes = dict(dtypes or {})
         self.sent_bytes = self.peak_bytes = self._held = 0
         self._jobs: dict[int, _Job] = {}
+        self._known_sizes: dict[int, np.ndarray] = {}
         self._batches: list[Batch] | None = None
+        self._staging = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def batches(self) -> Iterator[Batch]:
-        """The same batches on every rank; a new one starts with each layer, and where the bucket is full."""
+        """The same batches on every rank; a new one starts where the bucket is full.
+
+        Weights of several layers travel together only while they, and what is laid out anew for them, take half a
+        bucket each: then they need no more room than a layer and a bucket.
+        """
         weights: list[tuple[str, Entry]] = []
-        size, number, last = 0, 0, None
+        full, number, last = np.zeros(3), 0, -1
         for layer, name, entry in self.plan.expanded():
-            arriving = int(entry.weight.num_bytes * _most(entry))
-            if weights and (layer != last or size + arriving > self.bucket_bytes):
+            size = self._sizes(entry)
+            shared_room = np.inf if layer == last >= 0 else self.bucket_bytes / 2
+            if weights and (full + size > (self.bucket_bytes, self.bucket_bytes / 2, shared_room)).any():
                 yield Batch(number, weights)
-                weights, size, number = [], 0, number + 1
+                weights, full, number = [], np.zeros(3), number + 1
             weights.append((name, entry))
-            size, last = size + arriving, layer
+            full, last = full + size, layer
         if weights:
             yield Batch(number, weights)
 
@@ -110,9 +119,12 @@ class Resharder:
         """
         if self._batches is None:
             self._batches = list(self.batches())
-        for batch in self._batches:
-            self._held = 0
-            yield from self._exchange(batch, read)
+        try:
+            for batch in self._batches:
+                self._held = 0
+                yield from self._exchange(batch, read)
+        finally:
+            self._staging = self._staging[:0].clone()
 
     def _exchange(self, batch: Batch, read: Callable[[str], Tensor]) -> list[tuple[str, Tensor]]:
         leaving: _Parts = defaultdict(list)
@@ -141,39 +153,44 @@ class Resharder:
 
     def _travel(self, leaving: _Parts, arriving: _Parts) -> None:
         """Send and receive the parts of a batch; both sides list what goes from one to the other in one order."""
-        operations: list[dist.P2POp] = []
-        after: list[tuple[list[Tensor], Tensor]] = []
-        most = self.bucket_bytes // (4 * self.plan.sampling.world)  # with all others, half a bucket both ways
-        for (sender, _), places in arriving.items():  # first, so that nobody waits for room to send to
-            for message in _messages(places, most):
-                taken = message[0]
-                if len(message) > 1 or not taken.is_contiguous():
-                    taken = self._beside(message)
-                    after.append((message, taken))
-                operations.append(dist.P2POp(dist.irecv, taken, group=self.group, group_peer=sender))
-        for (receiver, _), parts in sorted(leaving.items(), key=self._turn):
-            for message in _messages(parts, most):
-                self.sent_bytes += sum(part.nbytes for part in message)
-                sent = message[0]
-                if len(message) > 1 or not sent.is_contiguous():
-                    sent = self._beside(message)
-                    for part, place in _places(message, sent):
-                        place.copy_(part)
-                operations.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=receiver))
+        coming = [(peer, message) for (peer, _), places in arriving.items() for message in _messages(places)]
+        going = [
+            (peer, message)
+            for (peer, _), parts in sorted(leaving.items(), key=self._turn)
+            for message in _messages(parts)
+        ]
+        rooms = self._rooms([message for _, message in (*coming, *going)])
+        # Receiving comes first, so that nobody waits for room to send to.
+        taken = [(dist.irecv, peer, room) for (peer, _), room in zip(coming, rooms)]
+        sent = [(dist.isend, peer, room) for (peer, _), room in zip(going, rooms[len(coming) :])]
+        for (_, message), (_, _, room) in zip(going, sent):
+            self.sent_bytes += room.nbytes
+            for part, place in _places(message, room):
+                place.copy_(part)
+        operations = [dist.P2POp(run, room, group=self.group, group_peer=peer) for run, peer, room in (*taken, *sent)]
         for request in dist.batch_isend_irecv(operations) if operations else ():
             request.wait()
-        for message, taken in after:
-            for place, arrived in _places(message, taken):
+        for (_, message), room in zip(coming, rooms):
+            for place, arrived in _places(message, room):
                 place.copy_(arrived)
 
     def _turn(self, leaving: tuple[tuple[int, torch.dtype], list[Tensor]]) -> int:
         """Each rank begins with its next neighbour, or all would send to rank 0 at once, then to rank 1."""
         return (leaving[0][0] - self.rank) % self.plan.sampling.world
 
-    def _beside(self, message: list[Tensor]) -> Tensor:
-        """Memory in which the parts of a message lie one behind the other."""
-        size = sum(part.numel() for part in message)
-        return self._counted(torch.empty(size, dtype=message[0].dtype, device=message[0].device))
+    def _rooms(self, messages: list[list[Tensor]]) -> list[Tensor]:
+        """Where each message lies in one piece: its only part as it is, or memory that all batches use by turns."""
+        sizes = [0 if _in_one_piece(message) else sum(part.nbytes for part in message) for message in messages]
+        sizes = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+        if sum(sizes) > self._staging.numel():
+            self._staging = self._staging[:0].clone()  # frees the old one first
+            self._staging = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        self.peak_bytes = max(self.peak_bytes, self._held + self._staging.numel())
+        rooms = []
+        for message, memory in zip(messages, self._staging[: sum(sizes)].split(sizes)):
+            size = sum(part.nbytes for part in message)
+            rooms.append(memory[:size].view(message[0].dtype) if len(memory) else message[0])
+        return rooms
 
     def _shard(self, read: Callable[[str], Tensor], name: str, entry: Entry) -> Tensor | None:
         piece = int(entry.source.index[self.rank])
@@ -203,30 +220,44 @@ class Resharder:
             self._jobs[id(entry)] = _job_of(entry, self.rank)
         return self._jobs[id(entry)]
 
+    def _sizes(self, entry: Entry) -> np.ndarray:
+        """Most bytes that any rank receives, lays out anew, and then holds of one of an entry's weights."""
+        if id(entry) not in self._known_sizes:
+            self._known_sizes[id(entry)] = entry.weight.num_bytes * np.array(_shares(entry))
+        return self._known_sizes[id(entry)]
+
+
+def _in_one_piece(message: list[Tensor]) -> bool:
+    return len(message) == 1 and message[0].is_contiguous()
+
 
 def _places(message: list[Tensor], memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each part, and its place in the memory of `Resharder._beside`."""
+    """Each part, and its place in the memory of `Resharder._rooms`; none where it is that memory."""
+    if _in_one_piece(message):
+        return
     for part, place in zip(message, memory.split([part.numel() for part in message])):
         yield part, place.view(part.shape)
 
 
-def _messages(parts: list[Tensor], most: int) -> list[list[Tensor]]:
-    """Small parts of together at most ``most`` bytes as one message, each other part as one of its own."""
-    together: list[Tensor] = []
-    alone: list[list[Tensor]] = []
-    for part in parts:
-        fits = part.nbytes <= SMALL and sum(other.nbytes for other in together) + part.nbytes <= most
-        if fits:
-            together.append(part)
-        else:
-            alone.append([part])
-    return [together, *alone] if together else alone
+def _messages(parts: list[Tensor]) -> list[list[Tensor]]:
+    """Small parts as one message, each other part as one of its own."""
+    small = [part for part in parts if part.nbytes <= SMALL]
+    large = [[part] for part in parts if part.nbytes > SMALL]
+    return [small, *large] if small else large
 
 
-def _most(entry: Entry) -> float:
-    """The largest share of one of its weights that any rank receives."""
-    routes = entry.routes
-    return float(np.bincount(routes.receiver, routes.share, len(routes.kept)).max())
+def _shares(entry: Entry) -> tuple[float, float, float]:
+    """Of one of its weights, the most that any rank receives, lays out anew on the way, and holds in the end."""
+    routes, world = entry.routes, len(entry.routes.kept)
+    crosses = entry.source.axis != entry.target.axis
+    ours, theirs = (entry.target.axis, entry.source.axis) if crosses else (entry.source.axis, entry.target.axis)
+    is_small = routes.share * entry.weight.num_bytes <= SMALL
+    sent, received = (
+        np.bincount(rank, routes.share * (is_small | (axis > 0)), world)
+        for rank, axis in ((routes.sender, ours), (routes.receiver, theirs))
+    )
+    arriving = np.bincount(routes.receiver, routes.share, world)
+    return float(arriving.max()), float((sent + received).max()), float(routes.needed.max())
 
 
 def _job_of(entry: Entry, rank: int) -> _Job:
