@@ -124,6 +124,13 @@ def test_mini_batches_are_consecutive_rows_of_every_epoch():
     assert rows_per_mini_batch(ppo_mini_batch_size=64, samples_per_prompt=8) == 512
 
 
+def test_rows_that_belong_together_are_shuffled_as_one():
+    plan = mini_batches(12, 4, epochs=3, shuffle=True, seed=7, together=2)
+    assert [sorted(row for part in plan[i : i + 3] for row in part) for i in (0, 3, 6)] == [list(range(12))] * 3
+    assert all(first % 2 == 0 and second == first + 1 for part in plan for first, second in zip(part[::2], part[1::2]))
+    assert plan[:3] != plan[3:6] and mini_batches(4, 2, together=2) == [[0, 1], [2, 3]]
+
+
 def test_shuffled_mini_batches_depend_on_seed_and_epoch_only():
     plan = mini_batches(12, 4, epochs=2, shuffle=True, seed=7)
     assert plan == mini_batches(12, 4, epochs=2, shuffle=True, seed=7)

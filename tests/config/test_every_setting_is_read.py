@@ -23,6 +23,7 @@ READ_ELSEWHERE = {
     "actor_rollout_ref.actor.tau_pos",
     "actor_rollout_ref.actor.tau_neg",
     "actor_rollout_ref.actor.sppo_eta",
+    "actor_rollout_ref.actor.dpo_beta",  # tests/recipe/test_spin.py
     "algorithm.gdpo_reward_keys",
     "algorithm.gdpo_reward_weights",
     "algorithm.vapo_length_alpha",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ from tests.support import tiny_model_dir, write_prompts
 from tests.trainer.ppo.small_runs import prepare, train
 from verl.algorithms.aggregation import loss_norm
 from verl.checkpoint.tensors import read_tensors
-from verl.config import load_config
+from verl.config import load_config, record_reads
 from verl.errors import ConfigError
 from verl.metrics import notices, reset_notices
 from verl.trainer.ppo.callbacks import Callback
@@ -140,14 +142,15 @@ def test_a_run_by_the_recipe_raises_the_reward(tmp_path: Path, monkeypatch: pyte
     scorer = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
     share = "    return sum(c.islower() for c in solution_str) / max(len(solution_str), 1)\n"
     Path("scorer.py").write_text(scorer + share)
-    status = main(
-        [
+    settings = [
             "data.train_files=train.jsonl", "data.train_batch_size=8", "data.max_prompt_length=64",
             "data.max_response_length=6", "actor_rollout_ref.model.path=model", f"{A}.ppo_mini_batch_size=4",
             f"{A}.optim.lr=3e-2", "reward.custom_reward_function.path=scorer.py", "trainer.logger=[file]",
             "trainer.resume_mode=disable", "trainer.total_training_steps=12", "trainer.experiment_name=spin",
-        ]
-    )  # fmt: skip
+    ]  # fmt: skip
+    with record_reads() as found:
+        status = main(settings)
+    assert {f"{A}.dpo_beta", FREQ} <= found
     steps = [json.loads(line)["data"] for line in (tmp_path / "logs/verl-spin/spin.jsonl").read_text().splitlines()]
     means = [step["critic/score/mean"] for step in steps]
     assert status == 0 and len(means) == 12
@@ -169,6 +172,7 @@ def words(*changes: str) -> list[str]:
 
 WRONG = {
     f"{R}.n=1": f"{R}.n",
+    f"{R}.n=1 algorithm.adv_estimator=gae {A}.policy_loss.loss_mode=recipe.spin.core.dpo": "the best and the worst",
     f"{R}.n=1 algorithm.adv_estimator=gae": "the best and the worst of several answers",
     f"{R}.do_sample=false": f"{R}.do_sample",
     f"{FREQ}=0": f"{FREQ}: out of range",
@@ -209,3 +213,16 @@ def test_the_command_line_wins_over_the_recipe(capsys: pytest.CaptureFixture[str
     assert not left.value.code
     said = capsys.readouterr().out
     assert "dpo_beta: 0.5" in said and "ref_update_freq: null" in said and "recipe.spin.core:dpo" in said
+
+
+def test_the_script_gives_settings_that_are_accepted_and_those_of_its_command_line_last(project_root, here):
+    words = ["bash", str(project_root / "recipe/spin/run_spin.sh"), "trainer.device=cpu"]
+    shown = subprocess.run(words, env={**os.environ, "SHOW": "1"}, capture_output=True, text=True, check=True).stdout
+    given = shown.splitlines()
+    assert given[-1] == "trainer.device=cpu" and f"{FREQ}=1" in given
+    ours = ["actor_rollout_ref.model.path=model", f"{R}.name=hf", "data.val_files=null", "trainer.n_gpus_per_node=1",
+            "data.train_files=train.parquet"]  # fmt: skip
+    replaced = {word.partition("=")[0] for word in ours}
+    known = [word for word in given if word.partition("=")[0] not in replaced]
+    config = load_config("ppo_trainer", [*SPIN, *known, *ours])
+    assert config.actor_rollout_ref.actor.ppo_mini_batch_size == 64 and config.data.train_batch_size == 1024

@@ -10,6 +10,7 @@ from verl.config.root import (
     ON_VALUES,
     PPOTrainerConfig,
     corrects_rollout,
+    learns_from_pairs,
     skips_old_log_prob,
     uses_critic,
     uses_reference,
@@ -142,13 +143,12 @@ def _skipped_pass(cfg: PPOTrainerConfig) -> None:
     rollout = cfg.actor_rollout_ref.rollout
     names = [n for n in ("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu") if rollout[n] is not None]
     if names and skips_old_log_prob(cfg):
-        notice(
-            f"{_R}.{names[0]}",
-            "has no effect: the bypass mode takes the sampler's log-probs"
-            if cfg.algorithm.rollout_correction.bypass_mode
-            else "has no effect: one mini-batch and one epoch leave old log-probs unused, so that pass is skipped "
-            "(trainer.skip_old_log_prob)",
-        )
+        why = "one mini-batch and one epoch leave old log-probs unused, so that pass is skipped (trainer.skip_old_log_prob)"
+        if cfg.algorithm.rollout_correction.bypass_mode:
+            why = "the bypass mode takes the sampler's log-probs"
+        elif learns_from_pairs(cfg):
+            why = "the loss on pairs reads no old log-probs"
+        notice(f"{_R}.{names[0]}", f"has no effect: {why}")
 
 
 def _estimator(cfg: PPOTrainerConfig) -> None:

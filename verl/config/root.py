@@ -67,7 +67,8 @@ ON_PAIRS = ("recipe.spin.core:dpo",)
 
 def learns_from_pairs(cfg: PPOTrainerConfig) -> bool:
     """Whether the actor learns from the best and the worst answer to each prompt."""
-    return cfg.actor_rollout_ref.actor.policy_loss.loss_mode in ON_PAIRS
+    mode = cfg.actor_rollout_ref.actor.policy_loss.loss_mode
+    return mode in ON_PAIRS or mode in [path.replace(":", ".") for path in ON_PAIRS]  # a path is written either way
 
 
 def corrects_rollout(cfg: PPOTrainerConfig) -> bool:
