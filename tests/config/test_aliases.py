@@ -119,6 +119,9 @@ WORKS = [
     ("reward_model.model.use_remove_padding", "false", f"{RM}.use_remove_padding", False),
     ("reward_model.model.fsdp_config.param_offload", "true", f"{RM}.fsdp_config.param_offload", True),
     ("reward_model.megatron.tensor_model_parallel_size", "2", f"{RM}.megatron.tensor_model_parallel_size", 2),
+    ("actor_rollout_ref.profiler.all_ranks", "true", f"{A}.profiler.all_ranks", True),
+    ("actor_rollout_ref.profiler.ranks", "[0]", f"{REF}.profiler.ranks", [0]),
+    ("trainer.profile_steps", "[1,2]", "global_profiler.steps", [1, 2]),
     ("reward_model.sandbox_fusion.url", "http://s", "reward.sandbox_fusion.url", "http://s"),
     *(
         (f"{role}.{name}", "8", f"{role}.megatron.{name}", 8)
@@ -154,13 +157,15 @@ NOT_BUILT = [
     (f"{R}.skip_dump_dir", "/d", "skip.rollout.dump_dir", "replay of dumped rollouts"),
     (f"{R}.skip.action", "repeat", "skip.rollout.action", "replay of dumped rollouts"),
     ("reward_model.rollout.prompt_length", "64", f"{RM}.rollout.prompt_length", "served reward models"),
-    ("actor_rollout_ref.profiler.discrete", "true", f"{NSYS}.discrete", "profiling"),
-    ("actor_rollout_ref.profiler.all_ranks", "true", f"{A}.profiler.all_ranks", "profiling"),
-    ("actor_rollout_ref.profiler.ranks", "[0]", f"{REF}.profiler.ranks", "profiling"),
-    ("critic.profiler.discrete", "true", "critic.profiler.tool_config.nsys.discrete", "profiling"),
-    ("trainer.profile_steps", "[1,2]", "global_profiler.steps", "profiling"),
-    ("trainer.controller_nsight_options.trace", "cuda", f"{NSYS}.controller_nsight_options", "profiling"),
-    ("trainer.worker_nsight_options.trace", "cuda", f"{NSYS}.worker_nsight_options", "profiling"),
+    ("actor_rollout_ref.profiler.discrete", "true", f"{NSYS}.discrete", "profiling with Nsight Systems"),
+    ("critic.profiler.discrete", "true", "critic.profiler.tool_config.nsys.discrete", "profiling with Nsight Systems"),
+    (
+        "trainer.controller_nsight_options.trace",
+        "cuda",
+        f"{NSYS}.controller_nsight_options",
+        "profiling with Nsight Systems",
+    ),
+    ("trainer.worker_nsight_options.trace", "cuda", f"{NSYS}.worker_nsight_options", "profiling with Nsight Systems"),
     ("data.sampler.class_path", "/s.py", "trainer.v1.sampler.custom_sampler.path", "asynchronous schedules"),
     ("data.sampler.class_name", "S", "trainer.v1.sampler.custom_sampler.name", "asynchronous schedules"),
 ]

@@ -14,6 +14,10 @@ from verl.config import PPOTrainerConfig, SFTTrainerConfig, leaves, load_config,
 from verl.config.megatron import MegatronEngineConfig
 from verl.trainer import main_ppo, sft_trainer
 
+PROFILER_TOOLS = (
+    *(f"torch.schedule.{name}" for name in ("skip_first", "wait", "warmup", "repeat")),
+    "torch_memory.trace_alloc_max_entries",
+)
 READ_ELSEWHERE = {
     # Settings of one policy loss or estimator each: tests/trainer/test_every_algorithm.py runs them all.
     *(f"actor_rollout_ref.actor.policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub")),
@@ -47,6 +51,14 @@ READ_ELSEWHERE = {
     *(f"reward.sandbox_fusion.{name}" for name in ("url", "max_concurrent", "memory_limit_mb", "allow_missing")),
     # Only a transport between processes reads them: tests/rollout/test_place.py.
     *(f"actor_rollout_ref.rollout.checkpoint_engine.{name}" for name in ("engine_kwargs", "custom_backend_module")),
+    # Only a recording with a schedule, or one of a CUDA device's memory: tests/trainer/test_profiling.py.
+    *(
+        f"{role}.profiler.tool_config.{name}"
+        for role in (*(f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref")), "critic")
+        for name in PROFILER_TOOLS
+    ),
+    *(f"profiler.tool_config.{name}" for name in PROFILER_TOOLS),
+    "global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries",
     # Only Megatron-Core's engine reads them: tests/megatron/test_engine.py.
     *(
         f"{role}.megatron.{name}"
@@ -82,6 +94,7 @@ MANAGER = "from verl.rewards.managers.naive import NaiveRewardManager\n\n\nclass
 DATASET = "from verl.data import RLHFDataset\n\n\nclass Mine(RLHFDataset):\n    pass\n"
 SFT_DATASET = "from verl.data import MultiTurnSFTDataset\n\n\nclass Mine(MultiTurnSFTDataset):\n    pass\n"
 
+PROFILED = "{0}.profiler.enable=true {0}.profiler.tool_config.torch.discrete=true"
 COMMON = [
     "data.train_files=train.parquet",
     "data.train_batch_size=2",
@@ -123,6 +136,11 @@ PPO_RUNS = {
         "reward.reward_manager.source=importlib",
         "reward.reward_manager.name=Mine",
         "reward.reward_manager.module.path=manager.py",
+        "global_profiler.tool=torch",
+        "global_profiler.steps=[1]",
+        *PROFILED.format("actor_rollout_ref.actor").split(),
+        *PROFILED.format("actor_rollout_ref.rollout").split(),
+        *PROFILED.format("actor_rollout_ref.ref").split(),
     ],
     "conversations with a tool": [
         "algorithm.adv_estimator=grpo",
@@ -149,6 +167,9 @@ PPO_RUNS = {
         "data.val_files=train.parquet",
         "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
         "actor_rollout_ref.rollout.val_kwargs.temperature=0.5",
+        "global_profiler.tool=torch",
+        "global_profiler.steps=[1]",
+        *PROFILED.format("critic").split(),
     ],
 }
 
@@ -184,7 +205,7 @@ def test_every_accepted_setting_of_an_rl_run_is_read(here):
 
 def test_every_accepted_setting_of_a_supervised_run_is_read(here):
     runs = [
-        ["trainer.total_epochs=1"],
+        ["trainer.total_epochs=1", "trainer.profile_interval=[1,1]", "profiler.enable=true"],
         ["trainer.total_epochs=1", "trainer.resume_mode=auto", "optim.lr_scheduler_type=constant"],
     ]
     reads: set[str] = set()

@@ -12,6 +12,7 @@ from verl.config.model import HFModelConfig
 from verl.config.node import ConfigNode, leaves, record_reads, replace, section, setting, to_dict, unread
 from verl.config.optim import OptimizerConfig
 from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
+from verl.config.profiler import GlobalProfilerConfig, ProfilerConfig
 from verl.config.reward import RewardConfig
 from verl.config.rollout import RolloutConfig, SamplingConfig
 from verl.config.root import ActorRolloutRefConfig, PPOTrainerConfig
@@ -32,11 +33,13 @@ __all__ = [
     "FSDPEngineConfig",
     "FSDPOptimizerConfig",
     "FilterGroupsConfig",
+    "GlobalProfilerConfig",
     "HFModelConfig",
     "KLControlConfig",
     "OptimizerConfig",
     "PPOTrainerConfig",
     "PolicyLossConfig",
+    "ProfilerConfig",
     "RMTrainerConfig",
     "RefConfig",
     "RewardConfig",

@@ -214,6 +214,11 @@ SFT_MOVED: dict[str, Moved] = {
     "ulysses_sequence_parallel_size": _to("engine.ulysses_sequence_parallel_size"),
     "use_remove_padding": _to("model.use_remove_padding"),
     "trainer.checkpoint": _to("checkpoint"),
+    **{
+        f"engine.{name}": _to(f"engine.megatron.{name}")
+        for name in MegatronEngineConfig.__dataclass_fields__
+        if name not in FSDPEngineConfig.__dataclass_fields__
+    },
 }
 SFT_REMOVED: dict[str, str] = {}
 SFT_IGNORED: dict[str, str] = {
@@ -233,11 +238,6 @@ class Aliases:
     ignored: dict[str, str]
 
 
-    **{
-        f"engine.{name}": _to(f"engine.megatron.{name}")
-        for name in MegatronEngineConfig.__dataclass_fields__
-        if name not in FSDPEngineConfig.__dataclass_fields__
-    },
 PPO_ALIASES = Aliases(PPO_MOVED, PPO_REMOVED, PPO_IGNORED)
 SFT_ALIASES = Aliases(SFT_MOVED, SFT_REMOVED, SFT_IGNORED)
 _NOT_TRAINED = "has no effect: batch generation trains nothing"

@@ -47,8 +47,8 @@ def tell(cfg: PPOTrainerConfig) -> None:
 def tell_sft(cfg: SFTTrainerConfig) -> None:
     """Every notice of a supervised configuration."""
     _resume(cfg)
-    if cfg.model.lora.merge:
     validate_megatron.tell_supervised(cfg)
+    if cfg.model.lora.merge:
         notice("model.lora.merge", "has no effect: there is no sampler")
     if not cfg.data.val_files:
         notice("data.val_files", "no validation files are given, so nothing is validated")

@@ -6,13 +6,21 @@ from dataclasses import dataclass
 
 from verl.config.node import ConfigNode, section, setting
 
+TOOLS = ("torch", "torch_memory", "nsys", "npu", "precision_debugger")
+_CONTENTS = ("cpu", "cuda", "memory", "shapes", "stack")
+_AFTER = "commands and files of engines after profiling"
+_MEMORY = "options of torch's history of memory"
+
 
 @dataclass(frozen=True)
 class ProfilerToolNsysConfig(ConfigNode):
     """Nsight Systems."""
 
     discrete: bool | None = setting(
-        None, "one file per task", follows="global_profiler.global_tool_config.nsys.discrete", planned="profiling"
+        None,
+        "one file per task",
+        follows="global_profiler.global_tool_config.nsys.discrete",
+        planned="profiling with Nsight Systems",
     )
 
 
@@ -20,29 +28,33 @@ class ProfilerToolNsysConfig(ConfigNode):
 class ProfilerToolNpuConfig(ConfigNode):
     """The Ascend profiler."""
 
-    contents: list = setting([], "what is recorded: npu, cpu, memory, shapes, module, stack", planned="profiling")
-    level: str = setting("level0", "level_none, level0, level1 or level2", planned="profiling")
-    analysis: bool = setting(True, "evaluate the recording afterwards", planned="profiling")
-    discrete: bool = setting(False, "one file per task", planned="profiling")
+    contents: list = setting(
+        [], "what is recorded: npu, cpu, memory, shapes, module, stack", planned="profiling on Ascend"
+    )
+    level: str = setting("level0", "level_none, level0, level1 or level2", planned="profiling on Ascend")
+    analysis: bool = setting(True, "evaluate the recording afterwards", planned="profiling on Ascend")
+    discrete: bool = setting(False, "one file per task", planned="profiling on Ascend")
 
 
 @dataclass(frozen=True)
 class ProfilerToolTorchScheduleConfig(ConfigNode):
     """Which mini-batches the torch profiler records."""
 
-    skip_first: int = setting(0, "mini-batches to skip", planned="profiling")
-    wait: int = setting(0, "mini-batches to wait", planned="profiling")
-    warmup: int = setting(0, "mini-batches to warm up", planned="profiling")
-    active: int = setting(0, "mini-batches to record; 0: all", planned="profiling")
-    repeat: int = setting(0, "how often this is repeated", planned="profiling")
+    skip_first: int = setting(0, "mini-batches to skip")
+    wait: int = setting(0, "mini-batches to wait")
+    warmup: int = setting(0, "mini-batches to warm up")
+    active: int = setting(0, "mini-batches to record; 0: the whole step, without a schedule")
+    repeat: int = setting(0, "how often this is repeated; 0: to the end of the step")
 
 
 @dataclass(frozen=True)
 class ProfilerToolTorchConfig(ConfigNode):
     """The torch profiler."""
 
-    contents: list = setting([], "what is recorded: cuda, cpu, memory, shapes, stack", planned="profiling")
-    discrete: bool = setting(False, "one file per task", planned="profiling")
+    contents: list = setting(
+        [], "what is recorded: cpu, cuda, memory, shapes, stack; empty: cpu and cuda", choices=_CONTENTS
+    )
+    discrete: bool = setting(False, "a file for every call of a role's method, instead of one for the step")
     schedule: ProfilerToolTorchScheduleConfig = section(ProfilerToolTorchScheduleConfig)
 
 
@@ -54,19 +66,18 @@ class ProfilerToolTorchMemoryConfig(ConfigNode):
         100000,
         "allocations that are remembered",
         follows="global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries",
-        planned="profiling",
     )
     stack_depth: int = setting(
         32,
         "depth of stacks",
         follows="global_profiler.global_tool_config.torch_memory.stack_depth",
-        planned="profiling",
+        planned=_MEMORY,
     )
     memory_snapshot_num_steps: int = setting(
         1,
         "steps per snapshot",
         follows="global_profiler.global_tool_config.torch_memory.memory_snapshot_num_steps",
-        planned="profiling",
+        planned=_MEMORY,
     )
 
 
@@ -78,21 +89,21 @@ class ProfilerToolPrecisionDebuggerConfig(ConfigNode):
         None,
         "JSON file of msprobe",
         follows="global_profiler.global_tool_config.precision_debugger.config_path",
-        planned="profiling",
+        planned="the msprobe precision debugger",
         path=True,
     )
-    steps: list | None = setting(None, "older form of global_profiler.steps", planned="profiling")
+    steps: list | None = setting(None, "older form of global_profiler.steps", planned="the msprobe precision debugger")
     stages: list | None = setting(
         None,
         "stages to look at",
         follows="global_profiler.global_tool_config.precision_debugger.stages",
-        planned="profiling",
+        planned="the msprobe precision debugger",
     )
     strict: bool = setting(
         False,
         "stop on a stage that does not exist",
         follows="global_profiler.global_tool_config.precision_debugger.strict",
-        planned="profiling",
+        planned="the msprobe precision debugger",
     )
 
 
@@ -111,24 +122,22 @@ class ProfilerToolConfigConfig(ConfigNode):
 class ProfilerConfig(ConfigNode):
     """Profiling of one role."""
 
-    tool: str | None = setting(None, "tool of this role", follows="global_profiler.tool", planned="profiling")
-    enable: bool = setting(False, "profile this role", planned="profiling")
-    all_ranks: bool = setting(False, "profile every process", planned="profiling")
-    ranks: list = setting([], "processes to profile", planned="profiling")
-    save_path: str | None = setting(
-        None, "folder of the results", follows="global_profiler.save_path", planned="profiling", path=True
-    )
+    tool: str | None = setting(None, "tool of this role", follows="global_profiler.tool", choices=TOOLS)
+    enable: bool = setting(False, "profile this role")
+    all_ranks: bool = setting(False, "profile every process of this role")
+    ranks: list = setting([], "ranks of the processes to profile; empty: rank 0")
+    save_path: str | None = setting(None, "folder of the results", follows="global_profiler.save_path", path=True)
     relocate_results: bool = setting(
-        False, "move the engines' own files there", follows="global_profiler.relocate_results", planned="profiling"
+        False, "move the engines' own files there", follows="global_profiler.relocate_results", planned=_AFTER
     )
     finish_hook_cmd: str | None = setting(
-        None, "shell command to run at the end", follows="global_profiler.finish_hook_cmd", planned="profiling"
+        None, "shell command to run at the end", follows="global_profiler.finish_hook_cmd", planned=_AFTER
     )
     finish_hook_all_ranks: bool = setting(
-        False, "run it on every process", follows="global_profiler.finish_hook_all_ranks", planned="profiling"
+        False, "run it on every process", follows="global_profiler.finish_hook_all_ranks", planned=_AFTER
     )
     finish_hook_ranks: list = setting(
-        [], "processes that run it", follows="global_profiler.finish_hook_ranks", planned="profiling"
+        [], "processes that run it", follows="global_profiler.finish_hook_ranks", planned=_AFTER
     )
     tool_config: ProfilerToolConfigConfig = section(ProfilerToolConfigConfig)
 
@@ -137,31 +146,33 @@ class ProfilerConfig(ConfigNode):
 class GlobalProfilerGlobalToolNsysConfig(ConfigNode):
     """Nsight Systems."""
 
-    discrete: bool = setting(False, "one file per task", planned="profiling")
-    controller_nsight_options: dict = setting({}, "options of nsys for the controller", planned="profiling")
-    worker_nsight_options: dict = setting({}, "options of nsys for workers", planned="profiling")
+    discrete: bool = setting(False, "one file per task", planned="profiling with Nsight Systems")
+    controller_nsight_options: dict = setting(
+        {}, "options of nsys for the controller", planned="profiling with Nsight Systems"
+    )
+    worker_nsight_options: dict = setting({}, "options of nsys for workers", planned="profiling with Nsight Systems")
 
 
 @dataclass(frozen=True)
 class GlobalProfilerGlobalToolTorchMemoryConfig(ConfigNode):
     """Torch's record of memory."""
 
-    trace_alloc_max_entries: int = setting(100000, "allocations that are remembered", planned="profiling")
-    stack_depth: int = setting(32, "depth of stacks", planned="profiling")
-    memory_snapshot_num_steps: int = setting(1, "steps per snapshot", planned="profiling")
-    context: str = setting("all", "alloc, state or all", planned="profiling")
-    stacks: str = setting("all", "python, cpp or all", planned="profiling")
-    kw_args: dict = setting({}, "further arguments", planned="profiling")
+    trace_alloc_max_entries: int = setting(100000, "allocations that are remembered")
+    stack_depth: int = setting(32, "depth of stacks", planned=_MEMORY)
+    memory_snapshot_num_steps: int = setting(1, "steps per snapshot", planned=_MEMORY)
+    context: str = setting("all", "alloc, state or all", planned=_MEMORY)
+    stacks: str = setting("all", "python, cpp or all", planned=_MEMORY)
+    kw_args: dict = setting({}, "further arguments", planned=_MEMORY)
 
 
 @dataclass(frozen=True)
 class GlobalProfilerGlobalToolPrecisionDebuggerConfig(ConfigNode):
     """The msprobe precision debugger."""
 
-    config_path: str | None = setting(None, "JSON file of msprobe", planned="profiling", path=True)
-    steps: list | None = setting(None, "older form of global_profiler.steps", planned="profiling")
-    stages: list | None = setting(None, "stages to look at", planned="profiling")
-    strict: bool = setting(False, "stop on a stage that does not exist", planned="profiling")
+    config_path: str | None = setting(None, "JSON file of msprobe", planned="the msprobe precision debugger", path=True)
+    steps: list | None = setting(None, "older form of global_profiler.steps", planned="the msprobe precision debugger")
+    stages: list | None = setting(None, "stages to look at", planned="the msprobe precision debugger")
+    strict: bool = setting(False, "stop on a stage that does not exist", planned="the msprobe precision debugger")
 
 
 @dataclass(frozen=True)
@@ -179,14 +190,12 @@ class GlobalProfilerGlobalToolConfigConfig(ConfigNode):
 class GlobalProfilerConfig(ConfigNode):
     """Profiling of the whole run."""
 
-    tool: str | None = setting(
-        None, "nsys, npu, torch, torch_memory or precision_debugger; null: none", planned="profiling"
-    )
-    steps: list | None = setting(None, "steps to profile", planned="profiling")
-    profile_continuous_steps: bool = setting(False, "one recording for steps in a row", planned="profiling")
-    save_path: str = setting("outputs/profile", "folder of the results", planned="profiling", path=True)
-    relocate_results: bool = setting(False, "move the engines' own files there", planned="profiling")
-    finish_hook_cmd: str | None = setting(None, "shell command to run at the end", planned="profiling")
-    finish_hook_all_ranks: bool = setting(False, "run it on every process", planned="profiling")
-    finish_hook_ranks: list = setting([], "processes that run it", planned="profiling")
+    tool: str | None = setting(None, "torch: traces; torch_memory: CUDA's allocations; null: none", choices=TOOLS)
+    steps: list | None = setting(None, "numbers of the steps to profile")
+    profile_continuous_steps: bool = setting(False, "one recording for steps in a row")
+    save_path: str = setting("outputs/profile", "folder of the results", path=True)
+    relocate_results: bool = setting(False, "move the engines' own files there", planned=_AFTER)
+    finish_hook_cmd: str | None = setting(None, "shell command to run at the end", planned=_AFTER)
+    finish_hook_all_ranks: bool = setting(False, "run it on every process", planned=_AFTER)
+    finish_hook_ranks: list = setting([], "processes that run it", planned=_AFTER)
     global_tool_config: GlobalProfilerGlobalToolConfigConfig = section(GlobalProfilerGlobalToolConfigConfig)

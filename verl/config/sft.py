@@ -136,7 +136,7 @@ class SFTRunConfig(ConfigNode):
     n_gpus_per_node: int | None = setting(
         None, "processes per machine, one per GPU; null: what torchrun started", upstream=1, no_effect=_TORCHRUN
     )
-    profile_interval: list = setting([-1, -1], "first and last step to profile", planned="profiling")
+    profile_interval: list = setting([-1, -1], "first and last step to profile; -1: none")
 
 
 @dataclass(frozen=True)
@@ -149,4 +149,4 @@ class SFTTrainerConfig(ConfigNode):
     model: HFModelConfig = section(HFModelConfig)
     engine: SFTEngineConfig = section(SFTEngineConfig)
     optim: OptimizerConfig = section(OptimizerConfig, lr=1e-3)
-    profiler: ProfilerConfig = section(ProfilerConfig)
+    profiler: ProfilerConfig = section(ProfilerConfig, tool="torch")

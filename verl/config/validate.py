@@ -8,7 +8,16 @@ but does nothing is a notice.
 from __future__ import annotations
 
 from verl import registry
-from verl.config import correcting, exact_kl, losses, machine, notices, ranges, validate_megatron
+from verl.config import (
+    correcting,
+    exact_kl,
+    losses,
+    machine,
+    notices,
+    ranges,
+    validate_megatron,
+    validate_profiler,
+)
 from verl.config.checks import Problems, collect, known_name, missing_folder, one_of
 from verl.config.node import unrecorded
 from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
@@ -31,7 +40,7 @@ _ONE_DEVICE = "Leave it out (auto) to train on one device."
 def validate(cfg: PPOTrainerConfig) -> None:
     """All problems of an RL configuration in one `ConfigError`; settings without effect get a notice each."""
     rules = (_names, _kl, machine.trackers, machine.rollout_engine, machine.hardware, machine.files, ranges.numbers, losses.problems, _groups, _values, _batches,
-             _ranks, _tensor_groups, _micro_batches, _sampling, _mirrors, _budgets, reward_model, validate_megatron.problems, correcting.rollout, correcting.groups, _plugins, _resume, _validation)  # fmt: skip
+             _ranks, _tensor_groups, _micro_batches, _sampling, _mirrors, _budgets, reward_model, validate_megatron.problems, validate_profiler.problems, correcting.rollout, correcting.groups, _plugins, _resume, _validation)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
         notices.tell(cfg)
@@ -40,7 +49,7 @@ def validate(cfg: PPOTrainerConfig) -> None:
 def validate_sft(cfg: SFTTrainerConfig) -> None:
     """The same for a supervised run."""
     rules = (machine.trackers, machine.sft_hardware, machine.sft_files, ranges.sft_numbers, _sft_engine, _sft_budget, _two_columns,
-             _custom_dataset, _resume)  # fmt: skip
+             _custom_dataset, validate_profiler.sft_problems, _resume)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
         notices.tell_sft(cfg)
@@ -49,7 +58,7 @@ def validate_sft(cfg: SFTTrainerConfig) -> None:
 def validate_pairs(cfg: DPOTrainerConfig | RMTrainerConfig) -> None:
     """The same for training on pairs of answers."""
     rules = (machine.trackers, machine.sft_hardware, machine.sft_files, ranges.sft_numbers, _sft_engine, _pair_budget,
-             ranges.pair_numbers, _custom_dataset, _resume)  # fmt: skip
+             ranges.pair_numbers, _custom_dataset, validate_profiler.sft_problems, _resume)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
         notices.tell_sft(cfg)

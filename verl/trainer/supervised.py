@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from verl.config import HFModelConfig, SFTTrainerConfig, to_dict
 from verl.data import stateful_loader
 from verl.distributed import Ranks
 from verl.metrics import notice
+from verl.observability.profiler import ProfiledSteps, RoleProfiler
 from verl.observability.tracking import Tracking
 from verl.protocol import DataProto
 from verl.single_controller.spmd import Spmd
@@ -67,6 +69,9 @@ class SupervisedTrainer:
             self.val_loader = stateful_loader(val_dataset, batch_size=rows, shuffle=False, drop_last=False, **common)
         self.total_steps = trainer.total_training_steps or len(self.train_loader) * trainer.total_epochs
         self.part = self._make_part()
+        self.profiler = RoleProfiler("model", config.profiler, self.ctx.ranks.rank)
+        first, last = trainer.profile_interval
+        self.profiled_steps = ProfiledSteps(list(range(first, last + 1)) if first > 0 else None)
         self.step = 0
         self.writer: CheckpointWriter | None = None
 
@@ -92,12 +97,12 @@ class SupervisedTrainer:
         Rows that belong together have one prompt, which is computed once where rows are packed.
         """
         c = self.config
+        named = strategy(c.engine.strategy, self.ctx.world_size)
         return make_engine(
             named,
             model=model,
             **layout(named, model, c.engine, c.engine.megatron, share_prompts=self.together > 1),
             device=devices.resolve_device(c.trainer.device),
-        named = strategy(c.engine.strategy, self.ctx.world_size)
             seed=c.trainer.seed,
             **arguments,
         )
@@ -130,7 +135,8 @@ class SupervisedTrainer:
         while self.step < self.total_steps:
             started = time.perf_counter()
             batch = next(batches)
-            metrics = self._train(batch)
+            with self._profiled(self.step + 1):
+                metrics = self._train(batch)
             self.step += 1
             metrics["train/time(s)"] = time.perf_counter() - started
             last = self.step == self.total_steps
@@ -157,6 +163,19 @@ class SupervisedTrainer:
         metrics = {f"train/{name}": value for name, value in found.items()}
         metrics["train/global_tokens"] = int(batch.tensors["attention_mask"].sum())
         return metrics
+
+    @contextmanager
+    def _profiled(self, step: int) -> Iterator[None]:
+        name = self.profiled_steps.beginning(step)
+        if name is None:
+            yield
+            return
+        self.profiler.begin(name)
+        try:
+            with self.profiler.phase("train"):
+                yield
+        finally:
+            self.profiler.end()
 
     def _share(self, batch: DataProto) -> DataProto:
         return self.ctx.share(batch, balance=self.config.trainer.balance_batch, together=self.together)

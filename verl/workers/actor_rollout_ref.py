@@ -19,6 +19,7 @@ from verl.config import (
     HFModelConfig,
     OptimizerConfig,
     PPOTrainerConfig,
+    ProfilerConfig,
     RefConfig,
     replace,
 )
@@ -34,7 +35,6 @@ from verl.rollout.group import Sharing, Together
 from verl.rollout.place import make_sampler
 from verl.single_controller.base import (
     Dispatch,
-    Worker,
     make_nd_compute_dataproto_dispatch_fn,
     make_nd_compute_metric_dispatch_fn,
     register,
@@ -54,6 +54,7 @@ from verl.workers.part import (
     schedule_steps,
     seat_of,
 )
+from verl.workers.profiling import ProfiledWorker, profiled
 from verl.workers.scoring import early_scorer
 from verl.workers.training import load_part, save_part, saved_records
 
@@ -71,7 +72,7 @@ LOG_PROB_OUTPUTS = {"old_log_probs": "log_probs", "entropys": "entropy", "sum_pi
 """Columns of a batch that `compute_log_prob` makes, and what the engine calls them."""
 
 
-class ActorRolloutRefWorker(Worker):
+class ActorRolloutRefWorker(ProfiledWorker):
     """One worker of the policy.
 
     Args:
@@ -121,7 +122,13 @@ class ActorRolloutRefWorker(Worker):
         if "rollout" in self.plays:
             self._make_rollout(sharing)
 
+    def profiler_configs(self) -> dict[str, ProfilerConfig]:
+        c = self.config
+        sections = {"actor": c.actor.profiler, "rollout": c.rollout.profiler, "ref": c.ref.profiler}
+        return {role: section for role, section in sections.items() if role in self.plays}
+
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
+    @profiled("rollout")
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Run the agent loop of every row: responses, masks and the sampler's own log-probs.
 
@@ -144,6 +151,7 @@ class ActorRolloutRefWorker(Worker):
         return {**meshes_of(self, **parts), **super().meshes()}
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    @profiled("actor")
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """``old_log_probs`` (B, T), and what else of `LOG_PROB_OUTPUTS` ``meta_info["outputs"]`` names."""
         self.hand_over.wait()
@@ -153,12 +161,14 @@ class ActorRolloutRefWorker(Worker):
         return DataProto.from_dict(tensors={name: found[output] for name, output in columns.items()})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
+    @profiled("ref")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """``ref_log_prob`` (B, T) of the reference policy."""
         self.hand_over.wait()  # beside a LoRA actor the reference is the actor's own model
         return DataProto.from_dict(tensors={"ref_log_prob": self.ref.infer(data, ("log_probs",))["log_probs"]})
 
     @register(dispatch_mode=make_nd_compute_metric_dispatch_fn(mesh_name="actor"))
+    @profiled("actor")
     def update_actor(self, data: DataProto) -> MetricSet:
         """One optimizer step per mini-batch of ``data``, which holds ``advantages``."""
         self.hand_over.wait()

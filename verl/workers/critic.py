@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verl.algorithms.losses import PPOValueLoss
-from verl.config import CriticConfig
+from verl.config import CriticConfig, ProfilerConfig
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
 from verl.single_controller.base import (
@@ -23,6 +23,7 @@ from verl.workers.part import (
     schedule_steps,
     seat_of,
 )
+from verl.workers.profiling import profiled
 from verl.workers.training import TrainingWorker
 
 
@@ -70,15 +71,20 @@ class CriticWorker(TrainingWorker):
             mini_batch_rows=max(1, c.ppo_mini_batch_size * c.rollout_n // ranks),
         )
 
+    def profiler_configs(self) -> dict[str, ProfilerConfig]:
+        return {"critic": self.config.profiler}
+
     def meshes(self) -> dict[str, tuple[int, bool]]:
         return {**meshes_of(self, critic=getattr(self, "part", None)), **super().meshes()}
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"))
+    @profiled("critic")
     def compute_values(self, data: DataProto) -> DataProto:
         """``values`` (B, T): V of the state before each response token."""
         return DataProto.from_dict(tensors=self.part.infer(data, ("values",)))
 
     @register(dispatch_mode=make_nd_compute_metric_dispatch_fn(mesh_name="critic"))
+    @profiled("critic")
     def update_critic(self, data: DataProto) -> MetricSet:
         """One optimizer step per mini-batch of ``data``, which holds ``values`` and ``returns``."""
         return self.part.train(data)

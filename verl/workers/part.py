@@ -22,6 +22,7 @@ from verl.engines.base import Engine, Seat
 from verl.engines.settings import PassSettings
 from verl.errors import ConfigError, ModelError, WorkerError
 from verl.metrics import Metric, MetricSet
+from verl.observability.profiler import mini_batch_done
 from verl.protocol import DataProto
 from verl.registry import ENGINES
 from verl.single_controller.base.worker import Worker, WorkerInfo
@@ -129,6 +130,7 @@ class ModelPart:
             metrics.merge(per_step(found))
             lengths = part.tensors["attention_mask"].sum(-1).tolist()
             metrics.add("tflop", self.engine.train_flops(lengths) / 1e12, "sum")
+            mini_batch_done()
         if not batch.meta_info.get("more_updates", False):
             self.engine.step_scheduler()
         return metrics

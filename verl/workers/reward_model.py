@@ -15,15 +15,16 @@ from verl.data.rewriting import Rewriter, speaks_alike
 from verl.errors import ModelError
 from verl.metrics import notice
 from verl.protocol import DataProto
-from verl.single_controller.base import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.workers.part import Limits, ModelPart, Site, layout, local_model, make_engine, meshes_of
+from verl.workers.profiling import ProfiledWorker
 
 MODEL_KEY = "reward.reward_model.model_path"
 TRUNCATED = "rm_truncated"
 """Column (B,) bool of a rewritten batch: the beginning of the conversation was cut off."""
 
 
-class RewardModelWorker(Worker):
+class RewardModelWorker(ProfiledWorker):
     """Scores responses with a scalar head on a language-model trunk.
 
     Args:

@@ -12,11 +12,12 @@ from verl.algorithms.losses import LossFn
 from verl.checkpoint import EngineState, FileRecord, read_part, write_part
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
-from verl.single_controller.base import Dispatch, Worker, register
+from verl.single_controller.base import Dispatch, register
 from verl.workers.part import ModelPart
+from verl.workers.profiling import ProfiledWorker
 
 
-class TrainingWorker(Worker):
+class TrainingWorker(ProfiledWorker):
     """One model that infers, trains, saves and loads; subclasses build ``self.part`` in `init_model`."""
 
     part: ModelPart

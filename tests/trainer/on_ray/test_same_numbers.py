@@ -37,8 +37,11 @@ def test_ray_with_one_worker_gives_the_bits_of_this_process(train: Callable[...,
 
 @pytest.fixture(scope="module")
 def two(train: Callable[..., Run]) -> Run:
-    """Two steps on two workers."""
-    return train("two", 2, "trainer.n_gpus_per_node=2")
+    """Two steps on two workers, the second of which records what it computes in the second."""
+    profiled = ["enable=true", "ranks=[1]", "tool_config.torch.discrete=true"]
+    told = ["global_profiler.tool=torch", "global_profiler.steps=[2]", "global_profiler.save_path=two/profile"]
+    switches = [f"actor_rollout_ref.actor.profiler.{name}" for name in profiled]
+    return train("two", 2, "trainer.n_gpus_per_node=2", *told, *switches)
 
 
 def test_two_workers_give_the_samples_the_losses_and_the_gradients_of_one(two: Run, alone: Run):
@@ -46,6 +49,12 @@ def test_two_workers_give_the_samples_the_losses_and_the_gradients_of_one(two: R
         [s["output"] for s in step] for step in alone.samples[:2]
     ]
     agree(two, alone, steps=slice(0, 2))
+
+
+def test_a_worker_of_two_records_the_step_it_is_asked_to(two: Run):
+    found = sorted(path.name for path in (two.folder / "profile" / "step_2").iterdir())
+    assert found[0] == "actor_compute_log_prob_0_rank1.json.gz" and len(found) > 1
+    assert all(name.startswith("actor_update_actor_") and name.endswith("_rank1.json.gz") for name in found[1:])
 
 
 def test_workers_that_hold_the_sampler_together_sample_and_learn_as_one_process_does(

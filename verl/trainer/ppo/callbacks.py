@@ -5,10 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from verl.config import GlobalProfilerConfig, PPOTrainerConfig
 from verl.metrics import notice
+from verl.observability.profiler import ProfiledSteps
 from verl.observability.samples import dump_generations
 from verl.observability.tracker import Sample
 from verl.protocol import DataProto
+from verl.trainer.ppo.roles import distinct_groups
 from verl.trainer.signals import StepDropped
 
 if TYPE_CHECKING:
@@ -20,6 +23,9 @@ class Callback:
 
     def on_fit_begin(self, trainer: RayPPOTrainer) -> None:
         """Before the first step."""
+
+    def on_step_begin(self, trainer: RayPPOTrainer) -> None:
+        """Before prompts are taken; ``trainer.ctx.step`` is the step's number."""
 
     def on_step_end(self, trainer: RayPPOTrainer, batch: DataProto) -> None:
         """After the update; the sampler still has the old weights until all callbacks before `Publish` ran."""
@@ -93,12 +99,41 @@ class Validate(Callback):
                 ctx.metrics.add(name, value, "last")
 
 
-def default_callbacks(publish_first: bool = False) -> list[Callback]:
+class Profile(Callback):
+    """``global_profiler.steps``: what workers compute from before sampling to after the update is recorded."""
+
+    def __init__(self, config: GlobalProfilerConfig):
+        self.steps = ProfiledSteps(config.steps, config.profile_continuous_steps)
+        self.runs = False
+
+    def on_step_begin(self, trainer: RayPPOTrainer) -> None:
+        name = self.steps.beginning(trainer.ctx.step)
+        if name is not None:
+            self.runs = True
+            with trainer.ctx.timed("start_profile"):
+                for group in distinct_groups(trainer.roles):
+                    group.start_profile(name)
+
+    def on_step_end(self, trainer: RayPPOTrainer, batch: DataProto) -> None:
+        if self.steps.is_end(trainer.ctx.step):
+            with trainer.ctx.timed("stop_profile"):
+                self._stop(trainer)
+
+    def on_fit_end(self, trainer: RayPPOTrainer) -> None:
+        if self.runs:  # the run ended amid steps that share a recording
+            self._stop(trainer)
+
+    def _stop(self, trainer: RayPPOTrainer) -> None:
+        self.runs = False
+        for group in distinct_groups(trainer.roles):
+            group.stop_profile()
+
+
+def default_callbacks(config: PPOTrainerConfig) -> list[Callback]:
     """In upstream's order of a step: dump, save, publish, validate.
 
-    Args:
-        publish_first: weights that are handed over in the background set out before anything is written.
+    Weights that are handed over in the background set out before anything is written.
     """
-    if publish_first:
-        return [Publish(), DumpRollouts(), ShowSamples(), SaveCheckpoint(), Validate()]
-    return [DumpRollouts(), ShowSamples(), SaveCheckpoint(), Publish(), Validate()]
+    rest: list[Callback] = [DumpRollouts(), ShowSamples(), SaveCheckpoint()]
+    rest.insert(0 if config.trainer.async_weight_update else len(rest), Publish())
+    return [Profile(config.global_profiler), *rest, Validate()]

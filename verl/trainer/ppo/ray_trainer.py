@@ -73,7 +73,7 @@ class RayPPOTrainer:
         self.config, self.tokenizer, self.processor = config, tokenizer, processor
         self.role_worker_mapping, self.resource_pool_manager = role_worker_mapping, resource_pool_manager
         self.worker_group_cls, self.device_name = ray_worker_group_cls, device_name
-        self.callbacks: list[Callback] = default_callbacks(config.trainer.async_weight_update)
+        self.callbacks: list[Callback] = default_callbacks(config)
         self.schedule = SCHEDULES.get("sync")()
         self.tracking: Tracking | None = None
         self._make_data(train_dataset, val_dataset, collate_fn or default_collate, train_sampler)
@@ -208,6 +208,7 @@ class RayPPOTrainer:
             ctx = self.ctx
             ctx.begin(step, (step - 1) // self.steps_per_epoch)
             with ctx.timed("step"):
+                self._notify("on_step_begin")
                 batch = self.schedule.step(self.source, self.roles, ctx)
                 self._notify("on_step_end", batch)
             self.log(self._step_metrics(batch), step)
