@@ -28,20 +28,43 @@ def row_blocks(like: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + size, rows))
 
 
+class Scratch:
+    """Tensors of one block's shape that every block gets again, so that intermediate results stay in the cache.
+
+    Fresh memory for each of them would come out of the cache less often, and from the system where it is large.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        self.dtype, self.device = dtype, device
+        self._tensors, self._taken, self._shape = list[Tensor](), 0, (0, 0)
+
+    def begin(self, rows: int, width: int) -> None:
+        """A block of this shape, at most as large as the first one, starts: all tensors are free again."""
+        self._taken, self._shape = 0, (rows, width)
+
+    def take(self) -> Tensor:
+        """(rows, width), uninitialised."""
+        if self._taken == len(self._tensors):
+            self._tensors.append(torch.empty(self._shape, dtype=self.dtype, device=self.device))
+        self._taken += 1
+        return self._tensors[self._taken - 1][: self._shape[0]]
+
+
 def float_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask of 0 and 1 as numbers that can be multiplied."""
     return mask.to(dtype)
 
 
-def cleaned(values: Tensor, mask: Tensor) -> Tensor:
+def cleaned(values: Tensor, mask: Tensor, out: Tensor | None = None) -> Tensor:
     """``values`` where the mask is 1, else 0, whatever stands there; as `zero_outside`, and faster on a CPU.
 
     Args:
-        mask: from `float_mask`, of the dtype of ``values``.
+        mask: 0 or 1, of the dtype of ``values``.
+        out: memory that may be used for the result.
     """
     if values.device.type != "cpu":
         return zero_outside(values, mask)
-    product = values * mask
+    product = torch.mul(values, mask, out=out)
     if math.isfinite(product.sum().item()):
         return product
     return zero_outside(values, mask)  # NaN times 0 is NaN: some padding, or a valid value, is not finite

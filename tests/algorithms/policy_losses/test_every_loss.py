@@ -101,8 +101,8 @@ def test_float32_stays_within_1e_5_of_float64(name):
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=8, deadline=None)
-@given(seeds, st.integers(1, 7), st.integers(0, 3))
-def test_neither_row_order_nor_padding_nor_blocks_show(name, seed, rows, padding):
+@given(seeds, st.integers(1, 7), st.integers(0, 3), st.sampled_from([1, 16]))
+def test_neither_row_order_nor_padding_nor_blocks_show(name, seed, rows, padding, block_elements):
     batch = batch_of(seed, rows, 5)
     assume(not at_a_tie(name, batch))
     loss, metrics = evaluate(name, batch)
@@ -113,7 +113,7 @@ def test_neither_row_order_nor_padding_nor_blocks_show(name, seed, rows, padding
         for key, x in batch.items()
     }
     moved["log_prob"].requires_grad_()
-    size, blocks.BLOCK_ELEMENTS = blocks.BLOCK_ELEMENTS, 1  # every row is a block of its own
+    size, blocks.BLOCK_ELEMENTS = blocks.BLOCK_ELEMENTS, block_elements  # blocks of one row; of 2 or 3, the last less
     try:
         other, other_metrics = evaluate(name, moved, norm=loss_norm(batch["response_mask"]))
     finally:

@@ -73,6 +73,22 @@ def test_clip_cov():
     check(run(clip_cov), 0.604, [[-0.2, 0, -0.1], [0, 1, 0]])  # the defaults find no candidate here
 
 
+@pytest.mark.parametrize("num_candidates", [4, 2048])  # few: all tokens are looked at; many: some at random suffice
+def test_clip_cov_leaves_out_the_wanted_number_of_candidates(num_candidates):
+    side = torch.zeros(64 * 64)  # +1 and -1 on candidates, with C = 1; 0 on the others, with C = 0
+    side[:num_candidates] = torch.tensor([1.0, -1.0]).repeat(num_candidates // 2)
+    side = side[torch.randperm(len(side), generator=torch.Generator().manual_seed(1))].view(64, 64)
+    mask = torch.ones(64, 64)
+    mask.view(-1)[side.flatten().nonzero()[0]] = 0  # a candidate outside the mask is none
+    log_prob = (side - 2).requires_grad_()
+    settings = policy_loss_config(clip_cov_ratio=0.0012, clip_cov_lb=0.5, clip_cov_ub=2.0)  # 4 of 4095 tokens
+    loss, metrics = clip_cov(log_prob.detach(), log_prob, side, mask, config=actor_config(policy_loss=settings))
+    loss.backward()
+    left_out = (log_prob.grad == 0) & (side != 0) & (mask > 0)
+    assert left_out.sum() == min(4, num_candidates - 1)
+    assert metrics["pg_clipfrac"].value == pytest.approx(left_out.sum().item() / 4095)
+
+
 def test_the_covariances():
     batch = loss_batch()
     inputs = kernel.Inputs(

@@ -23,6 +23,6 @@ def cispo(block: Block, config: Any) -> Terms:
     Settings: clip_ratio_low (the paper has no lower clip: 1 or more) and clip_ratio_high, both offsets from 1.
     """
     clip, ratio = Clip.of(config), block.into_ratio()
-    weight = ratio.clamp(1 - clip.low, 1 + clip.high)
+    weight = torch.clamp(ratio, 1 - clip.low, 1 + clip.high, out=block.spare())
     num_clipped = torch.ne(weight, ratio, out=ratio).sum()
     return Terms(None, weight.mul_(block.advantages).neg_(), {"pg_clipfrac": num_clipped})

@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.blocks import comparable, positions, row_blocks
+from verl.algorithms.blocks import Scratch, comparable, positions, row_blocks
 from verl.algorithms.policy_losses.clip import Clip
 from verl.algorithms.policy_losses.kernel import Block, Changes, Inputs, Means, Terms, exp_, policy_loss
+
+DRAWS = 64
+"""How many tokens clip_cov looks at for each that it wants, before it looks at all of them."""
 
 
 def num_picked(ratio: float, num_valid: int) -> int:
@@ -23,39 +26,59 @@ def num_picked(ratio: float, num_valid: int) -> int:
 
 
 def covariances(inputs: Inputs, means: Means) -> Iterator[tuple[int, Tensor]]:
-    """C of every token, block by block, with the position of the block's first; outside the mask it is meaningless."""
-    width = inputs.log_prob.shape[1]
+    """C of every token, block by block, with the position of the block's first; outside the mask it is meaningless.
+
+    The next block gets the memory of this one.
+    """
+    width, scratch = inputs.log_prob.shape[1], Scratch(inputs.dtype, inputs.log_prob.device)
     for rows in row_blocks(inputs.log_prob):
-        centred = inputs.log_prob[rows].to(inputs.dtype) - means.log_prob
-        yield rows.start * width, centred.mul_(inputs.advantages[rows].to(inputs.dtype) - means.advantage)
+        scratch.begin(rows.stop - rows.start, width)
+        log_prob = torch.sub(inputs.log_prob[rows].to(inputs.dtype), means.log_prob, out=scratch.take())
+        advantage = torch.sub(inputs.advantages[rows].to(inputs.dtype), means.advantage, out=scratch.take())
+        yield rows.start * width, advantage.mul_(log_prob)
 
 
 def leave_out(inputs: Inputs, means: Means, config: Any) -> Changes:
     """A random share of the tokens with lb < C < ub that the clip leaves alone costs nothing.
 
-    They are drawn without replacement from torch's generator, whose state a checkpoint holds.
+    They are drawn without replacement from torch's generator, whose state a checkpoint holds: among some random tokens
+    if these hold enough of them, else among all.
     """
     settings, clip = config and config.policy_loss, Clip.of(config)
     share, lb, ub = (
         (settings.clip_cov_ratio, settings.clip_cov_lb, settings.clip_cov_ub) if settings else (2e-4, 1.0, 5.0)
     )
-    parts = list[tuple[Tensor, Tensor]]()
-    for first, covariance in covariances(inputs, means):
-        cov = comparable(covariance)
-        where = positions((cov > lb) & (cov < ub)) + first
-        where = where[inputs.response_mask.take(where) > 0]
-        log_ratio, advantages = inputs.at(where)
-        plain, clipped = _surrogates(exp_(log_ratio), advantages.neg_(), clip)
-        parts.append((where[plain >= clipped], plain[plain >= clipped]))
-    where, loss = (torch.cat(tensors) for tensors in zip(*parts))
-    picked = torch.randperm(len(where))[: num_picked(share, means.num_tokens)].to(where.device)
+    wanted, num_tokens = num_picked(share, means.num_tokens), inputs.log_prob.numel()
+    drawn = torch.randint(num_tokens, (min(wanted * DRAWS, num_tokens),)).unique().to(inputs.log_prob.device)
+    where, loss = _left_alone(drawn, inputs, means, (lb, ub), clip)
+    if len(where) < wanted:
+        parts = list[tuple[Tensor, Tensor]]()
+        for first, covariance in covariances(inputs, means):
+            cov = comparable(covariance)
+            found = positions((cov > lb) & (cov < ub)) + first
+            parts.append(_left_alone(found, inputs, means, (lb, ub), clip))
+        where, loss = (torch.cat(tensors) for tensors in zip(*parts))
+    picked = torch.randperm(len(where))[:wanted].to(where.device)
     without = -loss[picked]  # where the clip leaves a token alone its slope is its loss
     return Changes(where[picked], without, without, {"pg_clipfrac": float(len(picked))})
 
 
-def _surrogates(ratio: Tensor, cost: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
-    """Cost times ratio, in the ratio's memory, and cost times clipped ratio."""
-    clipped = ratio.clamp(1 - clip.low, 1 + clip.high).mul_(cost)
+def _left_alone(
+    where: Tensor, inputs: Inputs, means: Means, bounds: tuple[float, float], clip: Clip
+) -> tuple[Tensor, Tensor]:
+    """Those of some positions that are valid, of C inside the bounds and left alone by the clip, and their loss."""
+    where = where[inputs.response_mask.take(where) > 0]
+    centred = inputs.log_prob.take(where).to(inputs.dtype) - means.log_prob
+    cov = centred.mul_(inputs.advantages.take(where).to(inputs.dtype) - means.advantage)
+    where = where[(cov > bounds[0]) & (cov < bounds[1])]
+    log_ratio, advantages = inputs.at(where)
+    plain, clipped = _surrogates(exp_(log_ratio), advantages.neg_(), clip)
+    return where[plain >= clipped], plain[plain >= clipped]
+
+
+def _surrogates(ratio: Tensor, cost: Tensor, clip: Clip, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Cost times ratio, in the ratio's memory, and cost times clipped ratio, in that of ``out``."""
+    clipped = torch.clamp(ratio, 1 - clip.low, 1 + clip.high, out=out).mul_(cost)
     return ratio.mul_(cost), clipped
 
 
@@ -73,7 +96,7 @@ def clip_cov(block: Block, config: Any) -> Terms:
     clip_ratio_high.
     """
     cost = block.advantages.neg_()
-    plain, clipped = _surrogates(block.into_ratio(), cost, Clip.of(config))
+    plain, clipped = _surrogates(block.into_ratio(), cost, Clip.of(config), block.spare())
     is_plain = torch.ge(plain, clipped, out=cost)
     return Terms(torch.maximum(plain, clipped, out=clipped), plain.mul_(is_plain))
 

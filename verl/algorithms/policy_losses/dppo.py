@@ -21,6 +21,7 @@ from verl.algorithms.policy_losses.clip import Clip
 from verl.algorithms.policy_losses.kernel import Block, Terms, exp, policy_loss
 
 EPSILON = 1e-8
+ONE = torch.ones(())
 
 
 @policy_loss()
@@ -36,16 +37,17 @@ def dppo_kl(block: Block, config: Any) -> Terms:
     """Binary KL: S = D with the sign of p - q, D = q log(q / p) + (1 - q) log((1 - q + 1e-8) / (1 - p + 1e-8))."""
     ratio = block.ratio()
     new, old = _probabilities(block, ratio)
-    rest = 1.0 - old
-    others = log_((rest + EPSILON).div_(new.neg_().add_(1.0 + EPSILON))).mul_(rest)
+    rest = torch.add(ONE, old, alpha=-1.0, out=block.spare())
+    others = torch.add(rest, EPSILON, out=block.spare()).div_(new.neg_().add_(1.0 + EPSILON))
+    others = log_(others).mul_(rest)
     divergence = others.addcmul_(old, block.log_ratio, value=-1.0)
     return _terms(block, Clip.of(config), ratio, torch.copysign(divergence, block.log_ratio, out=rest))
 
 
 def _probabilities(block: Block, ratio: Tensor) -> tuple[Tensor, Tensor]:
     """p and q; where a log-ratio was bounded, p / r is not q."""
-    new = exp(block.uncleaned[0])
-    return new, exp(block.old_log_prob) if block.bounded else new / ratio
+    new, old = exp(block.uncleaned[0], block.spare()), block.spare()
+    return new, exp(block.old_log_prob, old) if block.bounded else torch.div(new, ratio, out=old)
 
 
 def _terms(block: Block, clip: Clip, ratio: Tensor, moved: Tensor) -> Terms:

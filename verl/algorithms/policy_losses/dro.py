@@ -20,7 +20,8 @@ def dro(block: Block, config: Any) -> Terms:
         dx / dlog_prob = -(A - beta d)
     """
     beta = dro_beta(config)
-    loss = torch.addcmul(block.log_ratio.square().mul_(beta / 2), block.advantages, block.log_prob, value=-1.0)
+    loss = torch.square(block.log_ratio, out=block.spare()).mul_(beta / 2)
+    loss.addcmul_(block.advantages, block.log_prob, value=-1.0)
     return Terms(loss, block.log_ratio.mul_(beta).sub_(block.advantages))
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.blocks import comparable, positions
 from verl.algorithms.policy_losses.clip import Clip
 from verl.algorithms.policy_losses.kernel import Block, Terms, policy_loss
 
@@ -28,20 +27,18 @@ def geo_mean(block: Block, config: Any) -> Terms:
     Importance weights multiply a row by their geometric mean.
     """
     clip, d, advantages = Clip.of(config), block.log_ratio, block.advantages
-    # Few tokens stand outside the bounds, so these are looked at one by one.
-    beyond = d - d.clamp(-clip.low, clip.high)
-    where = positions(comparable(beyond) != 0)
-    sign, excess = advantages.take(where).sign(), beyond.take(where)
-    held = sign * excess > 0
-    stops, excess = where[held], excess[held]
-    moves = torch.ne(advantages, 0.0, out=beyond)
-    kept = d.put_(stops, -excess, accumulate=True)
-    row = -_row_mean(advantages, block) * (torch.linalg.vecdot(kept, moves)[:, None] / block.lengths).exp()
-    moves.put_(stops, torch.zeros_like(excess))
+    sign = torch.sign(advantages, out=block.spare())
+    bounded = torch.clamp(d, -clip.low, clip.high, out=block.spare())
+    outside = torch.ne(d, bounded, out=block.spare()).mul_(sign)
+    more, all_outside = outside.sum(), torch.dot(outside.flatten(), sign.flatten())
+    sums = {"pg_clipfrac": (all_outside + more) / 2, "pg_clipfrac_lower": (all_outside - more) / 2}
+    d, bounded = d.mul_(sign), bounded.mul_(sign)
+    kept = torch.minimum(d, bounded, out=outside)  # k times the sign of A
+    row = -_row_mean(advantages, block) * (torch.linalg.vecdot(kept, sign)[:, None] / block.lengths).exp()
     if block.weights is not None:
         row = row * _row_mean((block.weights + EPSILON).log_().mul_(block.mask), block).exp()
-    sums = {"pg_clipfrac": (sign > 0).sum(), "pg_clipfrac_lower": (sign < 0).sum()}
-    return Terms(row, moves.mul_(row / block.lengths), sums)
+    stays = torch.gt(d, bounded, out=kept).addcmul_(sign, sign, value=-1.0)  # -1 where a token moves its row, else 0
+    return Terms(row, stays.mul_(-row / block.lengths), sums)
 
 
 def _row_mean(values: Tensor, block: Block) -> Tensor:

@@ -30,7 +30,7 @@ def gspo(block: Block, config: Any) -> Terms:
     ratio = log_sequence.clamp(max=LOG_SEQUENCE_RATIO_BOUND).exp()
     clipped = torch.mul(cost, ratio.clamp(1 - clip.low, 1 + clip.high), out=block.log_ratio)
     plain = cost.mul_(ratio)
-    is_plain = torch.ge(plain, clipped, out=torch.empty_like(plain))
+    is_plain = torch.ge(plain, clipped, out=block.spare())
     loss = torch.maximum(plain, clipped, out=clipped)
     sums = {"pg_clipfrac": plain.numel() - is_plain.sum()}
     bounded = (log_sequence < LOG_SEQUENCE_RATIO_BOUND).to(plain.dtype)

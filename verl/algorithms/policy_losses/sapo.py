@@ -22,9 +22,11 @@ def sapo(block: Block, config: Any) -> Terms:
     Settings: actor.tau_pos, actor.tau_neg.
     """
     positive, negative = (1.0, 1.05) if config is None else (float(config.tau_pos), float(config.tau_neg))
-    tau = block.advantages.sign().mul_((positive - negative) / 2).add_((positive + negative) / 2)
+    tau = (
+        torch.sign(block.advantages, out=block.spare()).mul_((positive - negative) / 2).add_((positive + negative) / 2)
+    )
     ratio = block.into_ratio()
-    gate = (ratio - 1.0).mul_(tau).sigmoid_()
+    gate = torch.sub(ratio, 1.0, out=block.spare()).mul_(tau).sigmoid_()
     loss = block.advantages.mul_(-4.0).mul_(gate)
     slope = torch.addcmul(loss, loss, gate, value=-1.0, out=gate).mul_(ratio)
     return Terms(loss.div_(tau), slope)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.policy_losses.clip import Clip
-from verl.algorithms.policy_losses.kernel import Block, Terms, count_above, policy_loss
+from verl.algorithms.policy_losses.kernel import Block, Terms, policy_loss
 
 
 @policy_loss()
@@ -26,14 +26,14 @@ def vanilla(block: Block, config: Any) -> Terms:
     Settings: clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c.
     """
     clip, cost, ratio = Clip.of(config), block.advantages.neg_(), block.into_ratio()
-    clipped = ratio.clamp(1 - clip.low, 1 + clip.high).mul_(cost)
+    clipped = torch.clamp(ratio, 1 - clip.low, 1 + clip.high, out=block.spare()).mul_(cost)
     plain = ratio.mul_(cost)
-    is_plain = torch.ge(plain, clipped, out=torch.empty_like(plain))
+    is_plain = torch.ge(plain, clipped, out=block.spare())
     loss = torch.maximum(plain, clipped, out=clipped)
     sums: dict[str, Tensor | float] = {"pg_clipfrac": plain.numel() - is_plain.sum(), "pg_clipfrac_lower": 0.0}
     if block.highest > math.log(clip.c):  # rare, so it is looked for before it is computed
         bound = cost.abs_().mul_(clip.c)  # never binds where A > 0, since the loss is negative there
-        sums["pg_clipfrac_lower"] = count_above(loss, bound)
+        sums["pg_clipfrac_lower"] = torch.gt(loss, bound, out=block.spare()).sum()
         loss = torch.minimum(loss, bound, out=bound)
         is_plain = torch.eq(loss, plain, out=is_plain)
     return Terms(loss, plain.mul_(is_plain), sums)
