@@ -122,7 +122,7 @@ def spread(advantage: Tensor, response_mask: Tensor, dtype: torch.dtype) -> Tens
     advantages = torch.empty(response_mask.shape, dtype=wide, device=response_mask.device)
     column = advantage[:, None].to(wide)
     for rows in row_blocks(advantages):
-        torch.mul(response_mask[rows], column[rows], out=advantages[rows])
+        advantages[rows].copy_(response_mask[rows]).mul_(column[rows])
     return advantages
 
 
