@@ -1,9 +1,9 @@
 """Weight synchronisation: how near to a plain copy whole weights come, and how few bytes differences take.
 
-Whole weights (bf16) into a sampler's own tensors: in one process, over shared memory to another process, over gloo to
-another process, over disk; each beside a copy of the same bytes into reused memory, interleaved in one run. Differences
-are taken after true AdamW steps at learning rate 1e-6 on float32 master weights, and are applied and compared bit by
-bit.
+Whole weights (bf16) into a sampler's own tensors: in one process, and to another process over shared memory, over gloo
+and over disk; each beside a copy of the same bytes into reused memory, interleaved in one run. A hand-over ends when
+the receiver has everything where it keeps it. Differences are taken after true AdamW steps at learning rate 1e-6 on
+float32 master weights, and are applied and compared bit by bit.
 
     python benchmarks/bench_weight_sync.py [--parameters 50] [--rounds 5] [--steps 3]
 """
@@ -69,6 +69,7 @@ def _keep(name: str, target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _receiver(kind: str, address: object, plan: Plan, rounds: int, ready: object) -> None:
+    """A sampler's process; ``ready`` is released when it can receive, and after each hand-over."""
     torch.set_num_threads(1)
     inventory = WeightInventory(plan.weights(fill=False), _keep if kind == "shared memory" else None)
     theirs: Transport
@@ -76,20 +77,39 @@ def _receiver(kind: str, address: object, plan: Plan, rounds: int, ready: object
         theirs = ResidentTransport(**address)
     elif kind == "ring":
         theirs = SharedMemoryTransport(**address)
+    elif kind == "disk":
+        theirs = DiskTransport.reach(address)
     else:
         theirs = BroadcastTransport.join(address, 1, 2)
-    ready.set()
+    ready.release()
     for version in range(rounds):
+        theirs.expect(version)
         inventory.receive(theirs.receive(), version)
+        ready.release()
 
 
 def _bare_receiver(place: str, num_bytes: int, rounds: int, ready: object) -> None:
     torch.set_num_threads(1)
     group = BroadcastTransport.join(place, 1, 2)
-    ready.set()
+    ready.release()
     body = torch.empty(num_bytes, dtype=torch.uint8)
     for _ in range(rounds):
         broadcast(group, body)
+        ready.release()
+
+
+def _bare_reader(path: str, num_bytes: int, rounds: int, written: object, ready: object) -> None:
+    target = memoryview(bytearray(num_bytes))
+    ready.release()
+    for _ in range(rounds):
+        for start in range(0, num_bytes, BUCKET):
+            written.acquire()
+            with open(path, "rb", buffering=0) as file:
+                file.seek(start)
+                left = target[start : start + BUCKET]
+                while left:
+                    left = left[file.readinto(left) :]
+        ready.release()
 
 
 def broadcast(group: BroadcastTransport, body: torch.Tensor) -> None:
@@ -103,23 +123,14 @@ def broadcast(group: BroadcastTransport, body: torch.Tensor) -> None:
         one.wait()
 
 
-class BareDisk:
-    """Only the bytes: one file written over and read again, as far as the page cache."""
-
-    def __init__(self, folder: str, source: torch.Tensor):
-        self.path, self.source = f"{folder}/bare", source
-        self.target = bytearray(source.numel())
-
-    def run(self) -> None:
-        flags = os.O_RDWR | os.O_CREAT
-        with open(os.open(self.path, flags), "r+b", buffering=0) as file:
-            left = memoryview(self.source.numpy())
+def write_bare(path: str, source: torch.Tensor, written: object) -> None:
+    """Only the bytes: one file written over, as far as the page cache, and read by another process bucket by bucket."""
+    with open(os.open(path, os.O_RDWR | os.O_CREAT), "r+b", buffering=0) as file:
+        for bucket in source.split(BUCKET):
+            left = memoryview(bucket.numpy())
             while left:
                 left = left[file.write(left) :]
-            file.seek(0)
-            left = memoryview(self.target)
-            while left:
-                left = left[file.readinto(left) :]
+            written.release()
 
 
 def free_place() -> str:
@@ -141,44 +152,47 @@ class Ends:
         self.plan, self.source = plan, plan.weights()
         self.version = dict.fromkeys(KINDS, 0)
         self.inventory = WeightInventory(plan.weights(fill=False))
+        self.bytes = torch.ones(sum(t.nbytes for t in self.source.values()), dtype=torch.uint8)
+        self.folder = tempfile.TemporaryDirectory()
         self.ring = SharedMemoryTransport(bucket_bytes=2 * BUCKET)
         self.resident = ResidentTransport()
-        self.bytes = torch.ones(sum(t.nbytes for t in self.source.values()), dtype=torch.uint8)
-        place, bare_place = free_place(), free_place()
-        context = processes.get_context("spawn")
-        self.workers = []
-        for kind, address in (("shared memory", self.resident.address), ("ring", self.ring.address), ("gloo", place)):
-            ready = context.Event()
-            worker = context.Process(target=_receiver, args=(kind, address, plan, rounds, ready), daemon=True)
-            worker.start()
-            if kind == "gloo":
-                self.gloo = BroadcastTransport.join(place, 0, 2)
-            ready.wait(60)
-            self.workers.append(worker)
-        ready = context.Event()
-        arguments = (bare_place, self.bytes.numel(), rounds, ready)
-        self.workers.append(context.Process(target=_bare_receiver, args=arguments, daemon=True))
-        self.workers[-1].start()
+        self.disk = DiskTransport(self.folder.name)
+        self.context = processes.get_context("spawn")
+        self.workers, self.ready = [], {kind: self.context.Semaphore(0) for kind in KINDS}
+        self.written, self.path = self.context.Semaphore(0), f"{self.folder.name}/bare"
+        write_bare(self.path, self.bytes, self.context.Semaphore(0))
+        place, bare_place, size = free_place(), free_place(), self.bytes.numel()
+        self._start("shared memory", _receiver, "shared memory", self.resident.address, plan, rounds)
+        self._start("ring", _receiver, "ring", self.ring.address, plan, rounds)
+        self._start("disk", _receiver, "disk", self.disk.address, plan, rounds)
+        self._start("disk, bytes", _bare_reader, self.path, size, rounds, self.written)
+        self._start("gloo", _receiver, "gloo", place, plan, rounds)
+        self.gloo = BroadcastTransport.join(place, 0, 2)
+        self._start("gloo, bytes", _bare_receiver, bare_place, size, rounds)
         self.bare = BroadcastTransport.join(bare_place, 0, 2)
-        ready.wait(60)
-        self.folder = tempfile.TemporaryDirectory()
-        self.disk, self.bare_disk = DiskTransport(self.folder.name), BareDisk(self.folder.name, self.bytes)
+        for kind in KINDS[1:]:
+            assert self.ready[kind].acquire(timeout=120), f"no receiver for {kind}"
+
+    def _start(self, kind: str, target: Callable[..., None], *arguments: object) -> None:
+        worker = self.context.Process(target=target, args=(*arguments, self.ready[kind]), daemon=True)
+        worker.start()
+        self.workers.append(worker)
 
     def run(self, kind: str) -> None:
         version = self.version[kind]
         self.version[kind] += 1
         stream = chunk_weights(self.source.items(), BUCKET, version)
+        if kind == "same process":
+            self.inventory.receive(stream, version)
+            return
         if kind == "gloo, bytes":
             broadcast(self.bare, self.bytes)
         elif kind == "disk, bytes":
-            self.bare_disk.run()
-        elif kind == "same process":
-            self.inventory.receive(stream, version)
-        elif kind == "disk":
-            self.disk.send(stream)
-            self.inventory.receive(DiskTransport(self.folder.name, version).receive(), version)
+            write_bare(self.path, self.bytes, self.written)
         else:
-            {"shared memory": self.resident, "ring": self.ring, "gloo": self.gloo}[kind].send(stream)
+            ends = {"shared memory": self.resident, "ring": self.ring, "gloo": self.gloo, "disk": self.disk}
+            ends[kind].send(stream)
+        assert self.ready[kind].acquire(timeout=120), f"the receiver of {kind} is gone"
 
     def close(self) -> None:
         for worker in self.workers:

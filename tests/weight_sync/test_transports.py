@@ -179,20 +179,55 @@ def test_a_half_written_or_damaged_version_on_disk_is_never_used(tmp_path):
     chunks = list(stream(5))
     with pytest.raises(RolloutError, match="interrupted"):
         DiskTransport(tmp_path).send(chunks[:-1])
+    with pytest.raises(RolloutError, match="the trainer gave up"):
+        taken(DiskTransport(tmp_path, version=5).receive())
+    sorted((tmp_path / "version_5").glob("*.json"))[-1].unlink()  # as if it had been killed
     with pytest.raises(RolloutError, match="waited 0 s for version 5"):
         taken(DiskTransport(tmp_path, version=5, timeout=0.05).receive())
     DiskTransport(tmp_path, checksums=True).send(chunks)
-    victim = sorted((tmp_path / "version_5").glob("*.safetensors"))[0]
+    victim = sorted((tmp_path / "version_5").glob("*.bin"))[0]
+    assert oct(victim.stat().st_mode)[-3:] == "600", "nobody else may read weights"
     data = bytearray(victim.read_bytes())
-    data[-1] ^= 1
+    data[8] ^= 1
     victim.write_bytes(bytes(data))
     with pytest.raises(RolloutError, match="checksum differs"):
         taken(DiskTransport(tmp_path, version=5).receive())
     DiskTransport(tmp_path).send(stream(6))
-    last = sorted((tmp_path / "version_6").glob("*.safetensors"))[-1]
+    last = sorted((tmp_path / "version_6").glob("*.bin"))[-1]
     last.write_bytes(last.read_bytes()[:-1])
     with pytest.raises(RolloutError, match="cannot be read"):
         taken(DiskTransport(tmp_path, version=6).receive())
+
+
+def test_a_reader_takes_the_first_part_from_disk_while_the_writer_makes_the_next(tmp_path):
+    first_was_taken = threading.Event()
+
+    def slow() -> Iterator[WeightChunk]:
+        chunks = list(stream(1))
+        yield chunks[0]
+        assert first_was_taken.wait(20)
+        yield from chunks[1:]
+
+    thread, outcome = in_thread(lambda: DiskTransport(tmp_path).send(slow()))
+    theirs = DiskTransport(tmp_path, version=1, timeout=20).receive()
+    next(theirs)
+    first_was_taken.set()
+    taken(theirs)
+    thread.join(20)
+    assert outcome == [sum(t.nbytes for t in WEIGHTS.values())]
+
+
+def test_weights_that_an_earlier_run_left_in_a_folder_are_not_mistaken_for_the_trainers_own(tmp_path):
+    DiskTransport(tmp_path).send(chunk_weights([("b", torch.zeros(3))], BUCKET, 1))
+    ours = DiskTransport.begin(BUCKET, folder=str(tmp_path), timeout=20)
+    theirs = DiskTransport.reach(json.loads(json.dumps(ours.address)))
+    theirs.expect(1)
+    reader, outcome = in_thread(lambda: taken(theirs.receive()))
+    reader.join(0.2)
+    assert reader.is_alive(), "what lies there is of another writer"
+    ours.send(stream(1))
+    reader.join(20)
+    check(outcome[0][1])
 
 
 def test_files_of_old_versions_are_written_over_and_a_reader_that_is_too_slow_hears_of_it(tmp_path):
@@ -200,10 +235,10 @@ def test_files_of_old_versions_are_written_over_and_a_reader_that_is_too_slow_he
     ours.send(stream(1))
     slow = DiskTransport(tmp_path, version=1).receive()
     next(slow)
-    first = {file.stat().st_ino for file in (tmp_path / "version_1").glob("*.safetensors")}
+    first = {file.stat().st_ino for file in (tmp_path / "version_1").glob("*.bin")}
     ours.send(stream(2))
     ours.send(chunk_weights([*WEIGHTS.items()][:2], 1 << 20, 3))
-    assert {file.stat().st_ino for file in (tmp_path / "version_3").glob("*.safetensors")} < first
+    assert {file.stat().st_ino for file in (tmp_path / "version_3").glob("*.bin")} < first
     assert taken(DiskTransport(tmp_path, version=3).receive())[1].keys() == {"a", "b"}
     with pytest.raises(RolloutError, match="replaced while it was read"):
         list(slow)

@@ -1,37 +1,37 @@
 """Weights through a folder that both sides see: the plainest transport, and the reference of the others.
 
-A version is a folder of safetensors files, one per bucket, and a manifest that is written last, under another name
-first: a reader finds a version whole or not at all. The files of a version that nobody should read any more are written
-over, because fresh files cost several times as much as reused ones. Whoever reads too slowly hears of it.
+A version is a folder with two files for each part of the weights: the bytes, and a header that comes last, under
+another name first, so that a reader finds a part whole or not at all. It takes each part while the writer is at the
+next one, out of the page cache and without a copy of its own. The files of a version that nobody should read any more
+are written over, because fresh files cost several times as much as reused ones. Whoever reads too slowly hears of it.
+
+Nothing is forced to the disk: after a crash of the machine the weights come from a checkpoint.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from verl.errors import RolloutError
 from verl.weight_sync.checksum import checksum, combine
-from verl.weight_sync.chunks import WeightChunk
-from verl.weight_sync.transport import Transport
+from verl.weight_sync.chunks import WeightChunk, pieces
+from verl.weight_sync.transport import OtherEndError, Transport
+from verl.weight_sync.wire import Layout, chunk_of
 
-MANIFEST = "weights.json"
-ALIGNMENT = 64
-CODES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-"""How safetensors calls the dtypes."""
+BYTES, HEADER = ".bin", ".json"
+PIECE_BYTES = 8 << 20
+"""A part is so large, or one larger tensor."""
 KEPT = 2
 """Versions that stay: the newest, and the one that a slow reader may still read."""
 
@@ -42,20 +42,29 @@ class DiskTransport(Transport):
     Args:
         folder: made if it is missing; holds nothing but versions.
         version: that `receive` waits for; `send` takes the chunks' own.
-        checksums: write a checksum of every file, which readers then compare. Files that are too short are found in
+        checksums: write a checksum of every part, which readers then compare. Files that are too short are found in
             any case.
+        writer: whose weights `receive` takes (`address`), so that it never takes those that an earlier run left in the
+            folder; null: anybody's.
 
     Example:
         >>> DiskTransport("/nfs/run/weights").send(chunk_weights(engine.export_weights(), 1 << 30, 3))
         >>> DiskTransport("/nfs/run/weights", version=3).receive()
     """
 
-    not_options: ClassVar[tuple[str, ...]] = ("version",)
+    not_options: ClassVar[tuple[str, ...]] = ("version", "writer")
 
-    def __init__(self, folder: str | Path, version: int | None = None, timeout: float = 300.0, checksums: bool = False):
+    def __init__(
+        self,
+        folder: str | Path,
+        version: int | None = None,
+        timeout: float = 300.0,
+        checksums: bool = False,
+        writer: str | None = None,
+    ):
         super().__init__(timeout)
-        self.folder, self.version, self.checksums = Path(folder), version, checksums
-        self._is_owner = False
+        self.folder, self.version, self.checksums, self.writer = Path(folder), version, checksums, writer
+        self._name, self._streams, self._is_owner = secrets.token_hex(8), 0, False
 
     @classmethod
     def begin(cls, bucket_bytes: int, device: str = "cpu", **options: Any) -> DiskTransport:
@@ -67,7 +76,7 @@ class DiskTransport(Transport):
 
     @property
     def address(self) -> dict[str, Any]:
-        return {"folder": str(self.folder.absolute()), "timeout": self.timeout}
+        return {"folder": str(self.folder.absolute()), "timeout": self.timeout, "writer": self._name}
 
     def expect(self, version: int) -> None:
         self.version = version
@@ -78,64 +87,101 @@ class DiskTransport(Transport):
 
     def send(self, chunks: Iterable[WeightChunk]) -> int:
         target: Path | None = None
-        files: list[dict[str, object]] = []
-        num_bytes, last = 0, False
-        for chunk in chunks:
-            if target is None:
-                target = self._fresh(chunk.version)
-                version = chunk.version
-            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in chunk.tensors}
-            name = f"{len(files):05d}.safetensors"
-            write_file(target / name, tensors)
-            entry: dict[str, object] = {"file": name, "names": list(tensors)}
-            files.append({**entry, "checksum": _checksum(tensors)} if self.checksums else entry)
-            num_bytes, last = num_bytes + chunk.num_bytes, chunk.last
-            del chunk, tensors  # before the next one is made
-        if target is None or not last:
-            raise RolloutError("the stream of weights was interrupted")
-        for stale in set(target.glob("*.safetensors")) - {target / str(entry["file"]) for entry in files}:
-            stale.unlink()
-        _write_whole(target / MANIFEST, json.dumps({"version": version, "files": files}))
+        self._streams += 1
+        number = num_bytes = 0
+        last = False
+        try:
+            for chunk in chunks:
+                target = target or self._fresh(chunk.version)
+                for piece in pieces(chunk, PIECE_BYTES):
+                    self._write(target / f"{number:05d}", piece)
+                    number += 1
+                num_bytes, last = num_bytes + chunk.num_bytes, chunk.last
+                del chunk, piece  # before the next one is made
+            if target is None or not last:
+                raise RolloutError("the stream of weights was interrupted")
+        except BaseException:
+            if target is not None:
+                with suppress(OSError):
+                    self._publish(target / f"{number:05d}", json.dumps({**self._signed, "gave_up": True}).encode())
+            raise
+        for stale in target.glob(f"*{BYTES}"):
+            if int(stale.stem) >= number:
+                stale.unlink()
         return num_bytes
 
     def receive(self) -> Iterator[WeightChunk]:
-        version = self.version
+        version, stream, number, ended = self.version, "", 0, False
         if version is None:
             raise RolloutError("which version of the weights?", key="version")
-        folder = self._of(version)
-        self.wait_until((folder / MANIFEST).is_file, f"version {version} of the weights in {self.folder}")
-        files = _read_manifest(folder / MANIFEST, version)
-        for number, entry in enumerate(files):
-            path = folder / Path(str(entry["file"])).name
-            try:
-                found = load_file(path)
-                tensors = {str(name): found[str(name)] for name in entry["names"]}
-            except (OSError, SafetensorError, KeyError) as error:
-                raise RolloutError(f"weights on disk cannot be read: {error}", key=str(path)) from error
-            if "checksum" in entry and _checksum(tensors) != entry["checksum"]:
+        while not ended:
+            path = self._of(version) / f"{number:05d}"
+            header = path.with_suffix(HEADER)
+            self.wait_until(lambda: self._is_ours(header), f"version {version} of the weights in {self.folder}")  # noqa: B023
+            text = _text(header)
+            if _fields(text).get("gave_up"):
+                raise OtherEndError("the trainer gave up in the middle of a transfer of weights")
+            layout, more = Layout.decode(text)
+            stream = stream or str(more.get("stream"))
+            if layout.version != version or more.get("stream") != stream:
+                raise RolloutError("other weights lie there", key=str(header), got=layout.version, allowed=str(version))
+            chunk = chunk_of(layout, _mapped(path.with_suffix(BYTES), layout.num_bytes))
+            if "checksum" in more and _checksum(chunk) != more["checksum"]:
                 raise RolloutError("weights on disk were damaged: the checksum differs", key=str(path))
-            yield WeightChunk(version, list(tensors.items()), last=number == len(files) - 1)
-            if not (folder / MANIFEST).is_file():
+            yield chunk
+            del chunk
+            if _text(header) != text:
                 raise RolloutError(
                     f"version {version} of the weights was replaced while it was read",
                     key=str(path),
                     fix=f"The trainer keeps {KEPT} versions: take each one before the second next is written.",
                 )
+            number, ended = number + 1, layout.last
+
+    @property
+    def _signed(self) -> dict[str, str]:
+        """What every header of a stream carries, and those of no other stream."""
+        return {"writer": self._name, "stream": f"{self._name}-{self._streams}"}
+
+    def _is_ours(self, header: Path) -> bool:
+        """Whether a header is there, and of the writer whose weights are wanted."""
+        text = _text(header)
+        return bool(text) and self.writer in (None, _fields(text).get("writer"))
+
+    def _write(self, path: Path, piece: WeightChunk) -> None:
+        layout = Layout.of(piece)
+        handle = os.open(path.with_suffix(BYTES), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            # A file never becomes shorter: a slow reader that has mapped it would be killed instead of hearing of it.
+            if os.fstat(handle).st_size < layout.num_bytes:
+                os.ftruncate(handle, layout.num_bytes)
+            for place, (_, tensor) in zip(layout.entries, piece.tensors):
+                _write_at(handle, place.offset, tensor)
+        finally:
+            os.close(handle)
+        more = {"checksum": _checksum(piece)} if self.checksums else {}
+        self._publish(path, layout.encode(**self._signed, **more))
+
+    @staticmethod
+    def _publish(path: Path, text: bytes) -> None:
+        draft = path.with_suffix(".part")
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
+            file.write(text)
+        draft.rename(path.with_suffix(HEADER))
 
     def _of(self, version: int) -> Path:
         return self.folder / f"version_{version}"
 
     def _fresh(self, version: int) -> Path:
-        """The folder of a new version: that of an old one, with its files but without its manifest."""
+        """The folder of a new version: that of an old one, with its bytes but without its headers."""
         target = self._of(version)
-        (target / MANIFEST).unlink(missing_ok=True)
+        _forget(target)
         old = [path for path in self._versions() if path != target]
         for path in old[: max(0, len(old) - KEPT)]:
             shutil.rmtree(path, ignore_errors=True)
         if len(old) >= KEPT and not target.exists():
-            reused = old[-KEPT]
-            (reused / MANIFEST).unlink(missing_ok=True)
-            reused.rename(target)
+            _forget(old[-KEPT])
+            old[-KEPT].rename(target)
         target.mkdir(parents=True, exist_ok=True)
         return target
 
@@ -144,53 +190,52 @@ class DiskTransport(Transport):
         return sorted(self.folder.glob("version_*"), key=lambda path: int(path.name.rpartition("_")[2]))
 
 
-def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """A safetensors file, over the one that is there; the bytes go from the tensors to the file without a detour.
-
-    Args:
-        tensors: contiguous, on the host.
-    """
-    header: dict[str, Any] = {}
-    place = 0
-    for name, tensor in tensors.items():
-        if tensor.dtype not in CODES:
-            raise RolloutError("weights of this dtype cannot be written", key=name, got=str(tensor.dtype))
-        header[name] = {
-            "dtype": CODES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [place, place + tensor.nbytes],
-        }
-        place += tensor.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    with open(handle, "wb", buffering=0) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            whole: Any = tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else b""
-            left = memoryview(whole)
-            while left:
-                left = left[file.write(left) :]
-        file.truncate()
+def _forget(folder: Path) -> None:
+    for header in folder.glob(f"*{HEADER}"):
+        header.unlink()
 
 
-def _checksum(tensors: dict[str, torch.Tensor]) -> int:
-    return combine([checksum(tensor) for tensor in tensors.values()])
-
-
-def _read_manifest(path: Path, version: int) -> list[dict]:
+def _text(header: Path) -> bytes:
+    """Nothing, if it is not there."""
     try:
-        found = json.loads(path.read_text())
-        files, written = list(found["files"]), int(found["version"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise RolloutError(f"the manifest of weights on disk cannot be read: {error}", key=str(path)) from error
-    if written != version:
-        raise RolloutError("another version lies there", key=str(path), got=written, allowed=str(version))
-    return files
+        return header.read_bytes()
+    except FileNotFoundError:
+        return b""
 
 
-def _write_whole(path: Path, text: str) -> None:
-    draft = path.with_suffix(".part")
-    with draft.open("w") as file:
-        file.write(text)
-    draft.replace(path)
+def _fields(text: bytes) -> Mapping[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise RolloutError(f"a header of weights on disk cannot be read: {error}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _write_at(handle: int, place: int, tensor: torch.Tensor) -> None:
+    """The bytes go from the tensor to the file without a detour, if it is contiguous and on the host."""
+    if not tensor.numel():
+        return
+    whole: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    left = memoryview(whole)
+    while left:
+        written = os.pwrite(handle, left, place)
+        left, place = left[written:], place + written
+
+
+def _mapped(path: Path, num_bytes: int) -> torch.Tensor:
+    """The first bytes of a file, where the page cache has them. What is written into them does not reach the file."""
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            memory = mmap.mmap(handle, num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(handle)
+    except (OSError, ValueError) as error:  # ValueError: the file is shorter
+        raise RolloutError(f"weights on disk cannot be read: {error}", key=str(path)) from error
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _checksum(chunk: WeightChunk) -> int:
+    return combine([checksum(tensor) for _, tensor in chunk.tensors])

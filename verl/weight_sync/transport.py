@@ -17,6 +17,8 @@ from verl.errors import RolloutError
 from verl.weight_sync.chunks import WeightChunk
 
 SHORTEST_NAP, LONGEST_NAP, PATIENCE = 1e-5, 2e-3, 0.05
+SPIN = 1e-3
+"""Seconds without a nap: the shortest one takes the system as long as a copy of half a megabyte."""
 
 
 class OtherEndError(RolloutError):
@@ -91,7 +93,7 @@ class Transport(ABC):
         """Free what this end holds."""
 
     def wait_until(self, ready: Callable[[], bool], what: str) -> None:
-        """Poll, for the first `PATIENCE` seconds often and then more slowly.
+        """Poll, at first without a pause (`SPIN`), for `PATIENCE` seconds often, and then more slowly.
 
         Raises:
             RolloutError: not within ``timeout`` seconds.
@@ -106,6 +108,6 @@ class Transport(ABC):
                     f"weight transfer: waited {self.timeout:.0f} s for {what}",
                     fix="Did the process at the other end die? Its log says more.",
                 )
-            time.sleep(nap)
+            time.sleep(nap if waited > SPIN else 0)  # 0: others that want the processor or the interpreter go first
             if waited > PATIENCE:
                 nap = min(nap * 1.5, LONGEST_NAP)
