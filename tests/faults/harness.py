@@ -12,9 +12,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from safetensors.torch import load_file
 
@@ -26,6 +28,10 @@ SCORER = """def compute_score(data_source, solution_str, ground_truth, extra_inf
 """
 TIMINGS = ("timing", "perf/", "memory")
 STEPS = 6
+HANGS = 300.0
+"""Seconds after which nothing will come any more, on a busy machine either."""
+STOPPING = "a second signal ends it at once"
+"""What a run says once it has heard the first signal."""
 
 
 def grpo(steps: int = STEPS) -> list[str]:
@@ -114,25 +120,34 @@ class Run:
     folder: Path
     pid: int
 
-    def wait(self, timeout: float = 120) -> Ended:
+    def wait(self, timeout: float = HANGS) -> Ended:
         """How it ended; a run that does not end is an error."""
         answer = self.server.ask({"wait": self.pid, "timeout": timeout})
-        output = (self.folder / "output.txt").read_text(errors="replace")
         if not answer:
-            raise AssertionError(f"the run did not end within {timeout} s\n{output[-3000:]}")
-        return Ended(int(answer), output)
+            raise AssertionError(f"the run did not end within {timeout} s\n{self._output()[-3000:]}")
+        return Ended(int(answer), self._output())
 
-    def until_paused(self, timeout: float = 60) -> int:
+    def until_paused(self) -> int:
         """Wait until a process of the run has reached its point; returns that process's number."""
-        end = time.monotonic() + timeout
-        while not (self.folder / "paused").exists():
-            if time.monotonic() > end:
-                raise AssertionError("the point was not reached\n" + (self.folder / "output.txt").read_text()[-3000:])
-            time.sleep(0.02)
+        self._until("the point was not reached", (self.folder / "paused").exists)
         return int((self.folder / "paused").read_text())
+
+    def until_said(self, words: str) -> None:
+        """Wait until the run has printed these words."""
+        self._until(f"it did not say {words!r}", lambda: words in self._output())
 
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
+
+    def _until(self, otherwise: str, condition: Callable[[], bool]) -> None:
+        end, process = time.monotonic() + HANGS, psutil.Process(self.pid)
+        while not condition():
+            lives = process.status() != psutil.STATUS_ZOMBIE
+            assert (lives and time.monotonic() < end) or condition(), f"{otherwise}\n{self._output()[-3000:]}"
+            time.sleep(0.02)
+
+    def _output(self) -> str:
+        return (self.folder / "output.txt").read_text(errors="replace")
 
 
 def processes_of(folder: Path) -> dict[int, str]:
@@ -147,17 +162,17 @@ def processes_of(folder: Path) -> dict[int, str]:
     return found
 
 
-def assert_no_process_left(folder: Path, seconds: float, besides: tuple[str, ...] = ()) -> None:
-    """Everything that a run started is gone within ``seconds``, but for processes with one of these words."""
-    end = time.monotonic() + seconds
+def assert_no_process_left(folder: Path, besides: tuple[str, ...] = ()) -> None:
+    """Everything that a run started ends, but for processes with one of these words."""
+    end = time.monotonic() + HANGS
     while left := {pid: words for pid, words in processes_of(folder).items() if not any(b in words for b in besides)}:
-        assert time.monotonic() < end, f"orphans after {seconds} s: {left}"
+        assert time.monotonic() < end, f"orphans after {HANGS} s: {left}"
         time.sleep(0.1)
 
 
-def finish(server: Server, folder: Path, arguments: list[str], timeout: float = 120) -> Ended:
+def finish(server: Server, folder: Path, arguments: list[str]) -> Ended:
     """Start (again) without a fault and see it through."""
-    ended = server.start(folder, arguments).wait(timeout)
+    ended = server.start(folder, arguments).wait()
     assert ended.status == 0, ended.output[-3000:]
     return ended
 

@@ -24,7 +24,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 VARIABLE = "VERL_TEST_FAULT"
-PAUSE_SECONDS = 60.0
+PAUSE_SECONDS = 900.0
 SLOW_SECONDS = 0.01
 FULL_BYTES = 24000
 

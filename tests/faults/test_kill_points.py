@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import STEPS, Server, assert_same_end, finish, grpo, metrics, prepare
+from tests.faults.harness import HANGS, STEPS, Server, assert_same_end, finish, grpo, metrics, prepare
 from verl.checkpoint import find_checkpoint
 
 pytestmark = pytest.mark.dist
@@ -63,7 +63,7 @@ def test_killed_at_random_instants_a_run_ends_with_the_bits_of_an_undisturbed_on
     lock = folder / "run/.lock"
     while kills < RANDOM_KILLS:
         run = server.start(folder, grpo())
-        end = time.monotonic() + 60
+        end = time.monotonic() + HANGS
         while not (lock.exists() and f'"pid": {run.pid},' in lock.read_text()) and time.monotonic() < end:
             time.sleep(0.002)
         time.sleep(instants.expovariate(1 / MEAN_LIFE))

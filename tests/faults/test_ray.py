@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import Server, assert_no_process_left, assert_same_end, finish, grpo, prepare
+from tests.faults.harness import STOPPING, Server, assert_no_process_left, assert_same_end, finish, grpo, prepare
+from tests.faults.points import PAUSE_SECONDS
 from verl.checkpoint import list_checkpoints
 
 pytestmark = pytest.mark.dist
 
 RAY = [*grpo(), "trainer.runtime=ray"]
-WORKERS_GONE = 10.0
-ALL_GONE = 150.0  # Ray's own agents look for their parent every few seconds, and give it several chances
 
 
 def shared_memory() -> set[str]:
@@ -24,8 +22,9 @@ def shared_memory() -> set[str]:
 
 
 def assert_nothing_left(folder: Path) -> None:
-    assert_no_process_left(folder, WORKERS_GONE, besides=("Agent",))
-    assert_no_process_left(folder, ALL_GONE)
+    assert_no_process_left(folder, besides=("Agent",))
+    # Ray's own agents look for their parent every few seconds, and give it several chances.
+    assert_no_process_left(folder)
 
 
 def test_whatever_dies_the_run_ends_without_orphans_and_started_again_it_ends_with_the_same_bits(
@@ -34,12 +33,11 @@ def test_whatever_dies_the_run_ends_without_orphans_and_started_again_it_ends_wi
     folder, memory = prepare(tmp_path), shared_memory()
 
     # A worker's process, in the middle of the backward pass of step 2.
-    started = time.monotonic()
     ended = server.start(folder, RAY, "backward:6:KILL").wait()
     assert ended.status not in (0, -signal.SIGKILL), "the controller lives and reports"
     assert "the worker ColocatedActorRolloutRef[0] died (process" in ended.output, ended.output[-3000:]
     assert_nothing_left(folder)
-    assert list_checkpoints(folder / "run")[0].step == 1, f"after {time.monotonic() - started:.1f} s"
+    assert list_checkpoints(folder / "run")[0].step == 1
 
     # The controller, between the rename of a checkpoint and the file that names it.
     ended = server.start(folder, RAY, "published:1:KILL").wait()
@@ -69,9 +67,8 @@ def test_a_second_signal_ends_the_controller_at_once_and_its_workers_with_it(ser
     run = server.start(folder, RAY, "backward:2:PAUSE")
     run.until_paused()
     run.send(signal.SIGINT)
-    time.sleep(0.5)
-    started = time.monotonic()
+    run.until_said(STOPPING)
     run.send(signal.SIGINT)
-    ended = run.wait(10)
-    assert ended.status == 130 and time.monotonic() - started < 3
+    ended = run.wait(PAUSE_SECONDS / 3)
+    assert ended.status == 130, "it did not wait for the end of the pause"
     assert_nothing_left(folder)
