@@ -43,8 +43,8 @@ class Service(ThreadingHTTPServer):
         self.asked: list[dict] = []
         self.queue: list[tuple[int, object]] = []
         self.at_once = self.most_at_once = 0
-        self.pause = 0.0
-        self.lock = threading.Lock()
+        self.expected, self.pause = 1, 0.0
+        self.lock = threading.Condition()
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -58,8 +58,10 @@ class Handler(BaseHTTPRequestHandler):
             service.asked.append({"path": self.path, **body})
             service.at_once += 1
             service.most_at_once = max(service.most_at_once, service.at_once)
+            service.lock.notify_all()
+            service.lock.wait_for(lambda: service.most_at_once >= service.expected, 60)
             status, said = service.queue.pop(0) if service.queue else (200, None)
-        time.sleep(service.pause)
+        time.sleep(service.pause)  # for more, if they came
         if said is None:
             said = answer(stdout=body["stdin"] * (2 if "double" in body["code"] else 1))
         data = said if isinstance(said, bytes) else json.dumps(said).encode()
@@ -137,9 +139,9 @@ def test_all_that_name_a_service_share_its_places(service):
     service.pause = 0.05
     own = threading.BoundedSemaphore(1)
     for places, most in ((None, 3), (own, 1)):
-        service.most_at_once = 0
+        service.most_at_once, service.expected = 0, most
         runners = [code_runner(service.url, 3, None, places) for _ in range(12)]
-        threads = [threading.Thread(target=runner.run, args=("x", "", 1.0)) for runner in runners]
+        threads = [threading.Thread(target=runner.run, args=("x", "", 60.0)) for runner in runners]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.rewards.files import reward_file, samples
@@ -55,11 +56,13 @@ def nasty(tmp_path_factory):
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process ended (or is only waiting to be collected)."""
-    status = Path(f"/proc/{pid}/status")
-    deadline = time.monotonic() + 2
+    """Whether a process ends (or is only waiting to be collected)."""
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if not status.exists() or "State:\tZ" in status.read_text():
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
             return True
         time.sleep(0.02)
     return False
@@ -140,7 +143,7 @@ def test_a_thread_that_hangs_is_given_up_and_stopped():
     scorer.close()
     mine = [t for t in threading.enumerate() if t.name == "verl-reward" and t not in before]
     for thread in mine:
-        thread.join(2)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in mine)
 
 

@@ -94,5 +94,13 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def all_end(pids: set[int], seconds: float = 60.0) -> bool:
+    """Whether processes end, however busy the machine is."""
+    deadline = time.monotonic() + seconds
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(is_alive, pids))
+
+
 def own_cores() -> int:
     return len(os.sched_getaffinity(0))

@@ -1,4 +1,7 @@
-"""A small real HTTP service that answers as it is told: right, busy, slow, drop by drop, half, or not at all."""
+"""A small real HTTP service that answers as it is told: right, busy, slow, drop by drop, half, or not at all.
+
+A number is a status, a fraction the seconds until the answer, an event what has to be set before it.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +66,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             if isinstance(step, float):
                 time.sleep(step)
+            elif isinstance(step, threading.Event):
+                step.wait()
             data = json.dumps(self.server.answer(question)).encode()
         self.send_response(status)
         if status == 302:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sandbox.attacks import Box, descendants, is_alive, keeper_processes, wait_until_quiet
+from tests.sandbox.attacks import Box, all_end, descendants, keeper_processes, wait_until_quiet
 from tests.sandbox.modes import HERE, MODES, OFFERED
 from verl.errors import ConfigError
 from verl.sandbox import Limits, Pool, Session, process
@@ -122,16 +122,16 @@ def test_programs_run_side_by_side_but_no_more_than_there_are_places():
         spans: list[tuple[float, float]] = []
 
         def work() -> None:
-            outcome = pool.run("import time; print(time.time()); time.sleep(0.2); print(time.time())")
+            outcome = pool.run("import time; print(time.time()); time.sleep(0.8); print(time.time())")
             begin, end = map(float, outcome.stdout.split())
             spans.append((begin, end))
 
-        threads = [threading.Thread(target=work) for _ in range(7)]
+        threads = [threading.Thread(target=work) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
-    assert len(spans) == 7
+            thread.join()
+    assert len(spans) == 4
     at_once = [sum(begin <= moment <= end for begin, end in spans) for moment, _ in spans]
     assert 2 <= max(at_once) <= 3
 
@@ -139,7 +139,7 @@ def test_programs_run_side_by_side_but_no_more_than_there_are_places():
 def test_the_event_loop_goes_on_while_programs_run(pool: Pool):
     async def both() -> tuple[str, int]:
         ticks = 0
-        task = asyncio.create_task(pool.run_async("import time; time.sleep(0.3); print('slow')"))
+        task = asyncio.create_task(pool.run_async("import time; time.sleep(1.0); print('slow')"))
         while not task.done():
             await asyncio.sleep(0.01)
             ticks += 1
@@ -154,7 +154,7 @@ def test_a_pool_whose_keeper_was_killed_starts_a_new_one():
         pool.run("pass")
         before = keeper_processes(pool)
         os.kill(pool._keepers[-1].pid, signal.SIGKILL)
-        pool._keepers[-1]._process.wait(5)
+        pool._keepers[-1]._process.wait(60)
         assert pool.run("print('again')").stdout == "again\n"
         assert not before & keeper_processes(pool)
 
@@ -166,10 +166,7 @@ def test_closing_a_pool_ends_all_its_processes():
     processes = keeper_processes(pool)
     assert len(processes) == 4  # watcher, keeper, init, program
     pool.close()
-    deadline = time.monotonic() + 5
-    while any(map(is_alive, processes)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not any(map(is_alive, processes))
+    assert all_end(processes)
 
 
 def test_when_the_caller_is_killed_nothing_of_its_pool_is_left():
@@ -177,18 +174,16 @@ def test_when_the_caller_is_killed_nothing_of_its_pool_is_left():
         "import time, threading; from verl.sandbox import Pool\n"
         f"pool = Pool(2, **{HERE}); pool.run('pass')\n"
         "threading.Thread(target=lambda: pool.run('while 1: pass')).start()\n"
-        "time.sleep(0.3); print('ready', flush=True); time.sleep(60)"
+        "print('ready', flush=True); time.sleep(600)"
     )
     caller = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert caller.stdout is not None and caller.stdout.readline() == "ready\n"
-    below = descendants(caller.pid)
-    assert len(below) >= 4
-    caller.kill()
-    caller.wait(5)
-    deadline = time.monotonic() + 5
-    while any(map(is_alive, below)) and time.monotonic() < deadline:
+    while len(below := descendants(caller.pid)) < 4:  # watcher, keeper, init, program
+        assert caller.poll() is None
         time.sleep(0.02)
-    assert not any(map(is_alive, below))
+    caller.kill()
+    caller.wait()
+    assert all_end(below)
     caller.stdout.close()
 
 
@@ -196,7 +191,7 @@ def test_a_pool_outlives_the_thread_that_started_it():
     with Pool(1, allow_missing=MODES[OFFERED[0]], without=MODES[OFFERED[0]]) as pool:
         thread = threading.Thread(target=pool.prepare)
         thread.start()
-        thread.join(30)
+        thread.join()
         time.sleep(0.1)
         before = pool._keepers[-1].pid
         assert pool.run("print('alive')").stdout == "alive\n"
@@ -251,7 +246,7 @@ def test_many_runs_leave_no_descriptor_open_and_no_memory_in_the_keeper():
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join()
         assert state() == before
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,24 +54,21 @@ def test_a_refusal_is_not_asked_again_and_nobody_is_sent_elsewhere(http: HttpSer
     assert len(http.asked) == 1 and http.paths == ["/"]
 
 
-@pytest.mark.parametrize("trouble", ["drip", 5.0])
+@pytest.mark.parametrize("trouble", ["drip", 30.0])
 def test_a_slow_answer_is_given_up_at_the_time_for_everything(http: HttpService, trouble):
     http.script = [trouble] * 10
     begin = time.monotonic()
     with pytest.raises(ServiceError, match="no answer in time"):
         Service(http.url, "some.key").ask("q", 0.5)
-    assert time.monotonic() - begin < 3.0
+    assert time.monotonic() - begin < 15.0, "the answer takes thirty seconds"
 
 
 def test_a_service_that_is_not_there_is_an_error():
-    begin = time.monotonic()
     with pytest.raises(ServiceError, match="ConnectionRefusedError"):
-        Service("http://127.0.0.1:9", "some.key").ask("q", 5)
-    assert time.monotonic() - begin < 3.0
+        Service("http://127.0.0.1:9", "some.key").ask("q", 60)
 
 
 def test_after_five_failures_in_a_row_it_is_left_alone_for_a_while(http: HttpService, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(service_module, "OPEN_SECONDS", 0.3)
     asker = Service(http.url, "some.key", attempts=1)
     http.script = [500] * 5
     for _ in range(5):
@@ -79,30 +77,37 @@ def test_after_five_failures_in_a_row_it_is_left_alone_for_a_while(http: HttpSer
     with pytest.raises(ServiceError, match="5 questions in a row failed"):
         asker.ask("q", 5)
     assert len(http.asked) == 5
-    time.sleep(0.4)
+    later = SimpleNamespace(sleep=time.sleep, monotonic=lambda: time.monotonic() + service_module.OPEN_SECONDS)
+    monkeypatch.setattr(service_module, "time", later)
     assert asker.ask("q", 5) == {"echo": "q"}
 
 
 def test_no_more_requests_at_once_than_agreed(http: HttpService):
-    asker = Service(http.url, "some.key", max_concurrent=2)
-    http.script = [0.1] * 8
-    threads = [threading.Thread(target=asker.ask, args=("q", 10)) for _ in range(8)]
+    asker, gate = Service(http.url, "some.key", max_concurrent=2), threading.Event()
+    http.script = [gate] * 8
+    threads = [threading.Thread(target=asker.ask, args=("q", 60)) for _ in range(8)]
     for thread in threads:
         thread.start()
+    while http.now < 2:
+        time.sleep(0.01)
+    time.sleep(0.1)  # for a third, if there were one
+    gate.set()
     for thread in threads:
-        thread.join(10)
+        thread.join()
     assert http.most_at_once == 2 and len(http.asked) == 8
 
 
 def test_no_place_in_time_is_an_error(http: HttpService):
-    asker = Service(http.url, "some.key", max_concurrent=1)
-    http.script = [1.0]
-    thread = threading.Thread(target=asker.ask, args=("q", 10))
+    asker, gate = Service(http.url, "some.key", max_concurrent=1), threading.Event()
+    http.script = [gate]
+    thread = threading.Thread(target=asker.ask, args=("q", 60))
     thread.start()
-    time.sleep(0.2)
+    while not http.now:
+        time.sleep(0.01)
     with pytest.raises(ServiceError, match=r"no place within 0\.2 s"):
         asker.ask("q", 0.2)
-    thread.join(10)
+    gate.set()
+    thread.join()
 
 
 @pytest.mark.parametrize("url", ["localhost:80", "ftp://host/x", "file:///etc/passwd", "http://", ""])

@@ -38,10 +38,10 @@ def test_expressions_have_their_value(expression, value):
     ],
 )  # fmt: skip
 def test_what_cannot_be_computed_is_said_at_once(expression):
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ValueError):
         shown(calculate(expression))
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 LEAF = st.integers(0, 200).map(str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import threading
 import time
 from typing import Any, Literal
 
@@ -106,9 +107,11 @@ def test_what_a_function_returns_becomes_the_answer(value, text, reward):
 
 
 def test_plain_functions_run_beside_each_other_and_coroutines_where_they_are():
+    together = threading.Barrier(3)
+
     @function_tool()
     def slow() -> str:
-        time.sleep(1.0)
+        together.wait(60)  # for the others, which one after the other would never come
         return "done"
 
     @function_tool()
@@ -118,9 +121,7 @@ def test_plain_functions_run_beside_each_other_and_coroutines_where_they_are():
     async def both():
         return await asyncio.gather(*(tool.execute("x", {}) for tool in (slow, slow, slow, quick)))
 
-    start = time.perf_counter()
     assert [found[0].text for found in asyncio.run(both())] == ["done"] * 4
-    assert time.perf_counter() - start < 2.5, "one after the other: 3 seconds"
 
 
 def test_wrong_arguments_are_told_before_anything_runs():
@@ -174,7 +175,7 @@ def test_a_call_on_the_runner_keeps_to_its_time_and_its_loop():
     start = time.perf_counter()
     with pytest.raises(TimeLimit):
         asyncio.run(runner.run(hang, 0.1))
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 30
 
 
 def test_an_error_in_a_thread_reaches_the_one_who_waits():

@@ -25,7 +25,7 @@ def model(tmp_path_factory):
 
 
 def over(server, model, **options):
-    given = {"timeout": 1.0, "max_attempts": 3, "retry_delay": 0.01, "max_start_wait": 0.5, "cooldown": 0.1, **options}
+    given = {"timeout": 20.0, "max_attempts": 3, "retry_delay": 0.01, "max_start_wait": 0.5, "cooldown": 0.1, **options}
     return ServerSampler(server.url, model=model, **given)
 
 
@@ -127,7 +127,7 @@ def test_a_silent_server_is_given_up_in_time(model):
     start = time.monotonic()
     with serving({PATH: Silence()}) as server:
         (error,) = ask(over(server, model, timeout=0.3))
-    assert "did not answer within 0.3 s (tried 3 times)" in str(error) and time.monotonic() - start < 5
+    assert "did not answer within 0.3 s (tried 3 times)" in str(error) and time.monotonic() - start < 20
 
 
 def test_one_request_without_an_answer_does_not_hold_up_the_others(model):
