@@ -59,6 +59,12 @@ LOSS_SETTINGS = {
 EXTRA = {
     "dr_grpo": [f"{ALG}.norm_adv_by_std_in_grpo=false", f"{A}.loss_agg_mode=seq-mean-token-sum-norm"],
     "pf_ppo": [f"{ALG}.use_pf_ppo=true"],
+    "bypass mode with reinforce": [
+        "actor_rollout_ref.rollout.calculate_log_probs=true",
+        f"{ALG}.rollout_correction.bypass_mode=true",
+        f"{ALG}.rollout_correction.loss_type=reinforce",
+        f"{ALG}.rollout_correction.rollout_is=token",
+    ],
 }
 
 
@@ -69,10 +75,9 @@ def runs() -> dict[str, list[str]]:
     found = {
         f"{name} + vanilla": [f"{ALG}.adv_estimator={name}", *ESTIMATOR_SETTINGS.get(name, [])]
         for name in ADVANTAGE_ESTIMATORS.builtin_targets()
-        if not name.endswith("_vectorized")
     }
     for name in POLICY_LOSSES.builtin_targets():
-        if name not in ("vanilla", "rollout_correction"):
+        if name != "vanilla":
             settings = [f"{A}.policy_loss.loss_mode={name}", *LOSS_SETTINGS.get(name, [])]
             found[f"grpo + {name}"] = [f"{ALG}.adv_estimator=grpo", *settings]
     return found | {name: [f"{ALG}.adv_estimator=grpo", *settings] for name, settings in EXTRA.items()}
