@@ -63,6 +63,7 @@ METRICS = {
     "catastrophic_token_fraction": (1 / 9, 1 / 9, 1 / 9),
     "threshold_upper": (2, 2, 2),
     "threshold_lower": (0.5, 0.5, 0.5),
+    "veto_threshold": (1e-4, 1e-4, 1e-4),
 }
 MISMATCH = {
     "mismatch_kl": 0.982855,
@@ -126,6 +127,7 @@ def test_without_a_veto_the_catastrophic_row_keeps_its_weight(level):
     assert (weights[2] > 0).all()
     assert metrics["mismatch/rollout_is_veto_fraction"] == 0
     assert metrics["mismatch/rollout_is_catastrophic_token_fraction"] == 0
+    assert metrics["mismatch/rollout_is_veto_threshold"] == 0
 
 
 def test_the_veto_looks_at_ratios_before_any_clamp():

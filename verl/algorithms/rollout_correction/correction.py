@@ -108,6 +108,7 @@ def is_metrics(weights: Weights, rows: Rows, how: ImportanceSampling) -> dict[st
     return metrics | {
         "rollout_is_threshold_upper": how.bounds.upper,
         "rollout_is_threshold_lower": how.bounds.lower,
+        "rollout_is_veto_threshold": how.veto_threshold or 0.0,  # no ratio is below 0: none vetoes nothing
     }
 
 
