@@ -464,12 +464,8 @@ SINGLE = {
     "algorithm.use_pf_ppo=True algorithm.pf_ppo.reweight_method=max_min": Works({"algorithm.use_pf_ppo": True}),
     f"{A}.policy_loss.loss_mode=sapo {A}.tau_neg=1.1": Works({f"{A}.tau_neg": 1.1}),
     f"{A}.policy_loss.loss_mode=recipe.sppo.core:sppo {A}.sppo_eta=1.0": Works({f"{A}.sppo_eta": 1.0}),
-    f"{A}.policy_loss.loss_mode=recipe.spin.core:dpo {A}.dpo_beta=0.1 trainer.ref_update_freq=1 {GROUP}": Works(
-        {f"{A}.dpo_beta": 0.1, "trainer.ref_update_freq": 1}, (f"{R}.log_prob_micro_batch_size_per_gpu",)
-    ),
     # settings that work and say something
-    f"{A}.dpo_beta=0.1": Works({f"{A}.dpo_beta": 0.1}, (f"{A}.dpo_beta",)),
-    "trainer.ref_update_freq=1": Works({"trainer.ref_update_freq": 1}, ("trainer.ref_update_freq",)),
+    f"{A}.dpo_beta=0.1 trainer.ref_update_freq=1": Works({}, (f"{A}.dpo_beta", "trainer.ref_update_freq")),
     "algorithm.pf_ppo.reweight_method=max_min": Works({}, ("algorithm.pf_ppo.reweight_method",)),
     f"{A}.policy_loss.clip_cov_ratio=0.001": Works({}, (f"{A}.policy_loss.clip_cov_ratio",)),
     f"{A}.policy_loss.loss_mode=gspo {A}.loss_agg_mode=token-mean": Works({}, (f"{A}.loss_agg_mode",)),
