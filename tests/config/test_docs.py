@@ -75,7 +75,10 @@ def test_settings_that_work_stand_before_those_that_do_not(tables):
 
 def test_a_repeated_section_is_listed_once_with_its_places_and_their_defaults(text):
     assert text.count("### `actor_rollout_ref.actor.optim`") == 1 and "### `critic.optim`" not in text
-    assert "The same under `critic.optim` (lr: `1e-05`) and `optim` of supervised runs (lr: `0.001`)." in text
+    implicit = "`reward.reward_model.implicit.optim` (weight_decay: `0.0`, clip_grad: `10.0`)"
+    assert (
+        f"The same under `critic.optim` (lr: `1e-05`), {implicit} and `optim` of supervised runs (lr: `0.001`)." in text
+    )
     assert "All settings of `actor_rollout_ref.model`, of which these are declared anew or added." in text
 
 

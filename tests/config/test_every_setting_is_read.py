@@ -65,9 +65,15 @@ READ_ELSEWHERE = {
         for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward.reward_model", "engine")
         for name, _ in leaves(MegatronEngineConfig)
     ),
-    # The run with a critic has another schedule for it: tests/algorithms/test_schedules.py reads these.
-    *(f"critic.optim.lr_{name}" for name in ("warmup_init", "decay_steps", "decay_style")),
-    *(f"critic.optim.{name}" for name in ("min_lr", "lr_wsd_decay_style", "lr_wsd_decay_steps")),
+    # These runs have another schedule for them: tests/algorithms/test_schedules.py reads these.
+    *(
+        f"{role}.optim.{name}"
+        for role in ("critic", "reward.reward_model.implicit")
+        for name in (
+            *("lr_warmup_init", "lr_decay_steps", "lr_decay_style"),
+            *("min_lr", "lr_wsd_decay_style", "lr_wsd_decay_steps"),
+        )
+    ),
     # Only a policy has a sampler; a notice says so where another one sets it: tests/config/test_notices.py.
     "critic.model.lora.merge",
     "model.lora.merge",
@@ -83,6 +89,7 @@ READ_ELSEWHERE = {
     # The loader copies it into grad_clip, which is read; tests/config/test_loading.py shows that it arrives.
     "actor_rollout_ref.actor.optim.clip_grad",
     "critic.optim.clip_grad",
+    "reward.reward_model.implicit.optim.clip_grad",
     # Older forms, which the loader copies into fsdp_config; tests/config/test_brief.py shows that they arrive.
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
     "actor_rollout_ref.ref.ulysses_sequence_parallel_size",
@@ -153,6 +160,18 @@ PPO_RUNS = {
         "trainer.total_training_steps=1",
         "reward.reward_model.enable=true",
         "reward.reward_model.model_path=rm",
+    ],
+    "an implicit reward model": [
+        "algorithm.adv_estimator=recipe.prime.core:leave_one_out",
+        "trainer.v1.trainer_mode=recipe.prime.schedule:PrimeSchedule",
+        "trainer.total_training_steps=1",
+        "reward.reward_model.enable=true",
+        "reward.reward_model.model_path=model",
+        "reward.reward_model.implicit.enable=true",
+        "reward.reward_model.implicit.optim.lr_scheduler_type=cosine",
+        "data.oversample_factor=2",
+        "data.filter_accuracy=true",
+        "data.filter_truncate=true",
     ],
     "ppo with a critic for one epoch": [
         "algorithm.adv_estimator=gae",

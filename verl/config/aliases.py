@@ -57,14 +57,16 @@ _ACTOR = {
     f"{_REF}.fsdp_config.strategy": _to(f"{_REF}.strategy"),
     f"{_C}.fsdp.strategy": _to(f"{_C}.strategy"),
 }
+_IMPLICIT = "reward.reward_model.implicit"
+_SCHEDULE_NAMES = (
+    ("warmup_style", "lr_scheduler_type"),
+    ("lr_scheduler", "lr_scheduler_type"),
+    ("warmup_steps_ratio", "lr_warmup_steps_ratio"),
+)
 _OPTIM = {
     f"{section}.{old}": _to(f"{section}.{new}")
     for section in (f"{_A}.optim", f"{_C}.optim")
-    for old, new in (
-        ("warmup_style", "lr_scheduler_type"),
-        ("lr_scheduler", "lr_scheduler_type"),
-        ("warmup_steps_ratio", "lr_warmup_steps_ratio"),
-    )
+    for old, new in _SCHEDULE_NAMES
 }
 _MEGATRON = {
     f"{role}.{name}": _to(f"{role}.megatron.{name}")
@@ -132,6 +134,25 @@ _REWARD = {
             "fsdp_config",
         )
     },
+    **{
+        f"reward_model.{name}": _to(f"{_IMPLICIT}.{name}")
+        for name in ("prime_granularity", "prime_norm", "mini_batch_size")
+    },
+    **{
+        f"reward_model.model.{name}": _to(f"{_IMPLICIT}.{name}")
+        for name in (
+            "ref_path",
+            "ref_type",
+            "beta_train",
+            "loss_type",
+            "update",
+            "optim",
+            "enable_gradient_checkpointing",
+            "use_fused_kernels",
+        )
+    },
+    "reward_model.model.optim.grad_clip": _to(f"{_IMPLICIT}.grad_clip"),
+    **{f"reward_model.model.optim.{old}": _to(f"{_IMPLICIT}.optim.{new}") for old, new in _SCHEDULE_NAMES},
     "reward_model.megatron": _to("reward.reward_model.megatron"),
     "reward_model.rollout": _to("reward.reward_model.rollout"),
     "reward_model.num_workers": _to("reward.num_workers"),
@@ -185,7 +206,8 @@ PPO_REMOVED: dict[str, str] = {
 }
 
 PPO_IGNORED: dict[str, str] = {
-    "reward_model.model.use_fused_kernels": "has no effect: a reward model has no language-model head",
+    "reward_model.model.tokenizer_path": "has no effect: an implicit reward model reads the policy's tokens",
+    "reward_model.model.fused_kernel_options": "has no effect: a reward model takes those of the policy",
     "reward_model.profiler": "has no effect: the seconds of the reward model are logged as timing_s/reward_model",
     "reward_model.launch_reward_fn_async": "has no effect: when samples are scored is no longer a setting",
     "reward_model.use_reward_loop": "has no effect: there is one way of scoring, with reward.reward_manager",

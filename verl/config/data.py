@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.node import ConfigNode, section, setting
+from verl.config.node import ABSENT, ConfigNode, section, setting
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,26 @@ class DataConfig(ConfigNode):
     train_batch_size: int = setting(1024, "prompts per step; each gets rollout.n samples")
     gen_batch_size: int | None = setting(
         None, "prompts sampled at a time until a training batch is full; null: train_batch_size"
+    )
+    oversample_factor: float = setting(
+        1.0,
+        "prompts sampled per step, in training batches: those that the filters below like are trained on first, then "
+        "the earliest of the others, and the rest is dropped",
+        upstream=ABSENT,
+    )
+    filter_accuracy: bool = setting(
+        False,
+        "oversample_factor: like prompts whose samples are right at a rate within the two bounds",
+        upstream=ABSENT,
+    )
+    accuracy_lower_bound: float = setting(
+        0.2, "lowest rate of right samples that filter_accuracy likes", upstream=ABSENT
+    )
+    accuracy_upper_bound: float = setting(
+        0.8, "highest rate of right samples that filter_accuracy likes", upstream=ABSENT
+    )
+    filter_truncate: bool = setting(
+        False, "oversample_factor: like prompts of which no sample was cut off by the length limit", upstream=ABSENT
     )
     val_batch_size: int | None = setting(None, "prompts sampled at a time in validation; null: all")
     tool_config_path: str | None = setting(

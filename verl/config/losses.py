@@ -27,6 +27,8 @@ OF_ESTIMATOR: dict[str, tuple[str, ...]] = {
     "algorithm.gdpo_reward_weights": ("gdpo",),
     "algorithm.vapo_length_alpha": ("vapo",),
     "algorithm.vapo_lam_critic": ("vapo",),
+    "algorithm.reward_dpo_coef": ("recipe.prime.core:leave_one_out",),
+    "algorithm.reward_gt_coef": ("recipe.prime.core:leave_one_out",),
 }
 OWN_AGGREGATION = {"gspo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean", "geo_mean": "the mean over sequences"}
 

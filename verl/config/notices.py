@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.config import losses, validate_megatron
+from verl.config import implicit_reward, losses, validate_megatron
 from verl.config.node import ConfigNode, was_typed
 from verl.config.root import (
     ON_VALUES,
@@ -37,6 +37,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
         _merging,
         _validation,
         _reward,
+        implicit_reward.tell,
         _conversations,
         _resume,
         validate_megatron.tell,

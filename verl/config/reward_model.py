@@ -25,7 +25,9 @@ def reward_model(cfg: PPOTrainerConfig) -> Problems:
     found = _engine(cfg) + _pool(cfg)
     if model.rollout.name != "hf":
         return found
-    if model.model_path is None:
+    if model.implicit.enable:
+        pass  # a language model, which `implicit_reward` looks at
+    elif model.model_path is None:
         found.append(ConfigError("a reward model needs a folder or a hub name", key=_PATH, fix=_HINT))
     else:
         found += bad_model_folder(_PATH, model.model_path, _HINT) or headless(model.model_path)

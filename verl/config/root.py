@@ -120,6 +120,9 @@ def reads_ref_log_prob(cfg: PPOTrainerConfig) -> bool:
 
 
 def uses_reward_model(cfg: PPOTrainerConfig) -> bool:
-    """Whether a reward model is a role of the run; one on a server is asked by the reward function instead."""
+    """Whether a reward model scores samples as a role; one on a server is asked by the reward function instead.
+
+    An implicit one is a role that a recipe adds.
+    """
     model = cfg.reward.reward_model
-    return model.enable and model.rollout.name == "hf"
+    return model.enable and model.rollout.name == "hf" and not model.implicit.enable

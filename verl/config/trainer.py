@@ -78,7 +78,9 @@ class TrainerV1SamplerConfig(ConfigNode):
 class TrainerV1Config(ConfigNode):
     """The schedule: how sampling and training take turns."""
 
-    trainer_mode: str = setting("sync", "sync, colocate_async or separate_async", planned="asynchronous schedules")
+    trainer_mode: str = setting(
+        "sync", "how sampling and training take turns: sync, or the dotted path of a schedule, such as a recipe's"
+    )
     colocate_async: TrainerV1ColocateAsyncConfig = section(TrainerV1ColocateAsyncConfig)
     separate_async: TrainerV1SeparateAsyncConfig = section(TrainerV1SeparateAsyncConfig)
     sampler: TrainerV1SamplerConfig = section(TrainerV1SamplerConfig)

@@ -11,6 +11,7 @@ from verl import registry
 from verl.config import (
     correcting,
     exact_kl,
+    implicit_reward,
     losses,
     machine,
     notices,
@@ -40,7 +41,7 @@ _ONE_DEVICE = "Leave it out (auto) to train on one device."
 def validate(cfg: PPOTrainerConfig) -> None:
     """All problems of an RL configuration in one `ConfigError`; settings without effect get a notice each."""
     rules = (_names, _kl, machine.trackers, machine.rollout_engine, machine.hardware, machine.files, ranges.numbers, losses.problems, _groups, _values, _batches,
-             _ranks, _tensor_groups, _micro_batches, _sampling, _mirrors, _budgets, reward_model, validate_megatron.problems, validate_profiler.problems, correcting.rollout, correcting.groups, _plugins, _resume, _validation)  # fmt: skip
+             _ranks, _tensor_groups, _micro_batches, _sampling, _mirrors, _budgets, reward_model, implicit_reward.problems, validate_megatron.problems, validate_profiler.problems, correcting.rollout, correcting.groups, _plugins, _resume, _validation)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
         notices.tell(cfg)
@@ -95,6 +96,7 @@ def _names(cfg: PPOTrainerConfig) -> Problems:
     found = known_name(
         registry.ADVANTAGE_ESTIMATORS, "algorithm.adv_estimator", cfg.algorithm.adv_estimator, "Take one of these."
     )
+    found += known_name(registry.SCHEDULES, "trainer.v1.trainer_mode", cfg.trainer.v1.trainer_mode, "Leave it out.")
     found += known_name(registry.POLICY_LOSSES, f"{_A}.policy_loss.loss_mode", actor.policy_loss.loss_mode, default)
     found += known_name(registry.SAMPLERS, f"{_R}.name", rollout.name, f"Set {_R}.name=hf.")
     found += _transport(rollout)

@@ -15,7 +15,7 @@ from verl.observability import samples as sample_output
 from verl.observability.tracking import Tracking
 from verl.rewards import check_reward_data
 from verl.single_controller.base import Role
-from verl.trainer.placement import strategy
+from verl.trainer.placement import added_roles, strategy
 from verl.trainer.ppo.validation import Sampled
 from verl.workers.part import Limits, Site
 from verl.workers.scoring import reward_manager as reward_manager
@@ -51,10 +51,14 @@ def need_reward_model(config: PPOTrainerConfig) -> bool:
 
 
 def worker_arguments(
-    config: PPOTrainerConfig, role: Role, total_steps: int, device_name: str, processes: int
+    config: PPOTrainerConfig, role: Role | str, total_steps: int, device_name: str, processes: int
 ) -> dict[str, Any]:
     """Constructor arguments of the worker that plays ``role`` in a pool of ``processes``."""
     length, seed = config.data.max_response_length, config.trainer.seed
+    for added in added_roles(config):
+        if added.name == role:
+            site = Site(device_name, strategy(added.strategy, processes), seed, total_steps, length)
+            return {"role": added, "site": site}
     if role == Role.Critic:
         site = Site(device_name, strategy(config.critic.strategy, processes), seed, total_steps, length)
         return {"config": config.critic, "site": site}

@@ -13,9 +13,11 @@ from typing import Any
 from verl import device
 from verl.config import PPOTrainerConfig
 from verl.config.root import uses_critic, uses_reference, uses_reward_model
+from verl.registry import SCHEDULES
 from verl.single_controller.base import ResourcePool, ResourcePoolManager, Role
 from verl.single_controller.local import LocalWorkerGroup
 from verl.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
+from verl.workers.model import ModelRole, ModelWorker
 
 GLOBAL_POOL = "global_pool"
 REWARD_POOL = "reward_pool"
@@ -62,10 +64,10 @@ def strategy(named: str, processes: int) -> str:
     return "plain" if processes == 1 else "fsdp2"
 
 
-def role_worker_mapping(config: PPOTrainerConfig) -> dict[Role, type]:
+def role_worker_mapping(config: PPOTrainerConfig) -> dict[Role | str, type]:
     """Which worker class plays which role; a reference policy in a pool of its own is a role of its own."""
     if not uses_reference(config):
-        mapping: dict[Role, type] = {Role.ActorRollout: ActorRolloutRefWorker}
+        mapping: dict[Role | str, type] = {Role.ActorRollout: ActorRolloutRefWorker}
     elif "ref" in _named_roles(config):
         mapping = {Role.ActorRollout: ActorRolloutRefWorker, Role.RefPolicy: ActorRolloutRefWorker}
     else:
@@ -74,7 +76,12 @@ def role_worker_mapping(config: PPOTrainerConfig) -> dict[Role, type]:
         mapping[Role.Critic] = CriticWorker
     if uses_reward_model(config):
         mapping[Role.RewardModel] = RewardModelWorker
-    return mapping
+    return mapping | {role.name: ModelWorker for role in added_roles(config)}
+
+
+def added_roles(config: PPOTrainerConfig) -> list[ModelRole]:
+    """The models that the run's schedule, which a recipe may bring, adds to the library's roles."""
+    return SCHEDULES.get(config.trainer.v1.trainer_mode).added_roles(config)
 
 
 def resource_pools(config: PPOTrainerConfig, place: Place | None = None) -> ResourcePoolManager:
@@ -95,7 +102,8 @@ def resource_pools(config: PPOTrainerConfig, place: Place | None = None) -> Reso
 
 def _pool_of_roles(config: PPOTrainerConfig) -> Mapping[Role | str, str]:
     named = _named_roles(config)
-    return {role: named.get(str(role), GLOBAL_POOL) for role in role_worker_mapping(config)}
+    pooled = {role.name: role.pool for role in added_roles(config)}
+    return {role: named.get(pooled.get(str(role), str(role)), GLOBAL_POOL) for role in role_worker_mapping(config)}
 
 
 def _named_roles(config: PPOTrainerConfig) -> dict[str, str]:

@@ -12,8 +12,13 @@ from verl.algorithms.losses import LossFn
 from verl.checkpoint import EngineState, FileRecord, read_part, write_part
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
-from verl.single_controller.base import Dispatch, register
-from verl.workers.part import ModelPart
+from verl.single_controller.base import (
+    Dispatch,
+    make_nd_compute_dataproto_dispatch_fn,
+    make_nd_compute_metric_dispatch_fn,
+    register,
+)
+from verl.workers.part import ModelPart, meshes_of
 from verl.workers.profiling import ProfiledWorker
 
 
@@ -27,12 +32,15 @@ class TrainingWorker(ProfiledWorker):
         """Replace the loss that `train_mini_batch` minimises."""
         self.part.loss_fn = loss_fn
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def meshes(self) -> dict[str, tuple[int, bool]]:
+        return {**meshes_of(self, model=getattr(self, "part", None)), **super().meshes()}
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="model"))
     def infer_batch(self, data: DataProto) -> DataProto:
         """``meta_info["outputs"]`` names what is computed; each output is (B, T) float32."""
         return DataProto.from_dict(tensors=self.part.infer(data, tuple(data.meta_info["outputs"])))
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    @register(dispatch_mode=make_nd_compute_metric_dispatch_fn(mesh_name="model"))
     def train_mini_batch(self, data: DataProto) -> MetricSet:
         """Optimizer steps on ``data``; metrics are those of the loss, plus ``grad_norm`` and ``lr``."""
         return self.part.train(data)

@@ -6,6 +6,7 @@ Subclass it to change a piece: every part is an attribute, made in a method of i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from verl.observability.tracker import Sample
 from verl.observability.tracking import Tracking
 from verl.protocol import DataProto
 from verl.registry import ADVANTAGE_ESTIMATORS, SCHEDULES
-from verl.single_controller.base import ClassWithInitArgs, ResourcePoolManager, Role, Roles
+from verl.single_controller.base import ClassWithInitArgs, ResourcePoolManager, Role, RoleKind, Roles
 from verl.single_controller.local import LocalWorkerGroup, create_colocated_worker_cls
 from verl.trainer import build
 from verl.trainer.ppo import correction, stages
@@ -35,6 +36,7 @@ from verl.trainer.ppo.metric_utils import (
     compute_timing_metrics,
     compute_variance_proxy_metrics,
 )
+from verl.trainer.ppo.oversampling import prompts_at_once
 from verl.trainer.ppo.roles import RoleHandle, add_role, distinct_groups
 from verl.trainer.ppo.validation import Sampled, Validator
 from verl.trainer.signals import StepDropped, StopSignals
@@ -60,7 +62,7 @@ class RayPPOTrainer:
         self,
         config: PPOTrainerConfig,
         tokenizer: Any,
-        role_worker_mapping: dict[Role, type],
+        role_worker_mapping: Mapping[Role | str, type],
         resource_pool_manager: ResourcePoolManager,
         ray_worker_group_cls: type = LocalWorkerGroup,
         processor: Any = None,
@@ -74,7 +76,7 @@ class RayPPOTrainer:
         self.role_worker_mapping, self.resource_pool_manager = role_worker_mapping, resource_pool_manager
         self.worker_group_cls, self.device_name = ray_worker_group_cls, device_name
         self.callbacks: list[Callback] = default_callbacks(config)
-        self.schedule = SCHEDULES.get("sync")()
+        self.schedule = SCHEDULES.get(config.trainer.v1.trainer_mode)()
         self.tracking: Tracking | None = None
         self._make_data(train_dataset, val_dataset, collate_fn or default_collate, train_sampler)
         self._make_rewards()
@@ -90,7 +92,7 @@ class RayPPOTrainer:
         build.check_rewards(self.config, train_dataset)
         loader = stateful_loader(
             train_dataset,
-            batch_size=data.gen_batch_size or data.train_batch_size,
+            batch_size=prompts_at_once(data),
             shuffle=data.shuffle,
             seed=trainer.seed if data.seed is None else data.seed,
             num_workers=data.dataloader_num_workers,
@@ -159,6 +161,9 @@ class RayPPOTrainer:
             )  # fmt: skip
         if "rm" in groups:
             add_role(self.roles, RoleHandle("rm", "scorer", groups["rm"]))
+        for role in self.schedule.added_roles(self.config):
+            kind: RoleKind = "frozen" if role.optim is None else "trainable"
+            add_role(self.roles, RoleHandle(role.name, kind, groups[role.name], role.mini_batch_size))
 
     # ---- running -----------------------------------------------------------------------------------------------
 

@@ -47,8 +47,8 @@ class RoleHandle:
 
     @property
     def num_parts(self) -> int:
-        """Parts into which a mini-batch is cut: one per data-parallel rank of a known role, else one per worker."""
-        return self.group.data_parallel_size(self.name) if self.name in _TRAIN else self.group.world_size
+        """Parts into which a mini-batch is cut: one per data-parallel rank."""
+        return self.group.data_parallel_size(self.name if self.name in _TRAIN else "model")
 
     def train(self, mini_batch: DataProto, more_updates: bool) -> MetricSet:
         """One optimizer step; ``more_updates`` keeps the learning-rate schedule where it is."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from verl.config.root import updates_once
 from verl.metrics import MetricSet
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.base import Roles
-from verl.trainer.ppo import correction, group_filter, positive
+from verl.trainer.ppo import correction, group_filter, oversampling, positive
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.pairing import pair_up
 from verl.trainer.ppo.roles import RoleHandle
@@ -172,7 +172,7 @@ def keep(samples: DataProto, ctx: StepContext) -> DataProto:
     flat = group_filter.same_outcome(groups, columns, group_filter.out_of_statistics(samples))
     ctx.metrics.add("training/zero_variance_groups", float(flat.mean()), weight=len(flat))
     if not rule.enable:
-        return samples
+        return oversampling.choose(samples, ctx)
     dropped = flat[groups]
     ctx.metrics.add("training/filter_groups/dropped_groups", int(flat.sum()), "sum")
     ctx.metrics.add("training/filter_groups/evicted_samples", int(dropped.sum()), "sum")
@@ -320,7 +320,7 @@ TRAIN_KEYS = (
 )  # fmt: skip
 
 
-def train(role: RoleHandle, batch: DataProto, ctx: StepContext) -> None:
+def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[str] = TRAIN_KEYS) -> None:
     """Every optimizer step of one role on this batch.
 
     Mini-batches are formed here, from the sample order, so their rows do not depend on the number of ranks; inside each
@@ -330,7 +330,7 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext) -> None:
     # Where there is one update the loss takes its own log-probs as the old ones: a ratio of exactly 1, to the last bit
     # the same whether or not something else asked for old log-probs.
     unread = {"old_log_probs"} if updates_once(ctx.config) else set()
-    present = [key for key in TRAIN_KEYS if key in batch.tensors.keys() and key not in unread]
+    present = [key for key in keys if key in batch.tensors.keys() and key not in unread]
     data = batch.select(batch_keys=present, non_tensor_batch_keys=[])
     if correction.KEPT_MASK in batch.tensors.keys():
         data.tensors["response_mask"] = batch.tensors[correction.KEPT_MASK]

@@ -7,10 +7,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from verl.protocol import DataProto
 from verl.single_controller.base import Roles
 from verl.trainer.ppo import stages
 from verl.trainer.ppo.context import StepContext
+
+Stage = Callable[[DataProto, Roles, StepContext], None]
+"""Adds declared fields to a batch."""
 
 
 def collect(source: stages.PromptSource, roles: Roles, ctx: StepContext) -> DataProto:
@@ -28,8 +33,8 @@ def collect(source: stages.PromptSource, roles: Roles, ctx: StepContext) -> Data
     return stages.take_batch(ctx)
 
 
-def learn(batch: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
-    """Estimate advantages on the batch, then update the critic and the actor."""
+def learn(batch: DataProto, roles: Roles, ctx: StepContext, more: Sequence[Stage] = ()) -> DataProto:
+    """Estimate advantages on the batch, then update the critic and the actor; ``more`` are stages of a recipe."""
     stages.measure_balance(batch, ctx)
     if ctx.needs_old_log_prob or ctx.bypasses_old_log_prob:
         with ctx.timed("old_log_prob"):
@@ -40,6 +45,8 @@ def learn(batch: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
     if "critic" in roles:
         with ctx.timed("values"):
             batch.union(roles["critic"].infer(batch, ("values",)))
+    for stage in more:
+        stage(batch, roles, ctx)
 
     with ctx.timed("rollout_correction"):
         stages.correct_rollout(batch, ctx)  # rollout_is_weights, rollout_rs_mask

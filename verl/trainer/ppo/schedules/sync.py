@@ -8,15 +8,27 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl.config import PPOTrainerConfig
 from verl.protocol import DataProto
 from verl.single_controller.base import Roles
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.stages import PromptSource
-from verl.trainer.ppo.step import collect, learn
+from verl.trainer.ppo.step import Stage, collect, learn
+from verl.workers.model import ModelRole
 
 
 class SyncSchedule:
-    """On-policy: every batch is sampled by the weights that it then updates."""
+    """On-policy: every batch is sampled by the weights that it then updates.
+
+    A recipe may add models (`added_roles`) and stages between the samples and their advantages (`stages`).
+    """
+
+    stages: tuple[Stage, ...] = ()
+
+    @classmethod
+    def added_roles(cls, config: PPOTrainerConfig) -> list[ModelRole]:
+        """Models beside the library's own roles, in the order in which they are built."""
+        return []
 
     def __init__(self) -> None:
         self._on_their_way: Any = None
@@ -26,7 +38,7 @@ class SyncSchedule:
         self.settle(roles, ctx)
         with ctx.stop.droppable():
             batch = collect(source, roles, ctx)
-        return learn(batch, roles, ctx)
+        return learn(batch, roles, ctx, self.stages)
 
     def publish(self, roles: Roles, ctx: StepContext) -> None:
         """The sampler generates with the updated policy from here on."""

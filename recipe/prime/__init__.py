@@ -1,0 +1,1 @@
+"""PRIME (Cui et al., arXiv 2502.01456)."""

@@ -1,0 +1,59 @@
+"""More prompts are sampled than are trained on (``data.oversample_factor``), and the instructive ones are preferred.
+
+The online filter of PRIME (arXiv 2502.01456): a prompt that is nearly always or nearly never answered rightly teaches
+little. Where too few prompts are liked, others fill the batch, so that a step samples once. Shapes: B rows, G prompts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from verl.config import DataConfig
+from verl.protocol import DataProto
+from verl.trainer.ppo import group_filter
+from verl.trainer.ppo.context import StepContext
+
+ACCURACY = "acc"
+"""What a scorer may return beside the score: how right a sample is, 0 to 1."""
+ROUNDING = 1e-6
+CUT_OFF = "length"
+
+
+def prompts_at_once(data: DataConfig) -> int:
+    """Prompts that are sampled together."""
+    return data.gen_batch_size or int(data.train_batch_size * data.oversample_factor)
+
+
+def accuracies(samples: DataProto, returned: dict) -> np.ndarray:
+    """(B,) float64: what the scorer returned as ``acc``, else the score; NaN where a sample has none."""
+    name = ACCURACY if ACCURACY in samples.non_tensor_batch else None
+    return group_filter.outcomes(samples, name, returned)
+
+
+def choose(samples: DataProto, ctx: StepContext) -> DataProto:
+    """One training batch of the samples: prompts that the filters like, then the earliest others; rows keep order."""
+    data = ctx.config.data
+    if data.oversample_factor == 1:
+        return samples
+    uids = samples.non_tensor_batch["uid"].astype(str)
+    _, first, groups = np.unique(uids, return_index=True, return_inverse=True)
+    liked = np.ones(len(first), dtype=bool)
+    if data.filter_accuracy:
+        rate = _means(groups, accuracies(samples, ctx.sample_info), group_filter.out_of_statistics(samples))
+        low, high = data.accuracy_lower_bound - ROUNDING, data.accuracy_upper_bound + ROUNDING
+        liked &= (low <= rate) & (rate <= high)  # false for NaN
+    if data.filter_truncate and "finish_reason" in samples.non_tensor_batch:
+        cut = samples.non_tensor_batch["finish_reason"] == CUT_OFF
+        liked &= np.bincount(groups, weights=cut) == 0
+    chosen = np.lexsort((first, ~liked))[: data.train_batch_size]
+    ctx.metrics.add("training/oversampling/liked_prompts", int(liked.sum()), "sum")
+    ctx.metrics.add("training/oversampling/filled_prompts", int((~liked[chosen]).sum()), "sum")
+    return samples.select_idxs(np.flatnonzero(np.isin(groups, chosen)))
+
+
+def _means(groups: np.ndarray, values: np.ndarray, left_out: np.ndarray) -> np.ndarray:
+    """(G,) float64: the mean of each group's counted values, NaN where it has none."""
+    counted = ~left_out & ~np.isnan(values)
+    number = np.bincount(groups, weights=counted)
+    total = np.bincount(groups, weights=np.where(counted, values, 0.0))
+    return np.divide(total, number, out=np.full(len(number), np.nan), where=number > 0)
