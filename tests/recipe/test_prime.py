@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +27,7 @@ from recipe.prime.main_prime import ESTIMATOR, PRIME, main
 from tests.trainer.ppo.small_runs import Seen, prepare, train
 from verl.algorithms.advantages import call_estimator
 from verl.algorithms.aggregation import loss_norm
+from verl.config.loading import read_config
 from verl.metrics import notices, reset_notices
 
 A, RM, IMPLICIT = "actor_rollout_ref.actor", "reward.reward_model", "reward.reward_model.implicit"
@@ -228,6 +231,19 @@ COMMAND = [
     "data.max_response_length=8", f"{A}.ppo_mini_batch_size=4", "actor_rollout_ref.model.path=model",
     "reward_model.model.path=model", "reward.custom_reward_function.path=scorer.py", "trainer.logger=[file]",
 ]  # fmt: skip
+
+
+def test_the_script_spells_settings_that_are_there_as_upstream_does(here, project_root):
+    """With TINY=1 the same command runs in small: this shows what it is made of."""
+    script = str(project_root / "recipe/prime/run_prime_eurus2_7b.sh")
+    command, variables = ["bash", script, "trainer.total_epochs=2"], {**os.environ, "SHOW": "1"}
+    words = subprocess.check_output(command, env=variables, text=True).splitlines()
+    assert words[-1] == "trainer.total_epochs=2" and "reward_model.model.update=before" in words
+    config = read_config("ppo_trainer", [*PRIME, *words])
+    implicit = config.reward.reward_model.implicit
+    assert (implicit.grad_clip, implicit.optim.lr, implicit.mini_batch_size) == (10.0, 1e-6, 64)
+    assert implicit.ref_path == config.reward.reward_model.model_path == "PRIME-RL/Eurus-2-7B-SFT"
+    assert config.data.oversample_factor == 4 and config.data.filter_truncate
 
 
 @pytest.mark.parametrize(
