@@ -31,7 +31,7 @@ class Moments:
             return
         mean = float(values.sum(dim=-1).double().sum()) / count
         centred = torch.add(values, valid, alpha=-mean)
-        self.merge(count, mean, float(torch.linalg.vecdot(centred, centred).double().sum()))
+        self.merge(count, mean, float(centred.square_().sum(dim=-1).double().sum()))
 
     def merge(self, count: float, mean: float, squares: float) -> None:
         """Count in the moments of other numbers."""

@@ -33,8 +33,8 @@ def geo_mean(block: Block, config: Any) -> Terms:
     more, all_outside = outside.sum(), torch.dot(outside.flatten(), sign.flatten())
     sums = {"pg_clipfrac": (all_outside + more) / 2, "pg_clipfrac_lower": (all_outside - more) / 2}
     d, bounded = d.mul_(sign), bounded.mul_(sign)
-    kept = torch.minimum(d, bounded, out=outside)  # k times the sign of A
-    row = -_row_mean(advantages, block) * (torch.linalg.vecdot(kept, sign)[:, None] / block.lengths).exp()
+    kept = torch.minimum(d, bounded, out=outside)  # k, but for the sign of A
+    row = -_row_mean(advantages, block) * _row_mean(kept.mul_(sign), block).exp()
     if block.weights is not None:
         row = row * _row_mean((block.weights + EPSILON).log_().mul_(block.mask), block).exp()
     stays = torch.gt(d, bounded, out=kept).addcmul_(sign, sign, value=-1.0)  # -1 where a token moves its row, else 0
