@@ -71,7 +71,7 @@ def _keep(name: str, target: torch.Tensor, value: torch.Tensor) -> None:
 def _receiver(kind: str, address: object, plan: Plan, rounds: int, ready: object) -> None:
     """A sampler's process; ``ready`` is released when it can receive, and after each hand-over."""
     torch.set_num_threads(1)
-    inventory = WeightInventory(plan.weights(fill=False), _keep if kind == "shared memory" else None)
+    inventory = WeightInventory(plan.weights(fill=False), _keep if kind in ("shared memory", "gloo") else None)
     theirs: Transport
     if kind == "shared memory":
         theirs = ResidentTransport(**address)
@@ -80,7 +80,7 @@ def _receiver(kind: str, address: object, plan: Plan, rounds: int, ready: object
     elif kind == "disk":
         theirs = DiskTransport.reach(address)
     else:
-        theirs = BroadcastTransport.join(address, 1, 2)
+        theirs = BroadcastTransport.join(address, 1, 2, keeps=True)
     ready.release()
     for version in range(rounds):
         theirs.expect(version)

@@ -15,6 +15,7 @@ import torch.multiprocessing as processes
 from tests.rollout.builders import largest_difference, prompt, requests, sample, tiny_model
 from verl.errors import RolloutError
 from verl.models import export_weights
+from verl.ports import free_port
 from verl.rollout.hf.sampler import HFSampler
 from verl.weight_sync import (
     BroadcastTransport,
@@ -329,13 +330,40 @@ def _rank(rank: int, address: str, folder: str) -> None:
 
 @pytest.mark.dist
 def test_a_broadcast_over_gloo_reaches_every_sampler(tmp_path):
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    processes.spawn(_rank, args=(address, str(tmp_path)), nprocs=3, join=True)
+    processes.spawn(_rank, args=(f"127.0.0.1:{free_port()}", str(tmp_path)), nprocs=3, join=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+
+
+def test_a_broadcast_lasts_in_the_memory_of_a_sampler_that_keeps_it_and_comes_whole_however_it_is_cut():
+    weights = dict(WEIGHTS)
+    weights["large"] = torch.randn(700, 1000)  # goes as it lies there, in parts
+    weights["turned"] = torch.randn(300, 400).t()  # not contiguous
+    weights |= {f"{'n' * 60}{number}": torch.full((1,), float(number)) for number in range(400)}  # a long header
+    ours = BroadcastTransport.begin(0, timeout=20, keeps=True)
+    theirs = BroadcastTransport.reach(json.loads(json.dumps(ours.address)))
+    kept: dict[str, torch.Tensor] = {}
+    for version in (1, 2):
+        weights["c"] = torch.tensor(version)
+        chunks = chunk_weights(weights.items(), 1 << 30, version)
+        thread, outcome = in_thread(lambda: ours.send(chunks))  # noqa: B023
+        found = {name: tensor for chunk in theirs.receive() for name, tensor in chunk.tensors if chunk.lasts}
+        thread.join(20)
+        assert outcome == [sum(t.nbytes for t in weights.values())]
+        kept = kept or found
+        assert all(kept[name].data_ptr() == found[name].data_ptr() for name in found)
+        assert kept.keys() == weights.keys() and kept["c"] == version
+        check({**{name: kept[name] for name in WEIGHTS}, "c": WEIGHTS["c"]})
+        assert all(torch.equal(kept[name], weights[name]) for name in weights.keys() - WEIGHTS.keys())
+
+    def broken() -> Iterator[WeightChunk]:
+        yield next(stream(3))
+        raise RolloutError("the trainer's own error")
+
+    thread, outcome = in_thread(lambda: ours.send(broken()))
+    with pytest.raises(RolloutError, match="the trainer gave up"):
+        taken(theirs.receive())
+    thread.join(20)
+    assert "the trainer's own error" in str(outcome[0])
 
 
 def test_differences_travel_over_any_transport_into_a_sampler(ring):

@@ -1,12 +1,14 @@
 """Weights by broadcast in a process group: from one trainer to any number of samplers (gloo on CPU, NCCL on GPUs).
 
-Every rank of the group takes part: the source sends, all others receive. Each bucket is one broadcast, which ends with
-the lengths of the next one. Three buffers per side take turns: while one is on its way the trainer fills another, and
-the sampler empties another.
+Every rank of the group takes part: the source sends, all others receive. A piece of a bucket is a frame that says what
+comes, and then the bytes: large weights go straight out of the trainer's memory, small ones as one message. A sampler
+that keeps what arrives has them where they came in; for others three buffers take turns, so that one is emptied while
+another one is filled.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,15 +22,20 @@ import torch.distributed as dist
 from verl.errors import RolloutError
 from verl.weight_sync.chunks import WeightChunk, pieces
 from verl.weight_sync.transport import OtherEndError, Transport
-from verl.weight_sync.wire import ALIGNMENT, MAX_HEADER, Layout, chunk_of, write_into
+from verl.weight_sync.wire import MAX_HEADER, Layout, chunk_of
 
 GAVE_UP = -1
+LENGTH = 8
 LOCALHOST = "127.0.0.1"
 PIECE_BYTES = 16 << 20
-"""A broadcast takes so much at once, or one larger tensor."""
+"""What one frame describes, or one larger tensor."""
+FRAME_BYTES = 16 << 10
+"""Length of a header and the header; what has no room there comes next."""
+LARGE_BYTES = 256 << 10
+"""A weight of so many bytes is a message of its own."""
+MESSAGE_BYTES = 2 << 20
+"""A longer message goes in parts."""
 BUFFERS = 3
-TAIL = 16
-"""Bytes at the end of a message: lengths of the next one, none after the last."""
 
 
 class BroadcastTransport(Transport):
@@ -38,12 +45,13 @@ class BroadcastTransport(Transport):
         group: of torch.distributed, or a backend of it that stands alone (`join`); None is the group of all.
         source: the sending rank, counted in the group.
         device: of the buffers; must suit the group's backend.
+        keeps: whether what arrives lasts (`WeightChunk.lasts`), for a sampler that keeps it as its own weights.
 
     Example:
         >>> BroadcastTransport(group, source=0, device="cuda").send(chunk_weights(engine.export_weights(), size, 3))
     """
 
-    not_options: ClassVar[tuple[str, ...]] = ("group", "source")
+    not_options: ClassVar[tuple[str, ...]] = ("group", "source", "keeps")
 
     def __init__(
         self,
@@ -51,16 +59,23 @@ class BroadcastTransport(Transport):
         source: int = 0,
         device: str | torch.device = "cpu",
         timeout: float = 300.0,
+        keeps: bool = False,
     ):
         super().__init__(timeout)
-        self.group, self.source, self.device = group, source, torch.device(device)
+        self.group, self.source, self.device, self.keeps = group, source, torch.device(device), keeps
         self._connect: Callable[[], Any] | None = None
         self._place = ""
-        self._buffers = [torch.empty(0, dtype=torch.uint8, device=self.device) for _ in range(BUFFERS)]
+        self._buffers: list[torch.Tensor] = []
 
     @classmethod
     def join(
-        cls, address: str, rank: int, world_size: int, device: str = "cpu", timeout: float = 300.0
+        cls,
+        address: str,
+        rank: int,
+        world_size: int,
+        device: str = "cpu",
+        timeout: float = 300.0,
+        keeps: bool = False,
     ) -> BroadcastTransport:
         """Make a group of its own, beside whatever groups the process is in.
 
@@ -70,7 +85,7 @@ class BroadcastTransport(Transport):
         limit = timedelta(seconds=timeout)
         host, _, port = address.rpartition(":")
         store = dist.TCPStore(host, int(port), world_size, is_master=rank == 0, timeout=limit)
-        return cls(_group(store, rank, world_size, device, limit), 0, device, timeout)
+        return cls(_group(store, rank, world_size, device, limit), 0, device, timeout, keeps)
 
     @classmethod
     def begin(cls, bucket_bytes: int, device: str = "cpu", host: str = LOCALHOST, **options: Any) -> BroadcastTransport:
@@ -89,7 +104,7 @@ class BroadcastTransport(Transport):
     @classmethod
     def reach(cls, address: Mapping[str, Any], device: str = "cpu") -> BroadcastTransport:
         host, _, port = str(address["place"]).rpartition(":")
-        end = cls(None, 0, device, float(address["timeout"]))
+        end = cls(None, 0, device, float(address["timeout"]), bool(address["keeps"]))
         limit = timedelta(seconds=end.timeout)
         store = dist.TCPStore(host, int(port), 2, is_master=False, timeout=limit, wait_for_workers=False)
         end._connect = partial(_group, store, 1, 2, device, limit)
@@ -97,87 +112,102 @@ class BroadcastTransport(Transport):
 
     @property
     def address(self) -> dict[str, Any]:
-        return {"place": self._place, "timeout": self.timeout}
+        return {"place": self._place, "timeout": self.timeout, "keeps": self.keeps}
 
     def send(self, chunks: Iterable[WeightChunk]) -> int:
         num_bytes = number = 0
-        under_way, ready = Broadcast(), self._numbers(0, 0)
+        ended = False
+        under_way: deque[list[Broadcast]] = deque()
         try:
             for chunk in chunks:
                 for piece in pieces(chunk, PIECE_BYTES):
-                    message = self._packed(piece, number % BUFFERS)  # while the one before the last is on its way
-                    under_way = self._after(under_way, ready, message)
-                    ready, number = message.whole, number + 1
-                num_bytes += chunk.num_bytes
+                    if len(under_way) == BUFFERS - 1:
+                        _wait(under_way.popleft())
+                    under_way.append(self._send(piece, number % BUFFERS))
+                    number += 1
+                num_bytes, ended = num_bytes + chunk.num_bytes, chunk.last
+                while under_way:  # the source may use the memory of a chunk for the next one
+                    _wait(under_way.popleft())
                 del chunk, piece  # before the next one is made
-            under_way = self._after(under_way, ready, None)
-            under_way.wait()
+            if not ended:
+                raise RolloutError("the stream of weights was interrupted")
         except BaseException:
             with suppress(RolloutError):
-                ready[-TAIL:].view(torch.int64).copy_(self._numbers(GAVE_UP, 0).view(torch.int64))
-                under_way.wait()
-                self._start(ready).wait()
+                while under_way:
+                    _wait(under_way.popleft())
+                if not ended:
+                    self._start(self._frame(GAVE_UP)).wait()
             raise
         return num_bytes
 
     def receive(self) -> Iterator[WeightChunk]:
-        first = self._start(self._numbers(0, 0))
-        number, coming = 0, self._next(first, 0)
-        here: WeightChunk | None = None
+        number = 0
+        coming: Arriving | None = self._next(self._start(self._frame()), 0)
         try:
             while coming is not None:
-                coming.wait()
-                layout = _layout(coming)
-                here = chunk_of(layout, coming.tensor[coming.header_bytes :])
+                _wait(coming.parts)
+                here = coming
                 number += 1
-                coming = self._next(coming, number % BUFFERS)  # on its way while this one is used
-                if layout.last != (coming is None):
-                    raise RolloutError("a stream of weights does not end where it says so")
-                yield here
-        except GeneratorExit:
-            self._drain(coming, number)
+                coming = self._next(here.frame, number)  # on its way while this one is used
+                yield chunk_of(here.layout, here.body, self.keeps)
+        except GeneratorExit:  # of the rest nothing is wanted any more, but the other ranks take part in it
+            with suppress(RolloutError):
+                while coming is not None:
+                    _wait(coming.parts)
+                    number += 1
+                    coming = self._next(coming.frame, number)
             raise
 
     def close(self) -> None:
-        self._buffers = [buffer[:0].clone() for buffer in self._buffers]
+        self._buffers = []
 
-    def _packed(self, piece: WeightChunk, which: int) -> Message:
-        """Header, tensors and room for the lengths of the next message, in one of the buffers."""
+    def _send(self, piece: WeightChunk, which: int) -> list[Broadcast]:
+        """Start on a piece; small weights, and those that are not contiguous, go by way of one of the buffers."""
         layout = Layout.of(piece)
+        tensors = [tensor.detach() for _, tensor in piece.tensors]
+        direct = [_is_direct(tensor, self.device) for tensor in tensors]
+        beside = [place for place, straight in zip(layout.entries, direct) if not straight]
+        room = self._room(which, max((e.offset + e.num_bytes for e in beside), default=0))
+        for place, tensor, straight in zip(layout.entries, tensors, direct):
+            if not straight:
+                value = room[place.offset : place.offset + place.num_bytes].view(place.dtype).view(place.shape)
+                value.copy_(tensor, non_blocking=True)
         text = layout.encode()
-        text += b" " * (-len(text) % ALIGNMENT)
-        whole = self._room(which, len(text) + layout.num_bytes + TAIL)
-        whole[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
-        write_into(piece, layout, whole[len(text) : -TAIL])
-        return Message(whole, len(text))
+        frame = self._frame(len(text), text)
+        messages = [frame[:FRAME_BYTES], frame[FRAME_BYTES:]]
+        for first, last in _runs(layout):
+            whole = tensors[first].view(-1).view(torch.uint8) if direct[first] else room[_span(layout, first, last)]
+            messages.append(whole)
+        return self._start_all(messages)
 
-    def _after(self, under_way: Broadcast, ready: torch.Tensor, following: Message | None) -> Broadcast:
-        """Send what is ready, with the lengths of what follows, once the one before it has gone."""
-        lengths = (0, 0) if following is None else (following.header_bytes, following.whole.numel())
-        ready[-TAIL:].view(torch.int64).copy_(self._numbers(*lengths).view(torch.int64))
-        under_way.wait()
-        return self._start(ready)
-
-    def _next(self, before: Broadcast, which: int) -> Broadcast | None:
-        """What comes after a message that has arrived, already on its way; None at the end."""
-        before.wait()
-        header_bytes, num_bytes = (int(x) for x in before.tensor[-TAIL:].view(torch.int64))
-        if header_bytes == GAVE_UP:
-            raise OtherEndError("the trainer gave up in the middle of a transfer of weights")
-        if not num_bytes:
+    def _next(self, frame: Broadcast | None, number: int) -> Arriving | None:
+        """What comes after a piece, already on its way, with the frame of what comes after that; None at the end."""
+        if frame is None:
             return None
-        if not 0 < header_bytes <= min(MAX_HEADER, num_bytes - TAIL) or header_bytes % ALIGNMENT:
-            raise RolloutError("a header of weights has an impossible length", got=header_bytes)
-        coming = self._start(self._room(which, num_bytes))
-        coming.header_bytes = header_bytes
-        return coming
+        layout = self._layout(frame)
+        body = self._kept(number, layout.num_bytes) if self.keeps else self._room(number % BUFFERS, layout.num_bytes)
+        parts = self._start_all([body[_span(layout, *run)] for run in _runs(layout)])
+        return Arriving(layout, body, parts, None if layout.last else self._start(self._frame()))
 
-    def _drain(self, coming: Broadcast | None, number: int) -> None:
-        """The rest of a stream of which nothing is wanted any more: the other ranks take part in it."""
-        with suppress(RolloutError):
-            while coming is not None:
-                number += 1
-                coming = self._next(coming, number % BUFFERS)
+    def _layout(self, frame: Broadcast) -> Layout:
+        frame.wait()
+        length = int(frame.tensor[:LENGTH].view(torch.int64))
+        if length == GAVE_UP:
+            raise OtherEndError("the trainer gave up in the middle of a transfer of weights")
+        if not 0 < length <= MAX_HEADER:
+            raise RolloutError("a header of weights has an impossible length", got=length)
+        rest = torch.empty(max(0, LENGTH + length - FRAME_BYTES), dtype=torch.uint8, device=self.device)
+        _wait(self._start_all([rest]))
+        text = torch.cat([frame.tensor, rest])[LENGTH : LENGTH + length]
+        return Layout.decode(text.cpu().numpy().tobytes())[0]
+
+    def _frame(self, length: int = 0, text: bytes = b"") -> torch.Tensor:
+        """A frame, and behind it what of the header has no room there; the receiver's is empty."""
+        whole = length.to_bytes(LENGTH, "little", signed=True) + text
+        return torch.frombuffer(bytearray(whole.ljust(FRAME_BYTES)), dtype=torch.uint8).to(self.device)
+
+    def _start_all(self, messages: list[torch.Tensor]) -> list[Broadcast]:
+        return [self._start(part) for message in messages for part in message.split(MESSAGE_BYTES)]
 
     def _start(self, tensor: torch.Tensor) -> Broadcast:
         if not tensor.numel():
@@ -189,22 +219,17 @@ class BroadcastTransport(Transport):
         group: Any = dist.group.WORLD if self.group is None else self.group
         return Broadcast(tensor, group.broadcast([tensor], options))
 
-    def _numbers(self, *values: int) -> torch.Tensor:
-        """Lengths of a message: its header and the whole of it."""
-        return torch.tensor(values, dtype=torch.int64, device=self.device).view(torch.uint8)
-
     def _room(self, which: int, num_bytes: int) -> torch.Tensor:
+        self._buffers += [torch.empty(0, dtype=torch.uint8, device=self.device)] * (which + 1 - len(self._buffers))
         if self._buffers[which].numel() < num_bytes:
             self._buffers[which] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return self._buffers[which][:num_bytes]
 
-
-@dataclass
-class Message:
-    """What is sent at once: header, tensors, lengths of the next message."""
-
-    whole: torch.Tensor
-    header_bytes: int
+    def _kept(self, number: int, num_bytes: int) -> torch.Tensor:
+        """Memory of a piece for as long as it has the same size; what had another one belongs to the sampler alone."""
+        if number < len(self._buffers) and self._buffers[number].numel() != num_bytes:
+            self._buffers[number] = self._buffers[number][:0].clone()
+        return self._room(number, num_bytes)
 
 
 @dataclass
@@ -213,7 +238,6 @@ class Broadcast:
 
     tensor: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     work: Any = None
-    header_bytes: int = 0
 
     def wait(self) -> None:
         """Until the tensor was sent, or has arrived.
@@ -233,8 +257,43 @@ class Broadcast:
             ) from error
 
 
-def _layout(message: Broadcast) -> Layout:
-    return Layout.decode(message.tensor[: message.header_bytes].cpu().numpy().tobytes())[0]
+@dataclass
+class Arriving:
+    """A piece that is on its way, and the frame of the next one."""
+
+    layout: Layout
+    body: torch.Tensor
+    parts: list[Broadcast]
+    frame: Broadcast | None
+
+
+def _wait(parts: list[Broadcast]) -> None:
+    for part in parts:
+        part.wait()
+
+
+def _runs(layout: Layout) -> Iterator[tuple[int, int]]:
+    """The messages of a piece, by their first and last weight: large weights alone, small neighbours together."""
+    begin = 0
+    for number, entry in enumerate(layout.entries):
+        if entry.num_bytes >= LARGE_BYTES:
+            if begin < number:
+                yield begin, number - 1
+            yield number, number
+            begin = number + 1
+    if begin < len(layout.entries):
+        yield begin, len(layout.entries) - 1
+
+
+def _span(layout: Layout, first: int, last: int) -> slice:
+    """Where the bytes of neighbours lie."""
+    end = layout.entries[last]
+    return slice(layout.entries[first].offset, end.offset + end.num_bytes)
+
+
+def _is_direct(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a weight is sent as it lies there."""
+    return tensor.nbytes >= LARGE_BYTES and tensor.is_contiguous() and tensor.device == device
 
 
 def _group(store: dist.Store, rank: int, world_size: int, device: str, limit: timedelta) -> Any:
