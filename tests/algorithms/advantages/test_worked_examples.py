@@ -179,6 +179,14 @@ def test_prime_centres_process_and_outcome_apart(form, expected):
     assert advantages[1, 2] == 0
 
 
+def test_prime_weighs_both_rewards_by_five_and_whitens_them():
+    advantages, returns = prime(**PRIME, form="compat")
+    expected = [[4.65, 4.183333, 5.216667], [-4.766667, -4.933333, 0]]
+    torch.testing.assert_close(returns, torch.tensor(expected), atol=1e-5, rtol=0)
+    expected = [[0.722096, 0.632949, 0.830347], [-1.076777, -1.108615, 0]]
+    torch.testing.assert_close(advantages, torch.tensor(expected), atol=1e-5, rtol=0)
+
+
 def test_prime_options():
     outcome_only = {"process_coef": 0.0, "outcome_coef": 1.0}
     _, returns = prime(**PRIME, **outcome_only)
