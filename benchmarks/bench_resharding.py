@@ -13,7 +13,6 @@ import argparse
 import itertools
 import multiprocessing
 import os
-import socket
 import statistics
 import sys
 import time
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from verl.ports import free_port
 from verl.weight_sync.resharding import Layout, Plan, Resharder, Sharded, closed_form, decoder, make_plan
 
 LARGE = decoder(layers=64, hidden=5120, intermediate=27648, heads=40, key_value_heads=8, vocabulary=152064)
@@ -86,7 +86,7 @@ def executed() -> Iterator[str]:
     yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     context = multiprocessing.get_context("spawn")
     for size in EXECUTED:
-        queue, port = context.Queue(), _free_port()
+        queue, port = context.Queue(), free_port()
         workers = [context.Process(target=_work, args=(rank, size, port, queue)) for rank in range(size)]
         for worker in workers:
             worker.start()
@@ -175,12 +175,6 @@ def _layouts(world: int) -> Iterator[Layout]:
     for tensor, pipeline in itertools.product((1, 2, 4, 8), (1, 2, 4)):
         if world % (tensor * pipeline) == 0:
             yield Layout(tensor, pipeline, world // (tensor * pipeline))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import pandas as pd
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl.rollout.server.process import free_port
+from verl.ports import free_port
 
 START, ANSWER = 300.0, 60.0  # seconds
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from verl.ports import free_port
 
 Cell = Callable[[Any, Path], Any]
 PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers", "verl.protocol"]
@@ -39,12 +40,6 @@ def run_cells(size: int, cells: Sequence[Cell], folder: Path) -> dict[str, list[
     _wait(processes, folder, size)
     answers = [json.loads((folder / f"rank{rank}-of-{size}.json").read_text()) for rank in range(size)]
     return {cell.__name__: [answer[cell.__name__] for answer in answers] for cell in cells}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _wait(processes: list[Any], folder: Path, size: int) -> None:

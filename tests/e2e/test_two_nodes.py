@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,16 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import PROJECT, curve, metrics
+from verl.ports import free_port
 
 pytestmark = pytest.mark.e2e
 ACCURACY = "val-core/arithmetic/reward/mean@1"
 RAY = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--num-cpus=1", "--object-store-memory=120000000"]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import pytest
 
 from verl.errors import ConfigError
 from verl.metrics import notices, reset_notices
+from verl.ports import free_port
 from verl.tools.loading import load_tools
 from verl.tools.mcp_base_tool import MCPBaseTool, text_of
 
@@ -108,12 +109,6 @@ def test_closing_ends_the_process_of_the_server(tmp_path):
     assert process.exists()
     asyncio.run(found["who"].close())
     assert not process.exists()
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def test_a_server_is_reached_over_streamable_http_and_its_death_is_a_message(tmp_path):

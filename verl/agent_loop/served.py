@@ -7,9 +7,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from verl.ports import free_port
 from verl.rollout.base import Sampler
 from verl.rollout.from_sync import run_now
-from verl.rollout.server.process import ServerProcess, free_port
+from verl.rollout.server.process import ServerProcess
 from verl.rollout.server.sampler import ServerSampler, over_addresses
 
 

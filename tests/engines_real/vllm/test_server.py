@@ -15,11 +15,12 @@ from tests.rollout.builders import requests, sample
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
 from verl.errors import RolloutError
+from verl.ports import free_port
 from verl.rollout import Request, SamplingParams
 from verl.rollout.from_sync import run_now
 from verl.rollout.lost import EngineLostError
 from verl.rollout.server.openai import EXTENSION
-from verl.rollout.server.process import ServerProcess, free_port
+from verl.rollout.server.process import ServerProcess
 from verl.rollout.server.sampler import ServerSampler
 from verl.weight_sync import chunk_weights
 

@@ -14,11 +14,12 @@ from tests.support import tiny_model_dir
 from verl.config import ActorRolloutRefConfig, PPOTrainerConfig, leaves, record_reads, replace
 from verl.config.loading import read_config
 from verl.errors import MissingDependencyError
+from verl.ports import free_port
 from verl.rollout import Request, SamplingParams
 from verl.rollout.from_sync import run_now
 from verl.rollout.lost import EngineLostError
 from verl.rollout.replicas import Replicas
-from verl.rollout.server.process import ServerProcess, free_port
+from verl.rollout.server.process import ServerProcess
 from verl.rollout.server.sampler import ServerSampler
 from verl.rollout.sglang import sampler as module
 from verl.rollout.sglang.sampler import SGLangSampler, as_flags, command

@@ -17,12 +17,13 @@ from typing import Any
 
 from verl.config import to_dict
 from verl.errors import RolloutError
+from verl.ports import free_port
 from verl.rollout.base import Completion, Request
 from verl.rollout.from_sync import run_now
 from verl.rollout.lost import EngineLostError
 from verl.rollout.server import own
 from verl.rollout.server.client import HttpClient
-from verl.rollout.server.process import ServerProcess, free_port
+from verl.rollout.server.process import ServerProcess
 
 ANSWER_SECONDS = 24 * 3600.0
 """The process is watched; how long an answer takes is its own affair."""

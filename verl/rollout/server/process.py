@@ -6,7 +6,6 @@ import asyncio
 import atexit
 import collections
 import contextlib
-import socket
 import subprocess
 import threading
 import time
@@ -91,10 +90,3 @@ class ServerProcess:
         with contextlib.suppress(ValueError, OSError):
             for line in self.process.stdout:
                 self._said.append(line.rstrip())
-
-
-def free_port() -> int:
-    """A port that nobody listens on at this moment."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.errors import MissingDependencyError
+from verl.ports import free_port
 from verl.rollout.base import Sampler
 from verl.rollout.from_sync import run_now
-from verl.rollout.server.process import ServerProcess, free_port
+from verl.rollout.server.process import ServerProcess
 from verl.rollout.server.sampler import ServerSampler, addresses, over_addresses
 
 _R = "actor_rollout_ref.rollout"

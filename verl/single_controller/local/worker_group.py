@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import copy
 import inspect
-import socket
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
 from verl.errors import WorkerError, suggest
+from verl.ports import free_port
 from verl.protocol import DataProto
 from verl.single_controller.base.colocated import ColocatedWorker
 from verl.single_controller.base.handle import note_origin
@@ -56,7 +56,7 @@ class LocalWorkerGroup(WorkerGroup):
             raise WorkerError("a local worker group needs a class", fix="Pass ClassWithInitArgs(MyWorker, ...).")
         pool = resource_pool if resource_pool is not None else ResourcePool([1])
         role = name_prefix or class_with_init.cls.__name__
-        port = _free_port()
+        port = free_port()
         workers, rngs = [], []
         for rank, (local_rank, local_size) in enumerate(zip(pool.local_rank_list(), pool.local_world_size_list())):
             info = WorkerInfo(rank, pool.world_size, local_rank, local_size, LOCALHOST, port, role, seed)
@@ -148,12 +148,6 @@ class LocalWorkerGroup(WorkerGroup):
         except Exception as error:
             note_origin(error, where)
             raise
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOCALHOST, 0))
-        return probe.getsockname()[1]
 
 
 def _own(value: Any) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from verl import env
+from verl.ports import free_port
 
 if TYPE_CHECKING:
     from verl.single_controller.ray.workplace import Workplace
@@ -208,18 +208,6 @@ class Turns:
         waiting = self._waiting.pop(self._next, None)
         if waiting is not None:
             waiting.set()
-
-
-def free_port(ports: tuple[int, int] | None = None) -> int:
-    """A port that nobody uses at the moment; from a range (first, last) if one is given."""
-    for port in (0,) if ports is None else range(ports[0], ports[1] + 1):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return probe.getsockname()[1]
-    raise OSError(f"no free port from {ports[0]} to {ports[1]}" if ports else "no free port")
 
 
 def _has_proc() -> bool:
