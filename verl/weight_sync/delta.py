@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,14 +91,16 @@ class DeltaEncoder:
             self._sent[name] = new.clone()
             self.num_changed += new.numel()
             return [_sum(name, total), (f"{name}|{WHOLE}", tensor.detach())]
-        where = _places(new != old)
+        # numpy looks for what differs twice as fast as torch, where it can.
+        ours, theirs = (new.numpy(), old.numpy()) if new.device.type == "cpu" else (new, old)
+        where = _places(ours != theirs)
         self.num_changed += len(where)
         if len(where) > WHOLE_ABOVE * new.numel():
             old.copy_(new)
             return [_sum(name, total), (f"{name}|{WHOLE}", tensor.detach())]
-        before, after = old[where], new[where]
-        old[where] = after
-        streams = _compress(where.cpu().numpy(), before.cpu().numpy(), after.cpu().numpy())
+        before, after = theirs[where], ours[where]
+        theirs[where] = after
+        streams = _compress(*(_on_host(found) for found in (where, before, after)))
         return [
             _sum(name, total),
             *((f"{name}|{suffix}", data) for suffix, data in zip(SUFFIXES, streams) if len(data)),
@@ -176,11 +179,13 @@ def _sum(name: str, total: int) -> tuple[str, torch.Tensor]:
     return f"{name}|sum", torch.tensor(total, dtype=torch.int64)
 
 
-def _places(mask: torch.Tensor) -> torch.Tensor:
-    """Indices of what is true; on the host numpy is three times faster."""
-    if mask.device.type == "cpu":
-        return torch.from_numpy(np.flatnonzero(mask.numpy()))
-    return mask.nonzero().view(-1)
+def _places(mask: Any) -> Any:
+    """Indices of what is true in an array or a tensor."""
+    return np.flatnonzero(mask) if isinstance(mask, np.ndarray) else mask.nonzero().view(-1)
+
+
+def _on_host(found: Any) -> np.ndarray:
+    return found if isinstance(found, np.ndarray) else found.cpu().numpy()
 
 
 def _compress(where: np.ndarray, before: np.ndarray, after: np.ndarray) -> list[torch.Tensor]:
@@ -195,11 +200,18 @@ def _compress(where: np.ndarray, before: np.ndarray, after: np.ndarray) -> list[
         steps[steps >= ESCAPE],
     ]
     return [
-        torch.frombuffer(bytearray(zlib.compress(stream.tobytes(), LEVEL)), dtype=torch.uint8)
+        torch.frombuffer(_deflate(stream.tobytes()), dtype=torch.uint8)
         if len(stream)
         else torch.empty(0, dtype=torch.uint8)
         for stream in streams
     ]
+
+
+def _deflate(data: bytes) -> bytearray:
+    """Zlib's format, but a search for runs only: the streams repeat nothing else, and their search takes ten times as
+    long for more bytes."""
+    coder = zlib.compressobj(LEVEL, zlib.DEFLATED, zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, zlib.Z_RLE)
+    return bytearray(coder.compress(data) + coder.flush())
 
 
 def _expand(streams: list[torch.Tensor | None], width: int, numel: int, name: str) -> tuple[np.ndarray, np.ndarray]:
