@@ -509,7 +509,6 @@ SINGLE = {
     f"{R}.checkpoint_engine.backend=nixl": refused("the transport of weights 'nixl' is not built yet"),
     f"{R}.checkpoint_engine.backend=glo": wrong("unknown transport of weights"),
     "trainer.v1.trainer_mode=separate_async": refused("the schedule 'separate_async' is not built yet"),
-    "trainer.v1.trainer_mode=syn": wrong("unknown schedule"),
     "actor_rollout_ref.hybrid_engine=false": refused(f"{LATER}actor and rollout on separate GPUs"),
     "model_engine=megatron": Works({"critic.strategy": "megatron"}, (PADDED,)),
     "trainer.runtime=ray": Works({"trainer.runtime": "ray"}),
@@ -572,17 +571,11 @@ SUPERVISED = {
             ("ulysses_sequence_parallel_size", NO_VAL),
         ),
     ),
-    "Megatron": (
-        "model.path=model engine=megatron engine.tensor_model_parallel_size=1 engine.param_offload=true",
-        Works(
-            {"engine.strategy": "megatron", "engine.megatron.param_offload": True},
-            ("engine.tensor_model_parallel_size", NO_VAL, "model.use_remove_padding"),
-        ),
-    ),
-    "Megatron on more processes than there are": (
-        "model.path=model engine=megatron engine.tensor_model_parallel_size=2",
-        wrong("1 process(es) cannot be cut into copies of 2 (tensor) x 1 (pipeline)"),
-    ),
+    "Megatron": ("model.path=model engine=megatron engine.tensor_model_parallel_size=1 engine.param_offload=true",
+                 Works({"engine.strategy": "megatron", "engine.megatron.param_offload": True},
+                       ("engine.tensor_model_parallel_size", NO_VAL, "model.use_remove_padding"))),
+    "Megatron on more processes than we have": ("model.path=model engine=megatron engine.tensor_model_parallel_size=2",
+        wrong("1 process(es) cannot be cut into copies of 2 (tensor) x 1 (pipeline)")),
     "eight processes": ("model.path=model trainer.n_gpus_per_node=8", wrong(LAPTOP)),
 }  # fmt: skip
 
