@@ -22,9 +22,12 @@ PROJECT_ROOT = Path(__file__).resolve().parent.parent
 # Below tests/: what a clock may fail, or another test's sockets, shared memory or processes. Nothing runs beside these.
 ALONE = (
     "agent_loop/server/test_bad_agents.py",
+    "agent_loop/test_tool_agent.py",
     "faults/test_ray.py",
     "faults/test_signals.py",
     "rewards/managers/test_loop.py",
+    "rewards/managers/test_managers.py",
+    "rewards/scorers/test_numina.py",
     "rewards/test_hostile.py",
     "rewards/test_scoring.py",
     "rollout/server/",

@@ -155,6 +155,18 @@ class Waiting(BaseTool):
         return ToolResponse(text="done"), None, {}
 
 
+class Meeting(BaseTool):
+    """Answers once as many calls of it wait as it is told."""
+
+    came = 0
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        self.came += 1
+        while self.came < parameters["others"]:
+            await asyncio.sleep(0.001)
+        return ToolResponse(text="met"), None, {}
+
+
 class ScriptedUser(BaseInteraction):
     """Says the sentences of its configuration one after the other, then ends the conversation."""
 

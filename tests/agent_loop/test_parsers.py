@@ -145,7 +145,7 @@ def test_any_text_raises_nothing(text, family):
 def test_a_hostile_answer_costs_little_time(shared):
     import time
 
-    start = time.perf_counter()
+    start = time.process_time()
     for family in FAMILIES:
         for text in (
             "<tool_call>" * 20_000,
@@ -154,7 +154,7 @@ def test_a_hostile_answer_costs_little_time(shared):
             "<function=a><parameter=b>" * 5_000,
         ):
             read(family, text)
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
 
 
 def test_a_parser_of_ones_own_needs_only_the_method_of_upstream():

@@ -228,7 +228,7 @@ def test_a_trajectory_over_its_time_is_masked_and_the_others_are_kept(tokenizer,
     waiting = schema("wait", seconds={"type": "number"})
     settings = {
         "multi_turn__tool_config_path": tool_file(tmp_path, ("Waiting", waiting)),
-        "multi_turn__trajectory_timeout": 0.5,
+        "multi_turn__trajectory_timeout": 3.0,
     }
 
     def answers(seconds: float) -> list[list[int]]:
@@ -236,9 +236,7 @@ def test_a_trajectory_over_its_time_is_masked_and_the_others_are_kept(tokenizer,
 
     script = Script(answers(0.01), of={"u0": answers(60)})
     loops = manager(rollout(multi_turn__enable=True, **settings), script, tokenizer)
-    start = time.perf_counter()
     batch = loops.generate_sequences(rows(ASK, ASK))
-    assert time.perf_counter() - start < 20
     assert batch.non_tensor_batch["finish_reason"].tolist() == ["abort", "stop"]
     assert count(batch, "agent_loop/ended/time_limit") == 1
     assert batch.batch["response_mask"][0].sum() > 0, "what was sampled until then is there"
@@ -344,12 +342,11 @@ def test_trajectories_of_different_kinds_make_one_batch(tokenizer, tmp_path):
 
 
 def test_many_trajectories_wait_at_the_same_time(tokenizer, tmp_path):
-    waiting = schema("wait", seconds={"type": "number"})
-    settings = {"multi_turn__tool_config_path": tool_file(tmp_path, ("Waiting", waiting))}
-    said = [call("wait", seconds=0.2) + "<|im_end|>", call("wait", seconds=0.2) + "<|im_end|>", "ok<|im_end|>"]
-    start = time.perf_counter()
-    play(tokenizer, said, settings, rows(*[ASK] * 64))
-    assert time.perf_counter() - start < 13, "one after the other they would take 25 seconds"
+    tools = tool_file(tmp_path, ("Meeting", schema("meet", others={"type": "integer"})))
+    settings = {"multi_turn__tool_config_path": tools, "multi_turn__tool_timeout": 60.0}
+    said = [call("meet", others=64) + "<|im_end|>", "ok<|im_end|>"]
+    batch, _, text = play(tokenizer, said, settings, rows(*[ASK] * 64))
+    assert "\nmet<|im_end|>" in text and count(batch, "tool_calls/timeout") == 0, "one after the other never meet"
 
 
 def test_it_works_inside_a_running_event_loop(tokenizer, tmp_path):

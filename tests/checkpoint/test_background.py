@@ -20,7 +20,7 @@ from verl.checkpoint import (
 )
 from verl.errors import CheckpointError
 
-WAIT = 10.0
+WAIT = 60.0
 
 
 def steps(root) -> list[int]:

@@ -207,7 +207,7 @@ def test_a_template_that_never_ends_is_stopped_and_refused(tmp_path, tokenizer, 
     bad.chat_template = template
     with pytest.raises(ModelError, match=words):
         make(kind, jsonl(tmp_path, GOOD[kind]), bad)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(thread.name == "chat template" for thread in threading.enumerate()):
         assert time.monotonic() < deadline, "its thread goes on"
         time.sleep(0.05)

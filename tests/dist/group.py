@@ -19,6 +19,7 @@ from verl.ports import free_port
 Cell = Callable[[Any, Path], Any]
 PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers", "verl.protocol"]
 TIMEOUT = 400.0
+"""Seconds after which ranks are taken to hang, however busy the machine is."""
 
 
 def run_cells(size: int, cells: Sequence[Cell], folder: Path) -> dict[str, list[Any]]:
@@ -68,7 +69,7 @@ def _main(rank: int, size: int, port: int, cells: list[Cell], folder: Path) -> N
     note = folder / f"rank{rank}-of-{size}.txt"
     answers, name = {}, "start"
     try:
-        ranks = distributed.start(distributed.Place(rank, size, rank, "127.0.0.1", port), timeout=60)
+        ranks = distributed.start(distributed.Place(rank, size, rank, "127.0.0.1", port), timeout=TIMEOUT)
         for cell in cells:
             name = cell.__name__
             note.write_text(f"was in {name} when another rank ended")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist.group import TIMEOUT
 from tests.support import tiny_model_dir
 
 pytestmark = pytest.mark.dist
@@ -53,7 +54,7 @@ def train(folder: Path, program: str, name: str, launcher: list[str], *changes: 
         env={**os.environ, **told},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=TIMEOUT,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

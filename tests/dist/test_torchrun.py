@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.dist.group import TIMEOUT
 from tests.dist.programs import PROGRAMS, STEPS, sft_arguments
 
 pytestmark = pytest.mark.dist
@@ -31,7 +32,7 @@ def torchrun(project_root, tmp_path_factory):
             env={**os.environ, **settings},
             capture_output=True,
             text=True,
-            timeout=180,
+            timeout=TIMEOUT,
             check=False,
         )
         return root, done

@@ -127,12 +127,13 @@ def test_a_real_kill_in_the_middle_loses_nothing(here):
                "rollout.ignore_eos=true", "data.batch_size=1"]  # fmt: skip
     command = [word for word in command if word != "rollout.response_length=6"]
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
-    partial, deadline = Path("out.parquet.partial"), time.monotonic() + 120
-    while not (partial.exists() and process.poll() is None) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.3)
+    partial, deadline = Path("out.parquet.partial"), time.monotonic() + 300
+    while process.poll() is None and time.monotonic() < deadline:
+        if partial.exists() and partial.read_bytes().count(b"\n") > 1:
+            break  # the line with the settings, and one prompt
+        time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)
-    process.wait(10)
+    process.wait()
     assert partial.exists() and not Path("out.parquet").exists()
     assert run("rollout.response_length=100", "rollout.ignore_eos=true") == 0
     assert responses() == whole
