@@ -247,7 +247,10 @@ def test_what_works_instead_is_said_for_features_that_exist_in_the_tree():
         ("actor_rollout_ref.model.override_config=1", "Allowed: a mapping."),
         ("trainer.resume_mode=sometimes", "no such choice. Got 'sometimes'. Allowed: auto, disable, resume_path."),
         (f"{A}.checkpoint.save_contents=[model,weights]", "no such choice. Got 'weights'. Allowed: model, optimizer"),
-        ("actor_rollout_ref.model.lora.rank=16", "model.lora.rank: not built yet: LoRA of Megatron models. Got 16."),
+        (
+            "actor_rollout_ref.model.lora.rank=16",
+            "model.lora.rank: not built yet: Megatron's own LoRA settings. Got 16.",
+        ),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4", "rollout.engine_kwargs.vllm: not built yet"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 
 from verl.config import load_config
 from verl.config.validate_megatron import missing_or_other
-from verl.errors import ConfigError
+from verl.errors import ConfigError, NotBuiltError
 
 A, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 T, P, V, E = (f"megatron.{name}_model_parallel_size" for name in ("tensor", "pipeline", "virtual_pipeline", "expert"))
@@ -44,7 +44,6 @@ REFUSED = {
     f"{A}.{V}=2": "layer groups need a pipeline",
     f"{A}.{T}=0": "out of range. Got 0. Allowed: 1 or more.",
     f"{A}.{E}=2": "a model without experts",
-    "actor_rollout_ref.model.lora_rank=8": "LoRA of Megatron models is not built yet",
     f"{A}.megatron.dtype=fp16": "unknown value. Got 'fp16'",
     f"{A}.use_kl_loss=true {A}.{T}=2 {REF}.{T}=4": "is 2, and Megatron-Core has one set of groups per process",
     f"{A}.optim.lr_decay_style=cosine {A}.optim.lr_scheduler_type=wsd": "are two schedules",
@@ -66,6 +65,14 @@ def test_experts_are_dealt_to_processes_of_a_stage(run):
         run(f"{A}.{E}=4", facts=MIXTURE)
     with pytest.raises(ConfigError, match=r"the 8 process.* copies of 2 \(expert\) x 8"):
         run(f"{A}.{E}=2", f"{A}.megatron.expert_tensor_parallel_size=8", facts=MIXTURE)
+
+
+def test_an_adapter_goes_on_dense_models_alone(run):
+    assert run("actor_rollout_ref.model.lora_rank=8").actor_rollout_ref.model.lora_rank == 8
+    with pytest.raises(
+        NotBuiltError, match="lora_rank: LoRA of a mixture of experts is not built yet on Megatron-Core"
+    ):
+        run("actor_rollout_ref.model.lora_rank=8", facts=MIXTURE)
 
 
 def test_the_reference_has_the_sizes_of_the_actor(run):

@@ -33,14 +33,14 @@ TENSOR, PIPELINE, EXPERT = (
 VIRTUAL = "virtual_pipeline_model_parallel_size"
 
 
-def megatron(path, kind="causal_lm", trains=True, **sizes):
+def megatron(path, kind="causal_lm", trains=True, model=None, **sizes):
     from verl.engines.megatron import MegatronEngine
     from verl.engines.megatron.parallel import leave
 
     __import__(SHIM, fromlist=["install"])
     leave()
     return MegatronEngine(
-        HFModelConfig(path=str(path), external_lib=SHIM),
+        HFModelConfig(path=str(path), external_lib=SHIM, **(model or {})),
         MegatronEngineConfig(**{"dtype": "float32", **sizes}),
         OptimizerConfig(**OPTIM) if trains else None,
         kind=kind,

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.dist.group import run_cells
-from tests.megatron import cells, sampling_cells, setting_cells, supervised_cells
+from tests.megatron import adapter_cells, cells, sampling_cells, setting_cells, supervised_cells
 
 pytestmark = pytest.mark.dist
 PARITY = {
@@ -39,12 +39,25 @@ OTHERS = {
         setting_cells.moved_to_the_host_in_between,
         supervised_cells.supervised_training,
         supervised_cells.training_on_pairs,
+        adapter_cells.an_adapters_state_goes_elsewhere,
+        adapter_cells.merged_slices_of_a_sampling_layout,
+        adapter_cells.adapters_that_are_refused,
     ],
     4: [
         cells.shards_of_a_sampling_layout,
         sampling_cells.sampled_with_four_parts,
         sampling_cells.sampled_with_four_copies,
     ],
+}
+ADAPTERS = {
+    2: [
+        adapter_cells.adapters_on_tensor_and_sequence_parallel_layers,
+        adapter_cells.adapters_on_some_modules,
+        adapter_cells.adapters_on_pipeline_stages,
+        adapter_cells.adapters_of_a_value_model,
+        adapter_cells.adapters_on_copies,
+    ],
+    4: [adapter_cells.adapters_on_tensor_parallel_pipeline_stages],
 }
 LIMIT = 1e-5
 """Relative, in float32; three optimizer steps."""
@@ -53,7 +66,8 @@ LIMIT = 1e-5
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron")
-    return {size: run_cells(size, PARITY[size] + OTHERS[size], folder / str(size)) for size in PARITY}
+    sets = (PARITY, OTHERS, ADAPTERS)
+    return {size: run_cells(size, [c for cells in sets for c in cells[size]], folder / str(size)) for size in PARITY}
 
 
 @pytest.mark.parametrize("size, cell", [(size, cell.__name__) for size in PARITY for cell in PARITY[size]])
@@ -188,3 +202,49 @@ def test_pairs_train_as_in_one_process(answers, program):
     for step in ("1", "2"):
         assert found[step] == pytest.approx(expected[step], rel=1e-4, abs=1e-6), step
     assert expected["2"]["val/loss"] < expected["1"]["train/loss"]
+
+
+@pytest.mark.parametrize("size, cell", [(size, cell.__name__) for size in ADAPTERS for cell in ADAPTERS[size]])
+def test_adapters_start_as_the_plain_engines_do_and_train_as_they_do(answers, size, cell):
+    for rank, found in enumerate(answers[size][cell]):
+        assert found["same bits"], "peft's own draws"
+        assert found["loss"] < LIMIT and found["norm"] < LIMIT, found
+        assert found["adapter"] < LIMIT and found["merged"] < LIMIT and found["outputs"] < LIMIT, found
+        assert found["moved"] > 0.1
+        if "value" not in cell:  # whose head is trained besides
+            assert found["base"] == 0.0, "the base says what the model said before the first step"
+        random_states = [name for name in found["saved"] if name.startswith("extra/rng/")]
+        assert found["saved"] == random_states, f"rank {rank}: names of weights and optimizer are the plain engine's"
+
+
+def test_an_adapters_factors_are_cut_like_the_layers(answers):
+    whole, half = (
+        answers[2][name] for name in ("adapters_on_copies", "adapters_on_tensor_and_sequence_parallel_layers")
+    )
+    assert all(found["trained"] == 1.0 for found in whole)
+    assert all(found["trained"] < 0.75 for found in half), "one factor of each is cut"
+    assert sorted(found["trained"] for found in answers[2]["adapters_on_pipeline_stages"]) == [0.0, 1.0], (
+        "the last layer"
+    )
+
+
+def test_an_adapters_state_goes_on_in_the_plain_engine_and_in_another_layout_and_its_file_is_an_adapter(answers):
+    for found in answers[2]["an_adapters_state_goes_elsewhere"]:
+        for name in ("elsewhere", "plain"):
+            if name in found:
+                assert found[name] == pytest.approx(found["here"], rel=1e-5)
+        assert found["from its file"], "as lora_adapter_path"
+    assert answers[2]["an_adapters_state_goes_elsewhere"][0]["files"] == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+
+
+def test_sampling_layouts_get_slices_of_the_merged_weights(answers):
+    for found in answers[2]["merged_slices_of_a_sampling_layout"]:
+        assert found == {"exact": True, "moved": 2 * 7}, "seven linear maps in each of two layers"
+
+
+def test_an_adapter_on_a_mixture_is_refused(answers):
+    for found in answers[2]["adapters_that_are_refused"]:
+        assert "lora_rank" in found and "not built yet on Megatron-Core" in found

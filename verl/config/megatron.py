@@ -149,7 +149,7 @@ class MegatronEngineConfig(ConfigNode):
 
 @dataclass(frozen=True)
 class MegatronEngineSupervisedConfig(MegatronEngineConfig):
-    """The engine of supervised training; what every engine has is set once, under ``engine``."""
+    """The engine of supervised training; what every engine has is set once, in the section around it."""
 
     param_offload: bool = setting(
         False, "keep the weights in host memory while another role works", follows="engine.param_offload"

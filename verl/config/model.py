@@ -46,41 +46,41 @@ class MegatronLoraConfig(ConfigNode):
     """Adapters of models that Megatron-Core trains; `merge` holds for every backend."""
 
     type: str = setting(
-        "lora", "kind of adapter: lora, vlm_lora, canonical_lora, dora", planned="LoRA of Megatron models"
+        "lora", "kind of adapter: lora, vlm_lora, canonical_lora, dora", planned="Megatron's own LoRA settings"
     )
     merge: bool = setting(
         False,
         "send the sampler whole weights with the adapter merged in, not the adapter alone; of the policy",
     )
-    rank: int = setting(0, "rank of the adapter; 0: none", planned="LoRA of Megatron models")
-    alpha: int = setting(32, "scale of the adapter, divided by the rank", planned="LoRA of Megatron models")
-    dropout: float = setting(0.0, "dropout in the adapter", planned="LoRA of Megatron models")
+    rank: int = setting(0, "rank of the adapter; 0: none", planned="Megatron's own LoRA settings")
+    alpha: int = setting(32, "scale of the adapter, divided by the rank", planned="Megatron's own LoRA settings")
+    dropout: float = setting(0.0, "dropout in the adapter", planned="Megatron's own LoRA settings")
     target_modules: list = setting(
         ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
         "modules that get an adapter, by Megatron's names",
-        planned="LoRA of Megatron models",
+        planned="Megatron's own LoRA settings",
     )
-    exclude_modules: list = setting([], "modules that get none", planned="LoRA of Megatron models")
+    exclude_modules: list = setting([], "modules that get none", planned="Megatron's own LoRA settings")
     dropout_position: str = setting(
-        "pre", "dropout before (pre) or after (post) the adapter", planned="LoRA of Megatron models"
+        "pre", "dropout before (pre) or after (post) the adapter", planned="Megatron's own LoRA settings"
     )
-    lora_A_init_method: str = setting("xavier", "how the first factor starts", planned="LoRA of Megatron models")
-    lora_B_init_method: str = setting("zero", "how the second factor starts", planned="LoRA of Megatron models")
+    lora_A_init_method: str = setting("xavier", "how the first factor starts", planned="Megatron's own LoRA settings")
+    lora_B_init_method: str = setting("zero", "how the second factor starts", planned="Megatron's own LoRA settings")
     a2a_experimental: bool = setting(
-        False, "exchange adapter activations by all-to-all", planned="LoRA of Megatron models"
+        False, "exchange adapter activations by all-to-all", planned="Megatron's own LoRA settings"
     )
     dtype: str | None = setting(
-        None, "dtype of the adapter; null: that of the model", planned="LoRA of Megatron models"
+        None, "dtype of the adapter; null: that of the model", planned="Megatron's own LoRA settings"
     )
-    adapter_path: str | None = setting(None, "adapter to go on from", planned="LoRA of Megatron models", path=True)
+    adapter_path: str | None = setting(None, "adapter to go on from", planned="Megatron's own LoRA settings", path=True)
     freeze_vision_model: bool = setting(
-        True, "vlm_lora: do not train the vision encoder", planned="LoRA of Megatron models"
+        True, "vlm_lora: do not train the vision encoder", planned="Megatron's own LoRA settings"
     )
     freeze_vision_projection: bool = setting(
-        True, "vlm_lora: do not train the projection", planned="LoRA of Megatron models"
+        True, "vlm_lora: do not train the projection", planned="Megatron's own LoRA settings"
     )
     freeze_language_model: bool = setting(
-        True, "vlm_lora: do not train the language model", planned="LoRA of Megatron models"
+        True, "vlm_lora: do not train the language model", planned="Megatron's own LoRA settings"
     )
 
 

@@ -10,7 +10,7 @@ from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 
 INSTEAD: dict[str, str] = {
-    "LoRA of Megatron models": "Set actor_rollout_ref.model.lora_rank, lora_alpha and target_modules.",
+    "Megatron's own LoRA settings": "Set actor_rollout_ref.model.lora_rank, lora_alpha and target_modules.",
     "Megatron's own checkpoint format": "Leave it out: every checkpoint of this library loads at any parallel sizes.",
     "the server rollout engines": "It belongs to actor_rollout_ref.rollout.name=server; leave it out with this engine.",
     "sampling on several ranks": "Set it to 1 to sample on the trainer's device, or sample with vLLM: rollout.name=vllm.",

@@ -16,6 +16,7 @@ from typing import Any
 from verl import env
 from verl.config.checks import Problems, in_range, one_of
 from verl.config.machine import pool_problems
+from verl.config.model import HFModelConfig
 from verl.config.node import ConfigNode, was_typed
 from verl.config.root import PPOTrainerConfig, uses_critic, uses_reference, uses_reward_model
 from verl.config.sft import SFTTrainerConfig
@@ -51,6 +52,7 @@ class Role:
         path: folder or hub name of the model.
         pool, processes: where it runs, and on how many processes.
         started: what says how many these are.
+        adapter: the setting that puts a LoRA adapter on the model; None where there is none.
     """
 
     key: str
@@ -60,6 +62,7 @@ class Role:
     pool: str
     processes: int
     started: str = "trainer.n_gpus_per_node x trainer.nnodes"
+    adapter: str | None = None
 
     @property
     def is_megatron(self) -> bool:
@@ -86,14 +89,17 @@ def roles(cfg: PPOTrainerConfig) -> Iterator[Role]:
     if model.enable_resource_pool:
         pools["rm"] = ("reward_pool", model.nnodes * model.n_gpus_per_node)
 
-    def role(name: str, key: str, section: Any, fsdp: str, path: str | None) -> Role:
-        return Role(key, section, (f"{key}.{fsdp}", section[fsdp]), path, *pools.get(name, ("", shared)))
+    def role(name: str, key: str, section: Any, fsdp: str, path: str | None, adapter: str | None = None) -> Role:
+        pool, processes = pools.get(name, ("", shared))
+        return Role(key, section, (f"{key}.{fsdp}", section[fsdp]), path, pool, processes, adapter=adapter)
 
-    yield role("actor", "actor_rollout_ref.actor", policy.actor, "fsdp_config", policy.model.path)
+    adapter = _adapter(_MODEL, policy.model)
+    yield role("actor", "actor_rollout_ref.actor", policy.actor, "fsdp_config", policy.model.path, adapter)
     if uses_reference(cfg):
         yield role("ref", "actor_rollout_ref.ref", policy.ref, "fsdp_config", policy.model.path)
     if uses_critic(cfg):
-        yield role("critic", "critic", cfg.critic, "fsdp", cfg.critic.model.path)
+        adapter = _adapter("critic.model", cfg.critic.model)
+        yield role("critic", "critic", cfg.critic, "fsdp", cfg.critic.model.path, adapter)
     if uses_reward_model(cfg):
         yield role("rm", "reward.reward_model", model, "fsdp_config", model.model_path)
 
@@ -103,7 +109,7 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
     chosen = [role for role in roles(cfg) if role.is_megatron]
     if not chosen:
         return []
-    found = missing_or_other(f"{chosen[0].key}.strategy") + _lora(cfg)
+    found = missing_or_other(f"{chosen[0].key}.strategy")
     for role in chosen:
         found += _numbers(role) or _processes(role) + _model(role)
     return found or _one_set_of_groups(chosen)
@@ -119,7 +125,12 @@ def supervised_problems(cfg: SFTTrainerConfig) -> Problems:
 
 def _supervised(cfg: SFTTrainerConfig) -> Role:
     started = "what torchrun starts (--nproc_per_node)"
-    return Role("engine", cfg.engine, ("engine", cfg.engine), cfg.model.path, "", env.get_int("WORLD_SIZE", 1), started)
+    others, world = ("engine", cfg.engine), env.get_int("WORLD_SIZE", 1)
+    return Role("engine", cfg.engine, others, cfg.model.path, "", world, started, _adapter("model", cfg.model))
+
+
+def _adapter(key: str, model: HFModelConfig) -> str | None:
+    return next((f"{key}.{name}" for name in ("lora_rank", "lora_adapter_path") if model[name]), None)
 
 
 def missing_or_other(key: str) -> Problems:
@@ -137,14 +148,6 @@ def missing_or_other(key: str) -> Problems:
     allowed = f"{low} or newer, before {high}"
     message = "this version of Megatron-Core is not the one that the engine is written for"
     return [ConfigError(message, key=key, got=f"{PACKAGE} {version}", allowed=allowed, fix=fix)]
-
-
-def _lora(cfg: PPOTrainerConfig) -> Problems:
-    model = cfg.actor_rollout_ref.model
-    if cfg.actor_rollout_ref.actor.strategy != NAME or not (model.lora_rank or model.lora_adapter_path):
-        return []
-    key, fix = f"{_MODEL}.lora_rank", "Leave it out, or set actor_rollout_ref.actor.strategy=fsdp2."
-    return [NotBuiltError("LoRA of Megatron models is not built yet", key=key, got=model.lora_rank, fix=fix)]
 
 
 def _numbers(role: Role) -> Problems:
@@ -200,6 +203,9 @@ def _model(role: Role) -> Problems:
     if expert > 1 and layers and experts is None:
         message = "a model without experts cannot share them among processes"
         found.append(ConfigError(message, key=role.of(_E), got=expert, allowed=[1], fix="Leave it out."))
+    if experts and role.adapter:
+        message = "LoRA of a mixture of experts is not built yet on Megatron-Core"
+        found.append(NotBuiltError(message, key=role.adapter, fix=f"Leave it out, or set {role.key}.strategy=fsdp2."))
     return found + _dealt(role, _E, experts, "experts")
 
 

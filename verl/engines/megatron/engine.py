@@ -7,7 +7,9 @@ schedule, and the way of weights between the ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +21,14 @@ from verl.algorithms.losses import LossFn
 from verl.algorithms.schedules import build_schedule
 from verl.distributed.metrics import merged
 from verl.engines.base import Seat
+from verl.engines.megatron.adapters import Adapters
 from verl.engines.megatron.forward import StageForward
 from verl.engines.megatron.gradients import Gradients
 from verl.engines.megatron.layers import build_chunks, padded_vocabulary
 from verl.engines.megatron.optimizer import ShardedState, optimizer_section
 from verl.engines.megatron.parallel import SECTION, Sizes, check_version, import_megatron, join, mute
 from verl.engines.megatron.routers import StageRouters
-from verl.engines.megatron.weights import WeightTable, check_given
+from verl.engines.megatron.weights import WeightTable, check_given, model_templates
 from verl.engines.optimizer import move_optimizer_state
 from verl.engines.rows import MicroBatch
 from verl.engines.sequence_parallel import pooled
@@ -35,12 +38,16 @@ from verl.metrics import MetricSet, log
 from verl.models import count_parameters
 from verl.models.config import import_external
 from verl.models.flops import ModelFlops
+from verl.models.loading import value_head
 from verl.models.lora import LoraSettings
 from verl.models.megatron import family_of
 from verl.models.slices import SlicedFolder
 from verl.models.weights import named_tensors, names_on_disk
 from verl.protocol import SHARED_ROWS, DataProto
 from verl.weight_sync.resharding import Layout, ModelWeights, Plan, Resharder, make_plan
+
+Piece = Callable[[str], Tensor]
+"""Name of a whole tensor -> this rank's part of it."""
 
 
 class Stages(nn.Module):
@@ -93,12 +100,14 @@ class MegatronEngine(TorchEngine):
         self.sizes = Sizes.of(engine, self.ranks)
         self.model = self._build(model, engine, engine.seed if seed is None else seed)
         self.routers, self.activations = StageRouters(self.model.chunks, self.table.settings, self.forward), None
-        self.gradients = Gradients(self.table.trained, self.sizes, self.groups, self.ranks, trains=optim is not None)
+        self.gradients = Gradients(
+            self.trainable.trained, self.sizes, self.groups, self.ranks, trains=optim is not None
+        )
         self.optimizer = self.scheduler = None
         if optim is not None:
             shares = bool(engine.use_distributed_optimizer)
             section = optimizer_section(optim)
-            self.stepper = ShardedState(self.table, self.gradients, self.groups, section, device, shares)
+            self.stepper = ShardedState(self.trainable, self.gradients, self.groups, section, device, shares)
             self.optimizer = self.stepper.optimizer
             self.scheduler = build_schedule(self.optimizer, optim, total_training_steps)
 
@@ -132,28 +141,24 @@ class MegatronEngine(TorchEngine):
             for name, tensor in names_on_disk(self.blueprint, _detached(self.blueprint)).items()
         }
         tied = bool(config.tie_word_embeddings) and self.kind == "causal_lm"
+        templates = model_templates(family, settings, self.kind, tied, shapes)
         self.table = WeightTable(
-            shapes,
-            family,
-            settings,
-            self.sizes,
-            self.groups,
-            chunks,
-            kind=self.kind,
-            tied=tied,
-            itemsize=self.dtype.itemsize,
+            templates, shapes, settings, self.sizes, self.groups, chunks, itemsize=self.dtype.itemsize
         )
-        self._read_folder(model.path, seed)
+        self.adapters = self._read_folder(model.path, LoraSettings.of(model), chunks, seed)
+        self.trainable = self.table if self.adapters is None else self.adapters.table
         width = padded_vocabulary(config.vocab_size, self.sizes.tensor) // self.sizes.tensor
         self.forward: Any = StageForward(self.kind, self.sizes, self.groups, config.vocab_size, width)
         held = sum(b.parameter.numel() for b in self.table.bound)
         log.info("MegatronEngine: %s holds %d of %d parameters", self.ranks, held, self.num_parameters)
         return Stages(chunks, self.blueprint)
 
-    def _read_folder(self, path: str, seed: int) -> None:
-        """Each rank reads its own slices; a new value head is drawn alike on all of them."""
+    def _read_folder(
+        self, path: str, adapter: LoraSettings | None, chunks: list[nn.Module], seed: int
+    ) -> Adapters | None:
+        """Each rank reads its own slices; a new value head and adapters are drawn alike on all of them."""
 
-        def fill() -> tuple[None, None]:
+        def fill() -> tuple[Adapters | None, None]:
             with SlicedFolder.opened(path) as folder:
 
                 def read(name: str, axis: int, low: int, high: int) -> Tensor:
@@ -163,9 +168,12 @@ class MegatronEngine(TorchEngine):
 
                 self.table.fill(read)
                 self.table.tell_unused(folder)
-            return None, None
+                if adapter is None:
+                    return None, None
+                head = value_head(self.blueprint) if self.kind == "value" else None
+                return Adapters(self.blueprint, adapter, self.table, chunks, read, seed=seed, head=head), None
 
-        self.ranks.together(fill)
+        return self.ranks.together(fill)[0]
 
     @property
     def num_parameters(self) -> int:
@@ -275,10 +283,29 @@ class MegatronEngine(TorchEngine):
     # ---- weights -----------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """As `Engine.export_weights`, gathered layer by layer from the ranks that hold parts."""
+        """As `Engine.export_weights`, gathered layer by layer from the ranks that hold parts; an adapter is merged."""
         self.onload(optimizer=False)
-        yield from self._gathered(lambda parameter: parameter, self.dtype, self._everywhere(self.table.model))
+        yield from self._gathered(self._weight, self.dtype, self._everywhere(self.table.model))
         self.offload(params=self.idle["params"], optimizer=False)
+
+    def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        assert self.adapters is not None, "all weights of this model are trained"
+        self.onload(optimizer=False)
+        yield from self._gathered(self._trained, self.dtype, self._everywhere(self.trainable.model))
+        self.offload(params=self.idle["params"], optimizer=False)
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        assert self.adapters is not None, "this model has no adapter that could be switched off"
+        return self.adapters.off()
+
+    def _weight(self, name: str) -> Tensor:
+        """This rank's part of a weight of the whole model."""
+        found = self.table.piece(name, lambda parameter: parameter)
+        return found if self.adapters is None else self.adapters.merged(name, found)
+
+    def _trained(self, name: str) -> Tensor:
+        """This rank's part of a weight that is trained."""
+        return self.trainable.piece(name, lambda parameter: parameter)
 
     def plan_for(self, sampling: Layout, weights: ModelWeights | None = None) -> Plan:
         own = self.table.model
@@ -287,38 +314,43 @@ class MegatronEngine(TorchEngine):
     def shards_for(self, plan: Plan, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """As `Engine.shards_for`, in this engine's own dtype whatever is asked for."""
         self.onload(optimizer=False)
-        yield from self._gathered(lambda parameter: parameter, self.dtype, plan)
+        yield from self._gathered(self._weight, self.dtype, plan)
         self.offload(params=self.idle["params"], optimizer=False)
 
-    def _gathered(self, tensor_of: Any, dtype: torch.dtype, plan: Plan) -> Iterator[tuple[str, Tensor]]:
+    def _gathered(self, piece: Piece, dtype: torch.dtype, plan: Plan) -> Iterator[tuple[str, Tensor]]:
         resharder = Resharder(plan, self.ranks.rank, dtype=dtype, dtypes=self.table.dtypes, device=self.device)
-        for name, tensor in resharder.run(lambda name: self.table.piece(name, tensor_of)):
+        for name, tensor in resharder.run(piece):
             yield name, tensor.detach()
 
     def _everywhere(self, model: ModelWeights) -> Plan:
         return make_plan(model, self.sizes.layout, Layout(data=self.ranks.size))
 
     def _saved_weights(self) -> dict[str, Tensor]:
+        return self._on_first(self.table.model, self._weight, self.dtype)
+
+    def _state_weights(self) -> dict[str, Tensor]:
+        if self.adapters is None:
+            return self._saved_weights()
+        return self._on_first(self.trainable.model, self._trained, self.dtype)
+
+    def _on_first(self, model: ModelWeights, piece: Piece, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Copies on rank 0's host; no other rank receives anything."""
         self.onload(optimizer=False)
-        found = self._on_first(self.table.model, lambda parameter: parameter, self.dtype)
+        weights = self._gathered(piece, dtype, self._everywhere(model).only_for(0))
+        found = {name: tensor.to("cpu", copy=True) for name, tensor in weights}
         self.offload(params=self.idle["params"], optimizer=False)
         return found
 
-    def _on_first(self, model: ModelWeights, tensor_of: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Copies on rank 0's host; no other rank receives anything."""
-        weights = self._gathered(tensor_of, dtype, self._everywhere(model).only_for(0))
-        return {name: tensor.to("cpu", copy=True) for name, tensor in weights}
-
     def _fill(self, given: dict[str, Tensor]) -> None:
         def check() -> tuple[None, None]:
-            check_given(self.table.shapes, given)
+            check_given(self.trainable.shapes, given)
             return None, None
 
         self.ranks.together(check)
-        bound = {name: b for b in self.table.bound for name in b.slot.theirs}
+        bound = {name: b for b in self.trainable.bound for name in b.slot.theirs}
         parts: dict[str, dict[str, Tensor]] = {}
         self.onload(optimizer=False)
-        for name in self.table.shapes:
+        for name in self.trainable.shapes:
             values = self._whole(given[name])
             if name not in bound:
                 continue
@@ -353,25 +385,28 @@ class MegatronEngine(TorchEngine):
 
     def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         named: dict[str, Tensor] = {}
-        for key in self.stepper.keys(self.ranks):
+        for key, counts in self.stepper.keys(self.ranks):
             values = {bound.parameter: tensor for bound, tensor in self.stepper.tensors(key)}
-            if any(tensor.dim() == 0 for tensor in values.values()):
+            if counts:
                 named |= self._steps(key, values)
                 continue
-            whole = self._on_first(self.table.trained_model, values.__getitem__, torch.float32)
+            piece = partial(self.trainable.piece, tensor_of=values.__getitem__)
+            whole = self._on_first(self.trainable.trained_model, piece, torch.float32)
             named |= {f"{name}/{key}": tensor for name, tensor in whole.items()}
-        return named, self.stepper.scalars()
+        return _renamed(named, {} if self.adapters is None else self.adapters.names), self.stepper.scalars()
 
     def _steps(self, key: str, values: Mapping[Any, Tensor]) -> dict[str, Tensor]:
         """Counters, one per weight; on rank 0."""
-        here = {name: float(values[b.parameter]) for b in self.table.trained for name in b.slot.theirs}
+        here = {name: float(values[b.parameter]) for b in self.trainable.trained for name in b.slot.theirs}
         found: dict[str, float] = {}
         for answer in self.ranks.exchange(here):
             found |= answer
-        return {f"{n}/{key}": torch.tensor(found[n]) for n in self.table.shapes if n in found} if self.is_first else {}
+        names = [name for name in self.trainable.shapes if name in found] if self.is_first else []
+        return {f"{name}/{key}": torch.tensor(found[name]) for name in names}
 
     def _load_optimizer_state(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        self.stepper.load(tensors, scalars, self._whole)
+        names = {} if self.adapters is None else {name: disk for disk, name in self.adapters.names.items()}
+        self.stepper.load(_renamed(tensors, names), scalars, self._whole)
 
     # ---- host and device ---------------------------------------------------------------------------------------
 
@@ -387,7 +422,7 @@ class MegatronEngine(TorchEngine):
         if params:
             if to == "cpu":
                 self.gradients.clear()  # the next step begins without them anyway
-            for parameter in self.gradients.masters:
+            for parameter in self.model.parameters():
                 parameter.data = parameter.data.to(to, non_blocking=True)
         if optimizer and self.optimizer is not None:
             for parameter, master in self.gradients.masters.items():
@@ -397,8 +432,9 @@ class MegatronEngine(TorchEngine):
 
 
 def _refuse(model: Any, engine: Any) -> None:
-    if LoraSettings.of(model) is not None or (model.lora or {}).get("rank", 0):
-        raise NotBuiltError("LoRA adapters on Megatron-Core models are not built yet", key="model.lora_rank")
+    if (model.lora or {}).get("rank", 0):
+        message = "Megatron's own section of LoRA settings is not built yet"
+        raise NotBuiltError(message, key="model.lora.rank", fix="Set model.lora_rank.")
     for name, usual in UNBUILT.items():
         if engine[name] != usual:
             raise NotBuiltError("this part of Megatron-Core training is not built yet", key=f"{SECTION}.{name}")
@@ -409,6 +445,12 @@ UNBUILT = {
     "use_dist_checkpointing": False,
     "dist_checkpointing_path": None,
 }
+
+
+def _renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """A state under other names of weights: ``{name}/{key}``."""
+    parts = ((*full.rpartition("/"), tensor) for full, tensor in tensors.items())
+    return {f"{names.get(name, name)}/{key}": tensor for name, _, key, tensor in parts}
 
 
 def _detached(blueprint: Any) -> dict[str, Tensor]:

@@ -68,10 +68,11 @@ class ShardedState:
         """What of the state is no tensor."""
         return optimizer_state(self.optimizer, _Anonymous())[1]
 
-    def keys(self, ranks: Ranks) -> list[str]:
-        """Names of the state's tensors, on all ranks."""
-        own = sorted({key for entries in self.optimizer.state.values() for key, v in entries.items() if _is_tensor(v)})
-        return sorted({key for answer in ranks.exchange(own) for key in answer})
+    def keys(self, ranks: Ranks) -> list[tuple[str, bool]]:
+        """Names of the state's tensors on all ranks, and whether each is one number per weight."""
+        states = self.optimizer.state.values()
+        own = {(key, v.dim() == 0) for entries in states for key, v in entries.items() if _is_tensor(v)}
+        return sorted({(key, counts) for answer in ranks.exchange(sorted(own)) for key, counts in answer})
 
     def tensors(self, key: str) -> Iterator[tuple[Bound, Tensor]]:
         """One tensor of the state for each of this rank's weights; whoever shares it is sent it. Collective."""

@@ -40,6 +40,8 @@ from verl.weight_sync.resharding.model import ENDS, FIRST, LAST, LAYER
 
 Read = Callable[[str, int, int, int], Tensor]
 """Name, axis, low, high -> that part of a Hugging Face weight."""
+Template = tuple[Slot, str, tuple[int, ...]]
+"""A slot, the stages that have it, and its layers."""
 
 
 @dataclass(frozen=True)
@@ -63,34 +65,33 @@ class WeightTable:
     """What a model is made of, on all ranks and on this one.
 
     Args:
+        templates: of all weights that it is about.
         shapes: Hugging Face name -> shape of every weight.
         chunks: this rank's stages.
+        whole: whether the stages have no other weights.
     """
 
     def __init__(
         self,
+        templates: list[Template],
         shapes: Mapping[str, tuple[int, ...]],
-        family: Family,
         settings: Mapping[str, Any],
         sizes: Sizes,
         groups: Groups,
         chunks: Iterable[nn.Module],
         *,
-        kind: str,
-        tied: bool,
         itemsize: int,
+        whole: bool = True,
     ):
         self.sizes, self.groups, self.settings = sizes, groups, settings
-        self.shapes = dict(shapes)
+        self.templates, self.shapes = templates, dict(shapes)
         self._itemsize = itemsize
-        layered = [(slot, LAYER, where) for slot, where in slots_of(family, settings) if self._has(slot, where)]
-        self._templates = [*_ends(kind, tied, shapes), *layered]
-        of = {slot: self._weights_of(slot, place, where) for slot, place, where in self._templates}
+        of = {slot: self._weights_of(slot, place, where) for slot, place, where in self.templates}
         self.model = ModelWeights(tuple(w for found in of.values() for w in found), settings["num_layers"])
         trained = tuple(w for slot, found in of.items() for w in found if not slot.fixed)
         self.trained_model = ModelWeights(trained, settings["num_layers"])
         self.dtypes = {w.name: torch.float32 for slot, found in of.items() for w in found if slot.fixed}
-        self.bound = list(self._bind(chunks))
+        self.bound = list(self._bind(chunks, whole))
         self.trained = [b for b in self.bound if not b.slot.fixed]
         self._by_name = {name: (b, i) for b in self.bound for i, name in enumerate(b.slot.theirs)}
         unknown = sorted(set(self.shapes) - self._all_names())
@@ -99,6 +100,21 @@ class WeightTable:
                 f"the table of Megatron-Core weights does not know {unknown[0]} of this model",
                 fix="Use strategy=fsdp2, which trains any transformers model.",
             )
+
+    def beside(
+        self, templates: list[Template], shapes: Mapping[str, tuple[int, ...]], chunks: Iterable[nn.Module]
+    ) -> WeightTable:
+        """A table of other weights of the same stages."""
+        return WeightTable(
+            templates,
+            shapes,
+            self.settings,
+            self.sizes,
+            self.groups,
+            chunks,
+            itemsize=self._itemsize,
+            whole=False,
+        )
 
     # ---- in ----------------------------------------------------------------------------------------------------
 
@@ -111,7 +127,7 @@ class WeightTable:
     def put(self, bound: Bound, target: Tensor, read: Read) -> None:
         """Copy the parts that make up one weight, or a tensor of its shape, into ``target``."""
         parts = [read(name, *self._span(bound, weight)) for name, weight in zip(bound.slot.theirs, bound.weights)]
-        value = fused(bound.slot.form, parts, self._groups())
+        value = fused(bound.slot.form, parts, self.groups_here)
         if bound.slot.form == VOCABULARY:
             target[value.shape[0] :].zero_()  # rows that only fill up the last rank
             target = target[: value.shape[0]]
@@ -143,7 +159,7 @@ class WeightTable:
         bound, number = self._by_name[name]
         tensor = tensor_of(bound.parameter).detach()
         if bound.slot.form == QKV:
-            return qkv_part(tensor, number, self._groups(), self.settings)
+            return qkv_part(tensor, number, self.groups_here, self.settings)
         if bound.slot.form == GATED:
             return tensor.chunk(2)[number]
         if bound.slot.form == VOCABULARY:
@@ -157,9 +173,6 @@ class WeightTable:
             yield bound.slot.ours, bound.parameter
 
     # ---- how weights are cut -----------------------------------------------------------------------------------
-
-    def _has(self, slot: Slot, where: tuple[int, ...]) -> bool:
-        return not slot.optional or filled(slot, where[0], 0).theirs[0] in self.shapes
 
     def _weights_of(self, slot: Slot, place: str, where: tuple[int, ...]) -> list[Weight]:
         experts = int(self.settings["num_moe_experts"]) if "{expert}" in slot.theirs[0] else 0
@@ -184,7 +197,9 @@ class WeightTable:
         piece = int(place[0]) * (len(bounds) - 1) // ranks
         return axis, bounds[piece], bounds[piece + 1]
 
-    def _groups(self) -> int:
+    @property
+    def groups_here(self) -> int:
+        """Key/value groups of this rank."""
         return int(self.settings["num_query_groups"]) // self.sizes.tensor
 
     def _places(self) -> Any:
@@ -195,16 +210,16 @@ class WeightTable:
 
     # ---- this rank's parameters --------------------------------------------------------------------------------
 
-    def _bind(self, chunks: Iterable[nn.Module]) -> Iterator[Bound]:
+    def _bind(self, chunks: Iterable[nn.Module], whole: bool) -> Iterator[Bound]:
         named = self._named_parameters(chunks)
-        for slot, place, where in self._templates:
+        for slot, place, where in self.templates:
             weights = tuple(w for w in self.model.weights if w.name in slot.theirs)
             for layer in where if place == LAYER else (0,):
                 for expert in range(max(weights[0].experts, 1)):
                     final = filled(slot, layer, expert)
                     if final.ours in named:
                         yield Bound(final, weights, named.pop(final.ours), weights[0].experts > 0)
-        if named:
+        if named and whole:
             raise ModelError(
                 f"Megatron-Core's model has a weight that the table does not know: {sorted(named)[0]}",
                 fix="Another version of Megatron-Core, or Transformer Engine, may name it otherwise.",
@@ -214,7 +229,7 @@ class WeightTable:
         """Parameters under names with the layer's and the expert's number in the whole model."""
         experts = int(self.settings.get("num_moe_experts") or 0) // self.sizes.expert
         first_expert = int(self._places().expert[0]) * experts
-        fixed = tuple(slot.ours.rpartition("}")[2] for slot, _, _ in self._templates if slot.fixed)
+        fixed = tuple(slot.ours.rpartition("}")[2] for slot, _, _ in self.templates if slot.fixed)
         found: dict[str, Any] = {}
         for chunk in chunks:
             numbers: dict[str, str] = {}
@@ -230,13 +245,13 @@ class WeightTable:
                     words[at] = str(int(words[at]) + first_expert)
                 found[".".join(words)] = parameter
         # A tied output layer of a later stage is its copy of the embedding.
-        if "output_layer.weight" in found and not any(s.ours == "output_layer.weight" for s, _, _ in self._templates):
+        if "output_layer.weight" in found and not any(s.ours == "output_layer.weight" for s, _, _ in self.templates):
             found.setdefault("embedding.word_embeddings.weight", found.pop("output_layer.weight"))
         return found
 
     def _all_names(self) -> set[str]:
         found: set[str] = set()
-        for slot, place, where in self._templates:
+        for slot, place, where in self.templates:
             experts = int(self.settings["num_moe_experts"]) if "{expert}" in slot.ours else 1
             for layer in where if place == LAYER else (0,):
                 for expert in range(experts):
@@ -256,7 +271,23 @@ def check_given(shapes: Mapping[str, tuple[int, ...]], given: Mapping[str, Tenso
         raise ModelError(f"this model has no weight {unknown[0]}", fix=suggest(unknown[0], shapes))
 
 
-def _ends(kind: str, tied: bool, shapes: Mapping[str, Any]) -> Iterator[tuple[Slot, str, tuple[int, ...]]]:
+def model_templates(
+    family: Family, settings: Mapping[str, Any], kind: str, tied: bool, shapes: Mapping[str, tuple[int, ...]]
+) -> list[Template]:
+    """Of all weights of a model.
+
+    Args:
+        shapes: Hugging Face name -> shape of every weight.
+    """
+
+    def has(slot: Slot, where: tuple[int, ...]) -> bool:
+        return not slot.optional or filled(slot, where[0], 0).theirs[0] in shapes
+
+    layered = [(slot, LAYER, where) for slot, where in slots_of(family, settings) if has(slot, where)]
+    return [*_ends(kind, tied, shapes), *layered]
+
+
+def _ends(kind: str, tied: bool, shapes: Mapping[str, Any]) -> Iterator[Template]:
     yield EMBEDDING, ENDS if tied else FIRST, ()
     yield FINAL_NORM, LAST, ()
     if kind == "value":

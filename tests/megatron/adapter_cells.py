@@ -1,0 +1,154 @@
+"""What every rank does with adapters on Megatron-Core's layers, beside the plain engine's on the same model."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.engines.builders import make_engine, ragged_batch, relative_error
+from tests.megatron.cells import (
+    OPTIM,
+    PIPELINE,
+    ROWS,
+    STEPS,
+    TENSOR,
+    VIRTUAL,
+    kept,
+    loss_for,
+    megatron,
+    share,
+    shared_model,
+)
+from tests.megatron.families import MIXTURE
+from verl.checkpoint.part import write_part
+from verl.config.megatron import MegatronEngineOverrideTransformerConfigConfig
+from verl.engines.adapters import BaseOfAdapter
+from verl.engines.base import EngineState
+from verl.errors import NotBuiltError
+from verl.weight_sync.resharding import Layout
+
+LORA = {"lora_rank": 4, "lora_alpha": 8}
+
+
+def farthest(mine, theirs):
+    return max(
+        relative_error(mine[name], tensor) if tensor.any() else float(mine[name].abs().max())
+        for name, tensor in theirs.items()
+    )
+
+
+def beside_plain(ranks, folder, family="qwen2", kind="causal_lm", config=None, limits=None, model=None, **sizes):
+    """Three steps: losses, gradient norms, factors and merged weights; what the base says; and what is saved."""
+    path, batch = shared_model(ranks, folder, family, **(config or {})), ragged_batch(ROWS)
+    mine, model, limits = share(batch, ranks), {**LORA, **(model or {})}, limits or {}
+    name = "values" if kind == "value" else "log_probs"
+    engine = megatron(path, kind, model=model, **sizes)
+    plain = make_engine(path, kind, optim=OPTIM, model=model)
+    first, theirs_first = kept(engine.export_adapter()), kept(plain.export_adapter())
+    before = engine.infer(batch[mine], (name,))[name]
+    told = [engine.train_batch(batch[mine], loss_for(kind), **limits).values() for _ in range(STEPS)]
+    theirs = [plain.train_batch(batch, loss_for(kind)).values() for _ in range(STEPS)]
+    after = engine.infer(batch[mine], (name,))[name]
+    state, theirs_state = engine.state(), plain.state()
+    return {
+        "same bits": first.keys() == theirs_first.keys()
+        and all(torch.equal(first[n], t) for n, t in theirs_first.items()),
+        "loss": max(abs(a["loss"] - b["loss"]) for a, b in zip(told, theirs)),
+        "norm": max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(told, theirs)),
+        "adapter": farthest(kept(engine.export_adapter()), kept(plain.export_adapter())),
+        "merged": farthest(kept(engine.export_weights()), kept(plain.export_weights())),
+        "outputs": float((after - plain.infer(batch, (name,))[name][mine]).abs().max()),
+        "moved": float((after - before).abs().max()) if len(mine) else 1.0,
+        "base": float((BaseOfAdapter(engine).infer(batch[mine], (name,))[name] - before).abs().max()),
+        "trained": sum(b.parameter.numel() for b in engine.trainable.trained)
+        / sum(t.numel() for t in theirs_first.values()),
+        "saved": [] if not ranks.is_first else sorted(set(state.tensors) ^ set(theirs_state.tensors)),
+    }
+
+
+def adapters_on_tensor_and_sequence_parallel_layers(ranks, folder):
+    return beside_plain(ranks, folder, limits={"micro_batch_size": 3}, **{TENSOR: 2})
+
+
+def adapters_on_some_modules(ranks, folder):
+    """Queries and values without keys, up without gate, no sequence parallelism; every layer is computed again."""
+    section = MegatronEngineOverrideTransformerConfigConfig(recompute_granularity="full")
+    sizes = {TENSOR: 2, "sequence_parallel": False, "override_transformer_config": section}
+    names = {"target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
+    return beside_plain(ranks, folder, "qwen3", config={"head_dim": 16}, model=names, **sizes)
+
+
+def adapters_on_pipeline_stages(ranks, folder):
+    """On the last layer alone, so the first stages train nothing."""
+    config, last = {"layers": 4}, {"target_modules": r".*layers\.3\.(self_attn|mlp)\..*_proj"}
+    limits = {"micro_batch_size": 2}
+    return beside_plain(ranks, folder, config=config, model=last, limits=limits, **{PIPELINE: 2, VIRTUAL: 2})
+
+
+def adapters_of_a_value_model(ranks, folder):
+    return beside_plain(ranks, folder, kind="value", **{PIPELINE: 2})
+
+
+def adapters_on_copies(ranks, folder):
+    """Data parallel, with the optimizer's state dealt to the two."""
+    return beside_plain(ranks, folder)
+
+
+def adapters_on_tensor_parallel_pipeline_stages(ranks, folder):
+    """Four ranks."""
+    return beside_plain(ranks, folder, limits={"micro_batch_size": 2}, **{TENSOR: 2, PIPELINE: 2})
+
+
+def an_adapters_state_goes_elsewhere(ranks, folder):
+    """Train a step, save; the plain engine and another layout go on from it, and back."""
+    path, batch = shared_model(ranks, folder, "qwen2"), ragged_batch(ROWS)
+    mine, loss_fn = share(batch, ranks), loss_for("causal_lm")
+
+    def step(engine, rows):
+        told = engine.train_batch(batch[rows], loss_fn).values()
+        return [told["loss"], told["grad_norm"]]
+
+    engine = megatron(path, model=LORA, **{TENSOR: 2})
+    step(engine, mine)
+    saved = engine.state()
+    saved = EngineState({n: t.clone() for n, t in saved.tensors.items()}, dict(saved.scalars))
+    found = {"here": step(engine, mine)}
+    other = megatron(path, model=LORA, **{PIPELINE: 2})
+    other.load_state(saved)
+    found["elsewhere"] = step(other, mine)
+    if ranks.is_first:
+        plain = make_engine(path, optim=OPTIM, model=LORA)
+        plain.load_state(saved)
+        found["plain"] = step(plain, slice(None))
+        write_part(folder / "adapted", saved, hf=engine.hf_writer())
+        found["files"] = sorted(f.name for f in (folder / "adapted" / "huggingface").iterdir() if "adapter" in f.name)
+    ranks.barrier()
+    at_hand = megatron(path, model=LORA, **{TENSOR: 2})
+    at_hand.load_state(saved)
+    again = megatron(path, model={"lora_adapter_path": str(folder / "adapted" / "huggingface")}, **{TENSOR: 2})
+    outputs = [one.infer(batch[mine])["log_probs"] for one in (at_hand, again)]
+    found["from its file"] = torch.equal(*outputs)
+    return found
+
+
+def merged_slices_of_a_sampling_layout(ranks, folder):
+    """Trained on two stages; what two tensor-parallel samplers get is the merged model's halves."""
+    path, batch = shared_model(ranks, folder, "llama", kv_heads=4), ragged_batch(ROWS)
+    engine = megatron(path, model=LORA, **{PIPELINE: 2})
+    engine.train_batch(batch[share(batch, ranks)], loss_for("causal_lm"))
+    whole, exact = kept(engine.export_weights()), True
+    plan = engine.plan_for(Layout(2, 1, 1))
+    place = int(plan.places.tensor[ranks.rank])
+    for name, shard in engine.shards_for(plan):
+        axis = next((a for a in range(shard.dim()) if shard.shape[a] != whole[name].shape[a]), None)
+        exact &= torch.equal(shard, whole[name] if axis is None else whole[name].tensor_split(2, axis)[place])
+    base = kept(megatron(path, **{PIPELINE: 2}).export_weights())
+    return {"exact": exact, "moved": sum(not torch.equal(base[name], tensor) for name, tensor in whole.items())}
+
+
+def adapters_that_are_refused(ranks, folder):
+    path, found = shared_model(ranks, folder, "qwen3_moe", **MIXTURE), ""
+    try:
+        megatron(path, model=LORA, **{TENSOR: 2})
+    except NotBuiltError as error:
+        found = str(error)
+    return found
