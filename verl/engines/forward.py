@@ -129,7 +129,7 @@ class TokenForward:
     def _logits(self, micro: MicroBatch) -> Tensor:
         """(N, V), or (N, 1) of a value model."""
         with devices.autocast(self.device, self.dtype), select_positions(self.head, micro.positions):
-            return self._run(micro).logits[0]
+            return self._run(micro).logits.squeeze(0)  # an index would cost its gradient a copy
 
     def _fused(
         self, fused: FusedHead, micro: MicroBatch, outputs: tuple[str, ...], temperature: float

@@ -108,7 +108,7 @@ def attention(
     how = Flavour(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, dropout)
     if attention_plan is None:
         return causal_attention(query, key, value, how, attention_mask).transpose(1, 2).contiguous(), None
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # an index would copy their gradients
     return attention_plan.attend(q, k, v, how).unsqueeze(0), None
 
 
