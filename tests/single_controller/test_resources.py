@@ -77,6 +77,11 @@ def test_pools_that_exist_already_are_taken():
     assert manager.get_resource_pool(Role.Actor) is pool
 
 
+def test_pools_are_made_for_as_many_groups_as_are_asked_for():
+    pools = [ResourcePoolManager({"main": [2]}, {"actor": "main"}, *count) for count in ([], [3])]
+    assert [manager.get_resource_pool("actor").max_colocate_count for manager in pools] == [10, 3]
+
+
 def test_pools_that_ask_for_more_devices_than_there_are_are_refused_with_both_sizes():
     mapping = {Role.Actor: "main"}
     with pytest.raises(ConfigError) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from verl import device
@@ -61,7 +62,8 @@ class ResourcePoolManager:
     Args:
         resource_pool_spec: pool name -> processes per node.
         mapping: role (or role name) -> pool name; roles of one pool share its processes.
-        max_colocate_count: of upstream's callers; it bounds what shares a process there, here all roles of a pool do.
+        max_colocate_count: groups of workers that may share the devices of a pool that is made here; None: ten. The
+            roles of a pool are one group.
         resource_pool_dict: pools that exist already, by name; None: they are made.
         device_kind: what each process gets one of; on ``cpu`` nothing is counted.
         devices_per_node: how many devices each node has; None asks this machine.
@@ -75,7 +77,7 @@ class ResourcePoolManager:
         self,
         resource_pool_spec: Mapping[str, Sequence[int]],
         mapping: Mapping[Role | str, str],
-        max_colocate_count: int = 3,
+        max_colocate_count: int | None = None,
         resource_pool_dict: Mapping[str, ResourcePool] | None = None,
         device_kind: str = "cpu",
         devices_per_node: Sequence[int] | None = None,
@@ -86,7 +88,8 @@ class ResourcePoolManager:
         self._pool_of = {str(role): pool for role, pool in mapping.items()}
         self.max_colocate_count = max_colocate_count
         self.resource_pool_dict: dict[str, ResourcePool] = dict(resource_pool_dict or {})
-        self._pool_class = pool_class
+        options = {} if max_colocate_count is None else {"max_colocate_count": max_colocate_count}
+        self._pool_class = partial(pool_class, **options)
         for role, pool in self._pool_of.items():
             if pool not in self.resource_pool_spec:
                 raise ConfigError(
