@@ -77,3 +77,14 @@ def test_its_checkpoint_goes_on_with_fsdp_and_that_ones_with_megatron(megatron: 
     fsdp = goes_on("fsdp", megatron, 2, *FSDP, "trainer.save_freq=3")
     fsdp.check()
     goes_on("megatron_again", fsdp.run, 3, *MEGATRON).check()
+
+
+def test_an_adapter_trains_and_samples_on_both_ranks_as_in_one_process(train: Callable[..., Run]):
+    """Its base is the reference; the ranks that hold the sampler together get slices of the merged weights."""
+    lora = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8")
+    alone = train("adapter_alone", 2, "trainer.runtime=local", *lora)
+    both = train("adapter", 2, *MEGATRON, "actor_rollout_ref.rollout.tensor_model_parallel_size=2", *lora)
+    agree(both, alone, tolerance=1e-4)
+    assert [[s["output"] for s in step] for step in both.samples] == [
+        [s["output"] for s in step] for step in alone.samples
+    ]
