@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.dist import engine_cells as cells
-from tests.dist import kl_cells, switch_cells, switches
+from tests.dist import kl_cells, loading_cells, switch_cells, switches
 from tests.dist import resume_cells as resume
 from tests.dist.engine_cells import With
 from tests.dist.group import run_cells
@@ -37,6 +37,8 @@ CELLS = {
         switch_cells.switches,
         kl_cells.exact_kl_to_the_base,
         kl_cells.exact_kl_to_a_model,
+        loading_cells.same_bits_as_plain,
+        loading_cells.memory_of_loading,
     ),
     4: (
         cells.tied_and_uneven,
@@ -202,6 +204,25 @@ def test_an_engine_takes_over_the_weights_of_another_piece_by_piece_where_both_a
     for answer in runs[size][name]:
         assert answer["different"] and answer["equal"] == {"alike": True, "half": True, "elsewhere": True}
         assert bool(answer["calls"]) == name.startswith("fsdp:"), "FSDP2 gathers no weight"
+
+
+@world("same_bits_as_plain")
+def test_a_model_is_loaded_bit_for_bit_as_in_the_plain_engine(runs, size, name):
+    found = runs[size][name][0]
+    assert len(found["different"]) == (7 if "fsdp2" in name else 5)
+    assert not any(found["different"].values()) and found["told"] == []
+
+
+@world("memory_of_loading")
+def test_no_rank_reads_or_holds_more_than_its_half_and_a_few_layers_while_it_loads(runs, size, name):
+    """A layer is a sixteenth of the model. What is no safetensors file is held whole by rank 0, with a notice."""
+    for rank, answer in enumerate(runs[size][name]):
+        model, layer = answer["model"], answer["layer"]
+        slices, whole = answer["slices"], answer["whole"]
+        assert slices["told"] == "" and slices["read"] == pytest.approx(model / 2, rel=0.01)
+        assert slices["peak"] < model / 2 + 5 * layer < model
+        assert "deals it out" in whole["told"] and "no safetensors files" in whole["told"]
+        assert (whole["peak"] > model) == (rank == 0)
 
 
 @world("same_ranks_same_bits")

@@ -6,6 +6,7 @@ weight, so the tensor that a rank holds is a piece of a part; whole weights are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +66,21 @@ class Cut:
 
     def whole_shape(self, part: torch.Size) -> torch.Size:
         return torch.Size([*part[: self.axis], self.length, *part[self.axis + 1 :]])
+
+    def boxes(self, whole: Sequence[int], low: int, high: int) -> list[list[tuple[int, int]]]:
+        """Rows ``low`` to ``high`` of this rank's part: begin and end along each axis of the whole weight, for each of
+        its blocks. What is there lies one behind the other in the part, along the axis."""
+        start, end = self.bounds
+        found = []
+        for number in range(self.blocks):
+            first, before = number * (self.length // self.blocks) + start, number * (end - start)
+            box = [(low, high), *((0, length) for length in whole[1:])]
+            if self.axis == 0:
+                box[0] = (first + max(low - before, 0), first + min(high - before, end - start))
+            else:
+                box[self.axis] = (first, first + end - start)
+            found.append(box)
+        return [box for box in found if all(begin < stop for begin, stop in box)]
 
     def gathered(self, tensor: Tensor) -> Tensor:
         """The whole weight on every rank. Collective."""

@@ -30,6 +30,7 @@ from verl.engines.sharded_engine import ShardedEngine
 from verl.engines.sharded_optimizer import build_flat_optimizer
 from verl.errors import NotBuiltError
 from verl.metrics import notice
+from verl.models.stored import StoredWeights
 from verl.models.weights import named_tensors
 
 
@@ -72,6 +73,7 @@ class FSDPEngine(ShardedEngine):
         self.cuts, experts = ({}, {}) if self.experts is None else self.experts.cut(model)
         units |= experts
         self.slots = _slots(model, list(units))
+        self.names = _names(model)
         self.silence = ExitStack()
         offload = layout.offload and layout.device != "cpu"
         if layout.offload and not offload:
@@ -140,6 +142,21 @@ class FSDPEngine(ShardedEngine):
                     else:
                         found = {name: t.clone() for name, t in whole.items()}
                 yield found
+
+    @torch.no_grad()
+    def _take(self, stored: StoredWeights) -> None:
+        for flat in (unit._handle.flat_param for unit in self.units.values() if unit._handle is not None):
+            places: Any = zip(flat._param_infos, flat._shapes, flat._shard_param_infos)
+            for info, shape, found in places:
+                if found.in_shard:
+                    name, width = self.names[info.module, info.param_name], shape[1:].numel()
+                    start, end = found.intra_param_start_idx, found.intra_param_end_idx + 1
+                    rows = self._rows(stored, name, start // width, -(-end // width)).flatten()
+                    piece = flat.data.narrow(0, found.offset_in_shard, found.numel_in_shard)
+                    piece.copy_(rows.narrow(0, start % width, end - start))
+        for slot in (slot for _, slots in self.slots for slot in slots):
+            if (slot.holder, slot.attribute) not in self.names:  # a buffer, which every rank has whole
+                slot.tensor.copy_(self._rows(stored, slot.name, 0, len(slot.tensor)))
 
     def _write(self, values: Mapping[str, Tensor]) -> None:
         """As `ShardedEngine._write`, for some or all weights."""
@@ -224,6 +241,17 @@ def _slots(model: nn.Module, unit_names: list[str]) -> list[tuple[str, list[Slot
 
     names = itertools.groupby(named_tensors(model), key=lambda name: sharding.unit_of(name, unit_names))
     return [(prefix, [slot(name) for name in group]) for prefix, group in names]
+
+
+def _names(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
+    """Of each parameter, by the module that holds it and what it is called there; a tied one has one name."""
+    first = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    return {
+        (module, attribute): first[id(parameter)]
+        for module in model.modules()
+        for attribute, parameter in module._parameters.items()
+        if parameter is not None
+    }
 
 
 def _strategy(layout: sharding.Layout) -> dict[str, Any]:

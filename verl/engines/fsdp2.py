@@ -25,6 +25,7 @@ from verl.engines.sharded_optimizer import build_sharded_optimizer
 from verl.engines.tensor_forward import TensorForward
 from verl.engines.tensor_parallel import TensorRanks
 from verl.models.lora import has_adapter
+from verl.models.stored import StoredWeights
 from verl.models.weights import named_tensors, names_on_disk
 from verl.weight_sync.resharding import Layout, ModelWeights, Plan, Resharder, Sharded, make_plan
 
@@ -171,6 +172,16 @@ class FSDP2Engine(ShardedEngine):
         if any(_cut_of_piece(own[name]) != _cut_of_piece(others[name]) for name in own):
             return None
         return [(_piece(own[name]), _piece(others[name])) for name in own]
+
+    @torch.no_grad()
+    def _take(self, stored: StoredWeights) -> None:
+        for name, target in named_tensors(self.model).items():
+            local, first = _piece(target), 0
+            if isinstance(target, DTensor):
+                mesh = target.device_mesh
+                first = mesh.get_local_rank(mesh.ndim - 1) * -(-len(target) // mesh.size(mesh.ndim - 1))
+            if local.numel():
+                local.copy_(self._rows(stored, name, first, first + len(local)))
 
     def _write(self, values: Mapping[str, Tensor]) -> None:
         for name, target in named_tensors(self.model).items():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,9 +23,11 @@ from verl.engines.forward import TokenForward
 from verl.engines.optimizer import move_optimizer_state
 from verl.engines.sequence_parallel import SequenceForward, check_heads, pooled, sequence_peers
 from verl.engines.torch_engine import TorchEngine
-from verl.errors import NotBuiltError
+from verl.errors import ModelError, NotBuiltError
 from verl.metrics import MetricSet, log, notice
 from verl.models import count_parameters, lora
+from verl.models.loading import HOLLOW
+from verl.models.stored import StoredWeights, stored_weights
 from verl.models.weights import loose_tensors, named_tensors, names_in_memory, names_on_disk
 from verl.protocol import DataProto
 
@@ -59,6 +62,10 @@ class ShardedEngine(TorchEngine):
     @abstractmethod
     def _cut(self, model: Any) -> nn.Module:
         """Cut a model without values (``meta``) and give its pieces memory."""
+
+    @abstractmethod
+    def _take(self, stored: StoredWeights) -> None:
+        """Read this rank's pieces of all weights; no other rank is asked for anything."""
 
     @abstractmethod
     def _write(self, values: Mapping[str, Tensor]) -> None:
@@ -97,13 +104,10 @@ class ShardedEngine(TorchEngine):
         self.layout = sharding.Layout.of(engine, mesh, self.device, self.dtype)
         self.experts = ExpertRanks.of(self.ranks, self.device, engine.expert_parallel_size, mesh)
         self.sync_once = engine.use_no_sync_for_gradient_accumulation
-        skeleton = partial(self._load, model, engine, seed, "meta")
-
-        def load() -> tuple[tuple[Any, Any, Any], None]:
-            whole = self._load(model, engine, seed) if self.is_first else None
-            return (skeleton(), skeleton(), whole), None
-
-        (cut, self.blueprint, whole), _ = self.ranks.together(load)
+        load = partial(self._load, model, engine, seed)
+        (cut, self.blueprint, known), _ = self.ranks.together(
+            lambda: ([load(device) for device in ("meta", "meta", HOLLOW)], None)
+        )
         check_heads(cut.config, self.num_sequence_ranks)
         if self.experts is not None or not self._keeps_parameters():
             refuse_adapted_tensors(cut)
@@ -113,15 +117,41 @@ class ShardedEngine(TorchEngine):
             self.layout = replace(self.layout, original_parameters=True)
         loose = list(loose_tensors(cut))
         self.model = self._cut(cut)
-        self._write(self._values_of(whole))
-        sharding.fill_loose(loose, whole, self.device, self.ranks)
+        self._read(model.path, known, load)
+        sharding.fill_loose(loose, known, self.device)
         log.info("%s: %s holds %s", type(self).__name__, self.ranks, self._held())
         return self.model
 
-    def _values_of(self, whole: nn.Module | None) -> dict[str, Tensor]:
-        """All weights of rank 0's model; shapes elsewhere."""
+    def _read(self, path: str, known: nn.Module, load: Callable[[], nn.Module]) -> None:
+        """Give the model its values: every rank reads its own, from files that can be read in parts.
+
+        Args:
+            known: a hollow model, with what no file holds.
+            load: makes the whole model.
+        """
+        with ExitStack() as stack:
+
+            def find() -> tuple[StoredWeights | None, str]:
+                try:
+                    return stack.enter_context(stored_weights(path, known)), ""
+                except ModelError as error:
+                    return None, str(error)
+
+            stored, reasons = self.ranks.together(find)
+            if stored is not None and not any(reasons):
+                self.ranks.together(lambda: (self._take(stored), None))
+                return
+        notice(f"model {path}", f"the first process loads it whole and deals it out: {max(reasons)}")
+        whole = self.ranks.only_first(load)
         source = self.blueprint if whole is None else whole
-        return {name: tensor.detach() for name, tensor in named_tensors(source).items()}
+        self._write({name: tensor.detach() for name, tensor in named_tensors(source).items()})
+
+    def _rows(self, stored: StoredWeights, name: str, low: int, high: int) -> Tensor:
+        """Rows of this rank's part of a weight; the part is the weight itself where neighbours share nothing."""
+        cut, shape = self.cuts.get(name), stored.shape(name)
+        if cut is None:
+            return stored.box(name, [(low, high), *((0, length) for length in shape[1:])])
+        return torch.cat([stored.box(name, box) for box in cut.boxes(shape, low, high)], cut.axis)
 
     def _autocast_dtype(self) -> torch.dtype:
         return torch.float32  # the weights are gathered in the compute dtype: nothing is left for autocast

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from verl.distributed import Ranks
 from verl.metrics import notice
 from verl.models.layers import transformer_layers
 from verl.models.weights import loose_tensors
@@ -114,13 +113,9 @@ def unit_of(name: str, prefixes: list[str]) -> str:
     return max((p for p in prefixes if name.startswith(f"{p}.")), key=len, default="")
 
 
-def fill_loose(
-    loose: Iterable[tuple[str, nn.Module, Tensor]], whole: nn.Module | None, device: str, ranks: Ranks
-) -> None:
-    """Give `loose_tensors` of a model without values those of rank 0's whole one."""
-    known = {} if whole is None else {name: tensor for name, _, tensor in loose_tensors(whole)}
-    for name, holder, tensor in loose:
-        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        if ranks.is_first:
-            value.copy_(known[name])
-        setattr(holder, name.rpartition(".")[2], ranks.broadcast(value))
+def fill_loose(loose: Iterable[tuple[str, nn.Module, Tensor]], known: nn.Module, device: str) -> None:
+    """Give `loose_tensors` of a model without values those of another one; what files hold is left as it is."""
+    stored, values = set(known.state_dict()), {name: tensor for name, _, tensor in loose_tensors(known)}
+    for name, holder, _ in loose:
+        if name.lstrip(".") not in stored:
+            setattr(holder, name.rpartition(".")[2], values[name].to(device, copy=True))

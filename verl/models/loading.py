@@ -20,10 +20,13 @@ from verl.errors import ModelError
 from verl.metrics import notice
 from verl.models import folder
 from verl.models.config import load_model_config, quiet_transformers, readable_errors
+from verl.models.hollow import hollow
 from verl.models.slices import SlicedFolder
 
 HEAD_NAMES = ("score", "classifier")
 """What token-classification models call their head."""
+HOLLOW = "hollow"
+"""In place of a device: see `load_causal_lm`."""
 VALUE_HEAD = {"num_labels": 1, "classifier_dropout": 0.0, "hidden_dropout": 0.0, "summary_dropout_prob": 0.0}
 """One number per position, and no dropout around it."""
 
@@ -44,7 +47,8 @@ def load_causal_lm(
         attn: attention implementation of transformers; None is SDPA where the family has it, else eager.
         options: external_lib, hf_config_path: see `load_model_config`. seed: of the initialisation of whatever the
             family itself adds; the global generators stay as they are. device: ``meta`` gives the same model without
-            any values, for a backend that fills in its own piece.
+            any values, for a backend that fills in its own piece; ``hollow`` one that has what no file holds, on the
+            CPU, and no memory for the rest (`verl.models.hollow`).
 
     Raises:
         ModelError: not a model folder (the message says what is missing), damaged, or incomplete weights.
@@ -141,11 +145,14 @@ def _load(
             dtype=torch_dtype(dtype),
             attn_implementation=attn or override_config.get("attn_implementation"),
             output_loading_info=True,
-            device_map="meta" if device == "meta" else None,
+            device_map=None if device == "cpu" else "meta",
         )
         if converted is not None and (Path(where) / "generation_config.json").is_file() and model.can_generate():
             model.generation_config = GenerationConfig.from_pretrained(where)
-    _own_memory(model)
+    if device == HOLLOW:
+        hollow(model, info["missing_keys"])
+    else:
+        _own_memory(model)
     return model, info
 
 
@@ -165,7 +172,7 @@ def _converted_weights(where: str, device: str) -> dict[str, Tensor] | None:
     if not (Path(where) / folder.CONVERTED).is_file():
         return None
     with SlicedFolder.opened(where) as weights:
-        if device == "meta":
+        if device != "cpu":
             return {name: torch.empty(weights.shape(name), device="meta") for name in weights.names()}
         return {name: weights.whole(name) for name in weights.names()}
 

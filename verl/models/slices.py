@@ -1,9 +1,9 @@
-"""Parts of the weights of a Hugging Face folder, read from its safetensors without reading the rest."""
+"""Parts of the weights of a Hugging Face folder, read from its files without reading the rest."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,14 @@ class SlicedFolder:
         """
         cut = [slice(None)] * axis + [slice(low, high)]
         return torch.as_tensor(self._of(name).get_slice(name)[tuple(cut)]).clone()
+
+    def box(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
+        """``low`` to ``high`` along every axis, in the memory of the file: to be copied before it is closed.
+
+        Raises:
+            ModelError: the folder has no such weight.
+        """
+        return torch.as_tensor(self._of(name).get_slice(name)[tuple(slice(low, high) for low, high in bounds)])
 
     def whole(self, name: str) -> Tensor:
         """A whole weight, in memory of its own."""

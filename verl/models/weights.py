@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.core_model_loading import revert_weight_conversion
 
 from verl.errors import ModelError, suggest
@@ -63,50 +65,93 @@ def names_on_disk(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
 def views_on_disk(model: Any) -> dict[str, torch.Tensor] | None:
     """The memory of each weight under its Hugging Face name: what is written there is in the model.
 
-    Families that fuse weights only stack and join them, so each weight of a file lies in one tensor, at regular
-    distances. Where is found out by converting the numbers of the elements instead of their values.
-
     Returns:
         Name -> a view of a parameter or buffer; None if a weight lies nowhere as a whole.
     """
-    found: dict[str, torch.Tensor] = {}
-    known: dict[tuple[str, torch.Size], dict[str, tuple[list[int], list[int], int]] | None] = {}
-    for name, tensor in named_tensors(model).items():
-        layer = next((part for part in re.findall(r"(?<=\.)\d+(?=\.)", name)), None)
-        template = name if layer is None else name.replace(f".{layer}.", ".{}.", 1)
-        key = (template, tensor.shape)
-        if key not in known:
-            known[key] = _places(model, name, tensor, layer)
-        places = known[key]
+    tensors = named_tensors(model)
+    places = places_on_disk(model, tensors)
+    if places is None or not all(tensor.is_contiguous() for tensor in tensors.values()):
+        return None
+    found = {}
+    for name, at in places.items():
+        owner = tensors[at.owner].detach()
+        found[name] = owner.as_strided(at.shape, at.strides, owner.storage_offset() + at.offset)
+    return found
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a weight of a file lies in one of the model, if that is contiguous: as for `torch.as_strided`."""
+
+    owner: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+def places_on_disk(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, Place] | None:
+    """Hugging Face name -> its place, for all that ``tensors`` hold; no values are looked at and none are copied.
+
+    Families that fuse weights only stack, join and transpose them, so each weight of a file lies in one tensor, at
+    regular distances. Where is found out by converting tensors without memory, in which every copy is a view instead.
+
+    Args:
+        model: only its class and configuration count.
+        tensors: name in memory, without an adapter -> a tensor of the weight's shape.
+
+    Returns:
+        None if a weight lies nowhere as a whole, or values are in no file.
+    """
+    groups: dict[str, dict[str, torch.Size]] = {}
+    for name, tensor in tensors.items():
+        number = re.search(r"(?<=\.)\d+(?=\.)", name)
+        groups.setdefault(name[: number.end()] if number else "", {})[name] = tensor.shape
+    found: dict[str, Place] = {}
+    known: dict[Any, dict[str, Place] | None] = {}
+    for prefix, shapes in groups.items():
+        layer, template = prefix.rpartition(".")[2], f"{prefix.rpartition('.')[0]}.{{}}"
+        alike = (template, *((name.removeprefix(prefix), shape) for name, shape in shapes.items()))
+        if alike not in known:
+            known[alike] = _places(model, shapes, prefix)
+        places = known[alike]
         if places is None:
             return None
-        for other, (shape, strides, offset) in places.items():
-            final = other if layer is None else other.replace(".{}.", f".{layer}.", 1)
-            found[final] = tensor.detach().as_strided(shape, strides, tensor.storage_offset() + offset)
+        for other, place in places.items():
+            if layer and "{}" not in other:
+                return None  # layers are numbered otherwise in files
+            found[other.replace("{}", layer)] = replace(place, owner=place.owner.replace("{}", layer))
     return found
 
 
-def _places(
-    model: Any, name: str, tensor: torch.Tensor, layer: str | None
-) -> dict[str, tuple[list[int], list[int], int]] | None:
-    """Disk name -> shape, strides and offset within one contiguous tensor; None if a weight is no such part of it."""
-    if not tensor.is_contiguous():
+@torch.no_grad()
+def _places(model: Any, shapes: Mapping[str, torch.Size], prefix: str) -> dict[str, Place] | None:
+    """As `places_on_disk`, with ``{}`` for the number at the end of ``prefix`` in all names."""
+    blank = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    owners = {tensor.untyped_storage()._cdata: name for name, tensor in blank.items()}
+    with _ViewsForCopies():
+        parts = revert_weight_conversion(model, dict(blank))
+    if sum(part.numel() for part in parts.values()) != sum(tensor.numel() for tensor in blank.values()):
         return None
-    numbers = torch.arange(tensor.numel()).view(tensor.shape)
     found = {}
-    for other, part in revert_weight_conversion(model, {name: numbers}).items():
-        if not part.numel():
+    layer = prefix.rpartition(".")[2]
+
+    def template(name: str) -> str:
+        return name.replace(f".{layer}.", ".{}.", 1) if layer else name
+
+    for name, part in parts.items():
+        owner = owners.get(part.untyped_storage()._cdata)
+        if owner is None or not part.numel():
             return None
-        at = [[0] * part.dim() for _ in range(part.dim())]
-        for axis in range(part.dim()):
-            at[axis][axis] = min(1, part.shape[axis] - 1)
-        offset = int(part.flatten()[0])
-        strides = [max(int(part[tuple(where)]) - offset, 0) for where in at]
-        if not torch.equal(numbers.as_strided(part.shape, strides, offset), part):
-            return None
-        template = other if layer is None else other.replace(f".{layer}.", ".{}.", 1)
-        found[template] = (list(part.shape), strides, offset)
+        place = Place(template(owner), tuple(part.shape), tuple(part.stride()), int(part.storage_offset()))
+        found[template(name)] = place
     return found
+
+
+class _ViewsForCopies(TorchDispatchMode):
+    """Within the block a copy is its source, so that strides and offset say where it came from."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.ops.aten.clone.default else func(*args, **(kwargs or {}))
 
 
 def load_weights(model: Any, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:

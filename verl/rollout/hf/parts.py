@@ -7,7 +7,7 @@ only, from the first byte on; what they exchange happens inside the model's modu
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 
 from verl.distributed import Ranks
 from verl.errors import ModelError, NotBuiltError
+from verl.models.hollow import compute_loose, replace_parameters
 from verl.models.slices import SlicedFolder
 from verl.models.tensor_parallel import Cutter
-from verl.models.weights import loose_tensors, named_tensors, names_on_disk, views_on_disk
+from verl.models.weights import named_tensors, names_on_disk, views_on_disk
 from verl.rollout.hf.runner import vocab_size
 from verl.weight_sync.resharding import ModelWeights, Weight
 from verl.weight_sync.resharding.model import FIRST, LAYER
@@ -187,32 +188,18 @@ def _views(model: PreTrainedModel) -> dict[str, Tensor]:
     return found
 
 
-@torch.no_grad()
 def _materialise(model: PreTrainedModel, device: str) -> None:
-    """Memory for the parameters, shared ones once; buffers as the family itself computes them."""
-    made: dict[int, nn.Parameter] = {}
-    kept = []
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                kept.append(parameter)  # so that no other one gets its identity
-                fresh = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                module._parameters[name] = made.setdefault(id(parameter), nn.Parameter(fresh, requires_grad=False))
-    stored, empty = set(model.state_dict()), list(_empty(model))
-    for path, module, tensor in empty:
-        value = torch.full(tensor.shape, torch.nan if tensor.is_floating_point() else 0, dtype=tensor.dtype)
-        setattr(module, path.rpartition(".")[2], value.to(device))
-    for _, module, _ in empty:
-        model._init_weights(module)
-    for path, _, tensor in loose_tensors(model):
-        if path not in stored and tensor.is_floating_point() and bool(torch.isnan(tensor).any()):
-            raise NotBuiltError(
-                f"sampling with {type(model).__name__} on several ranks is not built yet: nothing says how to compute "
-                f"{path} without the whole model",
-                key=KEY,
-                fix="Set it to 1.",
-            )
+    """Memory for the parameters; buffers as the family itself computes them."""
+    unknown = compute_loose(model, device)
+    if unknown:
+        raise NotBuiltError(
+            f"sampling with {type(model).__name__} on several ranks is not built yet: nothing says how to compute "
+            f"{unknown[0]} without the whole model",
+            key=KEY,
+            fix="Set it to 1.",
+        )
 
+    def empty(_: str, parameter: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), requires_grad=False)
 
-def _empty(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    return ((path, module, tensor) for path, module, tensor in loose_tensors(model) if tensor.is_meta)
+    replace_parameters(model, empty)

@@ -1,0 +1,152 @@
+"""A model's weights as they lie in a folder's files, under their names in memory: any part of any is read by itself.
+
+In files a weight may have another name, and be several (the experts of a mixture): where each part lies, the family's
+own conversion says. What no file holds, a new head or an adapter, comes from a hollow model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.errors import ModelError
+from verl.models import folder as model_folder
+from verl.models.hollow import new_tensors
+from verl.models.slices import SlicedFolder
+from verl.models.weights import Place, named_tensors, places_on_disk
+
+Bounds = Sequence[tuple[int, int]]
+"""Begin and end along each axis."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A weight of a file as a block of one in memory.
+
+    Args:
+        name: in the file.
+        shape: in the file.
+        start: where the block begins in memory, per axis there.
+        axes: of each axis in the file, which one it is in memory; None where it has a length of one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    axes: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, name: str, place: Place, whole: Sequence[int]) -> Block | None:
+        """None where the place is no block of a contiguous tensor of the shape ``whole``."""
+        strides = torch.empty(tuple(whole), device="meta").stride()
+        start, rest = [], place.offset
+        for stride in strides:
+            start.append(rest // stride)
+            rest %= stride
+        axes: list[int | None] = []
+        for length, stride in zip(place.shape, place.strides):
+            fits = [k for k, own in enumerate(strides) if own == stride and whole[k] > 1 and k not in axes]
+            if length > 1 and (not fits or start[fits[0]] + length > whole[fits[0]]):
+                return None
+            axes.append(fits[0] if length > 1 else None)
+        return cls(name, place.shape, tuple(start), tuple(axes))
+
+    @property
+    def order(self) -> list[int]:
+        """The file's axes in the order of memory."""
+        placed = [(-1 if axis is None else axis, number) for number, axis in enumerate(self.axes)]
+        return [number for _, number in sorted(placed)]
+
+    def shared(self, bounds: Bounds) -> tuple[list[tuple[int, int]], list[tuple[int, int]]] | None:
+        """What the block has in common with a box in memory, in the file and in memory; None if nothing."""
+        lengths = [1] * len(self.start)
+        for length, axis in zip(self.shape, self.axes):
+            if axis is not None:
+                lengths[axis] = length
+        inside = [
+            (max(low, first), min(high, first + length))
+            for (low, high), first, length in zip(bounds, self.start, lengths)
+        ]
+        if any(low >= high for low, high in inside):
+            return None
+        in_file = [
+            (0, 1) if axis is None else (inside[axis][0] - self.start[axis], inside[axis][1] - self.start[axis])
+            for axis in self.axes
+        ]
+        return in_file, inside
+
+
+class StoredWeights:
+    """See `stored_weights`."""
+
+    def __init__(
+        self,
+        folder: SlicedFolder,
+        shapes: Mapping[str, torch.Size],
+        blocks: Mapping[str, list[Block]],
+        new: Mapping[str, Tensor],
+    ):
+        self._folder, self._shapes, self._blocks, self._new = folder, shapes, blocks, new
+
+    def shape(self, name: str) -> torch.Size:
+        """Of a whole weight."""
+        return self._shapes[name]
+
+    def box(self, name: str, bounds: Bounds) -> Tensor:
+        """A part of a weight, in memory of its own or a view of new ones, in the dtype that the file has."""
+        if name in self._new:
+            return self._new[name][tuple(slice(low, high) for low, high in bounds)]
+        found: Tensor | None = None
+        for block in self._blocks[name]:
+            shared = block.shared(bounds)
+            if shared is None:
+                continue
+            in_file, inside = shared
+            value = self._folder.box(block.name, in_file)
+            value = value.permute(block.order).reshape([high - low for low, high in inside])
+            if inside == list(bounds):
+                return value
+            if found is None:
+                found = torch.empty([high - low for low, high in bounds], dtype=value.dtype)
+            at = tuple(slice(low - first, high - first) for (low, high), (first, _) in zip(inside, bounds))
+            found[at] = value
+        if found is None:
+            found = torch.empty([max(high - low, 0) for low, high in bounds])
+        return found
+
+
+@contextlib.contextmanager
+def stored_weights(path: str, model: Any) -> Iterator[StoredWeights]:
+    """Within the block the weights of the folder at ``path`` can be read in parts.
+
+    Args:
+        model: a hollow one (`verl.models.hollow`), whose names and shapes count; it may have an adapter.
+
+    Raises:
+        ModelError: they cannot, for the reason that the message gives.
+    """
+    if not Path(model_folder.resolve(path)).is_dir():
+        raise ModelError("the weights are not in a folder of this machine", got=path)
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ModelError("the weights are quantized", got=path)
+    new = new_tensors(model)
+    tensors = {name: tensor for name, tensor in named_tensors(model).items() if name not in new}
+    in_base = {name.replace(".base_layer", ""): name for name in tensors}
+    places = places_on_disk(model, {base: tensors[name] for base, name in in_base.items()})
+    if places is None:
+        raise ModelError("weights of the files are no parts of those in memory", got=type(model).__name__)
+    blocks: dict[str, list[Block]] = {}
+    with SlicedFolder.opened(path) as folder:
+        for name, place in places.items():
+            owner = in_base[place.owner]
+            block = Block.of(name, place, tensors[owner].shape)
+            if block is None or name not in folder or folder.shape(name) != place.shape:
+                raise ModelError(f"the files do not hold {name} as it is in memory", got=path)
+            blocks.setdefault(owner, []).append(block)
+        yield StoredWeights(folder, {name: t.shape for name, t in (tensors | new).items()}, blocks, new)
