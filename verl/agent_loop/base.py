@@ -77,7 +77,7 @@ class AgentLoopBase(ABC):
         server_manager: the sampler as this trajectory sees it (`SamplerClient`).
         tokenizer, processor: of the policy.
         dataset_cls, data_config: for loops that render messages as the dataset does.
-        shared: what `prepare` returned.
+        shared: what `prepare` returned; None prepares it for this trajectory alone.
         kwargs: what a YAML entry of ``agent_loop_config_path`` says beside name and class; kept as attributes.
 
     Example:
@@ -105,7 +105,7 @@ class AgentLoopBase(ABC):
         self.config, self.server_manager = trainer_config, server_manager
         self.tokenizer, self.processor = tokenizer, processor
         self.dataset_cls, self.data_config, self.hf_model_type = dataset_cls, data_config, hf_model_type
-        self.shared = shared
+        self.shared = self.prepare(trainer_config, tokenizer, data_config, **kwargs) if shared is None else shared
         vars(self).update(kwargs)
 
     @classmethod

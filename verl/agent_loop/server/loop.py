@@ -43,20 +43,6 @@ class OpenAIAgentLoop(AgentLoopBase):
 
     shared: Shared
 
-    def __init__(
-        self,
-        trainer_config: Any,
-        server_manager: Any,
-        tokenizer: Any,
-        processor: Any = None,
-        dataset_cls: Any = None,
-        data_config: Any = None,
-        shared: Shared | None = None,
-        **kwargs: Any,
-    ):
-        super().__init__(trainer_config, server_manager, tokenizer, processor, dataset_cls, data_config)
-        self.shared = shared or self.prepare(trainer_config, tokenizer, data_config, **kwargs)
-
     @classmethod
     def prepare(cls, config: Any, tokenizer: Any, data_config: Any = None, **kwargs: Any) -> Shared:
         settings = AgentSettings.read(kwargs)
