@@ -170,6 +170,15 @@ def test_ratings_are_shaped_as_the_settings_say(here):
     torch.testing.assert_close(ratings(twice), torch.where(last, 0.0, ratings(plain)))
 
 
+def test_its_models_live_with_the_others_or_in_a_pool_of_their_own(here):
+    """The roles that a recipe adds are placed as the reward model is."""
+    together, apart = run(), run("trainer.resource_pools={raters:{roles:[rm],processes:[1]}}")
+    assert torch.equal(ratings(together), ratings(apart))
+    pools = apart.trainer.resource_pool_manager
+    assert pools.get_resource_pool("reward_model") is pools.get_resource_pool("reward_model_ref")
+    assert pools.get_resource_pool("reward_model") is not pools.get_resource_pool("actor_rollout")
+
+
 def test_the_policy_can_be_the_reference(here):
     """The model rates by how it differs from the policy that sampled, which at first it does only by what it learns."""
     frozen, policy = run(f"{IMPLICIT}.ref_type=freeze"), run(f"{IMPLICIT}.ref_type=policy")
