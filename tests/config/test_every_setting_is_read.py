@@ -59,6 +59,9 @@ READ_ELSEWHERE = {
     ),
     *(f"profiler.tool_config.{name}" for name in PROFILER_TOOLS),
     "global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries",
+    # The loader copies them into the sections of the roles; tests/trainer/test_profiling.py shows that they arrive.
+    "global_profiler.tool",
+    "global_profiler.save_path",
     # Only Megatron-Core's engine reads them: tests/megatron/test_engine.py.
     *(
         f"{role}.megatron.{name}"
