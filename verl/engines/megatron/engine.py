@@ -326,20 +326,23 @@ class MegatronEngine(TorchEngine):
         return make_plan(model, self.sizes.layout, Layout(data=self.ranks.size))
 
     def _saved_weights(self) -> dict[str, Tensor]:
-        return self._on_first(self.table.model, self._weight, self.dtype)
+        return self._weights_on_first(self.table.model, self._weight)
 
     def _state_weights(self) -> dict[str, Tensor]:
         if self.adapters is None:
             return self._saved_weights()
-        return self._on_first(self.trainable.model, self._trained, self.dtype)
+        return self._weights_on_first(self.trainable.model, self._trained)
+
+    def _weights_on_first(self, model: ModelWeights, piece: Piece) -> dict[str, Tensor]:
+        self.onload(optimizer=False)
+        found = self._on_first(model, piece, self.dtype)
+        self.offload(params=self.idle["params"], optimizer=False)
+        return found
 
     def _on_first(self, model: ModelWeights, piece: Piece, dtype: torch.dtype) -> dict[str, Tensor]:
         """Copies on rank 0's host; no other rank receives anything."""
-        self.onload(optimizer=False)
         weights = self._gathered(piece, dtype, self._everywhere(model).only_for(0))
-        found = {name: tensor.to("cpu", copy=True) for name, tensor in weights}
-        self.offload(params=self.idle["params"], optimizer=False)
-        return found
+        return {name: tensor.to("cpu", copy=True) for name, tensor in weights}
 
     def _fill(self, given: dict[str, Tensor]) -> None:
         def check() -> tuple[None, None]:
