@@ -79,7 +79,7 @@ class DecodePlan:
                       _key_positions(block, prefix))
         )  # fmt: skip
         self.longest = int((position - prefix[group_of]).max(initial=0))
-        self._masks: dict[int | None, torch.Tensor] = {}
+        self._masks: dict[tuple[int | None, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._row_cells = torch.from_numpy(cell).to(device)
 
     def advance(self) -> None:
@@ -90,17 +90,24 @@ class DecodePlan:
         self.grid.view(-1)[self._row_cells] = self.positions
         self._masks = {}
 
-    def mask(self, window: int | None) -> torch.Tensor:
-        """(F, 1, n, 1, E) added to the scores: 0 where a row may look, -inf elsewhere."""
-        if window not in self._masks:
+    def masks(self, window: int | None, per_head: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Added to the scores: 0 where a row may look, -inf elsewhere.
+
+        Returns:
+            (F * h, n * g, P) of the prefix, and (F * h * n, 1, own capacity).
+        """
+        if (window, per_head) not in self._masks:
             keys, queries = self.key_positions[:, None, :], self.grid[:, :, None]
             hidden = keys > queries
             if window is not None:
                 hidden |= keys <= queries - window
             # A slot without a row keeps its first cell open: a softmax over nothing would be NaN.
             zeros = torch.zeros(hidden.shape, dtype=self.block.shape.dtype, device=hidden.device)
-            self._masks[window] = zeros.masked_fill_(hidden, float("-inf"))[:, None, :, None, :]
-        return self._masks[window]
+            mask = zeros.masked_fill_(hidden, float("-inf"))[:, None].expand(-1, self.block.shape.num_heads, -1, -1)
+            prefix, own = mask.split((self.block.prefix_capacity, self.block.capacity), dim=-1)
+            both = prefix.repeat_interleave(per_head, 2).flatten(0, 1), own.flatten(0, 2)[:, None]
+            self._masks[window, per_head] = both
+        return self._masks[window, per_head]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Flavour
@@ -114,32 +121,32 @@ class DecodePlan:
         keys.view(-1, shape.key_dim).index_copy_(0, self.write_index, key.reshape(-1, shape.key_dim))
         values.view(-1, shape.value_dim).index_copy_(0, self.write_index, value.reshape(-1, shape.value_dim))
         # Rows of `query` per key/value head, in the order of the block's cells.
-        query = (query * how.scaling).reshape(-1, per_head, shape.key_dim)
+        query = query.reshape(-1, per_head, shape.key_dim)
         if not self.is_plain:
             query = query.index_select(0, self.query_index)
-        scores = torch.bmm(query, keys.transpose(1, 2))
-        prefix_keys, prefix_values = block.prefix_keys, block.prefix_values
-        if prefix_keys is not None and prefix_values is not None:
+        to_prefix, to_own = self.masks(how.window, per_head)
+        scores = _scores(query, keys, to_own, how)
+        capacity = block.prefix_capacity
+        if block.prefix_keys is not None and block.prefix_values is not None:
             shared = query.view(groups * heads, width * per_head, shape.key_dim)
-            to_prefix = torch.bmm(shared, prefix_keys[layer, :groups].flatten(0, 1).transpose(1, 2))
-            scores = torch.cat((to_prefix.view(*scores.shape[:2], -1), scores), dim=-1)
-        probs = self._softmax(scores.view(groups, heads, width, per_head, -1), how).view_as(scores)
-        if prefix_keys is not None and prefix_values is not None:
-            capacity = block.prefix_capacity
+            first = _scores(shared, block.prefix_keys[layer, :groups].flatten(0, 1), to_prefix, how)
+            probs = torch.cat((first.view(*scores.shape[:2], -1), scores), dim=-1).softmax(-1)
             out = torch.bmm(probs[..., capacity:], values)
             first = probs[..., :capacity].reshape(groups * heads, width * per_head, capacity)
-            out += torch.bmm(first, prefix_values[layer, :groups].flatten(0, 1)).view_as(out)
+            out += torch.bmm(first, block.prefix_values[layer, :groups].flatten(0, 1)).view_as(out)
         else:
-            out = torch.bmm(probs, values)
+            out = torch.bmm(scores.softmax(-1), values)  # in float32 inside, whatever the dtype
         if not self.is_plain:
             out = out.index_select(0, self.out_index)
         return out.view(len(self.rows), heads * per_head, shape.value_dim)
 
-    def _softmax(self, scores: torch.Tensor, how: Flavour) -> torch.Tensor:
-        if how.softcap is not None:
-            scores = torch.tanh(scores / how.softcap) * how.softcap
-        scores += self.mask(how.window)
-        return scores.softmax(-1)  # in float32 inside, whatever the dtype
+
+def _scores(query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor, how: Flavour) -> torch.Tensor:
+    """(B, Q, d) queries, (B, E, d) keys and a mask (B, 1 or Q, E) -> (B, Q, E)."""
+    if how.softcap is None:
+        return torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=how.scaling)
+    scores = torch.bmm(query, keys.transpose(1, 2)) * (how.scaling / how.softcap)
+    return scores.tanh_().mul_(how.softcap).add_(mask)
 
 
 def _key_positions(block: Block, prefix: np.ndarray) -> np.ndarray:

@@ -52,22 +52,25 @@ class NativeLayer:
         module: the layer of transformers.
         flavour: of its attention.
         projections: how its matrix products are computed.
-        summed: joins what ranks that share the layer's heads and inner width computed.
+        summed: joins what ranks that share the layer's heads and inner width computed; null: there are no others.
     """
 
     def __init__(
-        self, number: int, module: Any, flavour: Flavour, projections: Projections, summed: Summed = lambda x: x
+        self, number: int, module: Any, flavour: Flavour, projections: Projections, summed: Summed | None = None
     ):
         self.number, self.flavour, self.projections, self.summed = number, flavour, projections, summed
         attention = module.self_attn
         self.head_dim = int(attention.head_dim)
+        self.num_kv_heads = len(attention.k_proj.weight) // self.head_dim
         self.first_norm, self.second_norm = module.input_layernorm, module.post_attention_layernorm
         parts = dict(attention.named_children())
         self.q_norm, self.k_norm = parts.get("q_norm"), parts.get("k_norm")
 
     def __call__(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
-        x = x + self.summed(self.projections.out(attend(self, norm(x, self.first_norm))))
-        return x + self.summed(self.projections.mlp(norm(x, self.second_norm)))
+        attended, summed = attend(self, norm(x, self.first_norm)), self.summed
+        x = self.projections.out(attended, x) if summed is None else x + summed(self.projections.out(attended))
+        normed = norm(x, self.second_norm)
+        return self.projections.mlp(normed, x) if summed is None else x + summed(self.projections.mlp(normed))
 
 
 @dataclass(frozen=True)
@@ -83,10 +86,15 @@ class PlannedAttention:
     sin: torch.Tensor
 
     def __call__(self, layer: NativeLayer, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (-1, layer.head_dim)) for part in layer.projections.qkv(x))
         if layer.q_norm is not None and layer.k_norm is not None:
+            q, k, v = (part.unflatten(-1, (-1, layer.head_dim)) for part in layer.projections.qkv(x))
             q, k = norm(q, layer.q_norm), norm(k, layer.k_norm)
-        q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
+            q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
+        else:
+            heads = layer.projections.joint_qkv(x).unflatten(-1, (-1, layer.head_dim))
+            num_rotated, num_queries = heads.shape[1] - layer.num_kv_heads, heads.shape[1] - 2 * layer.num_kv_heads
+            rotated = rotate(heads[:, :num_rotated], self.cos, self.sin)
+            q, k, v = rotated[:, :num_queries], rotated[:, num_queries:], heads[:, num_rotated:]
         return self.plan.attend(layer.number, q, k, v, layer.flavour).flatten(1)
 
 
@@ -110,7 +118,7 @@ class NativeModel:
         _check(model, max_positions)
         inner: Any = model.model
         self.model, self.max_positions, self.part = model, max_positions, part
-        summed: Summed = (lambda x: x) if part is None else part.peers.sum
+        summed = None if part is None else part.peers.sum
         self._packs = model.device.type == "cpu" and can_pack(model.dtype, sum(p.nbytes for p in model.parameters()))
         make = PackedProjections if self._packs else FusedProjections
         self.layers = [

@@ -54,10 +54,12 @@ class Projections(Protocol):
         """Query, key and value side by side."""
         ...
 
-    def out(self, x: torch.Tensor) -> torch.Tensor: ...
+    def out(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
+        """The product plus ``onto`` (T, hidden)."""
+        ...
 
-    def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        """``down(silu(gate(x)) * up(x))``."""
+    def mlp(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
+        """``down(silu(gate(x)) * up(x))`` plus ``onto`` (T, hidden)."""
         ...
 
     def refresh(self) -> None:
@@ -85,11 +87,12 @@ class FusedProjections:
     def joint_qkv(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, *self._qkv)
 
-    def out(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._layer.out.weight, self._layer.out.bias)
+    def out(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
+        return _plus(F.linear(x, self._layer.out.weight, self._layer.out.bias), onto)
 
-    def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(self._gate(F.linear(x, *self._gate_up)), self._layer.down.weight, self._layer.down.bias)
+    def mlp(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
+        down = self._layer.down
+        return _plus(F.linear(self._gate(F.linear(x, *self._gate_up)), down.weight, down.bias), onto)
 
     def refresh(self) -> None:
         pass
@@ -121,15 +124,22 @@ class PackedProjections:
     def joint_qkv(self, x: torch.Tensor) -> torch.Tensor:
         return self._qkv(x)
 
-    def out(self, x: torch.Tensor) -> torch.Tensor:
-        return self._out(x)
+    def out(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
+        return self._out(x) if onto is None else self._out.joined(x, onto, "add")
 
-    def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(F.silu(self._gate(x), inplace=True).mul_(self._up(x)))
+    def mlp(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
+        # oneDNN's swish is good enough for bfloat16; float32 takes the one of the model's own modules.
+        low = x.dtype == torch.bfloat16
+        gate = self._gate(x, "swish") if low else F.silu(self._gate(x), inplace=True)
+        inner = self._up.joined(x, gate, "mul")
+        return self._down(inner) if onto is None else self._down.joined(inner, onto, "add")
 
 
 class PackedLinear:
-    """``x @ weight.T + bias`` with a packed copy of ``weight``; the copy does not follow later changes."""
+    """``x @ weight.T + bias`` with a packed copy of ``weight``; the copy does not follow later changes.
+
+    What is done to each number of the result happens before it is rounded and leaves the cache.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
         with torch.no_grad():
@@ -140,8 +150,17 @@ class PackedLinear:
     def nothing(cls) -> PackedLinear:
         return cls.__new__(cls)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+    def __call__(self, x: torch.Tensor, then: str = "none") -> torch.Tensor:
+        """``then``: one of oneDNN's functions of a number."""
+        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, then, [], "")
+
+    def joined(self, x: torch.Tensor, other: torch.Tensor, how: str) -> torch.Tensor:
+        """With ``other``, of the result's shape, by one of oneDNN's functions of two numbers (``add``, ``mul``)."""
+        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, how)
+
+
+def _plus(x: torch.Tensor, onto: torch.Tensor | None) -> torch.Tensor:
+    return x if onto is None else onto + x
 
 
 def silu_gate(x: torch.Tensor) -> torch.Tensor:
