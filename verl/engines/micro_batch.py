@@ -14,7 +14,7 @@ from verl.errors import ConfigError
 LOGITS_BYTES = 1 << 28
 """Largest tensor of logits that an engine makes of its own accord."""
 CPU_TOKENS = 2048
-"""On a CPU 4096 at once gain nothing, and memory that was not touched before is slow; 1024 cost 4 to 9 % more time."""
+"""On a CPU 4096 at once gain nothing, and memory that was not touched before is slow; 1024 cost 1 to 9 % more time."""
 GPU_TOKENS = 16384
 
 
