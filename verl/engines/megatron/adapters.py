@@ -20,6 +20,7 @@ from verl.engines.megatron.parallel import import_megatron
 from verl.engines.megatron.weights import Bound, Read, Template, WeightTable
 from verl.errors import NotBuiltError
 from verl.models import lora
+from verl.models.hollow import replace_parameters
 from verl.models.lora import LoraSettings
 from verl.models.megatron import COLUMNS, QKV, ROWS, VALUE_HEAD, WHOLE, Slot, filled
 from verl.weight_sync.resharding.model import LAST, LAYER
@@ -229,15 +230,15 @@ def _hollow(blueprint: Any, head: nn.Module | None, read: Read) -> None:
 
     A head is trained as a whole besides, so it gets its values.
     """
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    for prefix, module in blueprint.named_modules():
-        for name, old in module._parameters.items():
-            if old is None:
-                continue
-            value = torch.zeros((), dtype=old.dtype).expand(old.shape)
-            if module is head:
-                value = read(f"{prefix}.{name}", 0, 0, old.shape[0]).to(old.dtype)
-            module._parameters[name] = made.setdefault(id(old), (old, nn.Parameter(value, old.requires_grad)))[1]
+    trained = set() if head is None else {id(parameter) for parameter in head.parameters()}
+
+    def make(name: str, old: nn.Parameter) -> nn.Parameter:
+        value = torch.zeros((), dtype=old.dtype).expand(old.shape)
+        if id(old) in trained:
+            value = read(name, 0, 0, old.shape[0]).to(old.dtype)
+        return nn.Parameter(value, old.requires_grad)
+
+    replace_parameters(blueprint, make)
 
 
 def _check(blueprint: Any) -> None:
