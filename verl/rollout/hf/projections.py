@@ -25,6 +25,8 @@ MEMORY_SHARE = 0.25
 """Part of the available memory that a second copy of the weights may take."""
 ROWS_HINT = 128
 """Rows that packed weights are laid out for; any number of rows may be multiplied."""
+GRID = 16
+"""More rows than these are filled up to a multiple of it."""
 
 
 @dataclass(frozen=True)
@@ -152,11 +154,18 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor, then: str = "none") -> torch.Tensor:
         """``then``: one of oneDNN's functions of a number."""
-        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, then, [], "")
+        return torch.ops.mkldnn._linear_pointwise(_on_grid(x), self._weight, self._bias, then, [], "")[: len(x)]
 
     def joined(self, x: torch.Tensor, other: torch.Tensor, how: str) -> torch.Tensor:
         """With ``other``, of the result's shape, by one of oneDNN's functions of two numbers (``add``, ``mul``)."""
-        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, how)
+        linear = torch.ops.mkldnn._linear_pointwise.binary
+        return linear(_on_grid(x), _on_grid(other), self._weight, self._bias, how)[: len(x)]
+
+
+def _on_grid(x: torch.Tensor) -> torch.Tensor:
+    """(T, d) -> (T or a little more, d): oneDNN makes code for every number of rows, about a millisecond each time."""
+    missing = -len(x) % GRID if len(x) > GRID else 0
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def _plus(x: torch.Tensor, onto: torch.Tensor | None) -> torch.Tensor:
