@@ -130,11 +130,13 @@ class PackedProjections:
         return self._out(x) if onto is None else self._out.joined(x, onto, "add")
 
     def mlp(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
+        rows, x = len(x), _on_grid(x)  # once for the three products
         # oneDNN's swish is good enough for bfloat16; float32 takes the one of the model's own modules.
         low = x.dtype == torch.bfloat16
         gate = self._gate(x, "swish") if low else F.silu(self._gate(x), inplace=True)
         inner = self._up.joined(x, gate, "mul")
-        return self._down(inner) if onto is None else self._down.joined(inner, onto, "add")
+        out = self._down(inner) if onto is None else self._down.joined(inner, onto, "add")
+        return out[:rows]
 
 
 class PackedLinear:
