@@ -13,7 +13,6 @@ import torch
 
 from recipe.spin.core import dpo
 from recipe.spin.main_spin import SPIN, main
-from tests.support import tiny_model_dir, write_prompts
 from tests.trainer.ppo.small_runs import prepare, train
 from verl.algorithms.aggregation import loss_norm
 from verl.checkpoint.tensors import read_tensors
@@ -134,14 +133,7 @@ def test_the_reference_becomes_the_policy_every_so_many_steps_and_a_run_goes_on_
 
 
 @pytest.mark.e2e
-def test_a_run_by_the_recipe_raises_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "logs"))
-    tiny_model_dir("model", hidden=16, heads=2, kv_heads=1, layers=1)
-    write_prompts(Path("train.jsonl"), 16)
-    scorer = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-    share = "    return sum(c.islower() for c in solution_str) / max(len(solution_str), 1)\n"
-    Path("scorer.py").write_text(scorer + share)
+def test_a_run_by_the_recipe_raises_the_reward(lower_case_task: Path):
     settings = [
             "data.train_files=train.jsonl", "data.train_batch_size=8", "data.max_prompt_length=64",
             "data.max_response_length=6", "actor_rollout_ref.model.path=model", f"{A}.ppo_mini_batch_size=4",
@@ -151,7 +143,9 @@ def test_a_run_by_the_recipe_raises_the_reward(tmp_path: Path, monkeypatch: pyte
     with record_reads() as found:
         status = main(settings)
     assert {f"{A}.dpo_beta", FREQ} <= found
-    steps = [json.loads(line)["data"] for line in (tmp_path / "logs/verl-spin/spin.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["data"] for line in (lower_case_task / "logs/verl-spin/spin.jsonl").read_text().splitlines()
+    ]
     means = [step["critic/score/mean"] for step in steps]
     assert status == 0 and len(means) == 12
     assert sum(means[-3:]) / 3 > sum(means[:2]) / 2 + 0.4, means

@@ -11,7 +11,6 @@ import torch
 
 from recipe.sppo.core import centred, centred_over_batch, softmean, sppo
 from recipe.sppo.main_sppo import SPPO, main
-from tests.support import tiny_model_dir, write_prompts
 from verl.algorithms.aggregation import loss_norm
 from verl.algorithms.groups import Groups
 
@@ -86,14 +85,7 @@ def test_micro_batches_add_up_and_rows_without_tokens_do_not_count():
 
 
 @pytest.mark.e2e
-def test_a_run_by_the_recipe_raises_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "logs"))
-    tiny_model_dir("model", hidden=16, heads=2, kv_heads=1, layers=1)
-    write_prompts(Path("train.jsonl"), 16)
-    scorer = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-    share = "    return sum(c.islower() for c in solution_str) / max(len(solution_str), 1)\n"
-    Path("scorer.py").write_text(scorer + share)
+def test_a_run_by_the_recipe_raises_the_reward(lower_case_task: Path):
     status = main(
         [
             "data.train_files=train.jsonl", "data.train_batch_size=8", "data.max_prompt_length=64",
@@ -103,7 +95,9 @@ def test_a_run_by_the_recipe_raises_the_reward(tmp_path: Path, monkeypatch: pyte
             "trainer.save_freq=-1", f"{A}.sppo_eta=5",
         ]
     )  # fmt: skip
-    steps = [json.loads(line)["data"] for line in (tmp_path / "logs/verl-sppo/sppo.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["data"] for line in (lower_case_task / "logs/verl-sppo/sppo.jsonl").read_text().splitlines()
+    ]
     means = [step["critic/score/mean"] for step in steps]
     assert status == 0 and len(means) == 12
     assert sum(means[-3:]) / 3 > sum(means[:2]) / 2 + 0.5, means
