@@ -64,27 +64,31 @@ class DecodePlan:
         prefix = np.array([group.prefix_len for group in block.groups], dtype=np.int64)
         cell, position = np.array(cells, dtype=np.int64), np.array(lengths, dtype=np.int64)
         group_of, slot_of, head = cell // width, cell % width, np.arange(heads)
+        own = position - prefix[group_of]
         token_of = np.zeros(groups * width, dtype=np.int64)
         token_of[cell] = np.arange(len(cell))
         # Head-major inside a group: (F, h, n), so that a group's queries meet its prefix in one matrix product.
         query = token_of.reshape(groups, 1, width) * heads + head[:, None]
         out = (group_of[:, None] * heads + head) * width + slot_of[:, None]
-        write = out * block.capacity + (position - prefix[group_of])[:, None]
+        write = out * block.capacity + own[:, None]
         grid = np.zeros(groups * width, dtype=np.int64)
         grid[cell] = position
-        self.is_plain = width == 1 and len(cell) == groups
+        self.is_full = len(cell) == groups * width
+        self._column = int(own[0]) if self.is_full and (own == own[0]).all() else None
         self.query_index, self.out_index, self.write_index, self.positions, self.grid, self.key_positions = (
             torch.from_numpy(np.ascontiguousarray(x)).to(device)
             for x in (query.ravel(), out.ravel(), write.ravel(), position, grid.reshape(groups, width),
                       _key_positions(block, prefix))
         )  # fmt: skip
-        self.longest = int((position - prefix[group_of]).max(initial=0))
+        self.longest = int(own.max(initial=0))
         self._masks: dict[tuple[int | None, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._row_cells = torch.from_numpy(cell).to(device)
 
     def advance(self) -> None:
         """Every row has one more cached token."""
         self.longest += 1
+        if self._column is not None:
+            self._column += 1
         self.positions += 1
         self.write_index += 1
         self.grid.view(-1)[self._row_cells] = self.positions
@@ -116,14 +120,16 @@ class DecodePlan:
         block, shape = self.block, self.block.shape
         groups, heads, width = len(block.groups), shape.num_heads, block.width
         per_head = query.shape[1] // heads
+        self._store(block.keys[layer, :groups], key)
+        self._store(block.values[layer, :groups], value)
         keys = block.keys[layer, :groups].view(-1, block.capacity, shape.key_dim)
         values = block.values[layer, :groups].view(-1, block.capacity, shape.value_dim)
-        keys.view(-1, shape.key_dim).index_copy_(0, self.write_index, key.reshape(-1, shape.key_dim))
-        values.view(-1, shape.value_dim).index_copy_(0, self.write_index, value.reshape(-1, shape.value_dim))
         # Rows of `query` per key/value head, in the order of the block's cells.
-        query = query.reshape(-1, per_head, shape.key_dim)
-        if not self.is_plain:
-            query = query.index_select(0, self.query_index)
+        if self.is_full:
+            cells = query.unflatten(1, (heads, -1)).unflatten(0, (groups, width)).transpose(1, 2)
+            query = cells.flatten(0, 2).contiguous()
+        else:
+            query = query.reshape(-1, per_head, shape.key_dim).index_select(0, self.query_index)
         to_prefix, to_own = self.masks(how.window, per_head)
         scores = _scores(query, keys, to_own, how)
         capacity = block.prefix_capacity
@@ -136,9 +142,19 @@ class DecodePlan:
             out += torch.bmm(first, block.prefix_values[layer, :groups].flatten(0, 1)).view_as(out)
         else:
             out = torch.bmm(scores.softmax(-1), values)  # in float32 inside, whatever the dtype
-        if not self.is_plain:
+        if self.is_full:
+            out = out.view(groups, heads, width, per_head, shape.value_dim).transpose(1, 2)
+        else:
             out = out.index_select(0, self.out_index)
-        return out.view(len(self.rows), heads * per_head, shape.value_dim)
+        return out.reshape(len(self.rows), heads * per_head, shape.value_dim)
+
+    def _store(self, cells: torch.Tensor, new: torch.Tensor) -> None:
+        """Put (R, h, d) into (F, h, n, own capacity, d), one token per row."""
+        if self._column is not None:
+            cells[:, :, :, self._column] = new.unflatten(0, (len(cells), -1)).transpose(1, 2)
+        else:
+            dim = cells.shape[-1]
+            cells.view(-1, dim).index_copy_(0, self.write_index, new.reshape(-1, dim))
 
 
 def _scores(query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor, how: Flavour) -> torch.Tensor:

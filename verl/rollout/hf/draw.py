@@ -124,7 +124,7 @@ def _first_above(cumulative: torch.Tensor, weights: torch.Tensor, target: torch.
     Rounding makes both conditions necessary: block sums are float32, so a target may lie just beyond its block.
     """
     count = cumulative.shape[-1]
-    index = (cumulative <= target).sum(-1, keepdim=True)
+    index = torch.searchsorted(cumulative, target, right=True)  # a sum never falls
     if index.device.type == "cpu":  # elsewhere asking would wait for the device
         guess = index.clamp(max=count - 1)
         if bool(((index < count) & (weights.gather(-1, guess) > 0)).all()):

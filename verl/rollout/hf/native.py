@@ -22,6 +22,7 @@ from verl.models.attention import Flavour
 from verl.rollout.hf.attention import StepPlan, UnsupportedModelError
 from verl.rollout.hf.parts import Part
 from verl.rollout.hf.projections import (
+    GRID,
     FusedProjections,
     LayerModules,
     PackedLinear,
@@ -108,6 +109,9 @@ class NativeModel:
         max_positions: length of the rotary table.
         part: which part of a model this rank has; null: all of it.
 
+    Attributes:
+        row_grid: more tokens than these are computed fastest in multiples of it.
+
     Raises:
         UnsupportedModelError: not such a model.
     """
@@ -120,6 +124,7 @@ class NativeModel:
         self.model, self.max_positions, self.part = model, max_positions, part
         summed = None if part is None else part.peers.sum
         self._packs = model.device.type == "cpu" and can_pack(model.dtype, sum(p.nbytes for p in model.parameters()))
+        self.row_grid = GRID if self._packs else 1
         make = PackedProjections if self._packs else FusedProjections
         self.layers = [
             NativeLayer(number, module, flavours[number], make(_modules(module)), summed)
@@ -188,8 +193,15 @@ class NativeModel:
 
 
 def norm(x: torch.Tensor, module: Any) -> torch.Tensor:
-    """Root-mean-square norm over the last dimension."""
-    return F.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
+    """Root-mean-square norm over the last dimension, in float32 inside."""
+    if x.device.type != "cpu":
+        return F.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
+    # torch's own is made of the same operations here, and takes up to twice as long.
+    wide = x.float()
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = length.square_().div_(x.shape[-1]).add_(module.variance_epsilon).rsqrt_()
+    scaled = wide * scale if wide is x else wide.mul_(scale)
+    return scaled.mul_(module.weight).to(x.dtype)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -158,7 +158,7 @@ class PoolRunner:
         rows = self._rows if with_rows else []
         plans = [self._plans[block] for block in self.blocks] if with_rows else []
         device, num_prompt = self.shape.device, sum(c.length for c in chunks)
-        padding = -(len(rows) + num_prompt) % self.policy.row_multiple if self.policy.exact else 0
+        padding = self._missing(len(rows) + num_prompt)
         ids = [row.tokens[-1] for row in rows]
         for chunk in chunks:
             ids.extend(chunk.prompt.token_ids[chunk.start : chunk.end])
@@ -172,7 +172,7 @@ class PoolRunner:
         if prefill is not None:
             prefill.keep()
         self.prefill_tokens += num_prompt
-        self.decode_tokens += len(rows) + padding
+        self.decode_tokens += len(rows) + padding * self.policy.exact
         return logits[: len(rows) + sum(c.completes for c in chunks)]
 
     def _logits(
@@ -200,9 +200,13 @@ class PoolRunner:
             end += chunk.length
             if chunk.completes:
                 wanted.append(end - 1)
-        if self.policy.exact:
-            wanted.extend([0] * (-len(wanted) % self.policy.row_multiple))
+        wanted.extend([0] * self._missing(len(wanted)))
         return torch.tensor(wanted, dtype=torch.int64, device=self.shape.device)
+
+    def _missing(self, tokens: int) -> int:
+        """How many more tokens the model should compute: for exactness, or for speed."""
+        grid = 1 if self.native is None or tokens <= self.native.row_grid else self.native.row_grid
+        return -tokens % (max(grid, self.policy.row_multiple) if self.policy.exact else grid)
 
     def _settle(self) -> None:
         """Between steps: close holes, split sparse groups, make room for one more token, plan the next step."""

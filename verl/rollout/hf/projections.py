@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -26,7 +26,8 @@ MEMORY_SHARE = 0.25
 ROWS_HINT = 128
 """Rows that packed weights are laid out for; any number of rows may be multiplied."""
 GRID = 16
-"""More rows than these are filled up to a multiple of it."""
+"""More rows than these are best filled up to a multiple of it: oneDNN makes code for every number of rows that it meets,
+about a millisecond each time."""
 
 
 @dataclass(frozen=True)
@@ -130,13 +131,11 @@ class PackedProjections:
         return self._out(x) if onto is None else self._out.joined(x, onto, "add")
 
     def mlp(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
-        rows, x = len(x), _on_grid(x)  # once for the three products
         # oneDNN's swish is good enough for bfloat16; float32 takes the one of the model's own modules.
         low = x.dtype == torch.bfloat16
         gate = self._gate(x, "swish") if low else F.silu(self._gate(x), inplace=True)
         inner = self._up.joined(x, gate, "mul")
-        out = self._down(inner) if onto is None else self._down.joined(inner, onto, "add")
-        return out[:rows]
+        return self._down(inner) if onto is None else self._down.joined(inner, onto, "add")
 
 
 class PackedLinear:
@@ -146,6 +145,7 @@ class PackedLinear:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
+        self._linear: Any = torch.ops.mkldnn._linear_pointwise
         with torch.no_grad():
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
         self._bias = None if bias is None else bias.detach()
@@ -156,18 +156,11 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor, then: str = "none") -> torch.Tensor:
         """``then``: one of oneDNN's functions of a number."""
-        return torch.ops.mkldnn._linear_pointwise(_on_grid(x), self._weight, self._bias, then, [], "")[: len(x)]
+        return self._linear.default(x, self._weight, self._bias, then, [], "")
 
     def joined(self, x: torch.Tensor, other: torch.Tensor, how: str) -> torch.Tensor:
         """With ``other``, of the result's shape, by one of oneDNN's functions of two numbers (``add``, ``mul``)."""
-        linear = torch.ops.mkldnn._linear_pointwise.binary
-        return linear(_on_grid(x), _on_grid(other), self._weight, self._bias, how)[: len(x)]
-
-
-def _on_grid(x: torch.Tensor) -> torch.Tensor:
-    """(T, d) -> (T or a little more, d): oneDNN makes code for every number of rows, about a millisecond each time."""
-    missing = -len(x) % GRID if len(x) > GRID else 0
-    return F.pad(x, (0, 0, 0, missing)) if missing else x
+        return self._linear.binary(x, other, self._weight, self._bias, how)
 
 
 def _plus(x: torch.Tensor, onto: torch.Tensor | None) -> torch.Tensor:

@@ -22,7 +22,7 @@ class Runner(Protocol):
     Attributes:
         can_chunk: whether a prompt may be computed in several steps.
         keeps_prompts: whether a computed prompt can serve rows that are admitted later.
-        prefill_tokens, decode_tokens: what went through the model so far, padding included.
+        prefill_tokens, decode_tokens: what went through the model so far; padding counts where exactness asks for it.
     """
 
     can_chunk: bool
