@@ -49,11 +49,11 @@ def packed(draw):
     return Segments(tuple(lengths + alone), tuple(prefix + [NO_PREFIX] * len(alone)))
 
 
-def inputs(segments: Segments, heads: int = 4, kv_heads: int = 2, dim: int = 8, seed: int = 0):
+def inputs(segments: Segments, heads: int = 4, kv_heads: int = 2, dim: int = 8, seed: int = 0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     tokens = segments.num_tokens
     sizes = ((tokens, heads, dim), (tokens, kv_heads, dim), (tokens, kv_heads, dim))
-    return tuple(torch.randn(size, generator=generator, dtype=torch.float32).requires_grad_() for size in sizes)
+    return tuple(torch.randn(size, generator=generator, dtype=dtype).requires_grad_() for size in sizes)
 
 
 @settings(max_examples=40, deadline=None)
@@ -92,6 +92,18 @@ def test_equal_lengths_need_no_gather_and_unequal_ones_little_padding():
     assert len(even.own) == 1 and even.own[0]._index is None
     uneven = Segments.apart((400, 390, 100, 90))
     assert [(grid.rows, grid.columns) for grid in uneven.own] == [(2, 400), (2, 100)]
+
+
+@pytest.mark.parametrize("length", [24, 31, 32, 47])  # a remainder without lanes, one that is filled up, none
+def test_prompts_and_responses_of_one_length_each_need_no_gather_and_are_dense_attention(length):
+    segments = Segments((10, 10, *(length,) * 6), (NO_PREFIX, NO_PREFIX, 0, 0, 0, 1, 1, 1))
+    assert [(grid.rows, grid.columns, grid._index) for grid in segments.own] == [(6, length, None), (2, 10, None)]
+    tensors, how = inputs(segments, dtype=torch.float64), Flavour(0.35)
+    found, expected = FlashOnCPU.apply(*tensors, segments, how.scaling), dense(*tensors, segments, how)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+    upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ours, theirs = (torch.autograd.grad(out, tensors, upstream) for out in (found, expected))
+    torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-10)
 
 
 def test_positions_restart_in_every_sequence_and_go_on_behind_a_prompt():

@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from verl.models.attention.segments import Grid, Segments
 
+LANES = 16
+"""Numbers of float32 that the kernel's forward pass takes at a time; what is left of a row it takes one by one."""
 HIDDEN = 1e30
 """Log-sum-exp of a padding cell: every probability of its row is then 0."""
 
@@ -24,19 +27,17 @@ class FlashOnCPU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
         out = torch.empty(query.shape, dtype=_accumulator(query, segments), device=query.device)
-        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        lse = torch.empty(query.shape[:2], dtype=_at_least_float32(query), device=query.device)
         for grid in segments.own:
             found, found_lse = _forward(grid, grid, query, key, value, True, scale)
             grid.put(out, found)
             grid.put(lse, found_lse)
         for queries, keys in segments.to_prefix:
             found, found_lse = _forward(queries, keys, query, key, value, False, scale)
-            own_lse = queries.take(lse)
-            both = torch.logaddexp(own_lse, found_lse)
-            merged = queries.take(out) * torch.exp(own_lse - both)[..., None]
-            merged += found * torch.exp(found_lse - both)[..., None]
-            queries.put(out, merged)
-            queries.put(lse, both)
+            merged, own_lse = queries.take(out), queries.take(lse)
+            share = torch.sigmoid(found_lse - own_lse)  # of the prefix in the probabilities
+            queries.put(out, merged.lerp_(found.to(merged.dtype), share[..., None].to(merged.dtype)))
+            queries.put(lse, torch.logaddexp(own_lse, found_lse))
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.segments, ctx.scale = segments, scale
@@ -60,18 +61,35 @@ class FlashOnCPU(torch.autograd.Function):
 
 
 def _accumulator(query: Tensor, segments: Segments) -> torch.dtype:
-    """What is summed over two calls is summed in float32."""
-    return torch.float32 if segments.followers else query.dtype
+    """What is summed over two calls is summed in float32 at least."""
+    return _at_least_float32(query) if segments.followers else query.dtype
+
+
+def _at_least_float32(query: Tensor) -> torch.dtype:
+    return torch.promote_types(query.dtype, torch.float32)
 
 
 def _forward(
     queries: Grid, keys: Grid, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(B, L, H, d) and its log-sum-exp (B, L, H)."""
-    q, k, v = queries.take(query).transpose(1, 2), keys.take(key).transpose(1, 2), keys.take(value).transpose(1, 2)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = kernel(q, k, v, 0.0, causal, scale=scale)
-    return out.transpose(1, 2), lse.transpose(1, 2)
+    fill = _fill(keys.columns) if causal else 0  # behind the last query, so that nobody looks at it
+    arguments = (_cells(grid, x, fill) for grid, x in ((queries, query), (keys, key), (keys, value)))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*arguments, 0.0, causal, scale=scale)
+    out, lse = out.transpose(1, 2), lse.transpose(1, 2)
+    return out[:, : queries.columns], lse[:, : queries.columns]
+
+
+def _fill(columns: int) -> int:
+    """Cells up to the next multiple of the kernel's lanes, where they cost less than a remainder without lanes."""
+    missing = -columns % LANES
+    return missing if missing < LANES // 2 else 0
+
+
+def _cells(grid: Grid, values: Tensor, fill: int) -> Tensor:
+    """(T, heads, d) -> (B, heads, L + fill, d)."""
+    found = grid.take(values)
+    return (F.pad(found, (0, 0, 0, 0, 0, fill)) if fill else found).transpose(1, 2)
 
 
 def _backward(

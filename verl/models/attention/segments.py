@@ -6,9 +6,10 @@ prompt follow it), so that a prompt is in the row once however many responses it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ NO_PREFIX = -1
 PADDING_LIMIT = 1.25
 """Segments share one attention call while its cells are at most that many times their tokens (short ones: always)."""
 SHORT = 32
+WORTH_A_CALL = 128
+"""Neighbours of one length with that many tokens get a call of their own, which takes them without copying."""
 
 
 class Grid:
@@ -62,7 +65,7 @@ class Grid:
         """Add (B, L, ...) to (T, ...), padding left out."""
         flat = values.flatten(0, 1)
         if self._index is None:
-            target[self._range] += flat
+            target[self._range].add_(flat)
         else:
             target.index_add_(0, self._tokens, flat.index_select(0, self._cells).to(target.dtype))
 
@@ -122,20 +125,28 @@ class Segments:
     @cached_property
     def own(self) -> list[Grid]:
         """The calls in which every segment attends to itself, causally."""
-        order = sorted(range(len(self.lengths)), key=lambda i: (-self.lengths[i], i))
-        grids: list[Grid] = []
-        together: list[int] = []
-        tokens = 0
-        for number in order:
-            cells = (len(together) + 1) * (self.lengths[together[0]] if together else 0)
-            longest = self.lengths[together[0]] if together else 0
-            if together and longest > SHORT and cells > PADDING_LIMIT * (tokens + self.lengths[number]):
-                grids.append(self._grid(together))
-                together, tokens = [], 0
-            together.append(number)
-            tokens += self.lengths[number]
-        grids.append(self._grid(together))
-        return grids
+        even = [run for run in self._runs if len(run) > 1 and len(run) * self.lengths[run[0]] >= WORTH_A_CALL]
+        others = set(range(len(self.lengths))).difference(*even)
+        return [self._grid(numbers) for numbers in (*even, *self._by_length(others))]
+
+    @cached_property
+    def _runs(self) -> list[list[int]]:
+        """Neighbours of one length, which lie in the row as in a call."""
+        return [list(run) for _, run in groupby(range(len(self.lengths)), key=lambda i: self.lengths[i])]
+
+    def _by_length(self, numbers: Iterable[int]) -> list[list[int]]:
+        """Segments of about one length together."""
+        groups: list[list[int]] = []
+        longest = tokens = 0
+        for number in sorted(numbers, key=lambda i: (-self.lengths[i], i)):
+            length = self.lengths[number]
+            cells = longest * (len(groups[-1]) + 1) if groups else 0
+            if not groups or (longest > SHORT and cells > PADDING_LIMIT * (tokens + length)):
+                groups.append([])
+                longest, tokens = length, 0
+            groups[-1].append(number)
+            tokens += length
+        return groups
 
     @cached_property
     def to_prefix(self) -> list[tuple[Grid, Grid]]:
