@@ -27,6 +27,7 @@ ALONE = (
     "faults/test_signals.py",
     "rewards/managers/test_loop.py",
     "rewards/managers/test_managers.py",
+    "rewards/runners/test_process.py",
     "rewards/scorers/test_numina.py",
     "rewards/test_hostile.py",
     "rewards/test_scoring.py",

@@ -59,5 +59,6 @@ def test_an_incomplete_message_is_none():
     stream = io.BytesIO()
     wire.send(stream, ["x" * 10])
     data = stream.getvalue()
-    assert wire.parse(data[:-1]) is None and wire.parse(data[:4]) is None and wire.parse(data) == ["x" * 10]
+    assert wire.parse(data[:-1]) is None and wire.parse(data[:4]) is None
+    assert wire.parse(data) == (["x" * 10], b"") and wire.parse(data * 2) == (["x" * 10], data)
     assert wire.receive(io.BytesIO(data[:-1])) is None

@@ -114,6 +114,7 @@ class Scorer:
             quick = [invoke(self.function, [s])[0] if future is None else None for s, future in zip(samples, slow)]
             return [now or future.result()[0] for now, future in zip(quick, slow)]  # type: ignore[union-attr]
         waiting = [self._submit([sample]) for sample in samples]
+        waiting[-1].result()  # by then most of the others are there, too: this thread is not woken for each of them
         return [future.result()[0] for future in waiting]
 
     async def score_async(self, sample: RewardSample) -> RewardResult:

@@ -70,9 +70,14 @@ def _array(items: list[Any], dtype: str) -> Any:
 
 def send(stream: IO[bytes], message: Any) -> None:
     """Write one message."""
-    data = json.dumps(message).encode()
-    stream.write(HEADER.pack(len(data)) + data)
+    stream.write(frame(message))
     stream.flush()
+
+
+def frame(message: Any) -> bytes:
+    """One message as it is written."""
+    data = json.dumps(message).encode()
+    return HEADER.pack(len(data)) + data
 
 
 def receive(stream: IO[bytes]) -> Any:
@@ -82,15 +87,19 @@ def receive(stream: IO[bytes]) -> Any:
         return None
     (size,) = HEADER.unpack(header)
     data = stream.read(size)
-    return json.loads(data) if len(data) == size else None
+    return _load(data) if len(data) == size else None
 
 
-def parse(data: bytes) -> Any:
-    """The message that ``data`` holds, None while it is incomplete."""
+def parse(data: bytes) -> tuple[Any, bytes] | None:
+    """The first message in ``data`` and the bytes behind it, None while it is incomplete."""
     if len(data) < HEADER.size:
         return None
-    (size,) = HEADER.unpack_from(data)
-    return json.loads(data[HEADER.size :]) if len(data) - HEADER.size >= size else None
+    end = HEADER.size + HEADER.unpack_from(data)[0]
+    return (_load(data[HEADER.size : end]), data[end:]) if len(data) >= end else None
+
+
+def _load(data: bytes) -> Any:
+    return json.loads(str(data, "ascii"))  # from bytes it would guess the encoding first
 
 
 def pack_samples(samples: Any) -> list[Any]:

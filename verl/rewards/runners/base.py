@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -15,6 +17,7 @@ from verl.rewards.invoke import invoke, raised
 from verl.rewards.samples import RewardFailure, RewardResult, all_failed
 
 Results = list[RewardResult]
+Call = tuple[Sequence[Any], Future[Results]]
 
 
 class Runner(ABC):
@@ -51,7 +54,15 @@ class InlineRunner(Runner):
 class Station(Protocol):
     """What one thread of a pool works with."""
 
-    def handle(self, samples: Sequence[Any]) -> Results: ...
+    @property
+    def most(self) -> int:
+        """How many calls it wants at once; one, unless all of them are sure to be quick."""
+
+    def handle(self, calls: Sequence[Sequence[Any]], answer: Callable[[Results | RewardFailure], None]) -> None:
+        """Run calls in order and answer each as soon as it is done, the first in any case.
+
+        Calls that it leaves unanswered wait for a seat again.
+        """
 
     def stop(self) -> None:
         """Called by any thread: end what is running. Must take no lock."""
@@ -61,22 +72,27 @@ class Station(Protocol):
 
 
 class Seat:
-    """One thread of a pool, its station, and the call that it is at."""
+    """One thread of a pool, its station, and the calls that it took: it is at the first one since ``started``."""
 
     def __init__(self, station: Station):
         self.station = station
         self.thread: threading.Thread | None = None
-        self.call: tuple[Sequence[Any], Future[Results]] | None = None
+        self.calls: deque[Call] = deque()
         self.started = 0.0
         self.given_up = False
 
 
 class Pool:
-    """Daemon threads that take calls from one queue; a thread is added when calls wait and none is free."""
+    """Daemon threads that take calls from one queue; a thread is added when calls wait and none is free.
+
+    A station that wants several calls gets a part of those that wait, a smaller one the fewer they are, so that all
+    seats are done at about the same time (guided self-scheduling, Polychronopoulos and Kuck 1987).
+    """
 
     def __init__(self, make_station: Callable[[], Station], limit: int):
         self._make_station, self._limit = make_station, limit
-        self._queue: SimpleQueue[tuple[Sequence[Any], Future[Results]] | None] = SimpleQueue()
+        self._waiting: deque[Call] = deque()
+        self._bell: SimpleQueue[None] = SimpleQueue()  # rings at least once for each call that waits
         self._seats: set[Seat] = set()
         self._lock = threading.Lock()
         self._idle = 0
@@ -89,12 +105,13 @@ class Pool:
             if self._closed:
                 raise RuntimeError("the reward function was closed")
             self._unanswered += 1
-            self._queue.put((samples, future))
+            self._waiting.append((samples, future))
+            self._bell.put(None)
             self._grow()
         return future
 
     def busy(self) -> bool:
-        """Whether a call runs, waits, or is on its way from the queue to a seat."""
+        """Whether a call runs or waits."""
         with self._lock:
             return self._unanswered > 0
 
@@ -102,27 +119,27 @@ class Pool:
         """Answer all calls that run longer than ``timeout``, replace their threads; returns the seats left behind."""
         now = time.monotonic()
         with self._lock:
-            late = [seat for seat in self._seats if seat.call is not None and now - seat.started > timeout]
-            answers = [seat.call for seat in late if seat.call is not None]
+            late = [seat for seat in self._seats if seat.calls and now - seat.started > timeout]
+            answers = [seat.calls.popleft() for seat in late]
             for seat in late:
                 seat.given_up = True
                 self._seats.discard(seat)
                 self._unanswered -= 1
+                self._put_back(seat)
             self._grow()
         for samples, future in answers:
-            future.set_result(results(samples))
+            answer(future, results(samples))
         return late
 
     def close(self) -> None:
         """End all threads. Takes no lock: the garbage collector may call it in a thread that holds one."""
         self._closed = True
-        for _ in range(self._limit):
-            self._queue.put(None)
+        self._bell.put(None)
         for seat in list(self._seats):
             seat.station.stop()
 
     def _grow(self) -> None:
-        while len(self._seats) < self._limit and self._queue.qsize() > self._idle:
+        while len(self._seats) < self._limit and len(self._waiting) > self._idle:
             seat = Seat(self._make_station())
             seat.thread = threading.Thread(target=self._work, args=(seat,), name="verl-reward", daemon=True)
             self._seats.add(seat)
@@ -130,22 +147,57 @@ class Pool:
             seat.thread.start()
 
     def _work(self, seat: Seat) -> None:
-        while (call := self._queue.get()) is not None:
-            with self._lock:
-                self._idle -= 1
-                seat.call, seat.started = call, time.monotonic()
+        while self._take(seat):
             try:
-                results = seat.station.handle(call[0])
+                seat.station.handle([samples for samples, _ in seat.calls], lambda found: self._answer(seat, found))
             except BaseException as error:  # boundary: whatever a thread meets, the caller must not wait for ever
-                results = all_failed(call[0], raised(error))
+                self._answer(seat, raised(error))
             with self._lock:
                 if seat.given_up:
                     return
-                seat.call = None
-                self._idle += 1
-                self._unanswered -= 1
-            call[1].set_result(results)
+                if seat.calls:
+                    self._put_back(seat)
+                    self._idle += 1
         seat.station.close()
+
+    def _take(self, seat: Seat) -> bool:
+        """Wait for calls and seat them; False when the pool is closed and none is left."""
+        while True:
+            self._bell.get()
+            with self._lock:
+                if self._waiting:
+                    count = max(1, min(len(self._waiting) // self._limit, seat.station.most))
+                    seat.calls.extend(self._waiting.popleft() for _ in range(count))
+                    seat.started = time.monotonic()
+                    self._idle -= 1
+                    return True
+                if self._closed:
+                    self._bell.put(None)  # for the next seat
+                    return False
+
+    def _answer(self, seat: Seat, found: Results | RewardFailure) -> None:
+        """Answer the call that a seat is at, unless it was given up."""
+        with self._lock:
+            if not seat.calls:
+                return
+            samples, future = seat.calls.popleft()
+            seat.started = time.monotonic()
+            self._unanswered -= 1
+            self._idle += not seat.calls
+        answer(future, all_failed(samples, found) if isinstance(found, RewardFailure) else found)
+
+    def _put_back(self, seat: Seat) -> None:
+        """Let the calls that a seat did not come to wait again, before all others. The lock is held."""
+        for call in reversed(seat.calls):
+            self._waiting.appendleft(call)
+            self._bell.put(None)
+        seat.calls.clear()
+
+
+def answer(future: Future[Results], results: Results) -> None:
+    """Set the results of a call, unless its caller gave it up meanwhile (a cancelled `Scorer.score_async`)."""
+    with suppress(InvalidStateError):
+        future.set_result(results)
 
 
 def too_slow(timeout: float, what: str) -> RewardFailure:

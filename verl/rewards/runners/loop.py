@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from verl.rewards.runners.base import Results, Runner, too_slow
+from verl.rewards.runners.base import Results, Runner, answer, too_slow
 from verl.rewards.runners.thread import interrupt
 from verl.rewards.samples import RewardFailure, all_failed
 
@@ -54,7 +54,7 @@ class _State:
         """Give a call its results, unless it has some."""
         call = self.calls.pop(number, None)
         if call is not None:
-            call.future.set_result(results)
+            answer(call.future, results)
 
 
 class LoopRunner(Runner):

@@ -1,8 +1,14 @@
-"""Reward functions in child processes: a call that takes too long, crashes or exits costs its process, nothing else."""
+"""Reward functions in child processes: a call that takes too long, crashes or exits costs its process, nothing else.
+
+A message costs more than most reward functions. So calls of a function that has shown that it is quick are written
+several at once; the child still answers each by itself, and those behind a call that failed its process go to another.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import math
 import os
 import select
 import signal
@@ -10,7 +16,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -20,12 +26,14 @@ from verl.errors import RewardError
 from verl.rewards import wire
 from verl.rewards.function import RewardFunction
 from verl.rewards.runners.base import Pool, Results, Runner, too_slow
-from verl.rewards.samples import RewardFailure, all_failed
+from verl.rewards.samples import RewardFailure
 
 START_TIMEOUT = 300.0
 TICK = 0.5
 EXIT_TIME = 0.2
 PIECE = 1 << 20
+MOST_AT_ONCE = 32
+MOMENT = 0.02
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from verl.rewards.worker import main; main()"
 
 
@@ -84,18 +92,32 @@ class Child:
     def __init__(self, start: dict[str, Any], timeout: float, broken: list[RewardFailure]):
         self._start, self._timeout, self._broken = start, timeout, broken
         self._process: subprocess.Popen[bytes] | None = None
+        self._unread = b""
+        self._seconds = math.inf  # that a call takes, as far as this process has shown
         self._stopped = False
 
-    def handle(self, samples: Sequence[Any]) -> Results:
-        """Run one call (packed samples) in the child; without samples, only start it."""
-        if not self._broken and self._process is None:
+    @property
+    def most(self) -> int:
+        """As many calls as take a moment all together."""
+        return max(1, min(MOST_AT_ONCE, int(MOMENT / self._seconds)))
+
+    def handle(self, calls: Sequence[Sequence[Any]], answer: Callable[[Results | RewardFailure], None]) -> None:
+        """Run calls (packed samples) in the child, up to one that fails it; one without samples only starts it."""
+        if self._process is None and not self._broken and not self._stopped:
             self._launch()
         if self._broken:
-            return all_failed(samples, self._broken[0])
-        answer = self._ask(samples, self._timeout) if samples else []
-        if isinstance(answer, RewardFailure):
-            return all_failed(samples, answer)
-        return wire.unpack_results(answer)
+            return answer(self._broken[0])
+        started, left = time.monotonic(), len(calls)
+        try:
+            for said in self._ask(calls, self._timeout):
+                left -= 1
+                answer(said if isinstance(said, RewardFailure) else wire.unpack_results(said))
+        finally:
+            if left or self._unread:  # what it says from now on would be taken for answers to other calls
+                self._end()
+        if self._process is not None and all(calls):
+            seconds = (time.monotonic() - started) / len(calls)
+            self._seconds = seconds if self._seconds == math.inf else (self._seconds + seconds) / 2
 
     def stop(self) -> None:
         """Kill the child from another thread; its own thread sees the end of the pipe and cleans up."""
@@ -115,32 +137,62 @@ class Child:
         )
         if self._stopped:
             _kill_group(self._process)
-        answer = self._ask(self._start, START_TIMEOUT)
+        (answer,) = self._ask([self._start], START_TIMEOUT)
         if isinstance(answer, RewardFailure):
             self._broken.append(RewardFailure("start", f"its process did not start: {answer.message}", answer.trace))
         elif answer["failure"] is not None:
             self._broken.append(replace(wire.unpack_failure(answer["failure"]), kind="start"))
 
-    def _ask(self, message: Any, timeout: float) -> Any:
-        """Send one message and wait for its answer; a `RewardFailure` if the process is slow or gone."""
+    def _ask(self, messages: Sequence[Any], timeout: float) -> Iterator[Any]:
+        """Send messages; the answer to each as soon as it is there, at last a `RewardFailure` if one gets none.
+
+        Args:
+            timeout: seconds from sending, or from the answer before, to an answer.
+        """
         process = self._process
         if process is None or process.stdin is None:
-            return RewardFailure("died", "the reward function was closed")
+            yield RewardFailure("died", "the reward function was closed")
+            return
         try:
-            wire.send(process.stdin, message)
-            answer = _receive(process, time.monotonic() + timeout)
+            room = fcntl.fcntl(process.stdin, fcntl.F_GETPIPE_SZ) // 2
+            for portion in _portions([wire.frame(message) for message in messages], room):
+                process.stdin.write(b"".join(portion))
+                process.stdin.flush()
+                for _ in portion:
+                    yield self._receive(process, time.monotonic() + timeout)
         except TimeoutError:
             self._end()
-            return too_slow(timeout, "and was stopped")
-        except OSError:  # the pipe broke
-            answer = None
-        if answer is not None:
-            return answer
-        return RewardFailure("died", f"ended its process ({self._end(crashed=True)})")
+            yield too_slow(timeout, "and was stopped")
+        except (OSError, EOFError):  # the pipe broke, or ended
+            yield RewardFailure("died", f"ended its process ({self._end(crashed=True)})")
+
+    def _receive(self, process: subprocess.Popen[bytes], deadline: float) -> Any:
+        """The child's next message.
+
+        Raises:
+            EOFError: it is gone.
+            TimeoutError: the message was not complete at the deadline.
+        """
+        assert process.stdout is not None
+        pipe = process.stdout.fileno()
+        while (found := wire.parse(self._unread)) is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            if select.select([pipe], [], [], min(left, TICK))[0]:
+                piece = os.read(pipe, PIECE)
+                if not piece:
+                    raise EOFError
+                self._unread += piece
+            elif process.poll() is not None:  # something that the function started may still hold the pipe open
+                raise EOFError
+        message, self._unread = found
+        return message
 
     def _end(self, crashed: bool = False) -> str:
         """Kill the child with everything that it started; returns how it ended, in words."""
         process, self._process = self._process, None
+        self._unread, self._seconds = b"", math.inf
         if process is None:
             return "it was not running"
         if crashed:
@@ -160,22 +212,18 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _receive(process: subprocess.Popen[bytes], deadline: float) -> Any:
-    """The child's next message; None when it is gone. Raises TimeoutError at the deadline, even amid a message."""
-    assert process.stdout is not None
-    pipe, data = process.stdout.fileno(), b""
-    while (left := deadline - time.monotonic()) > 0:
-        if select.select([pipe], [], [], min(left, TICK))[0]:
-            piece = os.read(pipe, PIECE)
-            if not piece:
-                return None
-            data += piece
-            message = wire.parse(data)
-            if message is not None:
-                return message
-        elif process.poll() is not None:  # something that the function started may still hold the pipe open
-            return None
-    raise TimeoutError
+def _portions(frames: Sequence[bytes], room: int) -> Iterator[list[bytes]]:
+    """Frames to write at once: up to ``room`` bytes, or one of any size.
+
+    Several must not fill the pipe: a child that waits until its answer is read does not read further calls.
+    """
+    portion: list[bytes] = []
+    for frame in frames:
+        if portion and sum(map(len, portion)) + len(frame) > room:
+            yield portion
+            portion = []
+        portion.append(frame)
+    yield portion
 
 
 def _cause(code: int) -> str:

@@ -6,7 +6,7 @@ import ctypes
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from verl.rewards.function import RewardFunction
 from verl.rewards.invoke import invoke
 from verl.rewards.runners.base import Pool, Results, Runner, too_slow
-from verl.rewards.samples import all_failed
+from verl.rewards.samples import RewardFailure, all_failed
 
 TICK = 0.05
 
@@ -22,11 +22,14 @@ TICK = 0.05
 class _Here:
     """A station that calls the function where it stands."""
 
+    most = 1
+
     def __init__(self, function: RewardFunction):
         self._function = function
 
-    def handle(self, samples: Sequence[Any]) -> Results:
-        return invoke(self._function, samples)
+    def handle(self, calls: Sequence[Sequence[Any]], answer: Callable[[Results | RewardFailure], None]) -> None:
+        for samples in calls:
+            answer(invoke(self._function, samples))
 
     def stop(self) -> None:
         return None

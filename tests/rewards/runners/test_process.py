@@ -1,0 +1,181 @@
+"""Several calls go to a child at once, and yet each has its own time limit, its own failure and its own answer."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from tests.rewards.files import reward_file, samples
+from verl.rewards import Limits, Scorer, load_reward_function, wire
+from verl.rewards.runners.process import Child, ProcessRunner, _portions
+from verl.rewards.samples import RewardFailure
+
+CODE = """
+    import contextlib, os, pathlib, time
+
+    def compute_score(solution_str, folder):
+        word, _, number = solution_str.partition(" ")
+        log = os.open(f"{folder}/log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(log, f"{solution_str}\\n".encode())
+        os.close(log)
+        if word == "die":
+            os._exit(3)
+        if word == "hang":
+            time.sleep(1000)
+        if word == "sleep":
+            time.sleep(float(number))
+        if word == "junk":  # on the pipe of the answers
+            for pipe in (fd for fd in range(3, 30) if os.path.exists(f"/proc/self/fd/{fd}")):
+                if os.readlink(f"/proc/self/fd/{pipe}").startswith("pipe:"):
+                    with contextlib.suppress(OSError):
+                        os.write(pipe, (1).to_bytes(8, "little") + b"?")
+        if word == "pair":  # ends when as many calls began as make pairs with this one
+            mine = pathlib.Path(f"{folder}/pair {number}")
+            mine.touch()
+            began = len(list(pathlib.Path(folder).glob("pair *")))
+            while len(list(pathlib.Path(folder).glob("pair *"))) < began + began % 2:
+                time.sleep(0.01)
+        return {"score": 1.0, "pid": os.getpid(), "said": "y" * 50_000 if word == "long" else word}
+"""
+WAIT = 60
+
+
+@pytest.fixture
+def function(tmp_path):
+    return load_reward_function(reward_file(tmp_path, CODE), reward_kwargs={"folder": str(tmp_path)})
+
+
+@pytest.fixture
+def make(function, tmp_path):
+    """Makes a child of the function above."""
+    children: list[Child] = []
+
+    def child(timeout: float = WAIT) -> Child:
+        start = {"origin": function.origin, "name": function.name, "timeout": timeout, "memory_mb": None}
+        children.append(Child({**start, "reward_kwargs": {"folder": str(tmp_path)}}, timeout, []))
+        return children[-1]
+
+    yield child
+    for one in children:
+        one.close()
+
+
+def ask(child: Child, *texts: str) -> list[str]:
+    """What a child answers to calls that it is given together: what the function said, or the failure's message."""
+    answers: list[str] = []
+    child.handle(
+        [wire.pack_samples(samples(text)) for text in texts],
+        lambda found: answers.append(found.message if isinstance(found, RewardFailure) else found[0].extra["said"]),
+    )
+    return answers
+
+
+def began(tmp_path) -> list[str]:
+    return (tmp_path / "log").read_text().split("\n")[:-1]
+
+
+def test_a_child_answers_each_of_several_calls(make):
+    assert ask(make(), "a", "b", "c") == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("word", "part"), [("die", "ended its process (exit code 3)"), ("hang", "took longer than 0.7 s and was stopped")]
+)
+def test_calls_before_one_that_fails_its_process_keep_their_answers_and_those_behind_did_not_begin(
+    make, tmp_path, word, part
+):
+    child = make(timeout=0.7)
+    ask(child, "start")
+    *before, failure = ask(child, "a", "b", word, "c", "d")
+    assert before == ["a", "b"] and failure == part
+    assert began(tmp_path) == ["start", "a", "b", word]
+    assert child.most == 1
+    assert ask(child, "c", "d") == ["c", "d"], "a new process"
+
+
+def test_the_time_limit_of_a_call_begins_with_the_answer_before(make):
+    child = make(timeout=1.0)
+    ask(child, "start")
+    start = time.monotonic()
+    assert ask(child, *["sleep 0.3"] * 4) == ["sleep"] * 4
+    assert time.monotonic() - start > 1.0
+
+
+def test_only_calls_that_have_shown_to_be_quick_are_taken_several_at_once(make):
+    child = make()
+    child.handle([[]], lambda found: None)
+    assert child.most == 1, "it was started, and has shown nothing"
+    ask(child, "sleep 0.03")
+    assert child.most == 1
+    deadline = time.monotonic() + WAIT
+    while child.most < 32 and time.monotonic() < deadline:
+        assert ask(child, *"abcdefgh") == list("abcdefgh")
+    assert child.most == 32
+    ask(child, "sleep 0.05")
+    assert child.most == 1, "the mean of what it took before and now is more than 0.02 s"
+
+
+def test_calls_and_answers_that_are_larger_than_a_pipe_do_not_block_each_other(function):
+    runner = ProcessRunner(function, WAIT, 1)
+    runner.submit(samples("start")).result(WAIT)
+    (child,) = [seat.station for seat in runner._pool._seats]
+    texts = ["long " + "x" * 30_000] * 12
+    answers: list[str] = []
+    thread = threading.Thread(target=lambda: answers.extend(ask(child, *texts)), daemon=True)
+    thread.start()
+    thread.join(WAIT)
+    runner.close()
+    assert answers == ["y" * 50_000] * 12
+
+
+def test_frames_are_written_together_as_far_as_there_is_room():
+    frames = [b"a" * 4, b"b" * 6, b"c", b"d" * 30, b"e"]
+    assert list(_portions(frames, 10)) == [frames[:2], frames[2:3], frames[3:4], frames[4:]]
+
+
+def test_closing_amid_several_calls_answers_the_one_that_runs_and_leaves_the_others(make, tmp_path):
+    child = make()
+    ask(child, "start")
+    answers: list[str] = []
+    thread = threading.Thread(target=lambda: answers.extend(ask(child, "a", "hang", "b", "c")))
+    thread.start()
+    deadline = time.monotonic() + WAIT
+    while "hang" not in began(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    child.stop()
+    thread.join(WAIT)
+    assert answers == ["a", "ended its process (it was stopped)"]
+    assert ask(child, "b", "c") == ["the reward function was closed"]
+    assert began(tmp_path) == ["start", "a", "hang"]
+
+
+def test_a_process_whose_answers_cannot_be_read_is_ended_so_that_none_is_taken_for_another(make):
+    child = make()
+    with pytest.raises(ValueError, match="Expecting value"):
+        ask(child, "junk", "a", "b")
+    assert ask(child, "c", "d") == ["c", "d"]
+
+
+def test_a_scorer_runs_every_call_once_though_some_end_their_process(function, tmp_path):
+    scorer = Scorer(function, Limits(timeout=WAIT, num_workers=2))
+    quick = [f"quick {i}" for i in range(100)]
+    texts = [f"die {i}" if i in (30, 31, 77) else f"good {i}" for i in range(100)]
+    scorer.score(samples(*quick))
+    results = scorer.score(samples(*texts))
+    scorer.close()
+    assert [i for i, result in enumerate(results) if result.failure] == [30, 31, 77]
+    assert {results[i].failure.kind for i in (30, 31, 77)} == {"died"}
+    assert sorted(began(tmp_path)) == sorted(quick + texts)
+
+
+def test_calls_run_two_at_a_time_even_if_calls_before_were_quick(function):
+    scorer = Scorer(function, Limits(timeout=WAIT, num_workers=2))
+    scorer.prepare()
+    for _ in range(20):
+        scorer.score(samples(*"abcdefgh"))
+    results = scorer.score(samples(*(f"pair {i}" for i in range(8))))
+    scorer.close()
+    assert [result.failure for result in results] == [None] * 8
+    assert len({result.extra["pid"] for result in results}) == 2
