@@ -11,8 +11,9 @@ import torch
 from tests.rollout.builders import largest_difference, prompt, requests, sample, tiny_model
 from verl.metrics import notices, reset_notices
 from verl.models import export_weights
+from verl.rollout.hf import projections
 from verl.rollout.hf.native import NativeModel
-from verl.rollout.hf.projections import FusedProjections, PackedProjections
+from verl.rollout.hf.projections import GRID, FusedProjections, PackedLinear, PackedProjections, TurnedLinear, can_pack
 from verl.rollout.hf.sampler import HFSampler
 from verl.weight_sync import chunk_weights
 
@@ -69,6 +70,44 @@ def test_packed_weights_follow_an_update_and_are_freed_by_sleep():
     asyncio.run(sampler.wake())
     asyncio.run(sampler.update_weights(chunk_weights(export_weights(new), 1000, 2), 2))
     assert [c.token_ids for c in sample(sampler, WANTED)] == [c.token_ids for c in after]
+
+
+@pytest.mark.parametrize("form", [PackedLinear, TurnedLinear])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_both_forms_of_a_weight_give_the_product_and_what_follows_it(form, has_bias):
+    if not can_pack(torch.float32, 0):
+        pytest.skip("this torch has no packed products")
+    torch.manual_seed(0)
+    x, weight, other = torch.randn(2 * GRID, 24), torch.randn(40, 24), torch.randn(2 * GRID, 40)
+    bias = torch.randn(40) if has_bias else None
+    exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    linear = form(weight, bias)
+    assert torch.allclose(linear(x).double(), exact, atol=1e-5)
+    assert torch.allclose(linear.silu(x).double(), exact / (1 + (-exact).exp()), atol=1e-5)
+    assert torch.allclose(linear.joined(x, other, "add").double(), exact + other, atol=1e-5)
+    assert torch.allclose(linear.joined(x, other, "mul").double(), exact * other, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_even", [False, True])
+def test_blas_multiplies_small_weights_only_where_it_rounds_every_row_alike(is_even, monkeypatch):
+    monkeypatch.setattr(projections, "_blas_is_even", lambda *shape: is_even)
+    model = tiny_model(scale=2.0)
+    sampler = HFSampler(copy.deepcopy(model), owns_model=True)
+    assert isinstance(native(sampler).layers[0].projections._up, TurnedLinear if is_even else PackedLinear)
+    assert [native(sampler).rows_for(n) for n in (1, 16, 17, 40)] == [16 if is_even else 1, 16, 32, 48]
+    assert largest_difference(model, WANTED, sample(sampler, WANTED)) < 2e-5
+
+
+def test_a_row_has_the_same_bits_in_every_product_that_blas_may_compute():
+    shapes = [(64, 32), (128, 64), (320, 320), (960, 320)]
+    for outer, inner in shapes:
+        if not projections._blas_is_even(outer, inner):
+            continue
+        torch.manual_seed(outer)
+        linear, x = TurnedLinear(torch.randn(outer, inner), None), torch.randn(20 * GRID, inner)
+        alone = linear(x[-GRID:])
+        for rows in range(2 * GRID, 20 * GRID, GRID):
+            assert torch.equal(linear(x[-rows:])[-GRID:], alone)
 
 
 @pytest.mark.parametrize(

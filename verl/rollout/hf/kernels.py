@@ -160,9 +160,9 @@ class TritonPagedAttention:
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
         _rotate_and_store[(rows, heads + 2 * per_key)](
             qkv, self.cos, self.sin,
-            *((q, q) if norms is None else (module.weight for module in norms)),
+            *((q, q) if norms is None else (norm.weight for norm in norms)),
             step.positions, step.tables, q, keys, values,
-            0.0 if norms is None else norms[0].variance_epsilon, step.tables.stride(0),
+            0.0 if norms is None else norms[0].eps, step.tables.stride(0),
             H=heads, h=per_key, D=dim, P=PAGE, NORMS=norms is not None, num_warps=1,
         )  # fmt: skip
         return self._attend(layer, q, keys, values)

@@ -23,12 +23,13 @@ from verl.rollout.hf.attention import StepPlan, UnsupportedModelError
 from verl.rollout.hf.parts import Part
 from verl.rollout.hf.projections import (
     GRID,
+    CopiedLinear,
     FusedProjections,
     LayerModules,
-    PackedLinear,
     PackedProjections,
     Projections,
     can_pack,
+    laid_out,
 )
 
 FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
@@ -44,6 +45,25 @@ class Attend(Protocol):
     """From normed inputs (T, hidden) of a layer to its attention's result (T, H * d)."""
 
     def __call__(self, layer: NativeLayer, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class Norm:
+    """Root-mean-square norm over the last dimension, in float32 inside; the weight stays the module's."""
+
+    def __init__(self, module: Any):
+        self.weight: torch.Tensor = module.weight
+        self.eps = float(module.variance_epsilon)
+        self._eps = torch.tensor(self.eps)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device.type != "cpu":
+            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        # torch's own is made of more operations here, and takes up to twice as long.
+        wide = x if x.dtype == torch.float32 else x.float()
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
+        scaled = wide * scale if wide is x else wide.mul_(scale)
+        return scaled.mul_(self.weight).to(x.dtype)
 
 
 class NativeLayer:
@@ -63,14 +83,14 @@ class NativeLayer:
         attention = module.self_attn
         self.head_dim = int(attention.head_dim)
         self.num_kv_heads = len(attention.k_proj.weight) // self.head_dim
-        self.first_norm, self.second_norm = module.input_layernorm, module.post_attention_layernorm
+        self._first_norm, self._second_norm = Norm(module.input_layernorm), Norm(module.post_attention_layernorm)
         parts = dict(attention.named_children())
-        self.q_norm, self.k_norm = parts.get("q_norm"), parts.get("k_norm")
+        self.q_norm, self.k_norm = (Norm(parts[name]) if name in parts else None for name in ("q_norm", "k_norm"))
 
     def __call__(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
-        attended, summed = attend(self, norm(x, self.first_norm)), self.summed
+        attended, summed = attend(self, self._first_norm(x)), self.summed
         x = self.projections.out(attended, x) if summed is None else x + summed(self.projections.out(attended))
-        normed = norm(x, self.second_norm)
+        normed = self._second_norm(x)
         return self.projections.mlp(normed, x) if summed is None else x + summed(self.projections.mlp(normed))
 
 
@@ -89,7 +109,7 @@ class PlannedAttention:
     def __call__(self, layer: NativeLayer, x: torch.Tensor) -> torch.Tensor:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k, v = (part.unflatten(-1, (-1, layer.head_dim)) for part in layer.projections.qkv(x))
-            q, k = norm(q, layer.q_norm), norm(k, layer.k_norm)
+            q, k = layer.q_norm(q), layer.k_norm(k)
             q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
         else:
             heads = layer.projections.joint_qkv(x).unflatten(-1, (-1, layer.head_dim))
@@ -109,9 +129,6 @@ class NativeModel:
         max_positions: length of the rotary table.
         part: which part of a model this rank has; null: all of it.
 
-    Attributes:
-        row_grid: more tokens than these are computed fastest in multiples of it.
-
     Raises:
         UnsupportedModelError: not such a model.
     """
@@ -124,15 +141,15 @@ class NativeModel:
         self.model, self.max_positions, self.part = model, max_positions, part
         summed = None if part is None else part.peers.sum
         self._packs = model.device.type == "cpu" and can_pack(model.dtype, sum(p.nbytes for p in model.parameters()))
-        self.row_grid = GRID if self._packs else 1
         make = PackedProjections if self._packs else FusedProjections
         self.layers = [
             NativeLayer(number, module, flavours[number], make(_modules(module)), summed)
             for number, module in enumerate(inner.layers)
         ]
-        self._norm, self._embedding = inner.norm, inner.embed_tokens
+        self._norm, self._embedding = Norm(inner.norm), inner.embed_tokens
         self._head: Any = model.get_output_embeddings()
-        self._packed_head: PackedLinear | None = None
+        self._packed_head: CopiedLinear | None = None
+        self._fewest_rows = 1
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
         self.refresh()
 
@@ -162,19 +179,27 @@ class NativeModel:
         return self._table
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        x = norm(x, self._norm)
+        x = self._norm(x)
         if self._packed_head is not None:
             logits = self._packed_head(x)
         else:
             logits = F.linear(x, self._head.weight, self._head.bias)
         return logits if self.part is None else self.part.joined(logits)
 
+    def rows_for(self, tokens: int) -> int:
+        """How many tokens are best computed where these are wanted."""
+        if not self._packs or (tokens <= GRID and self._fewest_rows == 1):
+            return tokens
+        return -(-tokens // GRID) * GRID
+
     def refresh(self) -> None:
         """The parameters hold new values."""
         for layer in self.layers:
             layer.projections.refresh()
         if self._packs:
-            self._packed_head = PackedLinear(self._head.weight, self._head.bias)
+            self._packed_head = laid_out(self._head.weight, self._head.bias)
+            in_layers = (layer.projections.fewest_rows for layer in self.layers)
+            self._fewest_rows = max(self._packed_head.fewest_rows, *in_layers)
 
     def release(self) -> None:
         """Free the copies of the weights."""
@@ -190,18 +215,6 @@ class NativeModel:
         half = sin.shape[-1] // 2
         signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
         return cos[0][:, None].contiguous(), signed[0][:, None].contiguous()
-
-
-def norm(x: torch.Tensor, module: Any) -> torch.Tensor:
-    """Root-mean-square norm over the last dimension, in float32 inside."""
-    if x.device.type != "cpu":
-        return F.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
-    # torch's own is made of the same operations here, and takes up to twice as long.
-    wide = x.float()
-    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    scale = length.square_().div_(x.shape[-1]).add_(module.variance_epsilon).rsqrt_()
-    scaled = wide * scale if wide is x else wide.mul_(scale)
-    return scaled.mul_(module.weight).to(x.dtype)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

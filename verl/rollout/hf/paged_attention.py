@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from verl.rollout.hf.native import NativeLayer, NativeModel, norm, rotate
+from verl.rollout.hf.native import NativeLayer, NativeModel, rotate
 from verl.rollout.hf.paged_cache import PAGE, PagedCache
 
 
@@ -57,7 +57,7 @@ class TorchPagedAttention:
     def __call__(self, layer: NativeLayer, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (-1, layer.head_dim)) for part in layer.projections.qkv(x))
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = norm(q, layer.q_norm), norm(k, layer.k_norm)
+            q, k = layer.q_norm(q), layer.k_norm(k)
         q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
         keys, values = self.cache.keys[layer.number], self.cache.values[layer.number]
         page, slot = self._cell

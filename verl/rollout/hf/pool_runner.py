@@ -205,8 +205,10 @@ class PoolRunner:
 
     def _missing(self, tokens: int) -> int:
         """How many more tokens the model should compute: for exactness, or for speed."""
-        grid = 1 if self.native is None or tokens <= self.native.row_grid else self.native.row_grid
-        return -tokens % (max(grid, self.policy.row_multiple) if self.policy.exact else grid)
+        wanted = tokens if self.native is None else self.native.rows_for(tokens)
+        if self.policy.exact:
+            wanted += -wanted % self.policy.row_multiple
+        return wanted - tokens
 
     def _settle(self) -> None:
         """Between steps: close holes, split sparse groups, make room for one more token, plan the next step."""

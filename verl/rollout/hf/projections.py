@@ -4,12 +4,13 @@ A decoder's forward pass on few tokens is bound by reading its weights, so what 
 together: query, key and value in one product. Two forms hold the same numbers:
 
 - `FusedProjections` makes the parameters views of larger tensors; for accelerators. New weights arrive through them.
-- `PackedProjections` keeps a second copy in the blocked layout of oneDNN, which spares it the reordering in every
-  product; for CPU. `refresh` must be called after new weights arrived.
+- `PackedProjections` keeps a second copy in the layout that is fastest for its size; for CPU. `refresh` must be called
+  after new weights arrived.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,8 +27,11 @@ MEMORY_SHARE = 0.25
 ROWS_HINT = 128
 """Rows that packed weights are laid out for; any number of rows may be multiplied."""
 GRID = 16
-"""More rows than these are best filled up to a multiple of it: oneDNN makes code for every number of rows that it meets,
-about a millisecond each time."""
+"""More rows than these are best filled up to a multiple of it: oneDNN makes code for every number of rows that it
+meets, about a millisecond each time."""
+SMALL_BYTES = 5 << 19
+"""Float32 weights up to this size, about a core's second-level cache, may be left to BLAS."""
+PROBED_ROWS = (16, 32, 48, 64, 80, 112, 128, 144, 192, 256, 512)
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,11 @@ class LayerModules:
 
 class Projections(Protocol):
     """The products of one layer; (T, hidden) in, (T, ...) out."""
+
+    @property
+    def fewest_rows(self) -> int:
+        """Products of fewer rows than these round differently."""
+        ...
 
     def qkv(self, x: torch.Tensor) -> Sequence[torch.Tensor]: ...
 
@@ -76,6 +85,8 @@ class Projections(Protocol):
 
 class FusedProjections:
     """See the module; the parameters of ``layer`` become views."""
+
+    fewest_rows = 1
 
     def __init__(self, layer: LayerModules):
         self._layer = layer
@@ -111,15 +122,20 @@ class PackedProjections:
         self._layer = layer
         self.release()
 
+    @property
+    def fewest_rows(self) -> int:
+        return max(linear.fewest_rows for linear in (self._qkv, self._out, self._gate, self._up, self._down))
+
     def refresh(self) -> None:
         layer = self._layer
-        self._qkv = PackedLinear(*_joined([layer.q, layer.k, layer.v]))
+        self._qkv = laid_out(*_joined([layer.q, layer.k, layer.v]))
         self._out, self._gate, self._up, self._down = (
-            PackedLinear(m.weight, m.bias) for m in (layer.out, layer.gate, layer.up, layer.down)
+            laid_out(m.weight, m.bias) for m in (layer.out, layer.gate, layer.up, layer.down)
         )
 
     def release(self) -> None:
-        self._qkv = self._out = self._gate = self._up = self._down = PackedLinear.nothing()
+        nothing: CopiedLinear = PackedLinear.nothing()
+        self._qkv = self._out = self._gate = self._up = self._down = nothing
 
     def qkv(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         return self.joint_qkv(x).split(self._layer.sizes, dim=-1)
@@ -131,20 +147,36 @@ class PackedProjections:
         return self._out(x) if onto is None else self._out.joined(x, onto, "add")
 
     def mlp(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
-        # oneDNN's swish is good enough for bfloat16; float32 takes the one of the model's own modules.
-        low = x.dtype == torch.bfloat16
-        gate = self._gate(x, "swish") if low else F.silu(self._gate(x), inplace=True)
-        inner = self._up.joined(x, gate, "mul")
+        inner = self._up.joined(x, self._gate.silu(x), "mul")
         return self._down(inner) if onto is None else self._down.joined(inner, onto, "add")
 
 
+class CopiedLinear(Protocol):
+    """``x @ weight.T + bias`` with a copy of ``weight`` that does not follow later changes."""
+
+    fewest_rows: int
+    """See `Projections`."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        """``silu`` of the product."""
+        ...
+
+    def joined(self, x: torch.Tensor, other: torch.Tensor, how: str) -> torch.Tensor:
+        """With ``other``, of the result's shape: ``add`` or ``mul``."""
+        ...
+
+
 class PackedLinear:
-    """``x @ weight.T + bias`` with a packed copy of ``weight``; the copy does not follow later changes.
+    """In the blocked layout of oneDNN, which spares it the reordering in every product.
 
     What is done to each number of the result happens before it is rounded and leaves the cache.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
+    fewest_rows = 1
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         self._linear: Any = torch.ops.mkldnn._linear_pointwise
         with torch.no_grad():
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
@@ -154,13 +186,64 @@ class PackedLinear:
     def nothing(cls) -> PackedLinear:
         return cls.__new__(cls)
 
-    def __call__(self, x: torch.Tensor, then: str = "none") -> torch.Tensor:
-        """``then``: one of oneDNN's functions of a number."""
-        return self._linear.default(x, self._weight, self._bias, then, [], "")
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear.default(x, self._weight, self._bias, "none", [], "")
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != torch.bfloat16:  # oneDNN's is good enough for it; float32 takes that of the model's own modules
+            return F.silu(self(x), inplace=True)
+        return self._linear.default(x, self._weight, self._bias, "swish", [], "")
 
     def joined(self, x: torch.Tensor, other: torch.Tensor, how: str) -> torch.Tensor:
-        """With ``other``, of the result's shape, by one of oneDNN's functions of two numbers (``add``, ``mul``)."""
         return self._linear.binary(x, other, self._weight, self._bias, how)
+
+
+class TurnedLinear:
+    """Transposed, for BLAS: half the time of oneDNN where calling it costs as much as the product."""
+
+    fewest_rows = GRID
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        self._weight = weight.detach().t().contiguous()
+        self._bias = None if bias is None else bias.detach()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, self._weight) if self._bias is None else torch.addmm(self._bias, x, self._weight)
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(self(x), inplace=True)
+
+    def joined(self, x: torch.Tensor, other: torch.Tensor, how: str) -> torch.Tensor:
+        if how == "mul":
+            return self(x).mul_(other)
+        found = torch.addmm(other, x, self._weight)
+        return found if self._bias is None else found.add_(self._bias)
+
+
+def laid_out(weight: torch.Tensor, bias: torch.Tensor | None) -> CopiedLinear:
+    """The form that is fastest for a weight (out, in), among those that give a row the same bits in every batch."""
+    if weight.dtype == torch.float32 and weight.nbytes <= SMALL_BYTES and _blas_is_even(*weight.shape):
+        return TurnedLinear(weight, bias)
+    return PackedLinear(weight, bias)
+
+
+@functools.cache
+def _blas_is_even(outer: int, inner: int) -> bool:
+    """Whether this machine's BLAS rounds a row of such a product alike whatever the rows beside it.
+
+    It depends on the processor and on the shape, and is true of multiples of `GRID` at best. Where it is not, what a
+    request draws could depend on which others are there.
+    """
+    numbers = torch.Generator().manual_seed(0)
+    most = 2 * PROBED_ROWS[-1]
+    x, weight = torch.randn(most, inner, generator=numbers), torch.randn(inner, outer, generator=numbers)
+    onto = torch.randn(most, outer, generator=numbers)
+    plain, added = torch.mm(x, weight), torch.addmm(onto, x, weight)
+    return all(
+        torch.equal(torch.mm(x[-n:], weight), plain[-n:])
+        and torch.equal(torch.addmm(onto[-n:], x[-n:], weight), added[-n:])
+        for n in PROBED_ROWS
+    )
 
 
 def _plus(x: torch.Tensor, onto: torch.Tensor | None) -> torch.Tensor:
