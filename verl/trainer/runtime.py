@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def start(seed: int) -> None:
-    """Logging, threads and random numbers of this process.
+    """Logging, threads, memory and random numbers of this process.
 
     Args:
         seed: master seed; python, numpy and torch start from it.
@@ -31,6 +31,7 @@ def start(seed: int) -> None:
     start_logging()
     env.set_default("TOKENIZERS_PARALLELISM", "true")
     device.set_threads()
+    device.keep_freed_memory()
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from verl.device import give_memory_back, torch_dtype
+from verl.device import give_memory_back, keep_freed_memory, torch_dtype
 from verl.errors import ConfigError, NotBuiltError, RolloutError
 from verl.metrics import notice
 from verl.models import load_causal_lm
@@ -102,6 +102,8 @@ class HFSampler(Sampler):
         owned = isinstance(model, str) if owns_model is None else owns_model
         if isinstance(model, str):
             model = cast(PreTrainedModel, load_causal_lm(model, torch_dtype(dtype)).to(device).eval())
+        if model.device.type == "cpu":
+            keep_freed_memory()
         self.model, self.seed = model, seed
         self.vocab_size = vocab_size(model)
         self.max_model_len = _context_length(model, max_model_len)

@@ -40,6 +40,7 @@ class Workplace:
         self._set_environment()
         start_logging()
         device.set_threads(threads or max(1, device.usable_cores() // self.info.local_world_size))
+        device.keep_freed_memory()
         transfer.install()
         set_hosting(host_beside)
         self._seat = _Seat()
