@@ -6,8 +6,8 @@ draw with temperature 1, ignore end-of-sequence tokens and run in the same dtype
 response, as it must, and only the wanted tokens are counted. Prints tokens per wall and per CPU second, the ratio, and
 the tokens that the matrix products alone, and reading weights and keys alone, would allow. ``--prefill`` compares 16
 samples of a prompt with 16 prompts, in tokens that the model computed and in time; ``--peak`` runs the first job once
-more in processes of their own and tells how much memory each side adds to the model's. With ``--vllm-python`` (``make
-test-vllm`` makes that environment) vLLM does the same jobs in turn, in a process of its own; its log-probs are asked
+more and tells how much memory each side adds to the model's. Every side has a process of its own. With
+``--vllm-python`` (``make test-vllm`` makes that environment) vLLM does the same jobs in turn; its log-probs are asked
 for as they are in training.
 
     python benchmarks/bench_sampling.py [--dtype float32] [--rounds 3] [--jobs distinct shared tail] \\
@@ -46,16 +46,35 @@ import json, sys, time
 from vllm import LLM, SamplingParams
 llm = LLM(model=sys.argv[1], dtype=sys.argv[2], enforce_eager=True, max_num_seqs=256, max_model_len=512,
           max_num_batched_tokens=8192, skip_tokenizer_init=True, disable_log_stats=True)
-print("READY", flush=True)
-for line in sys.stdin:
-    prompts, lengths = json.loads(line)
+
+def run(prompts, lengths):
     llm.reset_prefix_cache()
     how = dict(temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False)
     params = [SamplingParams(max_tokens=n, **how) for n in lengths]
     wall, cpu = time.perf_counter(), time.process_time()
     done = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    print("DONE " + json.dumps([sum(len(d.outputs[0].token_ids) for d in done), wall, cpu]), flush=True)
+    return sum(len(d.outputs[0].token_ids) for d in done), time.perf_counter() - wall, time.process_time() - cpu
+"""
+
+GENERATE = """
+import json, sys, time, torch
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=sys.argv[2]).eval()
+
+@torch.inference_mode()
+def run(prompts, lengths):
+    wall, cpu = time.perf_counter(), time.process_time()
+    ids = torch.tensor(prompts)
+    model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=max(lengths),
+                   pad_token_id=0)
+    return sum(lengths), time.perf_counter() - wall, time.process_time() - cpu
+"""
+
+SERVE = """
+print("READY", flush=True)
+for line in sys.stdin:
+    print("DONE " + json.dumps(run(*json.loads(line))), flush=True)
 """
 
 
@@ -72,16 +91,15 @@ class Job:
         return sum(self.lengths)
 
 
-class VLLMProcess:
-    """vLLM in its own environment, one job at a time."""
+class Peer:
+    """A peer in a process of its own, as it comes, one job at a time."""
 
-    def __init__(self, python: str, model: PreTrainedModel, folder: str, dtype: str):
-        model.save_pretrained(folder)
+    def __init__(self, python: str, script: str, folder: str, dtype: str):
         quiet = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
                  "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}  # fmt: skip
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | quiet
         self._child = subprocess.Popen(
-            [python, "-c", VLLM, folder, dtype],
+            [python, "-c", script + SERVE, folder, dtype],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -107,7 +125,7 @@ class VLLMProcess:
         for line in self._child.stdout:
             if line.startswith(mark):
                 return line.removeprefix(mark)
-        raise SystemExit("vLLM's process ended")
+        raise SystemExit("a peer's process ended")
 
 
 def jobs(vocab: int) -> list[Job]:
@@ -254,15 +272,13 @@ def main() -> None:
     figures = Figures()
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, {args.dtype}, 1 thread, {ROWS} rows")
     with tempfile.TemporaryDirectory() as folder:
-        peers: dict[str, Callable[[Job], tuple[int, float, float]]] = {
-            "generate": lambda job: timed(lambda: generate(model, job))
-        }
+        model.save_pretrained(folder)
+        peers = {"generate": Peer(sys.executable, GENERATE, folder, args.dtype)}
         if args.vllm_python:
-            vllm = VLLMProcess(args.vllm_python, model, folder, args.dtype)
-            peers["vllm"] = vllm.run
-        compare(model, chosen, peers, args.rounds, figures)
-        if args.vllm_python:
-            vllm.close()
+            peers["vllm"] = Peer(args.vllm_python, VLLM, folder, args.dtype)
+        compare(model, chosen, {name: peer.run for name, peer in peers.items()}, args.rounds, figures)
+        for peer in peers.values():
+            peer.close()
     if args.prefill:
         figures.add("prefill", prefill(model, args.vocab, args.rounds))
         print(figures.rows[-1])
