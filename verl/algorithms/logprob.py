@@ -6,25 +6,55 @@ divided by it. Shapes: ... any leading dimensions, V vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from verl.algorithms.masked import at_least_float32
 
 
-def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
-    """``log softmax(logits)[label]``, through torch's fused cross entropy.
+class ChosenLogProbs(torch.autograd.Function):
+    """(N, V) logits in float32 or float64 and (N,) labels -> (N,), through one exponential per logit.
 
-    On CPU its forward and backward together take about half the time of z_label - logsumexp(z).
+    The probabilities are all that is kept: d log softmax(z)[label] / dz = onehot(label) - softmax(z).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, labels: Tensor, overwrite: bool) -> Tensor:
+        probabilities = torch.softmax(z, dim=-1)
+        chosen = probabilities.gather(-1, labels[:, None]).squeeze(-1)
+        log_probs = chosen.log()
+        # A probability too small for its dtype has lost digits or is 0, and its logarithm with it.
+        rare = (chosen < torch.finfo(z.dtype).tiny).nonzero().squeeze(-1)
+        if len(rare):
+            log_probs[rare] = z[rare, labels[rare]] - torch.logsumexp(z[rare], dim=-1)
+        ctx.save_for_backward(probabilities, labels)
+        ctx.overwrite = overwrite
+        return log_probs
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        probabilities, labels = ctx.saved_tensors
+        grad = grads[0][:, None]
+        slopes = probabilities.mul_(-grad) if ctx.overwrite else probabilities * -grad
+        return slopes.scatter_add_(-1, labels[:, None], grad), None, None
+
+
+def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+    """``log softmax(logits)[label]``.
 
     Args:
         logits: (..., V).
         labels: (...) int64.
-        inplace_backward: upstream's hint to a fused kernel; the result is the same either way.
+        inplace_backward: the backward pass writes the gradient over the probabilities that the forward pass kept, so
+            that it can run only once; False takes memory for another V numbers per label. ``logits`` stay as they are.
     """
     z = at_least_float32(logits)
-    flat = torch.nn.functional.cross_entropy(z.reshape(-1, z.shape[-1]), labels.reshape(-1), reduction="none")
-    return -flat.reshape(labels.shape)
+    flat: Tensor = ChosenLogProbs.apply(z.reshape(-1, z.shape[-1]), labels.reshape(-1), inplace_backward)  # type: ignore[no-untyped-call]
+    return flat.reshape(labels.shape)
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
