@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,13 @@ EARLY = "early_reward"
 """Column (B,): packed results of rows that were scored while others were sampled (`verl.rewards.early`)."""
 OWN_SCORE = "reward_score"
 """Column (B,): scores that agent loops know by themselves, None in rows of other loops."""
+
+KNOWN = {
+    "__num_turns__": "num_turns",
+    "reward_scores": "rollout_reward_scores",
+    **{name: name for name in (RM_SCORE, "tool_rewards", "turn_scores")},
+}
+"""Columns that a function reads in ``extra_info``, and their names there."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +57,12 @@ def read_rows(data: DataProto, tokenizer: Any, reward_fn_key: str, needs_truth: 
     there, sampled = _masks(data, responses)
     last = _last_positions(sampled)
     lengths = there.sum(-1).tolist()
+    tokens = iter(responses[there].tolist())  # those of all rows in one go
     columns = data.non_tensor_batch
     eos = getattr(tokenizer, "eos_token", None)  # tests and users bring tokenizers that only decode
     rows = []
-    for i in range(responses.size(0)):
-        text = tokenizer.decode(responses[i][there[i]].tolist(), skip_special_tokens=True)
+    for i, length in enumerate(lengths):
+        text = tokenizer.decode(list(islice(tokens, length)), skip_special_tokens=True)
         sample = RewardSample(
             data_source=_cell(columns, reward_fn_key, i),
             solution_str=text.removesuffix(eos) if isinstance(eos, str) and eos else text,
@@ -61,7 +70,7 @@ def read_rows(data: DataProto, tokenizer: Any, reward_fn_key: str, needs_truth: 
             extra_info=_extra_info(columns, i),
             row=i,
         )
-        rows.append(Row(sample, last[i], int(lengths[i])))
+        rows.append(Row(sample, last[i], length))
     return rows
 
 
@@ -151,9 +160,7 @@ def _extra_info(columns: Mapping[str, np.ndarray], row: int) -> dict[str, Any]:
     """The row's ``extra_info`` (a copy) with what the run knows: turns, rewards of tools, the reward model's score."""
     info = _cell(columns, "extra_info", row)
     known = dict(info) if isinstance(info, Mapping) else {}
-    same = ((name, name) for name in (RM_SCORE, "tool_rewards", "turn_scores"))
-    more = (("__num_turns__", "num_turns"), ("reward_scores", "rollout_reward_scores"), *same)
-    for column, name in more:
+    for column, name in KNOWN.items():
         if column in columns and columns[column][row] is not None:  # another loop's rows may have it alone
             known[name] = columns[column][row]
     return known
