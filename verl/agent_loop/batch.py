@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -20,12 +21,17 @@ NO_VERSION = -1
 
 def pad_rows(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype, left: bool = False) -> Tensor:
     """Rows -> (B, longest), padded with ``value``; at least one column wide."""
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)[:, None]
-    columns = torch.arange(max([1, *(len(row) for row in rows)]))
-    table = torch.full((len(rows), len(columns)), value, dtype=dtype)
-    there = columns >= len(columns) - lengths if left else columns < lengths
-    table[there] = torch.tensor([entry for row in rows for entry in row], dtype=dtype)
+    there = places([len(row) for row in rows], left)
+    table = torch.full(there.shape, value, dtype=dtype)
+    entries = np.fromiter(chain.from_iterable(rows), np.float64 if dtype.is_floating_point else np.int64)
+    table[there] = torch.from_numpy(entries).to(dtype)
     return table
+
+
+def places(lengths: Sequence[int], left: bool = False) -> Tensor:
+    """(B, longest) bool: where rows of these lengths have entries in a table that is padded on the right, or left."""
+    columns, ends = torch.arange(max([1, *lengths])), torch.tensor(lengths, dtype=torch.int64)[:, None]
+    return columns >= len(columns) - ends if left else columns < ends
 
 
 def checked(output: AgentLoopOutput, max_length: int) -> AgentLoopOutput:
@@ -61,9 +67,8 @@ def to_batch(outputs: Sequence[AgentLoopOutput], pad_token_id: int, with_log_pro
     """prompts (B, P) left-padded, responses (B, T) right-padded, both as long as their longest row, and their masks."""
     prompts = pad_rows([o.prompt_ids for o in outputs], pad_token_id, torch.int64, left=True)
     responses = pad_rows([o.response_ids for o in outputs], pad_token_id, torch.int64)
-    prompt_mask = pad_rows([[1] * len(o.prompt_ids) for o in outputs], 0, torch.int64, left=True)
-    attended = pad_rows([[1] * len(o.response_ids) for o in outputs], 0, torch.int64)
-    attention_mask = torch.cat([prompt_mask, attended], dim=1)
+    prompt_mask = places([len(o.prompt_ids) for o in outputs], left=True)
+    attention_mask = torch.cat([prompt_mask, places([len(o.response_ids) for o in outputs])], dim=1).long()
     tensors = {
         "prompts": prompts,
         "responses": responses,
