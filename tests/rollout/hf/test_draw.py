@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from verl.rollout import SamplingParams
+from verl.rollout.hf import draw as draw_module
 from verl.rollout.hf.draw import BLOCK, DrawColumns, draw, keep_top_k, keep_top_p
 
 PROBS = torch.tensor([0.1, 0.0, 0.4, 0.2, 0.3])
@@ -142,3 +143,20 @@ def test_many_rows_are_drawn_in_slices_with_the_same_result(monkeypatch):
     monkeypatch.setattr("verl.rollout.hf.draw.MAX_ELEMENTS", 150)
     sliced = draw(logits, numbers, columns)
     assert torch.equal(whole[0], sliced[0]) and torch.equal(whole[1], sliced[1])
+
+
+@pytest.mark.parametrize("vocab", [5, 300, 512])
+def test_the_quick_inversion_finds_what_the_careful_one_finds(vocab, monkeypatch):
+    torch.manual_seed(vocab)
+    logits = 4 * torch.randn(4000, vocab)
+    logits[torch.rand(logits.shape) < 0.3] = float("-inf")
+    logits[:, 0] = 0.0
+    uniforms = torch.rand(4000, dtype=torch.float64)
+    uniforms[:8], uniforms[8:16] = 0.0, 1 - 2.0**-53
+    columns = DrawColumns.of([SamplingParams()] * 4000, torch.device("cpu"))
+    quick = draw(logits, uniforms, columns)
+    one_by_one = [draw(logits[i : i + 1], uniforms[i : i + 1], columns.slice(slice(i, i + 1))) for i in range(100)]
+    monkeypatch.setattr(draw_module, "_invert_without_rounding", lambda *arguments: (None, 0.0))
+    careful = draw(logits, uniforms, columns)
+    assert torch.equal(quick[0], careful[0]) and torch.equal(quick[1], careful[1])
+    assert torch.equal(torch.cat([tokens for tokens, _ in one_by_one]), careful[0][:100])

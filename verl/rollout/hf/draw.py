@@ -111,11 +111,30 @@ def _invert(
     weights: torch.Tensor, block_sums: torch.Tensor, cumulative: torch.Tensor, target: torch.Tensor
 ) -> torch.Tensor:
     """Index of the first entry whose cumulative sum exceeds ``target`` (R, 1); never an entry of weight 0."""
+    if weights.device.type == "cpu":  # elsewhere asking whether it was enough would wait for the device
+        tokens, least = _invert_without_rounding(weights, block_sums, cumulative, target)
+        if least > 0:
+            return tokens
     block = _first_above(cumulative, block_sums, target)
-    before = (cumulative - block_sums.double()).gather(-1, block)
+    before = cumulative.gather(-1, block) - block_sums.gather(-1, block)
     inside = weights.gather(1, block[:, :, None].expand(-1, -1, BLOCK)).squeeze(1)
     entry = _first_above(inside.double().cumsum(-1), inside, target - before)
     return (block * BLOCK + entry).squeeze(-1)
+
+
+def _invert_without_rounding(
+    weights: torch.Tensor, block_sums: torch.Tensor, cumulative: torch.Tensor, target: torch.Tensor
+) -> tuple[torch.Tensor, float]:
+    """The same where every target lies inside its block, as nearly always; also the least weight of an entry found.
+
+    A target beyond its block, or beyond all blocks, leads to the last entry. If that has a weight it is the right one.
+    """
+    rows, blocks = block_sums.shape
+    block = torch.searchsorted(cumulative, target, right=True).clamp_(max=blocks - 1)
+    before = cumulative.gather(-1, block) - block_sums.gather(-1, block)
+    inside = weights.flatten(0, 1).index_select(0, torch.arange(0, rows * blocks, blocks) + block[:, 0])
+    entry = torch.searchsorted(inside.double().cumsum(-1), target - before, right=True).clamp_(max=BLOCK - 1)
+    return (block * BLOCK + entry).squeeze(-1), float(inside.gather(-1, entry).min())
 
 
 def _first_above(cumulative: torch.Tensor, weights: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -125,10 +144,6 @@ def _first_above(cumulative: torch.Tensor, weights: torch.Tensor, target: torch.
     """
     count = cumulative.shape[-1]
     index = torch.searchsorted(cumulative, target, right=True)  # a sum never falls
-    if index.device.type == "cpu":  # elsewhere asking would wait for the device
-        guess = index.clamp(max=count - 1)
-        if bool(((index < count) & (weights.gather(-1, guess) > 0)).all()):
-            return guess  # a sum never falls, so this is the first above in nearly every draw
     positive = weights > 0
     order = torch.arange(count, device=weights.device)
     last = torch.where(positive, order, 0).amax(-1, keepdim=True)
