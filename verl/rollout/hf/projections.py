@@ -32,6 +32,7 @@ meets, about a millisecond each time."""
 SMALL_BYTES = 5 << 19
 """Float32 weights up to this size, about a core's second-level cache, may be left to BLAS."""
 PROBED_ROWS = (16, 32, 48, 64, 80, 112, 128, 144, 192, 256, 512)
+"""Products of so many rows are compared with each other; BLAS takes other code from some number on."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Projections(Protocol):
 
     @property
     def fewest_rows(self) -> int:
-        """Products of fewer rows than these round differently."""
+        """Products of fewer rows than these may round differently."""
         ...
 
     def qkv(self, x: torch.Tensor) -> Sequence[torch.Tensor]: ...
