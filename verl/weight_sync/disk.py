@@ -10,14 +10,13 @@ Nothing is forced to the disk: after a crash of the machine the weights come fro
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -88,22 +87,23 @@ class DiskTransport(Transport):
     def send(self, chunks: Iterable[WeightChunk]) -> int:
         target: Path | None = None
         self._streams += 1
-        number = num_bytes = 0
+        version = number = num_bytes = 0
         last = False
         try:
             for chunk in chunks:
-                target = target or self._fresh(chunk.version)
+                version, last = chunk.version, chunk.last
+                target = target or self._fresh(version)
                 for piece in pieces(chunk, PIECE_BYTES):
-                    self._write(target / f"{number:05d}", piece)
+                    self._write(_part(target, number), piece)
                     number += 1
-                num_bytes, last = num_bytes + chunk.num_bytes, chunk.last
+                num_bytes += chunk.num_bytes
                 del chunk, piece  # before the next one is made
             if target is None or not last:
                 raise RolloutError("the stream of weights was interrupted")
         except BaseException:
             if target is not None:
                 with suppress(OSError):
-                    self._publish(target / f"{number:05d}", json.dumps({**self._signed, "gave_up": True}).encode())
+                    self._publish(_part(target, number), Layout(version, False, []), gave_up=True)
             raise
         for stale in target.glob(f"*{BYTES}"):
             if int(stale.stem) >= number:
@@ -111,17 +111,15 @@ class DiskTransport(Transport):
         return num_bytes
 
     def receive(self) -> Iterator[WeightChunk]:
-        version, stream, number, ended = self.version, "", 0, False
-        if version is None:
+        if self.version is None:
             raise RolloutError("which version of the weights?", key="version")
+        version, stream, number, ended = self.version, "", 0, False
         while not ended:
-            path = self._of(version) / f"{number:05d}"
+            path = _part(self._of(version), number)
             header = path.with_suffix(HEADER)
-            self.wait_until(lambda: self._is_ours(header), f"version {version} of the weights in {self.folder}")  # noqa: B023
-            text = _text(header)
-            if _fields(text).get("gave_up"):
+            text, layout, more = self._await(header, version)
+            if more.get("gave_up"):
                 raise OtherEndError("the trainer gave up in the middle of a transfer of weights")
-            layout, more = Layout.decode(text)
             stream = stream or str(more.get("stream"))
             if layout.version != version or more.get("stream") != stream:
                 raise RolloutError("other weights lie there", key=str(header), got=layout.version, allowed=str(version))
@@ -143,30 +141,36 @@ class DiskTransport(Transport):
         """What every header of a stream carries, and those of no other stream."""
         return {"writer": self._name, "stream": f"{self._name}-{self._streams}"}
 
-    def _is_ours(self, header: Path) -> bool:
-        """Whether a header is there, and of the writer whose weights are wanted."""
-        text = _text(header)
-        return bool(text) and self.writer in (None, _fields(text).get("writer"))
+    def _await(self, header: Path, version: int) -> tuple[bytes, Layout, dict[str, Any]]:
+        """A header as soon as one is there that the wanted writer wrote: its text, and what it says."""
+        found: list[tuple[bytes, Layout, dict[str, Any]]] = []
+
+        def is_there() -> bool:
+            text = _text(header)
+            if text:
+                layout, more = Layout.decode(text)
+                if self.writer in (None, more.get("writer")):
+                    found.append((text, layout, more))
+            return bool(found)
+
+        self.wait_until(is_there, f"version {version} of the weights in {self.folder}")
+        return found[0]
 
     def _write(self, path: Path, piece: WeightChunk) -> None:
         layout = Layout.of(piece)
-        handle = os.open(path.with_suffix(BYTES), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
+        with _opened(path.with_suffix(BYTES), os.O_WRONLY | os.O_CREAT) as handle:
             # A file never becomes shorter: a slow reader that has mapped it would be killed instead of hearing of it.
             if os.fstat(handle).st_size < layout.num_bytes:
                 os.ftruncate(handle, layout.num_bytes)
             for place, (_, tensor) in zip(layout.entries, piece.tensors):
-                _write_at(handle, place.offset, tensor)
-        finally:
-            os.close(handle)
-        more = {"checksum": _checksum(piece)} if self.checksums else {}
-        self._publish(path, layout.encode(**self._signed, **more))
+                _write_at(handle, place.offset, _bytes(tensor))
+        self._publish(path, layout, **({"checksum": _checksum(piece)} if self.checksums else {}))
 
-    @staticmethod
-    def _publish(path: Path, text: bytes) -> None:
+    def _publish(self, path: Path, layout: Layout, **more: Any) -> None:
+        """Write the header of a part, which appears as a whole."""
         draft = path.with_suffix(".part")
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
-            file.write(text)
+        with _opened(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as handle:
+            _write_at(handle, 0, memoryview(layout.encode(**self._signed, **more)))
         draft.rename(path.with_suffix(HEADER))
 
     def _of(self, version: int) -> Path:
@@ -190,36 +194,45 @@ class DiskTransport(Transport):
         return sorted(self.folder.glob("version_*"), key=lambda path: int(path.name.rpartition("_")[2]))
 
 
+def _part(folder: Path, number: int) -> Path:
+    """Where a part lies: the path of its two files but for their endings."""
+    return folder / f"{number:05d}"
+
+
 def _forget(folder: Path) -> None:
+    """Make a version one that is not there, before its bytes are written over."""
     for header in folder.glob(f"*{HEADER}"):
         header.unlink()
 
 
 def _text(header: Path) -> bytes:
-    """Nothing, if it is not there."""
+    """What a header says; nothing, if it is not there."""
     try:
-        return header.read_bytes()
+        with _opened(header, os.O_RDONLY) as handle:
+            return os.read(handle, os.fstat(handle).st_size)  # whole: it was renamed when it was complete
     except FileNotFoundError:
         return b""
 
 
-def _fields(text: bytes) -> Mapping[str, Any]:
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    """A file of this user's alone, by its handle; a link is an error."""
+    handle = os.open(path, flags | os.O_NOFOLLOW, 0o600)
     try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise RolloutError(f"a header of weights on disk cannot be read: {error}") from error
-    return found if isinstance(found, dict) else {}
+        yield handle
+    finally:
+        os.close(handle)
 
 
-def _write_at(handle: int, place: int, tensor: torch.Tensor) -> None:
-    """The bytes go from the tensor to the file without a detour, if it is contiguous and on the host."""
-    if not tensor.numel():
-        return
-    whole: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    left = memoryview(whole)
-    while left:
-        written = os.pwrite(handle, left, place)
-        left, place = left[written:], place + written
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """What a tensor holds; no copy, if it is contiguous and on the host."""
+    return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _write_at(handle: int, place: int, data: memoryview) -> None:
+    while data:
+        written = os.pwrite(handle, data, place)
+        data, place = data[written:], place + written
 
 
 def _mapped(path: Path, num_bytes: int) -> torch.Tensor:
@@ -227,12 +240,9 @@ def _mapped(path: Path, num_bytes: int) -> torch.Tensor:
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        try:
+        with _opened(path, os.O_RDONLY) as handle:
             memory = mmap.mmap(handle, num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-        finally:
-            os.close(handle)
-    except (OSError, ValueError) as error:  # ValueError: the file is shorter
+    except (OSError, ValueError, OverflowError) as error:  # the last two: the file is shorter than its header says
         raise RolloutError(f"weights on disk cannot be read: {error}", key=str(path)) from error
     return torch.frombuffer(memory, dtype=torch.uint8)
 

@@ -69,6 +69,7 @@ class WeightInventory:
             )
         return num_bytes
 
+    @torch.no_grad()
     def _receive_chunk(self, chunk: WeightChunk, arrived: set[str]) -> None:
         for name, value in chunk.tensors:
             target = self._targets.get(name)
@@ -101,7 +102,6 @@ class WeightInventory:
             )
 
 
-@torch.no_grad()
 def copy_into(name: str, target: torch.Tensor, value: torch.Tensor) -> None:
     """Copy across dtypes and devices; nothing to do where both are the same memory already."""
     if value.data_ptr() != target.data_ptr() or value.device != target.device:

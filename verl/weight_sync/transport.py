@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 from verl.errors import RolloutError
 from verl.weight_sync.chunks import WeightChunk
 
-SHORTEST_NAP, LONGEST_NAP, PATIENCE = 1e-5, 2e-3, 0.05
-SPIN = 1e-3
-"""Seconds without a nap: the shortest one takes the system as long as a copy of half a megabyte."""
+NAP_SHARE, LONGEST_NAP = 0.1, 1e-3
+"""A nap while waiting is this part of the time waited so far: a wait takes hardly longer for it, and whoever waits long
+leaves the processor to those that work. The first naps are the shortest ones of the system, some 0.1 ms."""
 
 
 class OtherEndError(RolloutError):
@@ -93,12 +93,12 @@ class Transport(ABC):
         """Free what this end holds."""
 
     def wait_until(self, ready: Callable[[], bool], what: str) -> None:
-        """Poll, at first without a pause (`SPIN`), for `PATIENCE` seconds often, and then more slowly.
+        """Poll, the more seldom the longer it takes.
 
         Raises:
-            RolloutError: not within ``timeout`` seconds.
+            RolloutError: not within ``timeout`` seconds, or somebody called `abandon`.
         """
-        begin, nap = time.monotonic(), SHORTEST_NAP
+        begin = time.monotonic()
         while not ready():
             if self._abandoned:
                 raise OtherEndError(f"weight transfer: stopped while it waited for {what}: {self._abandoned}")
@@ -108,6 +108,4 @@ class Transport(ABC):
                     f"weight transfer: waited {self.timeout:.0f} s for {what}",
                     fix="Did the process at the other end die? Its log says more.",
                 )
-            time.sleep(nap if waited > SPIN else 0)  # 0: others that want the processor or the interpreter go first
-            if waited > PATIENCE:
-                nap = min(nap * 1.5, LONGEST_NAP)
+            time.sleep(min(NAP_SHARE * waited, LONGEST_NAP))

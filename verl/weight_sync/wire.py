@@ -84,7 +84,7 @@ class Layout:
                 for name, dtype, shape, offset in found.pop("tensors")
             ]
             layout = cls(int(found.pop("version")), bool(found.pop("last")), entries)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise RolloutError(f"a header of weights cannot be read: {type(error).__name__}: {error}") from error
         if any(e.offset < 0 or e.offset % ALIGNMENT or min(e.shape, default=0) < 0 for e in entries):
             raise RolloutError("a header of weights describes an impossible layout")
@@ -105,9 +105,10 @@ def views(layout: Layout, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Ten
         RolloutError: one of them would lie outside.
     """
     for e in layout.entries:
-        if e.offset + e.num_bytes > buffer.numel():
-            raise RolloutError("a weight lies outside its buffer", key=e.name, got=e.offset + e.num_bytes)
-        yield e.name, buffer[e.offset : e.offset + e.num_bytes].view(e.dtype).view(e.shape)
+        end = e.offset + e.num_bytes
+        if end > buffer.numel():
+            raise RolloutError("a weight lies outside its buffer", key=e.name, got=end)
+        yield e.name, buffer[e.offset : end].view(e.dtype).view(e.shape)
 
 
 def chunk_of(layout: Layout, buffer: torch.Tensor, lasts: bool = False) -> WeightChunk:
