@@ -29,6 +29,8 @@ from verl.weight_sync import (
     WeightChunk,
     chunk_weights,
 )
+from verl.weight_sync.shared_memory import reserve
+from verl.weight_sync.wire import Layout
 
 WEIGHTS = {
     "a": torch.tensor([[float("nan"), -0.0, 1e-40], [float("inf"), 2.0, 3.0]]),
@@ -164,6 +166,34 @@ def test_a_weight_larger_than_the_bucket_and_ends_that_disagree_are_named(ring):
         ours.send(chunk_weights([("large", torch.zeros(40000))], 1, 1))
     with pytest.raises(RolloutError, match="disagree on the bucket size"):
         SharedMemoryTransport(ours.path, bucket_bytes=64)
+
+
+def test_memory_for_which_there_is_no_room_is_an_error_and_leaves_no_file(tmp_path):
+    with pytest.raises(RolloutError, match=r"update_weights_bucket_megabytes.*no room.*shm-size"):
+        SharedMemoryTransport(bucket_bytes=1 << 58)
+    path = tmp_path / "segment"
+    with open(path, "wb") as file, pytest.raises(RolloutError, match="no room"):
+        reserve(file.fileno(), str(path), 1 << 60)
+    assert not path.exists()
+
+
+def test_whoever_waits_long_leaves_the_processor_to_others():
+    polls = 0
+
+    def never() -> bool:
+        nonlocal polls
+        polls += 1
+        return False
+
+    with pytest.raises(RolloutError, match="waited 0 s for nobody"):
+        DiskTransport("unused", timeout=0.2).wait_until(never, "nobody")
+    assert 5 < polls < 300, "naps of a tenth of the time waited, of a ms at most"
+
+
+@pytest.mark.parametrize("shape", ["[Infinity]", "[-1]", '"x"', "null"])
+def test_a_header_that_makes_no_sense_is_refused(shape):
+    with pytest.raises(RolloutError, match="a header of weights"):
+        Layout.decode(f'{{"version": 1, "last": true, "tensors": [["a", "float32", {shape}, 0]]}}'.encode())
 
 
 def test_disk_brings_every_bit_and_keeps_two_versions(tmp_path):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
@@ -236,7 +236,7 @@ class BroadcastTransport(Transport):
 class Broadcast:
     """A broadcast that is under way."""
 
-    tensor: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    tensor: torch.Tensor
     work: Any = None
 
     def wait(self) -> None:

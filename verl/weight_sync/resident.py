@@ -12,14 +12,13 @@ import mmap
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from verl.errors import RolloutError
 from verl.weight_sync.chunks import WeightChunk
-from verl.weight_sync.shared_memory import WANTED, SharedMemoryTransport
+from verl.weight_sync.shared_memory import WANTED, SharedMemoryTransport, reserve
 from verl.weight_sync.wire import Layout
 
 
@@ -37,7 +36,7 @@ class ResidentTransport(SharedMemoryTransport):
     def __init__(self, path: str | None = None, bucket_bytes: int = 512 << 20, timeout: float = 300.0):
         super().__init__(path, bucket_bytes, timeout)
         self._most_bytes = sys.maxsize
-        self._segments: list[tuple[mmap.mmap, torch.Tensor]] = []
+        self._segments: list[torch.Tensor] = []
         self._place = self._streams = 0
 
     def receive(self) -> Iterator[WeightChunk]:
@@ -64,44 +63,44 @@ class ResidentTransport(SharedMemoryTransport):
 
     def _read(self, number: int) -> tuple[Layout, torch.Tensor]:
         layout, _ = super()._read(number)
+        body = self._body(layout.num_bytes)
         self._place += 1
-        return layout, self._body(layout.num_bytes, self._place - 1)
+        return layout, body
 
     def _slot(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        body = self._segments[self._place][1] if self._place < len(self._segments) else self._bytes[:0]
+        body = self._segments[self._place] if self._place < len(self._segments) else self._bytes[:0]
         return super()._slot(number)[0], body
 
-    def _body(self, num_bytes: int, place: int | None = None) -> torch.Tensor:
-        """The segment of a bucket; made by the owner, opened by the other end, both once while its size is the same."""
-        place = self._place if place is None else place
-        if place == len(self._segments):
-            self._segments.append(self._segment(place, num_bytes))
-        elif self._segments[place][1].numel() != num_bytes:
-            self._forget(place)
-            self._segments[place] = self._segment(place, num_bytes)
-        return self._segments[place][1]
+    def _body(self, num_bytes: int) -> torch.Tensor:
+        """The segment of the bucket whose turn it is: made by the owner and opened by the other end, while it has the
+        same size only once."""
+        if self._place == len(self._segments):
+            self._segments.append(self._segment(num_bytes))
+        elif self._segments[self._place].numel() != num_bytes:
+            self._forget(self._place)
+            self._segments[self._place] = self._segment(num_bytes)
+        return self._segments[self._place]
 
     def _forget(self, place: int) -> None:
-        memory, body = self._segments[place]
+        """Remove a segment's name; its memory goes with the last tensor in it, which may be a sampler's."""
         if self._is_owner:
-            Path(self._name(place, body.numel())).unlink(missing_ok=True)
-        with suppress(BufferError):  # somebody's weights are in it: it goes with them
-            memory.close()
+            Path(self._name(place, self._segments[place].numel())).unlink(missing_ok=True)
 
-    def _segment(self, place: int, num_bytes: int) -> tuple[mmap.mmap, torch.Tensor]:
+    def _segment(self, num_bytes: int) -> torch.Tensor:
+        path = self._name(self._place, num_bytes)
         flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if self._is_owner else 0)
-        handle = os.open(self._name(place, num_bytes), flags, 0o600)
+        handle = os.open(path, flags, 0o600)
         try:
             if self._is_owner:
-                os.posix_fallocate(handle, 0, max(1, num_bytes))
+                reserve(handle, path, num_bytes)
             if os.fstat(handle).st_size < num_bytes:
-                raise RolloutError("a segment of weights is too short", key=self._name(place, num_bytes))
+                raise RolloutError("a segment of weights is too short", key=path)
             memory = mmap.mmap(handle, max(1, num_bytes))
             if self._unlinks:
-                Path(self._name(place, num_bytes)).unlink(missing_ok=True)
+                Path(path).unlink(missing_ok=True)
         finally:
             os.close(handle)
-        return memory, torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
+        return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 
     def _name(self, place: int, num_bytes: int) -> str:
         return f"{self.path}-{place}-{num_bytes}"

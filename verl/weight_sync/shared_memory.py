@@ -44,6 +44,9 @@ class SharedMemoryTransport(Transport):
         path: of the other end's memory (`address`); None makes new memory, which only this user can open.
         bucket_bytes: largest chunk; a larger tensor is an error that names this setting.
 
+    Raises:
+        RolloutError: no room for the memory, or the other end's has another size.
+
     Example:
         >>> ours = SharedMemoryTransport(bucket_bytes=512 << 20)
         >>> theirs = SharedMemoryTransport(**ours.address)  # in the sampler's process
@@ -51,8 +54,10 @@ class SharedMemoryTransport(Transport):
 
     not_options: ClassVar[tuple[str, ...]] = ("path",)
 
-    keeps_bodies = True
-    lasts = False
+    keeps_bodies: ClassVar[bool] = True
+    """Whether the slots hold the bodies of chunks beside their headers."""
+    lasts: ClassVar[bool] = False
+    """See `WeightChunk.lasts`."""
 
     def __init__(self, path: str | None = None, bucket_bytes: int = 512 << 20, timeout: float = 300.0):
         super().__init__(timeout)
@@ -63,10 +68,11 @@ class SharedMemoryTransport(Transport):
         if path is None:
             folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
             handle, self.path = tempfile.mkstemp(prefix="verl-weights-", dir=folder)
-            os.posix_fallocate(handle, 0, SLOTS * self._slot_bytes)  # no room is an error here, not a crash later
         else:
             self.path, handle = path, os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         try:
+            if self._is_owner:
+                reserve(handle, self.path, SLOTS * self._slot_bytes)
             if os.fstat(handle).st_size != SLOTS * self._slot_bytes:
                 raise RolloutError("the two ends disagree on the bucket size", key="bucket_bytes", got=bucket_bytes)
             self._memory = mmap.mmap(handle, SLOTS * self._slot_bytes)
@@ -197,3 +203,21 @@ class SharedMemoryTransport(Transport):
 
     def _set(self, number: int, word: int, value: int) -> None:
         self._words[number * self._slot_bytes // 8 + word] = value
+
+
+def reserve(handle: int, path: str, num_bytes: int) -> None:
+    """Take the room of a new file now: where there is none, that is an error here and not a crash at a later write.
+
+    Raises:
+        RolloutError: no room; the file is removed.
+    """
+    try:
+        os.posix_fallocate(handle, 0, max(1, num_bytes))
+    except OSError as error:
+        Path(path).unlink(missing_ok=True)
+        raise RolloutError(
+            f"no room for weights in shared memory: {error.strerror}",
+            key="update_weights_bucket_megabytes",
+            got=f"{num_bytes} bytes in {Path(path).parent}",
+            fix="Make the bucket smaller, or more room there (docker run --shm-size).",
+        ) from error

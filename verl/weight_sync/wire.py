@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,15 +112,12 @@ def views(layout: Layout, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Ten
 
 
 def chunk_of(layout: Layout, buffer: torch.Tensor, lasts: bool = False) -> WeightChunk:
+    """The chunk whose tensors look into a 1-D uint8 buffer; ``lasts`` as in `WeightChunk`.
+
+    Raises:
+        RolloutError: one of them would lie outside.
+    """
     return WeightChunk(layout.version, list(views(layout, buffer)), layout.last, lasts)
-
-
-def checked(chunks: Iterable[WeightChunk], version: int) -> Iterator[WeightChunk]:
-    """Chunks as they come; an error where they are of another version."""
-    for chunk in chunks:
-        if chunk.version != version:
-            raise RolloutError("a chunk of another version arrived", got=chunk.version, allowed=f"{version}")
-        yield chunk
 
 
 def _aligned(number: int) -> int:
