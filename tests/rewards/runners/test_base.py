@@ -20,6 +20,7 @@ class Desk:
 
     def __init__(self, work: Callable[[float], RewardResult | None], seen: list[list[float]]):
         self._work, self._seen = work, seen
+        self.prepare: Callable[[], None] = lambda: None
 
     def handle(self, calls, answer):
         self._seen.append([number for (number,) in calls])
@@ -87,6 +88,27 @@ def test_calls_that_a_station_left_wait_again_before_all_others():
     gate = Gate(work)
     assert gate.scores(0, 1, 2, 3) == [0, 1, 2, 3]
     assert gate.parts == [[0, 1, 2, 3], [1, 2, 3], [2, 3]]
+    gate.pool.close()
+
+
+def test_while_a_station_prepares_again_others_take_the_calls_that_it_left():
+    prepares, answered = threading.Event(), threading.Event()
+
+    def work(number):
+        if threading.current_thread() is first.thread:
+            return None
+        assert prepares.wait(WAIT)
+        return RewardResult(number)
+
+    def prepare():
+        prepares.set()
+        assert answered.wait(WAIT)
+
+    gate = Gate(work, seats=2)
+    first, second = gate.pool._seats
+    first.station.prepare, second.station.most = prepare, 1
+    assert gate.scores(*range(8)) == list(range(8))
+    answered.set()
     gate.pool.close()
 
 

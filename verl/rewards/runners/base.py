@@ -58,6 +58,9 @@ class Station(Protocol):
     def most(self) -> int:
         """How many calls it wants at once; one, unless all of them are sure to be quick."""
 
+    def prepare(self) -> None:
+        """Start what calls need, so that it is not one of them that waits for it."""
+
     def handle(self, calls: Sequence[Sequence[Any]], answer: Callable[[Results | RewardFailure], None]) -> None:
         """Run calls in order and answer each as soon as it is done, the first in any case.
 
@@ -155,9 +158,12 @@ class Pool:
             with self._lock:
                 if seat.given_up:
                     return
-                if seat.calls:
-                    self._put_back(seat)
-                    self._idle += 1
+                failed = bool(seat.calls)
+                self._put_back(seat)
+                self._idle += failed
+            if failed:
+                with suppress(OSError):  # the next call that it takes will say so
+                    seat.station.prepare()  # other seats take the calls meanwhile
         seat.station.close()
 
     def _take(self, seat: Seat) -> bool:

@@ -101,10 +101,13 @@ class Child:
         """As many calls as take a moment all together."""
         return max(1, min(MOST_AT_ONCE, int(MOMENT / self._seconds)))
 
-    def handle(self, calls: Sequence[Sequence[Any]], answer: Callable[[Results | RewardFailure], None]) -> None:
-        """Run calls (packed samples) in the child, up to one that fails it; one without samples only starts it."""
+    def prepare(self) -> None:
         if self._process is None and not self._broken and not self._stopped:
             self._launch()
+
+    def handle(self, calls: Sequence[Sequence[Any]], answer: Callable[[Results | RewardFailure], None]) -> None:
+        """Run calls (packed samples) in the child, up to one that fails it; one without samples only starts it."""
+        self.prepare()
         if self._broken:
             return answer(self._broken[0])
         started, left = time.monotonic(), len(calls)

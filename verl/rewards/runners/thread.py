@@ -27,6 +27,9 @@ class _Here:
     def __init__(self, function: RewardFunction):
         self._function = function
 
+    def prepare(self) -> None:
+        return None
+
     def handle(self, calls: Sequence[Sequence[Any]], answer: Callable[[Results | RewardFailure], None]) -> None:
         for samples in calls:
             answer(invoke(self._function, samples))
