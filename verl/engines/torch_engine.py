@@ -52,6 +52,7 @@ from verl.models.flops import ModelFlops
 from verl.models.liger import apply_liger
 from verl.models.loading import value_head
 from verl.models.lora import LoraSettings
+from verl.models.norms import quicken_norms
 from verl.models.routers import RouterStatistics
 from verl.models.tiled_mlp import tile_mlps
 from verl.models.weights import named_tensors
@@ -492,6 +493,8 @@ class TorchEngine(Engine):
         self.architecture = type(loaded).__name__
         if model.use_liger:
             apply_liger(loaded, self.device)
+        if self.device == "cpu":
+            quicken_norms(loaded)
         tiled, num_tiles = model.tiled_mlp.enabled, model.tiled_mlp.num_shards
         if tiled:
             tile_mlps(loaded, num_tiles)
