@@ -29,7 +29,7 @@ from verl.weight_sync.transport import OtherEndError, Transport
 from verl.weight_sync.wire import Layout, chunk_of
 
 BYTES, HEADER = ".bin", ".json"
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 8 << 20
 """A part is so large, or one larger tensor."""
 KEPT = 2
 """Versions that stay: the newest, and the one that a slow reader may still read."""
