@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import threading
 import time
 
@@ -9,7 +11,7 @@ import pytest
 
 from tests.rewards.files import reward_file, samples
 from verl.rewards import Limits, Scorer, load_reward_function, wire
-from verl.rewards.runners.process import Child, ProcessRunner, _portions
+from verl.rewards.runners.process import Child, ProcessRunner, _portions, _room
 from verl.rewards.samples import RewardFailure
 
 CODE = """
@@ -128,6 +130,14 @@ def test_calls_and_answers_that_are_larger_than_a_pipe_do_not_block_each_other(f
     thread.join(WAIT)
     runner.close()
     assert answers == ["y" * 50_000] * 12
+
+
+def test_half_of_a_pipe_is_filled_and_of_the_smallest_one_where_its_size_is_unknown(monkeypatch):
+    reader, writer = os.pipe()
+    with open(reader, "rb"), open(writer, "wb") as pipe:
+        assert _room(pipe) == fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) // 2
+        monkeypatch.delattr(fcntl, "F_GETPIPE_SZ")
+        assert _room(pipe) == 8 << 10
 
 
 def test_frames_are_written_together_as_far_as_there_is_room():

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import IO, Any
 
 from verl.errors import RewardError
 from verl.rewards import wire
@@ -32,8 +32,9 @@ START_TIMEOUT = 300.0
 TICK = 0.5
 EXIT_TIME = 0.2
 PIECE = 1 << 20
-MOST_AT_ONCE = 32
-MOMENT = 0.02
+MOST_AT_ONCE, MOMENT = 32, 0.02
+"""Calls that are sent together, and the seconds that they may take all in all."""
+SMALLEST_PIPE = 16 << 10
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from verl.rewards.worker import main; main()"
 
 
@@ -157,8 +158,7 @@ class Child:
             yield RewardFailure("died", "the reward function was closed")
             return
         try:
-            room = fcntl.fcntl(process.stdin, fcntl.F_GETPIPE_SZ) // 2
-            for portion in _portions([wire.frame(message) for message in messages], room):
+            for portion in _portions([wire.frame(message) for message in messages], _room(process.stdin)):
                 process.stdin.write(b"".join(portion))
                 process.stdin.flush()
                 for _ in portion:
@@ -213,6 +213,12 @@ class Child:
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _room(pipe: IO[bytes]) -> int:
+    """Half of what a pipe holds; where the system cannot be asked, of the 16 KiB that every one has."""
+    asks = getattr(fcntl, "F_GETPIPE_SZ", None)  # of Linux
+    return (SMALLEST_PIPE if asks is None else int(fcntl.fcntl(pipe, asks))) // 2
 
 
 def _portions(frames: Sequence[bytes], room: int) -> Iterator[list[bytes]]:
