@@ -83,8 +83,13 @@ class FSDPEngineConfig(ConfigNode):
     """Training engines that hold a whole model per data-parallel group: plain (one device), FSDP and FSDP2."""
 
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
-    param_offload: bool = setting(False, "keep the weights in host memory while another role works")
-    optimizer_offload: bool = setting(False, "keep the optimizer's state in host memory while another role works")
+    param_offload: bool = setting(
+        False,
+        "keep the weights in host memory while another role works; no effect on a CPU, where the sampler reads them",
+    )
+    optimizer_offload: bool = setting(
+        False, "keep the optimizer's state in host memory, on a CPU in a file, while another role works"
+    )
     offload_policy: bool = setting(
         False,
         "keep weights, gradients and optimizer in host memory during training too",

@@ -193,7 +193,10 @@ class Engine(ABC):
 
     @abstractmethod
     def offload(self, params: bool = True, optimizer: bool = True) -> None:
-        """Move parameters and optimizer state to host memory; nothing to do on a CPU. The next use brings them back."""
+        """Move parameters and optimizer state to host memory; the next use brings them back.
+
+        On a CPU parameters stay, and the optimizer's state waits in a file.
+        """
 
     @abstractmethod
     def onload(self, params: bool = True, optimizer: bool = True) -> None:

@@ -54,7 +54,7 @@ class PlainEngine(TorchEngine):
 
     def offload(self, params: bool = True, optimizer: bool = True) -> None:
         if self.device == "cpu":
-            return
+            return self._put_away(optimizer)
         if params:
             self.model.to("cpu")
         if optimizer and self.optimizer is not None:
@@ -62,7 +62,7 @@ class PlainEngine(TorchEngine):
 
     def onload(self, params: bool = True, optimizer: bool = True) -> None:
         if self.device == "cpu":
-            return
+            return self._take_back(optimizer)
         if params:
             self.model.to(self.device)
         if optimizer and self.optimizer is not None:

@@ -240,13 +240,17 @@ class ShardedEngine(TorchEngine):
     # ---- host and device ---------------------------------------------------------------------------------------
 
     def offload(self, params: bool = True, optimizer: bool = True) -> None:
+        if self.device == "cpu":
+            return self._put_away(optimizer)
         self._move({self.device: "cpu"}, "cpu", params, optimizer)
 
     def onload(self, params: bool = True, optimizer: bool = True) -> None:
+        if self.device == "cpu":
+            return self._take_back(optimizer)
         self._move({"cpu": self.device}, self.device, params, optimizer)
 
     def _move(self, moves: dict[str, str], to: str, params: bool, optimizer: bool) -> None:
-        if self.device == "cpu" or self.layout.offload:
+        if self.layout.offload:
             return
         if params and next(self.model.parameters()).device.type != to:
             self._move_weights(to)

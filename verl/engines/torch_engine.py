@@ -43,9 +43,10 @@ from verl.engines.rng import rng_state, set_rng_state
 from verl.engines.rows import AlignedRows, MicroBatch
 from verl.engines.settings import PassSettings, check_settings, compute_dtype, recompute_activations
 from verl.engines.sharding import unwrapped
+from verl.engines.state_in_file import StateInFile
 from verl.engines.step import StepReport, clip_and_step, tell_broken_rows
 from verl.errors import CheckpointError, EngineError, ModelError
-from verl.metrics import MetricSet
+from verl.metrics import MetricSet, notice
 from verl.models import count_parameters, hf_folder, load_causal_lm, load_value_model, lora
 from verl.models.compiled import compile_layers
 from verl.models.flops import ModelFlops
@@ -148,6 +149,12 @@ class TorchEngine(Engine):
             raise EngineError("unknown kind of model", got=kind, allowed=LOADERS)
         self.kind, self.device, self.grad_clip, self.path = kind, device, grad_clip, model.path
         self.idle = {"params": engine.param_offload, "optimizer": engine.optimizer_offload}
+        if engine.param_offload and device == "cpu":
+            notice(
+                "fsdp_config.param_offload",
+                "has no effect on a CPU: the sampler reads the same weights; optimizer_offload has one",
+            )
+        self._waiting = StateInFile()
         self.dtype = compute_dtype(engine.dtype, device)
 
     # ---- what a backend provides -------------------------------------------------------------------------------
@@ -401,6 +408,15 @@ class TorchEngine(Engine):
         if self.scheduler is not None:
             self.scheduler.step()
         self.offload(**self.idle)
+
+    def _put_away(self, optimizer: bool) -> None:
+        """What leaves memory on a CPU: the optimizer's state."""
+        if optimizer and self.optimizer is not None:
+            self._waiting.put_away(self.optimizer)
+
+    def _take_back(self, optimizer: bool) -> None:
+        if optimizer and self.optimizer is not None:
+            self._waiting.take_back(self.optimizer)
 
     # ---- state -------------------------------------------------------------------------------------------------
 
