@@ -64,22 +64,22 @@ def _exchanges(module: nn.Module) -> bool:
     return isinstance(vars(module).get("forward"), ExpertExchange)
 
 
-class Softmaxes(TorchDispatchMode):
-    """Rows of every softmax over the vocabulary within the block."""
+class LogSumExps(TorchDispatchMode):
+    """Rows of every log-sum-exp over the vocabulary within the block: one per entropy, and none of a log-prob."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket is torch.ops.aten._softmax and args[0].shape[-1] == VOCAB:
+        if func.overloadpacket is torch.ops.aten.logsumexp and args[0].shape[-1] == VOCAB:
             self.rows.append(args[0].shape[0])
         return func(*args, **(kwargs or {}))
 
 
-def softmax_rows(engine: ShardedEngine, batch: DataProto) -> list[int]:
+def entropy_rows(engine: ShardedEngine, batch: DataProto) -> list[int]:
     """Of a training step with an entropy bonus, in one micro-batch."""
-    with Softmaxes() as mode:
+    with LogSumExps() as mode:
         engine.train_batch(batch, PPOPolicyLoss(ActorConfig(entropy_coeff=0.01)), micro_batch_size=100)
     return mode.rows
 
@@ -177,14 +177,14 @@ def sharing(ranks: Ranks, folder: Path) -> dict[str, dict[str, Any]]:
             expert_bytes(engine(mixture, **ep), batch),
             [4 * EXPERT_NUMBERS, 4 * EXPERT_NUMBERS // ranks.size],
         ),
-        f"entropy_from_logits_with_chunking, {CHUNK} rows: most rows of a softmax": pair(
-            max(softmax_rows(engine(trains=True), batch), default=0),
-            max(softmax_rows(engine(trains=True, **_chunked()), batch), default=0),
+        f"entropy_from_logits_with_chunking, {CHUNK} rows: most rows of an entropy": pair(
+            max(entropy_rows(engine(trains=True), batch), default=0),
+            max(entropy_rows(engine(trains=True, **_chunked()), batch), default=0),
             [predicted, CHUNK],
         ),
-        "entropy_checkpointing: softmaxes per step": pair(
-            len(softmax_rows(engine(trains=True), batch)),
-            len(softmax_rows(engine(trains=True, entropy_checkpointing=True), batch)),
+        "entropy_checkpointing: entropies per step": pair(
+            len(entropy_rows(engine(trains=True), batch)),
+            len(entropy_rows(engine(trains=True, entropy_checkpointing=True), batch)),
             [1, 2],
         ),
     }
