@@ -9,6 +9,7 @@ from torch import nn
 
 from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig
 from verl.engines.plain import PlainEngine
+from verl.models.norms import quicken_norms
 
 
 class GivenModuleEngine(PlainEngine):
@@ -31,6 +32,8 @@ class GivenModuleEngine(PlainEngine):
 
     def _load(self, *_: Any, **__: Any) -> nn.Module:
         self.architecture = type(self._module).__name__
+        if self.device == "cpu":
+            quicken_norms(self._module)
         return self._module
 
     def _build_optimizer(self, *_: Any) -> torch.optim.Optimizer:
