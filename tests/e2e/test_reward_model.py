@@ -63,7 +63,7 @@ def test_ppo_with_a_trained_reward_model_raises_its_score_near_the_policy_it_sta
         "reward_model.enable=true",
         f"reward_model.model.path={model}",
         "algorithm.use_kl_in_reward=true",
-        "algorithm.kl_ctrl.kl_coef=0.05",
+        "algorithm.kl_ctrl.kl_coef=0.2",
         "trainer.experiment_name=ppo_rm",
         f"trainer.total_training_steps={PPO_STEPS}",
         f"trainer.test_freq={PPO_STEPS}",
