@@ -57,31 +57,31 @@ class Run:
     """Seconds of each step of a script.
 
     Args:
-        wall, cpu: by the clock, and of the processor, children of the script included.
+        wall, own, beside: by the clock, of the script's processor time, and of its children's.
         losses: of each step, where the script tells them.
         peak_mib: resident set of the script itself at its highest.
     """
 
     wall: list[float]
-    cpu: list[float]
+    own: list[float]
+    beside: list[float]
     losses: list[float]
     peak_mib: float
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Run:
-        wall, own, beside = zip(*told["marks"])
-        steps = len(wall) - 1
-        children = (beside[-1] - beside[0]) / steps
-        return cls(
-            [b - a for a, b in pairwise(wall)],
-            [b - a + children for a, b in pairwise(own)],
-            told["losses"],
-            told["peak_mib"],
-        )
+        wall, own, beside = ([b - a for a, b in pairwise(times)] for times in zip(*told["marks"]))
+        return cls(wall, own, beside, told["losses"], told["peak_mib"])
+
+    @property
+    def cpu(self) -> list[float]:
+        """Of the processor in all."""
+        return [own + beside for own, beside in zip(self.own, self.beside)]
 
     def medians(self, warmup: int) -> tuple[float, float]:
-        """Wall and CPU seconds per step, the first ones left out."""
-        return statistics.median(self.wall[warmup:]), statistics.median(self.cpu[warmup:])
+        """Wall and CPU seconds per step, the first ones left out; children's ticks are too coarse for a median."""
+        children = statistics.mean(self.beside[warmup:])
+        return statistics.median(self.wall[warmup:]), statistics.median(self.own[warmup:]) + children
 
 
 def run_script(python: str, script: str, words: Iterable[str], folder: Path, ours: bool) -> Run:
