@@ -31,7 +31,7 @@ GRID = 16
 meets, about a millisecond each time."""
 SMALL_BYTES = 5 << 19
 """Float32 weights up to this size, about a core's second-level cache, may be left to BLAS."""
-PROBED_ROWS = (16, 32, 48, 64, 80, 112, 128, 144, 192, 256, 512)
+PROBED_ROWS = (*range(GRID, 321, GRID), 512)
 """Products of so many rows are compared with each other; BLAS takes other code from some number on."""
 
 
