@@ -53,7 +53,7 @@ def write_tensors(
     with FileStream(path, size + sum(tensor.nbytes for tensor in tensors.values())) as stream:
         stream.write(header)
         for name in order:
-            data = _bytes(tensors[name])
+            data = tensor_bytes(tensors[name])
             stream.write(data)
             size += len(data)
             if progress is not None:
@@ -92,6 +92,7 @@ def _header(order: list[str], tensors: Mapping[str, Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """What a tensor holds; no copy, if it is contiguous and on the host."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data

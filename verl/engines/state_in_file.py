@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from verl.checkpoint.tensors import tensor_bytes
 from verl.device import give_memory_back
 from verl.errors import EngineError
 
@@ -71,7 +72,7 @@ def in_file(tensors: Sequence[Tensor]) -> list[Tensor]:
             end += -end % ALIGNMENT
             places.append(end)
             file.seek(end)
-            end += file.write(_bytes(tensor))
+            end += file.write(tensor_bytes(tensor))
         file.flush()
         memory = mmap.mmap(file.fileno(), end, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
@@ -98,7 +99,3 @@ def _like(entry: Tensor, own: Tensor) -> Tensor:
         return own
     mesh, placements = entry.device_mesh, entry.placements
     return DTensor.from_local(own, mesh, placements, run_check=False, shape=entry.shape, stride=entry.stride())
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
