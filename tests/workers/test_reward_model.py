@@ -40,5 +40,5 @@ def test_the_score_is_the_head_after_the_last_token_and_stands_on_it(tmp_path):
     for row, (sequence, last) in enumerate([([5, 6, 7, 9, 10], 1), ([8, 11, 12, 13], 2)]):
         with torch.no_grad():
             direct = model(torch.tensor([sequence])).logits[0, -1, 0]
-        torch.testing.assert_close(scores[row, last], direct, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(scores[row, last], direct, atol=0, rtol=3e-7)  # of 7.2: 4 units in the last place
         assert scores[row].count_nonzero() == 1
