@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 
+import psutil
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -75,6 +76,14 @@ def sample(sampler: Sampler, wanted: Sequence[Request]) -> list[Completion]:
         return list(await asyncio.gather(*(sampler.generate(request) for request in wanted)))
 
     return asyncio.run(run())
+
+
+async def until_it_has_worked(pid: int, seconds: float = 0.1) -> None:
+    """Waits until the process has used ``seconds`` more of its processor, however quick or busy the machine is."""
+    process = psutil.Process(pid)
+    start = process.cpu_times().user
+    while process.cpu_times().user - start < seconds:
+        await asyncio.sleep(0.005)
 
 
 def reference_log_probs(model: PreTrainedModel, request: Request, completion: Completion) -> torch.Tensor:

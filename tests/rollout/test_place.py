@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.rollout.builders import largest_difference, prompt, requests, sample, tiny_model
+from tests.rollout.builders import largest_difference, prompt, requests, sample, tiny_model, until_it_has_worked
 from tests.support import tiny_model_dir
 from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import ConfigError, RolloutError
@@ -112,14 +112,14 @@ def test_a_sampler_in_a_process_of_its_own_that_is_killed_is_an_error_and_no_han
     child = sampler._callee.process.process
 
     async def run():
-        wanted = requests([prompt(3, 1)], samples=4, max_tokens=400, ignore_eos=True)
+        wanted = requests([prompt(3, 1)], samples=64, max_tokens=400, ignore_eos=True)
         tasks = [asyncio.ensure_future(sampler.generate(request)) for request in wanted]
-        await asyncio.sleep(0.3)
+        await until_it_has_worked(child.pid)
         os.kill(child.pid, signal.SIGKILL)
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
 
     found = asyncio.run(run())
-    assert len(found) == 4 and all(isinstance(one, EngineLostError) for one in found), found
+    assert len(found) == 64 and all(isinstance(one, EngineLostError) for one in found), found
     with pytest.raises(EngineLostError, match="the sampler's process ended"):
         asyncio.run(sampler.update_weights(chunk_weights(weights.items(), 9000, 2), 2))
     sampler.close()

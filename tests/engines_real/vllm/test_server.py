@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import urllib.request
 
 import pytest
 
@@ -44,6 +45,18 @@ def over(server, folder, **options):
     return ServerSampler(server.url, model=str(folder), max_start_wait=5.0, retry_delay=0.1, **options)
 
 
+def tokens_generated(server) -> float:
+    """What vLLM counts itself."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vllm:generation_tokens_total{"))
+
+
+async def until_it_generates(server, before: float) -> None:
+    while await asyncio.to_thread(tokens_generated, server) <= before:
+        await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_of_the_server_and_of_the_trainer_are_equal(server, folder, temperature):
     sampler = over(server, folder)
@@ -75,8 +88,9 @@ def test_an_aborted_request_returns_what_it_has(server, folder):
 
     async def run():
         long = Request("long", PROMPTS[1], SamplingParams(max_tokens=480, ignore_eos=True))
+        before = tokens_generated(server)
         task = asyncio.ensure_future(sampler.generate(long))
-        await asyncio.sleep(0.5)
+        await until_it_generates(server, before)
         await sampler.abort()
         return await asyncio.wait_for(task, 30)
 
@@ -109,8 +123,9 @@ def test_a_killed_server_is_an_error_for_every_request_and_no_hang(server, folde
     wanted = requests(PROMPTS, samples=2, max_tokens=400, ignore_eos=True)
 
     async def run():
+        before = tokens_generated(server)
         tasks = [asyncio.ensure_future(sampler.generate(request)) for request in wanted]
-        await asyncio.sleep(0.5)
+        await until_it_generates(server, before)
         os.kill(server.process.pid, signal.SIGKILL)
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
 

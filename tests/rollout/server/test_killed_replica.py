@@ -12,7 +12,7 @@ from collections import Counter
 
 import pytest
 
-from tests.rollout.builders import requests, sample
+from tests.rollout.builders import requests, sample, until_it_has_worked
 from tests.support import tiny_model_dir
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.replicas import Replicas
@@ -82,7 +82,7 @@ def test_every_prompt_gets_exactly_its_samples_when_a_replica_is_killed_in_mid_g
         tasks = [asyncio.ensure_future(replicas.generate(request)) for request in wanted]
         while not replicas.replicas[0].load and not all(task.done() for task in tasks):
             await asyncio.sleep(0.005)
-        await asyncio.sleep(0.1)
+        await until_it_has_worked(victim.pid)
         busy = replicas.replicas[0].load
         start = time.monotonic()
         os.kill(victim.pid, signal.SIGKILL)
