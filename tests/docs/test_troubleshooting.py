@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.sanity.source_tree import ROOT
-from tests.support import write_prompts
+from tests.support import addition_rows, tiny_model_dir, write_prompts
 from verl import device
+from verl.checkpoint import RunLock
 from verl.config import load_config
 from verl.errors import ConfigError
 from verl.metrics import notices, reset_notices
+from verl.trainer import main_ppo
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 SHOWN = [line for block in re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
@@ -30,12 +34,42 @@ ERRORS = {
     f"{R}.enable_vision=true": f"{R}.enable_vision: not built",
     "trainer.device=npu": "trainer.device: this machine",
     "trainer.logger=[console,mlflow]": "trainer.logger: 'mlflow'",
+    "trainer.logger=[console,wandb]": "trainer.logger: 'wandb'",
+    "data.train_files=trian.parquet": "data.train_files: no such file",
+    "actor_rollout_ref.model.path=.": "actor_rollout_ref.model.path: this folder",
+    f"{A}.strategy=torchtitan": f"{A}.strategy: the training backend",
+    f"{A}.strategy=megatron {A}.megatron.tensor_model_parallel_size=3 trainer.device=cpu trainer.n_gpus_per_node=4": (
+        f"{A}.megatron.tensor_model_parallel_size: 4 process(es)"
+    ),
+    f"{R}.name=trtllm {A}.ppo_mini_batch_size=5 data.train_batch_size=16": "2 settings cannot stand:",
 }
+WHILE_RUNNING = {
+    "data.train_batch_size=4096 mine.name=good": "data.train_batch_size: the dataset has",
+    "data.max_prompt_length=4": "train.parquet, row 0:",
+    "data.train_files=bare.parquet": "data_source: the data has no column",
+    "": "data_source: no built-in scorer",
+    "data.train_files=bare.parquet data.train_batch_size=32 mine.name=nothing": "all 64 samples of a batch failed",
+    "mine.name=odd": "odd in ...: no parameter says",
+    "trainer.default_local_dir=busy trainer.save_freq=1 mine.name=good": "trainer.default_local_dir: another run",
+}
+OFFLINE = "model.path: no tokenizer could be loaded from this hub name"
+"""What the hub's client says without a network is not ours; the sentence around it is tested in tests/data."""
+REWARDS = """
+def nothing(data_source, solution_str, ground_truth, extra_info=None):
+    return None
+
+def odd(text, truth):
+    return 0.0
+
+def good(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.0
+"""
 NOTICES = {
     f"{R}.gpu_memory_utilization=0.4": f"{R}.gpu_memory_utilization",
     f"{A}.lr=1e-6": f"{A}.lr",
     "algorithm.kl_ctrl.kl_coef=0.001": "algorithm.kl_ctrl.kl_coef",
     f"{A}.kl_loss_coef=0.01": f"{A}.kl_loss_coef",
+    f"critic.optim.lr=1e-3 algorithm.adv_estimator=grpo {R}.n=4": "critic.optim.lr",
 }
 
 
@@ -45,13 +79,26 @@ def laptop(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(device, "accelerator", lambda: None)
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, p=None: None if name == "mlflow" else found(name, p))
+    missing = ("mlflow", "wandb")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, p=None: None if name in missing else found(name, p))
     write_prompts("train.parquet", 4)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     reset_notices()
     yield
     reset_notices()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("model"))
+
+
+def shown(start: str) -> str:
+    """The error on the page that begins so, with the lines of its list."""
+    (first,) = [number for number, line in enumerate(SHOWN) if line.startswith(f"error: {start}")]
+    items = itertools.takewhile(lambda line: line.startswith("  - "), SHOWN[first + 1 :])
+    return "\n".join([SHOWN[first], *items])
 
 
 def is_shown(line: str, said: str) -> bool:
@@ -62,7 +109,7 @@ def is_shown(line: str, said: str) -> bool:
 
 @pytest.mark.parametrize("words", ERRORS)
 def test_an_error_is_shown_as_it_is(laptop, words):
-    (line,) = [line for line in SHOWN if line.startswith(f"error: {ERRORS[words]}")]
+    line = shown(ERRORS[words])
     given = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
     with pytest.raises(ConfigError) as caught:
         load_config("ppo_trainer", [*given, *words.split()])
@@ -72,5 +119,29 @@ def test_an_error_is_shown_as_it_is(laptop, words):
 @pytest.mark.parametrize("words", NOTICES)
 def test_a_notice_is_shown_as_it_is(laptop, words):
     key = NOTICES[words]
-    load_config("ppo_trainer", ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model", words])
+    load_config("ppo_trainer", ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model", *words.split()])
     assert f"{key}: {notices()[key]}" in SHOWN
+
+
+@pytest.mark.parametrize("words", WHILE_RUNNING)
+def test_an_error_of_a_run_is_shown_as_it_is(laptop, model, capsys, words):
+    write_prompts("train.parquet", 1600)
+    write_prompts("bare.parquet", [{"prompt": row["prompt"]} for row in addition_rows(64)])
+    Path("rewards.py").write_text(REWARDS)
+    given = [
+        "algorithm.adv_estimator=grpo data.train_files=train.parquet data.train_batch_size=2",
+        f"data.max_response_length=4 actor_rollout_ref.model.path={model} {R}.n=2 {A}.ppo_mini_batch_size=2",
+        "trainer.total_training_steps=1 trainer.logger=[file]",
+        words.replace("mine.", "reward.custom_reward_function.path=rewards.py reward.custom_reward_function."),
+    ]
+    Path("busy").mkdir()
+    with RunLock("busy"):
+        status = main_ppo.main(" ".join(given).split())
+    said = capsys.readouterr().err.strip()
+    assert status == 2 and is_shown(shown(WHILE_RUNNING[words]), said), said
+
+
+def test_every_error_on_the_page_is_met_above():
+    errors = [line.removeprefix("error: ") for line in SHOWN if line.startswith("error: ")]
+    known = (*ERRORS.values(), *WHILE_RUNNING.values(), OFFLINE)
+    assert [line for line in errors if not line.startswith(known)] == []
