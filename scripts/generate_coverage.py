@@ -64,9 +64,9 @@ def page() -> str:
 
 
 def features() -> list[str]:
-    """The features that settings wait for, sorted; which settings these are stands in docs/configuration.md."""
+    """The features that settings wait for with every sampler, sorted; which settings, docs/configuration.md says."""
     leaves = [leaf for program in (PPO, SFT) for leaf in schema_of(program.root).leaves.values()]
-    return sorted({leaf.planned for leaf in leaves if leaf.planned}, key=str.lower)
+    return sorted({leaf.planned for leaf in leaves if leaf.planned and not leaf.engines}, key=str.lower)
 
 
 def _line(row: Row, found: list[Outcome]) -> str:

@@ -37,7 +37,8 @@ Everything a run can be told, for `python -m verl.trainer.main_ppo` (RL) and `py
 How to read the tables: keys are relative to the heading. **default** `= key` means the value of that key, until this
 one is set. **upstream's default** is given where ours deviates. **status** is *works*; or *no effect* with the reason
 (setting it gives one notice); or *refused* with the name of a feature that is not built yet (any value but the default
-is an error that says so). **covered by** is the test that shows that it is read.
+is an error that says so). Some settings work with certain samplers only, which are named. **covered by** is the test
+that shows that it is read.
 """
 
 
@@ -69,7 +70,7 @@ def page(coverage: Coverage | None = None) -> str:
 
 def _part(part: Part, tests: Coverage) -> str:
     lines = [f"### `{part.key}`{_of(part.places[0].program)}\n", f"{_summary(part)}\n", HEADER]
-    order = sorted(part.rows, key=lambda name: part.rows[name].metadata["planned"] is not None)
+    order = sorted(part.rows, key=lambda name: _is_refused(part.rows[name].metadata))
     lines += [_row(part, name, tests) for name in order]
     return "\n".join(lines) + "\n"
 
@@ -111,11 +112,18 @@ def _meaning(meta: Mapping[str, Any]) -> str:
     return f"{said} ({', '.join(choices)})"
 
 
+def _is_refused(meta: Mapping[str, Any]) -> bool:
+    """Whether no rollout engine follows the setting."""
+    return meta["planned"] is not None and not meta["engines"]
+
+
 def _status(meta: Mapping[str, Any]) -> str:
-    but = f"; works with rollout.name={' or '.join(meta['engines'])}" if meta["engines"] else ""
+    on = f"works with rollout.name={' or '.join(meta['engines'])}" if meta["engines"] else ""
     if meta["planned"] is not None:
-        return f"refused: {meta['planned']}{but}"
-    return "works" if meta["no_effect"] is None else f"no effect: {meta['no_effect']}{but}"
+        return f"{on}; refused with others" if on else f"refused: {meta['planned']}"
+    if meta["no_effect"] is None:
+        return "works"
+    return f"no effect: {meta['no_effect']}" + (f"; {on}" if on else "")
 
 
 def _deviation(upstream: Any) -> str:

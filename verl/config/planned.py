@@ -12,8 +12,6 @@ from verl.metrics import notice
 INSTEAD: dict[str, str] = {
     "Megatron's own LoRA settings": "Set actor_rollout_ref.model.lora_rank, lora_alpha and target_modules.",
     "Megatron's own checkpoint format": "Leave it out: every checkpoint of this library loads at any parallel sizes.",
-    "the server rollout engines": "It belongs to actor_rollout_ref.rollout.name=server; leave it out with this engine.",
-    "sampling on several ranks": "Set it to 1 to sample on the trainer's device, or sample with vLLM: rollout.name=vllm.",
     "profiling with Nsight Systems": "Set global_profiler.tool=torch: its traces show kernels, too.",
     "profiling on Ascend": "Leave it out; global_profiler.tool=torch shows what the host does.",
     "the msprobe precision debugger": "Leave it out.",
@@ -50,13 +48,13 @@ def check_built(leaf: Leaf, value: Any, usual: list[Any]) -> ConfigError | None:
     """An error that names the feature, unless the value is what the leaf would be anyway."""
     if leaf.planned is None or value in usual:
         return None
-    default = usual[0]
+    default, engines = usual[0], " or ".join(leaf.engines)
     return NotBuiltError(
-        f"not built yet: {leaf.planned}",
+        f"not built for this sampler: {leaf.planned}" if engines else f"not built yet: {leaf.planned}",
         key=leaf.key,
         got=value,
         allowed="null" if default is None else f"{default!r}",
-        fix=INSTEAD.get(leaf.planned, "Leave it out."),
+        fix=f"It works with rollout.name={engines}." if engines else INSTEAD.get(leaf.planned, "Leave it out."),
     )
 
 

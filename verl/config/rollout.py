@@ -12,8 +12,8 @@ from verl.config.profiler import ProfilerConfig
 class EngineKwargsConfig(ConfigNode):
     """Arguments that go to the sampling engine as they are."""
 
-    vllm: dict = setting({}, "arguments of vLLM, as they are", planned="the vLLM engine", engines=("vllm",))
-    sglang: dict = setting({}, "arguments of SGLang, as they are", planned="the SGLang engine", engines=("sglang",))
+    vllm: dict = setting({}, "arguments of vLLM, as they are", planned="arguments of vLLM", engines=("vllm",))
+    sglang: dict = setting({}, "arguments of SGLang, as they are", planned="arguments of SGLang", engines=("sglang",))
     trtllm: dict = setting({}, "arguments of TensorRT-LLM, as they are", planned="the TensorRT-LLM engine")
 
 
@@ -181,54 +181,54 @@ class ServerConfig(ConfigNode):
         None,
         "address of the server, http://host:port; several are replicas",
         upstream=ABSENT,
-        planned="the server rollout engines",
+        planned="requests to servers",
         engines=_SERVERS,
     )
     api: str = setting(
         "auto",
         "kind of the server: auto (ask it), vllm, sglang, tgi, verl, or openai for any other",
         upstream=ABSENT,
-        planned="the server rollout engines",
+        planned="requests to servers",
         engines=("server",),
     )
     model: str | None = setting(
         None,
         "name under which the server serves the model; null: ask it",
         upstream=ABSENT,
-        planned="the server rollout engines",
+        planned="requests to servers",
         engines=_SERVERS,
     )
     api_key_env: str | None = setting(
         None,
         "environment variable that holds the server's key",
         upstream=ABSENT,
-        planned="the server rollout engines",
+        planned="requests to servers",
         engines=_SERVERS,
     )
     weights_dir: str | None = setting(
         None,
         "folder, seen by the server too, through which new weights go; null: a temporary one",
         upstream=ABSENT,
-        planned="the server rollout engines",
+        planned="requests to servers",
         engines=_SERVERS,
         path=True,
     )
     timeout: float = setting(
         60.0,
         "seconds until an attempt of a request is given up",
-        planned="the server rollout engines",
+        planned="requests to servers",
         engines=_SERVERS,
     )
-    max_attempts: int = setting(3, "attempts per request", planned="the server rollout engines", engines=_SERVERS)
+    max_attempts: int = setting(3, "attempts per request", planned="requests to servers", engines=_SERVERS)
     retry_delay: float = setting(
         2.0,
         "seconds of the first pause between attempts; each further one is twice as long",
-        planned="the server rollout engines",
+        planned="requests to servers",
         engines=_SERVERS,
     )
-    max_connections: int = setting(1000, "open connections", planned="the server rollout engines", engines=_SERVERS)
+    max_connections: int = setting(1000, "open connections", planned="requests to servers", engines=_SERVERS)
     max_start_wait_time: float = setting(
-        300.0, "seconds to wait for a server to start", planned="the server rollout engines", engines=_SERVERS
+        300.0, "seconds to wait for a server to start", planned="requests to servers", engines=_SERVERS
     )
 
 
@@ -293,7 +293,9 @@ class RolloutConfig(ConfigNode):
         planned="sampling on several ranks",
         engines=("hf", "vllm", "sglang"),
     )
-    data_parallel_size: int = setting(1, "data-parallel size of the engine", planned="sampling on several ranks")
+    data_parallel_size: int = setting(
+        1, "data-parallel size of the engine", planned="data parallelism inside the sampler"
+    )
     expert_parallel_size: int = setting(
         1, "expert-parallel size", planned="sampling on several ranks", engines=("vllm",)
     )
@@ -410,7 +412,7 @@ class RolloutConfig(ConfigNode):
         engines=("vllm",),
     )
     moe_tensor_parallel_size: int = setting(
-        1, "TensorRT-LLM: tensor-parallel size of experts", planned="sampling on several ranks"
+        1, "TensorRT-LLM: tensor-parallel size of experts", planned="the TensorRT-LLM engine"
     )
     layer_name_map: str | None = setting(
         None, "names of layers for SGLang servers", planned="weights of SGLang by layer names"
@@ -423,7 +425,7 @@ class RolloutConfig(ConfigNode):
     server: ServerConfig = section(ServerConfig)
     custom: str | None = setting(None, "settings of a plug-in of your own", planned="rollout plug-ins")
     checkpoint_manager_class: str | None = setting(
-        None, "class that replaces the hand-over of weights", planned="weight-sync transports between processes"
+        None, "class that replaces the hand-over of weights", planned="a manager of the hand-over of your own"
     )
     enable_vision: bool = setting(False, "allow images in prompts", planned="vision-language models")
     profiler: ProfilerConfig = section(ProfilerConfig)
