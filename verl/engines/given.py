@@ -15,6 +15,8 @@ from verl.models.norms import quicken_norms
 class GivenModuleEngine(PlainEngine):
     """Trains ``module`` in place, with ``optimizer``; its learning rate is the optimizer's own and stays as it is.
 
+    The module keeps what training puts into it: its attention, and on a CPU the one-step forward of its plain norms.
+
     Args:
         module: a causal language model of transformers, whole, on one device.
         optimizer: over the module's parameters; None freezes it.
