@@ -1,0 +1,218 @@
+"""What pages name is there: settings, their values, metrics, modules, files, headings. Built-in names are described."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.sanity.source_tree import ROOT, read_toml, tracked_files
+from verl import registry
+from verl.config.groups import NAMES
+from verl.config.loading import read_config
+from verl.config.schema import schema_of
+
+GENERATED = ("docs/configuration.md", "docs/coverage.md")
+PAGES = sorted(
+    page
+    for page in tracked_files()
+    if page.suffix in (".md", ".rst") and "tests" not in page.parts and str(page.relative_to(ROOT)) not in GENERATED
+)
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
+every_page = pytest.mark.parametrize("page", PAGES, ids=IDS)
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PROGRAMS = {"main_generation": "generation", "main_eval": "evaluation"}
+NO_SETTINGS = ("actor_rollout_ref.actor.tis_imp_ratio_cap", "kernel.apparmor_restrict_unprivileged_userns")
+"""One that a page says is gone, and one of Linux."""
+
+
+def code(page: Path) -> list[str]:
+    """What stands between backticks in the running text."""
+    return re.findall(r"`([^`\n]+)`", FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    return [body for language, body in FENCE.findall(page.read_text(encoding="utf-8")) if language in languages]
+
+
+def is_there(name: str) -> bool:
+    """Whether ``a.b.c`` or ``a.b:c`` can be imported."""
+    parts = re.split(r"[.:]", name)
+    for cut in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+@every_page
+def test_names_of_the_library_can_be_imported(page):
+    text = page.read_text(encoding="utf-8")
+    names = set(re.findall(r"(?<![\w./-])((?:verl|recipe)(?:\.[A-Za-z_]\w*)+(?::\w+)?)", text))
+    assert [name for name in sorted(names) if not is_there(name)] == []
+
+
+@every_page
+def test_python_blocks_are_python_and_import_what_is_there(page):
+    missing = []
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("verl", "recipe"):
+                missing += [
+                    f"{node.module}.{name.name}" for name in node.names if not is_there(f"{node.module}.{name.name}")
+                ]
+    assert missing == []
+
+
+@every_page
+def test_files_of_the_checkout_are_there(page):
+    rooms = "verl|tests|benchmarks|scripts|recipe|docker|docs"
+    named = [
+        path.rstrip(".") for text in code(page) for path in re.findall(rf"(?<![\w./-])((?:{rooms})/[\w./-]+)", text)
+    ]
+    named += [f"tests/{path}" for text in code(page) for path in re.findall(r"^(\w+/test_\w+\.py)$", text)]
+    assert [path for path in named if not (ROOT / path).exists() and not (page.parent / path).exists()] == []
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page, as GitHub makes them."""
+    found = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    words = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower() for heading in found)
+    return {re.sub(r"[^\w\- ]", "", word).replace(" ", "-") for word in words}
+
+
+@every_page
+def test_links_into_a_page_lead_to_a_heading(page):
+    links = re.findall(r"\]\(([^)#\s:]*\.md)?#([^)]+)\)", FENCE.sub("", page.read_text(encoding="utf-8")))
+    assert [link for link in links if link[1] not in headings(page.parent / link[0] if link[0] else page)] == []
+
+
+def endings() -> set[str]:
+    """Every setting and section of every program under its full key and all shorter ones: ``rollout.n``, ``n``."""
+    found = set()
+    for program, _ in NAMES.values():
+        schema = schema_of(program.root)
+        for key in (*schema.leaves, *schema.sections):
+            parts = key.split(".")
+            found |= {".".join(parts[start:]) for start in range(len(parts))}
+    return found
+
+
+ENDINGS = endings()
+
+
+def is_setting(key: str) -> bool:
+    """A setting, in full or shortened; a key inside one that holds a mapping; or an older spelling."""
+    for program, _ in NAMES.values():
+        schema, old = schema_of(program.root), program.aliases.moved
+        full = (key, f"actor_rollout_ref.{key}", f"actor_rollout_ref.model.{key}")
+        if any(schema.split(name) for name in full) or any(f"{key}.".startswith(f"{name}.") for name in old):
+            return True
+    return key in ENDINGS
+
+
+@every_page
+def test_settings_that_the_text_names_exist(page):
+    named = []
+    for text in code(page):
+        if "(" not in text:
+            named += re.findall(r"(?<![\w./-])\+{0,2}([a-z_]\w*(?:\.\w+)+)=", text)
+        if re.fullmatch(r"(actor_rollout_ref|critic|data|trainer|algorithm|reward|global_profiler)(\.\w+)+", text):
+            named.append(text)
+    named = [key for key in named if key not in NO_SETTINGS and not key.endswith((".py", ".json"))]
+    assert [key for key in named if not is_setting(key)] == []
+
+
+@every_page
+def test_commands_are_made_of_settings_and_of_values_that_these_take(page):
+    for command in "\n".join(blocks(page, "bash", "sh")).replace("\\\n", " ").splitlines():
+        module = re.search(r"-m (verl\.trainer|recipe\.\w+)\.(\w+)", command)
+        if module is None or module[2] == "main_generation_server":  # has settings of its own, behind a plus
+            continue
+        words = shlex.split(command, comments=True)
+        given = [word for word in words[words.index("-m") + 2 :] if re.match(r"[+~]{0,2}[a-z_][\w.]*=", word)]
+        name = PROGRAMS.get(module[2], module[2] if module[2] in NAMES else "ppo_trainer")
+        read_config(name, [word for word in given if not word.endswith("...")])
+
+
+def strings() -> str:
+    """Every text and name in the code from which the key of a metric may be made."""
+    found = set()
+    for file in tracked_files():
+        if file.suffix != ".py" or file.relative_to(ROOT).parts[0] not in ("verl", "recipe"):
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
+                found.add(node.value)
+            elif isinstance(node, ast.FunctionDef | ast.arg | ast.keyword):
+                found.add((node.name if isinstance(node, ast.FunctionDef) else node.arg) or "")
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found.add(node.target.id)
+    return "\n".join(found)
+
+
+METRIC = re.compile(
+    r"(?:actor|critic|training|perf|timing_s|rollout_corr|reward|reward_model|tool_calls|tool_call_counts|agent_loop|"
+    r"rollout|val|train|response_length|prompt_length|num_turns|moe)/[\w/*{},<>@]+"
+)
+
+
+@pytest.fixture(scope="module")
+def texts() -> str:
+    return strings()
+
+
+@every_page
+def test_metrics_are_made_somewhere_in_the_code(page, texts):
+    """The words of a metric's key stand in the code; a key may be put together, so each word for itself."""
+    missing = []
+    for text in code(page):
+        if METRIC.fullmatch(text) is None or (ROOT / "verl" / text).exists() or text.endswith("/"):
+            continue
+        words = [re.sub(r"[*@].*", "", word).rstrip("_") for word in re.split(r"[/{},]|<[^>]*>", text)]
+        missing += [text for word in words if word and not re.search(rf"(?<![a-z]){re.escape(word)}", texts)]
+    assert missing == []
+
+
+DESCRIBED = {
+    "docs/algorithms.md": (registry.ADVANTAGE_ESTIMATORS, registry.POLICY_LOSSES),
+    "docs/backends.md": (registry.ENGINES,),
+    "docs/engines.md": (registry.SAMPLERS,),
+    "docs/multi_turn.md": (registry.TOOL_PARSERS,),
+    "docs/rewards.md": (registry.REWARD_MANAGERS,),
+    "docs/tracking.md": (registry.TRACKERS,),
+    "docs/weight_sync.md": (registry.TRANSPORTS,),
+}
+
+
+@pytest.mark.parametrize("page", DESCRIBED)
+def test_every_built_in_name_is_described(page):
+    said = code(ROOT / page)
+    names = [name for kind in DESCRIBED[page] for name in kind.names() if name != "resident"]  # shared_memory picks it
+    assert [name for name in names if name not in said] == []
+
+
+def test_every_program_that_prepares_data_is_described():
+    said = " ".join(code(ROOT / "docs/data.md"))
+    programs = [file.stem for file in (ROOT / "verl/data/prepare").glob("*.py") if "def main(" in file.read_text()]
+    assert programs and [name for name in programs if not re.search(rf"\b{name}\b", said)] == []
+
+
+def test_the_table_of_layers_is_that_of_the_file():
+    layers = read_toml(ROOT / "layers.toml")["layers"]
+    rows = re.findall(r"^\| (\d) \| ([^|]*) \|", (ROOT / "docs/design.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {number: re.findall(r"`(\w+)`", rooms) for number, rooms in rows} == {
+        number: [room for room in rooms if not room.startswith("_")] for number, rooms in layers.items()
+    }
+    missing = [r for rooms in layers.values() for r in rooms if not list((ROOT / "verl").glob(f"{r}*"))]
+    assert missing == [], "a room of layers.toml that is not there"
