@@ -20,7 +20,10 @@ NASTY = """
     import ctypes, os, re, subprocess, sys, time
 
     def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-        if solution_str == "loop":
+        word, _, file = solution_str.partition(" in ")
+        if word == "loop":
+            if file:
+                open(file, "w").close()
             while True:
                 pass
         if solution_str == "sleep":
@@ -43,7 +46,9 @@ NASTY = """
             return subprocess.Popen(["sleep", "1000"]).pid
         return {"score": 1.0, "pid": os.getpid()}
 """
-FAST = Limits(timeout=0.7, num_workers=2)
+FAST = Limits(timeout=2.0, num_workers=2)
+"""Long enough for what is quick on a busy machine; what runs out of it never ends."""
+WAIT = 60
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +76,9 @@ def is_gone(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("text", "kind", "part"),
     [
-        ("loop", "timeout", "took longer than 0.7 s and was stopped"),
-        ("sleep", "timeout", "took longer than 0.7 s"),
-        ("regex", "timeout", "took longer than 0.7 s"),
+        ("loop", "timeout", "took longer than 2 s and was stopped"),
+        ("sleep", "timeout", "took longer than 2 s"),
+        ("regex", "timeout", "took longer than 2 s"),
         ("exit", "raised", "SystemExit: 3"),
         ("hard exit", "died", "exit code 3"),
         ("crash", "died", "SIGSEGV"),
@@ -81,20 +86,27 @@ def is_gone(pid: int) -> bool:
     ],
 )
 def test_a_function_from_a_file_is_stopped_whatever_it_does(nasty, text, kind, part):
-    start = time.monotonic()
     first, bad, last = nasty.score(samples("good", text, "good"))
-    assert time.monotonic() - start < 20
     assert first.score == last.score == 1.0
     assert bad.failure.kind == kind and part in bad.failure.message
 
 
-def test_a_call_that_hangs_delays_the_others_by_its_own_time_limit_at_most(nasty):
-    nasty.score(samples("good", "good"))  # both processes are there
-    start = time.monotonic()
+def test_the_others_go_on_in_the_other_process_while_a_call_hangs(nasty, tmp_path):
+    scorer, began = Scorer(nasty.function, Limits(timeout=1000, num_workers=2)), tmp_path / "began"
+    hanging = scorer._submit(samples(f"loop in {began}"))
+    while not began.exists():
+        time.sleep(0.01)
+    others = [scorer._submit([sample]) for sample in samples(*["good"] * 30)]
+    results = [future.result(WAIT)[0] for future in others]
+    assert not hanging.done() and all(result.score == 1.0 for result in results)
+    scorer.close()
+    assert hanging.result(WAIT)[0].failure.kind == "died"
+
+
+def test_calls_behind_one_that_hangs_wait_for_its_time_limit_and_are_scored(nasty):
+    nasty.score(samples("good", "good"))  # several may be sent at once
     results = nasty.score(samples("loop", *["good"] * 30))
-    spent = time.monotonic() - start
     assert results[0].failure.kind == "timeout" and all(result.score == 1.0 for result in results[1:])
-    assert spent < FAST.timeout + 5, "the others went on in the other process; the limit, and starting a process anew"
 
 
 def test_an_exception_in_a_process_can_be_raised_from_with_the_users_traceback(nasty):
@@ -135,7 +147,7 @@ def test_a_thread_that_hangs_is_given_up_and_stopped():
             pass
         return 1
 
-    scorer = Scorer(RewardFunction.of(compute_score), Limits(timeout=0.3, num_workers=2))
+    scorer = Scorer(RewardFunction.of(compute_score), FAST)
     before = {thread for thread in threading.enumerate() if thread.name == "verl-reward"}
     good, bad, more = scorer.score(samples("good", "loop", "good"))
     assert good.score == more.score == 1.0 and bad.failure.kind == "timeout" and "given up" in bad.failure.message
@@ -159,30 +171,33 @@ def test_a_hang_is_seen_however_often_the_pool_was_idle_before():
 
 
 def test_async_samples_run_at_once_and_each_has_its_limit():
+    there = 0
+
     async def compute_score(solution_str):
+        nonlocal there
         if solution_str == "raise":
             raise ValueError("bad")
         if solution_str == "cancel":
             raise asyncio.CancelledError
-        await asyncio.sleep(1000 if solution_str == "hang" else 0.1)
+        there += solution_str == "good"
+        while solution_str == "hang" or there < 100:  # one after the other would wait for ever
+            await asyncio.sleep(0.01)
         return 1
 
-    scorer = Scorer(RewardFunction.of(compute_score), Limits(timeout=1.0))
-    start = time.monotonic()
+    scorer = Scorer(RewardFunction.of(compute_score), Limits(timeout=2.0))
     results = scorer.score(samples(*["good"] * 100, "raise", "cancel", "hang"))
-    assert time.monotonic() - start < 8  # 100 times 0.1 s one after another would be 10 s
     assert [r.score for r in results[:100]] == [1.0] * 100
     assert [r.failure.kind for r in results[100:]] == ["raised", "raised", "timeout"]
 
 
 def test_an_async_function_that_blocks_fails_alone_and_the_others_begin_again():
     async def compute_score(solution_str):
-        if solution_str == "block":
-            time.sleep(1.0)
+        while solution_str == "block":
+            time.sleep(0.01)
         await asyncio.sleep(0.01)
         return 1
 
-    scorer = Scorer(RewardFunction.of(compute_score), Limits(timeout=0.3))
+    scorer = Scorer(RewardFunction.of(compute_score), Limits(timeout=2.0))
     results = scorer.score(samples("good", "block", *["good"] * 20))
     assert results[1].failure.kind == "timeout" and "blocked the event loop" in results[1].failure.message
     assert all(r.score == 1.0 for i, r in enumerate(results) if i != 1)
@@ -216,12 +231,15 @@ def test_a_batch_call_that_fails_as_a_whole_fails_every_row():
 
 
 def test_a_batch_call_that_hangs_is_stopped_once():
-    def compute_reward(responses, ground_truths):
-        time.sleep(30)
+    calls, over = [], threading.Event()
 
-    start = time.monotonic()
+    def compute_reward(responses, ground_truths):
+        calls.append(list(responses))
+        over.wait(WAIT)
+
     results = Scorer(RewardFunction.of(compute_reward), Limits(timeout=0.2)).score(samples("a", "b", "c"))
-    assert {r.failure.kind for r in results} == {"timeout"} and time.monotonic() - start < 10
+    over.set()
+    assert {r.failure.kind for r in results} == {"timeout"} and calls == [["a", "b", "c"]]
 
 
 def test_a_row_that_cannot_be_sent_is_scored_in_a_thread_with_a_notice(tmp_path):
@@ -231,7 +249,7 @@ def test_a_row_that_cannot_be_sent_is_scored_in_a_thread_with_a_notice(tmp_path)
             value = extra_info["value"]
             return value() if callable(value) else value
     """
-    scorer = Scorer(load_reward_function(reward_file(tmp_path, code)), Limits(timeout=5))
+    scorer = Scorer(load_reward_function(reward_file(tmp_path, code)), Limits(timeout=WAIT))
     infos = [{"value": 1}, {"value": lambda: 7}, {"value": 2}]
     results = scorer.score([RewardSample("d", "a", "t", info) for info in infos])
     assert [r.score for r in results] == [1.0, 7.0, 2.0]

@@ -167,7 +167,8 @@ def _overdue(state: _State) -> list[int]:
 
 
 def _replace(state: _State, loop: asyncio.AbstractEventLoop) -> None:
-    """Give the loop up with the call that blocks it; all others begin again in a fresh one."""
+    """Give the loop up with the call that blocks it; all others begin again in a fresh one, under new numbers: what the
+    old loop says about them when it is ended (that they were cancelled) is no answer."""
     failure = RewardFailure(
         "timeout",
         f"blocked the event loop for more than {state.timeout:g} s: an async function must await what takes long",
@@ -183,8 +184,10 @@ def _replace(state: _State, loop: asyncio.AbstractEventLoop) -> None:
         if again:
             _open(state)
         for number, call in again.items():
-            call.started = None
-            _schedule(state, number)
+            anew = next(state.numbers)
+            state.calls[anew] = _Call(call.samples, call.future)
+            state.calls.pop(number, None)  # only now, so that closing meanwhile finds the call under one of the two
+            _schedule(state, anew)
     for number, samples in failed.items():
         state.answer(number, all_failed(samples, failure))
     loop.call_soon_threadsafe(loop.stop)
