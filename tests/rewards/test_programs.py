@@ -235,7 +235,7 @@ def sandbox():
     ],
 )
 def test_what_became_of_a_program_here_is_told(sandbox, code, status):
-    found = sandbox.run(code, "1 2", 2.0)
+    found = sandbox.run(code, "1 2", 2.0 if status == "timeout" else 20.0)
     assert ("not compiled" if does_not_compile(found) else found.status) == status
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from verl.rewards import Limits
 
 class Mine(RewardManagerBase):
     prepared = 0
+    good = 0
 
     @classmethod
     def init_class(cls, config, tokenizer):
@@ -28,16 +28,16 @@ class Mine(RewardManagerBase):
             raise ValueError("bad row")
         if truth == "none":
             return {"reward_score": None}
-        await asyncio.sleep(1000 if truth == "hang" else 0.05)
+        Mine.good += truth != "hang"
+        while truth == "hang" or Mine.good < 3:  # one after the other would wait for ever
+            await asyncio.sleep(0.01)
         return {"reward_score": float(truth), "reward_extra_info": {"acc": truth == "1"}}
 
 
 def test_rows_are_scored_at_once_and_failures_are_masked():
     manager = Mine(None, Letters())
-    manager.configure(Limits(timeout=0.8))
-    start = time.monotonic()
+    manager.configure(Limits(timeout=2.0))
     found = manager(batch(["a", "bb", "c", "", "d", "e"], ["1", "0.5", "raise", "1", "hang", "none"]))
-    assert time.monotonic() - start < 20
     assert found["reward_tensor"].tolist() == [[0, 1, 0], [0, 0, 0.5], [0] * 3, [0] * 3, [0] * 3, [0] * 3]
     assert found["unscorable"] == [False, False, True, False, True, True]
     assert found["reward_extra_info"]["acc"] == [True, False, None, True, None, None]
