@@ -190,16 +190,17 @@ def test_a_call_that_cannot_be_run_becomes_a_message_to_the_model(tokenizer, tmp
 
 
 def test_calls_of_one_turn_run_side_by_side_up_to_the_limit(tokenizer, tmp_path):
-    waiting = schema("wait", seconds={"type": "number"})
     settings = {
-        "multi_turn__tool_config_path": tool_file(tmp_path, ("Waiting", waiting)),
+        "multi_turn__tool_config_path": tool_file(tmp_path, ("Meeting", schema("meet", others={"type": "integer"}))),
         "multi_turn__max_parallel_calls": 3,
+        "multi_turn__tool_timeout": 60.0,
     }
-    said = "".join(call("wait", seconds=1.0) for _ in range(5))
+    said = "".join(call("meet", others=3) for _ in range(5))
     batch, _, text = play(tokenizer, [said + "<|im_end|>", "ok<|im_end|>"], {**settings, "response_length": 900})
-    assert text.count("tool\ndone<|im_end|>") == 3 and "at most 3 calls run per turn; 2 more did not run" in text
+    assert text.count("tool\nmet<|im_end|>") == 3 and "at most 3 calls run per turn; 2 more did not run" in text
     assert batch.non_tensor_batch["tool_call_counts"].tolist() == [3]
-    assert 1.0 <= count(batch, "timing_s/agent_loop/tool_calls/max") < 2.5, "one after the other: 3 seconds"
+    assert count(batch, "tool_calls/timeout") == 0, "one after the other never meet"
+    assert count(batch, "timing_s/agent_loop/tool_calls/max") > 0
 
 
 def test_turn_limits_end_a_conversation_that_never_ends(tokenizer, tmp_path):

@@ -78,7 +78,7 @@ def keeper_processes(pool: Pool) -> set[int]:
     return {watcher, *descendants(watcher)}
 
 
-def wait_until_quiet(pool: Pool, most: int = 2, seconds: float = 5.0) -> set[int]:
+def wait_until_quiet(pool: Pool, most: int = 2, seconds: float = 60.0) -> set[int]:
     """The pool's processes, once there are no more than those of its own or the time is over."""
     deadline = time.monotonic() + seconds
     while len(found := keeper_processes(pool)) > most and time.monotonic() < deadline:

@@ -141,9 +141,9 @@ def test_one_case_cannot_prepare_the_next_one(box: Box):
 def test_each_case_is_held_to_the_limit_by_itself(pool: Pool):
     code = "n = int(input())\nwhile n == 2: pass\nif n == 3: x = bytearray(10 << 30)\nif n == 4: 1 / 0\nprint(n)"
     cases = [StdinCase(f"{n}\n", f"{n}") for n in range(1, 6)]
-    results = pool.run_cases(code, cases, Limits(seconds=1))
+    results = pool.run_cases(code, cases, Limits(seconds=2))
     assert [result.verdict for result in results] == ["passed", "timeout", "memory", "error", "passed"]
-    assert [r.verdict for r in pool.run_cases(code, cases, Limits(seconds=1), stop_at_failure=True)] == [
+    assert [r.verdict for r in pool.run_cases(code, cases, Limits(seconds=2), stop_at_failure=True)] == [
         "passed",
         "timeout",
     ]

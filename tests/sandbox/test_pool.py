@@ -67,9 +67,10 @@ def test_a_traceback_shows_the_programs_own_lines_only(pool: Pool):
 def test_threads_exit_functions_and_buffers_end_as_in_an_interpreter(box: Box):
     outcome = box.run(
         """
-        import atexit, threading, time, sys
+        import atexit, threading, sys
         atexit.register(lambda: print("last"))
-        threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
+        main = threading.main_thread()
+        threading.Thread(target=lambda: (main.join(), print("thread"))).start()
         sys.stdout.write("first\\n")
         """
     )

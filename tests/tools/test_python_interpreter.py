@@ -22,7 +22,7 @@ ANY = {"allow_missing": ["namespaces"]}
 def tools() -> Iterator[dict[str, PythonInterpreterTool]]:
     made = {
         "plain": PythonInterpreterTool({**ANY, "default_timeout": 5}),
-        "stateful": PythonInterpreterTool({**ANY, "stateful": True, "default_timeout": 1.0, "max_output_kb": 4}),
+        "stateful": PythonInterpreterTool({**ANY, "stateful": True, "default_timeout": 2.0, "max_output_kb": 4}),
     }
     yield made
     for tool in made.values():
@@ -79,7 +79,7 @@ def test_what_goes_wrong_is_told_to_the_model(tools):
         tools["stateful"], "1 / 0", "while True: pass", "print('x' * 10000)", "print('alive')"
     )
     assert error.endswith("ZeroDivisionError: division by zero")
-    assert loop == "stopped after its 1 s; its variables and files are lost"
+    assert loop == "stopped after its 2 s; its variables and files are lost"
     assert flood.startswith("xxxx") and flood.endswith("wrote more than 4 KB; its variables and files are lost")
     assert after == "alive"
 

@@ -111,7 +111,7 @@ def test_an_environment_made_by_gymnasium_works(tmp_path):
     [
         ("raise", "step raised ValueError: the board is gone"),
         ("exit", "SystemExit: 2"),
-        ("hang", "step took longer than 0.3 s"),
+        ("hang", "step took longer than 2 s"),
         ("shape", "step returned 'x', not (observation, reward"),
         ("nan", "step returned the reward nan"),
         ("bytes", "observation of type bytes"),
@@ -119,7 +119,7 @@ def test_an_environment_made_by_gymnasium_works(tmp_path):
 )
 def test_a_broken_environment_costs_its_own_row(tmp_path, broken, said):
     extra = [{**info(digit=1), "environment_kwargs": {"broken": broken}}, info(digit=1)]
-    made = play(tmp_path, "1", "1", batch=rows(2, extra_info=extra), step_timeout=0.3 if broken == "hang" else 20)
+    made = play(tmp_path, "1", "1", batch=rows(2, extra_info=extra), step_timeout=2 if broken == "hang" else 20)
     assert said in made.non_tensor_batch["agent_error"][0] and made.non_tensor_batch["agent_error"][1] is None
     assert made.non_tensor_batch["finish_reason"].tolist() == ["abort", "stop"]
     assert made.meta_info["metrics"]["rollout/agent/failed"].value == 1

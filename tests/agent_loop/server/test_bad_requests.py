@@ -235,24 +235,27 @@ def test_a_body_that_trickles_in_and_connections_beyond_the_limit_are_refused():
     async def never(owner, message):
         raise AssertionError("its body never came")
 
-    def talk(port):
-        lines = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(2)]
+    def trickle(port):
         head = f"POST / HTTP/1.1\r\nhost: localhost:{port}\r\nauthorization: Bearer right\r\ncontent-length: 9\r\n\r\n"
-        lines[0].sendall(head.encode() + b"{")
-        third = socket.create_connection(("127.0.0.1", port), timeout=20)
-        answers = third.recv(64), lines[0].recv(64)
-        for line in (*lines, third):
-            line.close()
-        return answers
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as line:
+            line.sendall(head.encode() + b"{")
+            return line.recv(64)
 
-    async def run():
-        limits = door.Limits(read_seconds=1.0, connections=2)
-        server = door.Server({("POST", "/"): never}, authorize=lambda token: token == "right" or None, limits=limits)
+    def come_third(port):
+        lines = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(3)]
+        answer = lines[-1].recv(64)
+        for line in lines:
+            line.close()
+        return answer
+
+    async def run(visit, **limits):
+        authorize = lambda token: token == "right" or None
+        server = door.Server({("POST", "/"): never}, authorize=authorize, limits=door.Limits(**limits))
         await server.start()
         try:
-            return await asyncio.wait_for(asyncio.to_thread(talk, server.port), 60)
+            return await asyncio.wait_for(asyncio.to_thread(visit, server.port), 60)
         finally:
             await server.close()
 
-    beyond, slow = asyncio.run(run())
+    beyond, slow = asyncio.run(run(come_third, connections=2)), asyncio.run(run(trickle, read_seconds=1.0))
     assert beyond.startswith(b"HTTP/1.1 503") and slow.startswith(b"HTTP/1.1 408")
