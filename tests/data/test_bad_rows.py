@@ -202,7 +202,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a %}
     ("template", "words"), [(ENDLESS, "did not end within 0.5 s"), ("{{ 'x' * 2000000 }}", "writes more than 1000000")]
 )
 def test_a_template_that_never_ends_is_stopped_and_refused(tmp_path, tokenizer, monkeypatch, kind, template, words):
-    monkeypatch.setattr(chat_template, "PROBE_SECONDS", 0.5)
+    monkeypatch.setattr(chat_template, "PROBE_SECONDS", 0.5 if template == ENDLESS else 60)
     bad = copy.deepcopy(tokenizer)
     bad.chat_template = template
     with pytest.raises(ModelError, match=words):

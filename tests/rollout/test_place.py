@@ -87,6 +87,8 @@ def test_what_the_trainer_does_wrong_is_told_in_its_words_and_the_next_update_is
 
     with pytest.raises(RolloutError, match="the trainer's own error"):
         asyncio.run(sampler.update_weights(broken(), 1))
+    if backend == "disk":
+        sampler._link.make.keywords["timeout"] = 20
     update(sampler, seed=1, version=2)
     assert sample(sampler, requests([prompt(3, 1)]))[0].token_versions[0] == 2
     sampler.close()

@@ -206,7 +206,8 @@ def test_an_abort_reaches_the_replicas_that_hold_the_requests():
 
     async def run():
         tasks = [asyncio.ensure_future(replicas.generate(asked(i))) for i in range(4)]
-        await asyncio.sleep(0.01)
+        while sum(len(fake.log) for fake in fakes) < 4:
+            await asyncio.sleep(0)
         for fake in fakes:
             fake.silent = False
         counts = await replicas.abort(["0", "1", "unknown"]), await replicas.abort()

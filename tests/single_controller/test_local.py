@@ -314,7 +314,7 @@ class Agent(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     async def ticks_later(self) -> int:
-        await asyncio.wait_for(self.ticked.wait(), 5)
+        await asyncio.wait_for(self.ticked.wait(), 60)
         return self.ticks
 
     @register(Dispatch.ONE_TO_ALL)
@@ -423,9 +423,9 @@ def test_a_dead_worker_is_found_and_every_further_call_says_so():
 
     group = Mortal(ResourcePool([2]), ClassWithInitArgs(Dice), name_prefix="dice")
     group.start_worker_aliveness_check(every_n_seconds=0.005)
-    assert group.looked.wait(5) and group.place()
+    assert group.looked.wait(60) and group.place()
     group.dead.set()
-    group._checker.join(5)
+    group._checker.join(60)
     with pytest.raises(WorkerError, match=r"dice\[1\] is dead"):
         group.place()
     group.stop_worker_aliveness_check()

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from verl.weight_sync import (
     Transport,
     WeightChunk,
     chunk_weights,
+    transport,
 )
 from verl.weight_sync.shared_memory import reserve
 from verl.weight_sync.wire import Layout
@@ -177,14 +179,20 @@ def test_memory_for_which_there_is_no_room_is_an_error_and_leaves_no_file(tmp_pa
     assert not path.exists()
 
 
-def test_whoever_waits_long_leaves_the_processor_to_others():
-    polls = 0
+def test_whoever_waits_long_leaves_the_processor_to_others(monkeypatch):
+    now, polls = 0.0, 0
+
+    def goes_on(seconds: float = 1e-6) -> float:
+        nonlocal now
+        now += seconds
+        return now
 
     def never() -> bool:
         nonlocal polls
         polls += 1
         return False
 
+    monkeypatch.setattr(transport, "time", SimpleNamespace(monotonic=goes_on, sleep=goes_on))
     with pytest.raises(RolloutError, match="waited 0 s for nobody"):
         DiskTransport("unused", timeout=0.2).wait_until(never, "nobody")
     assert 5 < polls < 300, "naps of a tenth of the time waited, of a ms at most"

@@ -116,7 +116,7 @@ def test_the_seconds_that_a_busy_server_asks_for_are_read():
 def test_a_connection_is_used_again_unless_the_server_closes_it():
     async def run(client):
         for _ in range(3):
-            assert (await client.ask("GET", "/a", timeout=5)).status == 200
+            assert (await client.ask("GET", "/a", timeout=60)).status == 200
         return [len(pool.idle) for pool in client._pools.values()]
 
     with serving({"/a": (200, {})}) as server:
@@ -132,12 +132,14 @@ def test_no_more_connections_are_open_than_allowed():
         nonlocal open_now, most
         open_now += 1
         most = max(most, open_now)
-        await asyncio.sleep(0.02)
+        while most < 3:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.02)  # for a fourth, if there were one
         open_now -= 1
         return completion()
 
     async def run(client):
-        return await asyncio.gather(*(client.ask("POST", "/a", {}, 10) for _ in range(12)))
+        return await asyncio.gather(*(client.ask("POST", "/a", {}, 60) for _ in range(12)))
 
     with serving({"/a": lambda payload: answer()}) as server:
         assert len(asyncio.run(run(HttpClient(server.url, max_connections=3)))) == 12
