@@ -18,6 +18,7 @@ from torch import Tensor
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.stream import FileStream
 from verl.errors import CheckpointError
+from verl.protocol.codec import tensor_bytes
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -53,7 +54,7 @@ def write_tensors(
     with FileStream(path, size + sum(tensor.nbytes for tensor in tensors.values())) as stream:
         stream.write(header)
         for name in order:
-            data = tensor_bytes(tensors[name])
+            data = tensor_bytes(tensors[name]).data
             stream.write(data)
             size += len(data)
             if progress is not None:
@@ -90,9 +91,3 @@ def _header(order: list[str], tensors: Mapping[str, Tensor]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """What a tensor holds; no copy, if it is contiguous and on the host."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data

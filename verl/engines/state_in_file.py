@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from verl.checkpoint.tensors import tensor_bytes
 from verl.device import give_memory_back
 from verl.errors import EngineError
+from verl.protocol.codec import tensor_bytes
 
 ALIGNMENT = 64
 
@@ -72,7 +72,7 @@ def in_file(tensors: Sequence[Tensor]) -> list[Tensor]:
             end += -end % ALIGNMENT
             places.append(end)
             file.seek(end)
-            end += file.write(tensor_bytes(tensor))
+            end += file.write(tensor_bytes(tensor).data)
         file.flush()
         memory = mmap.mmap(file.fileno(), end, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 
 from verl.errors import RolloutError
+from verl.protocol.codec import tensor_bytes
 from verl.weight_sync.checksum import checksum, combine
 from verl.weight_sync.chunks import WeightChunk, pieces
 from verl.weight_sync.transport import OtherEndError, Transport
@@ -163,7 +164,7 @@ class DiskTransport(Transport):
             if os.fstat(handle).st_size < layout.num_bytes:
                 os.ftruncate(handle, layout.num_bytes)
             for place, (_, tensor) in zip(layout.entries, piece.tensors):
-                _write_at(handle, place.offset, _bytes(tensor))
+                _write_at(handle, place.offset, tensor_bytes(tensor).data)
         self._publish(path, layout, **({"checksum": _checksum(piece)} if self.checksums else {}))
 
     def _publish(self, path: Path, layout: Layout, **more: Any) -> None:
@@ -222,11 +223,6 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
         yield handle
     finally:
         os.close(handle)
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """What a tensor holds; no copy, if it is contiguous and on the host."""
-    return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _write_at(handle: int, place: int, data: memoryview) -> None:
