@@ -36,6 +36,7 @@ def test_a_request_that_just_fits_is_accepted():
         ({"generated_prefix": (1,) * 5}, r"fewer than max_tokens=5"),
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": 1e-300}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),

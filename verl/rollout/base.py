@@ -18,6 +18,8 @@ FinishReason = Literal["stop", "length", "abort"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 GREEDY_TEMPERATURE = 1e-5
 """A temperature below this is greedy: dividing by it would only amplify rounding."""
+SMALLEST_TEMPERATURE = 1e-30
+"""Logits divided by a smaller one are not finite in float32."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,8 @@ def check_request(request: Request, *, vocab_size: int, max_model_len: int) -> N
             key="max_tokens",
             got=total,
             allowed=f"at most {max_model_len}",
-            fix="Lower data.max_prompt_length or data.max_response_length, or raise rollout.max_model_len.",
+            fix="Lower rollout.prompt_length or rollout.response_length (in training they follow "
+            "data.max_prompt_length and data.max_response_length), or raise rollout.max_model_len if it is set.",
         )
     if request.sample_index < 0:
         raise RolloutError("a sample index counts from 0", key="sample_index", got=request.sample_index)
@@ -213,9 +216,13 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     """Refuse settings that describe no distribution."""
     if sampling.max_tokens < 1:
         raise RolloutError("there is nothing to sample", key="max_tokens", got=sampling.max_tokens, allowed="1 or more")
-    if not 0 <= sampling.temperature < float("inf"):
+    temperature = sampling.temperature
+    if temperature != 0 and not SMALLEST_TEMPERATURE <= temperature < float("inf"):
         raise RolloutError(
-            "not a temperature", key="temperature", got=sampling.temperature, allowed="0 or more, finite"
+            "not a temperature",
+            key="temperature",
+            got=temperature,
+            allowed=f"0 (greedy), or {SMALLEST_TEMPERATURE:g} or more, finite",
         )
     if not 0 < sampling.top_p <= 1:
         raise RolloutError("not a probability mass", key="top_p", got=sampling.top_p, allowed="above 0, at most 1")

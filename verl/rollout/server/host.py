@@ -94,7 +94,10 @@ class Host:
         return own.completion_json(await self.sampler.generate(own.from_json(payload)))
 
     async def _abort(self, payload: Any) -> Any:
-        return {"aborted": await self.sampler.abort(payload.get("request_ids") or None)}
+        wanted = payload.get("request_ids")  # none at all are not everybody's
+        if wanted is not None and not isinstance(wanted, list):
+            raise RolloutError("names requests", key="request_ids", got=wanted, allowed="a list, or null for all")
+        return {"aborted": await self.sampler.abort(wanted)}
 
     async def _update(self, payload: Any) -> Any:
         folder, version = Path(payload["folder"]), int(payload["version"])

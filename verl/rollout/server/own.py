@@ -50,6 +50,16 @@ class OwnDialect(Dialect):
         return True
 
 
+NUMBER, WHOLE = (int, float), (int,)
+KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("id", "uid", "session"), (str,)),
+    **dict.fromkeys(("sample_index", "priority", "max_tokens", "top_k", "seed"), WHOLE),
+    **dict.fromkeys(("temperature", "top_p"), NUMBER),
+    **dict.fromkeys(("ignore_eos", "do_sample"), (bool,)),
+}
+"""What the fields of a request hold. One of another kind would fail inside the engine, and all requests there with it."""
+
+
 def to_json(request: Request) -> dict[str, Any]:
     """A request as JSON; images and videos stay behind, they are refused before."""
     found = {name: value for name, value in vars(request).items() if name not in ("images", "videos")}
@@ -68,6 +78,10 @@ def from_json(found: Any) -> Request:
         rest = {name: value for name, value in found.items() if name != "sampling"}
         for name in ("token_ids", "generated_prefix"):
             rest[name] = tuple(int(token) for token in rest[name])
+        for name, value in {**rest, **sampling}.items():
+            kinds = KINDS.get(name)
+            if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
+                raise TypeError(f"{name} is {value!r}, allowed: {' or '.join(kind.__name__ for kind in kinds)}")
         return Request(**rest, sampling=SamplingParams(**sampling))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RolloutError(f"not a request: {type(error).__name__}: {error}") from error

@@ -88,6 +88,8 @@ async def read_head(reader: asyncio.StreamReader, *, is_answer: bool) -> Message
     message = _parse_head(head)
     if is_answer and (not message.start[0].startswith("HTTP/") or len(message.start) < 2):
         raise WireError(f"not an HTTP answer: {head[:80]!r}")
+    if not is_answer and len(message.start) < 2:
+        raise WireError(f"not an HTTP request: {head[:80]!r}")
     return message
 
 
