@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -83,7 +84,8 @@ def write_partial(answers, tail=""):
     identity = {"model": model_identity("model"), "engine": "hf"}
     files = "prompts.parquet"
     job = Job(files, "out.parquet", 2, 128, sampling, max_prompt_length=64, identity=identity)
-    lines = [json.dumps(job.fingerprint(ROWS)), *(json.dumps([row, found]) for row, found in enumerate(answers))]
+    fingerprint = job.fingerprint(pq.read_table(files))
+    lines = [json.dumps(fingerprint), *(json.dumps([row, found]) for row, found in enumerate(answers))]
     Path("out.parquet.partial").write_text("\n".join(lines) + "\n" + tail)
 
 
@@ -116,6 +118,92 @@ def test_finished_prompts_are_not_asked_again(here):
     generate_file(job, sampler, tiny_tokenizer())
     assert sampler.asked == [f"row {i}" for i in range(7)] + [f"row {i}" for i in range(6, ROWS)]
     assert len(responses()) == ROWS
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["5", '"text"', '[3, "ab"]', '[3, ["a"]]', "[3, [1, 2]]", '[99, ["a", "b"]]',
+     '[true, ["a", "b"]]', '["3", ["a", "b"]]',
+     "\0" * 50, "[" * 100_000],
+)  # fmt: skip
+def test_a_line_that_was_damaged_is_left_out_and_its_prompt_answered_again(here, damage):
+    assert run() == 0
+    whole = responses()
+    write_partial([["kept", "kept"]] * 3, tail=f'{damage}\n[4, ["kept", "kept"]]\n')
+    assert run() == 0
+    assert responses() == [["kept", "kept"]] * 3 + [whole[3], ["kept", "kept"]] + whole[5:]
+
+
+def test_bytes_that_are_no_text_damage_their_line_only(here):
+    write_partial([["kept", "kept"]] * 3)
+    with Path("out.parquet.partial").open("ab") as file:
+        file.write(b"\xff\xfe\n" + json.dumps([3, ["kept", "kept"]]).encode() + b"\n")
+    assert run() == 0
+    assert responses()[:4] == [["kept", "kept"]] * 4
+
+
+@pytest.mark.parametrize("first", ["[]", "{", "\0\0"])
+def test_answers_whose_settings_are_not_known_any_more_are_not_taken(here, capsys, first):
+    write_partial([["a", "b"]] * 3)
+    _, _, rest = Path("out.parquet.partial").read_text().partition("\n")
+    Path("out.parquet.partial").write_text(f"{first}\n{rest}")
+    assert run() == 2
+    assert "the line with its settings is damaged" in capsys.readouterr().err
+    assert Path("out.parquet.partial").read_text() == f"{first}\n{rest}"
+
+
+def test_a_run_that_failed_before_its_first_answer_is_in_nobodys_way(here, capsys):
+    assert run("rollout.response_length=100000") == 2
+    said = capsys.readouterr().err
+    assert (
+        "prompt 0 of the file was refused" in said and "Lower rollout.prompt_length or rollout.response_length" in said
+    )
+    assert not Path("out.parquet.partial").exists()
+    write_partial([])
+    assert run("rollout.temperature=0.5") == 0
+
+
+def test_other_prompts_under_the_same_name_are_not_mixed_with_answers_to_the_old_ones(here, capsys):
+    table = pq.read_table("prompts.parquet")
+    write_partial([["a", "b"]] * 3)
+    try:
+        pq.write_table(table.take(list(reversed(range(ROWS)))), "prompts.parquet")
+        assert run() == 2
+    finally:
+        pq.write_table(table, "prompts.parquet")
+    assert "another setting of prompts lies beside the output" in capsys.readouterr().err
+
+
+def test_other_weights_under_the_same_name_are_not_mixed_with_answers_of_the_old_ones(here, capsys):
+    write_partial([["a", "b"]] * 3)
+    weights = here / "model" / "model.safetensors"
+    os.utime(weights, ns=(1, weights.stat().st_mtime_ns + 1))
+    assert run() == 2
+    assert "another setting of model lies beside the output" in capsys.readouterr().err
+
+
+def test_two_runs_do_not_write_one_output(here, capsys):
+    write_partial([["a", "b"]] * 3)
+    with Path("out.parquet.partial").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert run() == 2
+    assert "another run that goes on writes this file" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_one_message(here, capsys):
+    assert run("data.output_path=/proc/out.parquet") == 2
+    assert "data.output_path: cannot be written" in capsys.readouterr().err
+    Path("out.parquet").mkdir()
+    try:
+        assert run() == 2
+    finally:
+        Path("out.parquet").rmdir()
+    assert "data.output_path: a folder has this name" in capsys.readouterr().err
+
+
+def test_a_setting_that_batch_generation_has_no_use_for_gets_a_notice(here):
+    assert run("rollout.over_sample_rate=0.5", "rollout.n=3", "rollout.top_p=0.9") == 0
+    assert {"rollout.over_sample_rate", "rollout.n"} == {key for key, said in notices().items() if "no use" in said}
 
 
 @pytest.mark.dist

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -23,9 +24,10 @@ import pyarrow.parquet as pq
 from verl.data import RLHFDataset
 from verl.data.files import read_files
 from verl.data.progress import track
-from verl.errors import DataError
+from verl.errors import DataError, RolloutError
 from verl.metrics import log, notice
 from verl.rollout.base import Request, Sampler, SamplingParams
+from verl.rollout.lost import EngineLostError
 
 RESPONSES = "responses"
 SYNC_EVERY = 64
@@ -57,11 +59,19 @@ class Job:
     truncation: str = "left"
     identity: Mapping[str, Any] = None  # type: ignore[assignment]
 
-    def fingerprint(self, rows: int) -> dict[str, Any]:
-        """The settings on which the answers depend."""
+    def fingerprint(self, table: pa.Table) -> dict[str, Any]:
+        """The settings on which the answers depend.
+
+        Args:
+            table: the prompts, of which it holds a hash: answers must not go to other prompts of the same file.
+        """
+        digest = hashlib.sha256()
+        for batch in table.select([self.prompt_key]).to_batches(max_chunksize=1024):
+            digest.update(json.dumps(batch.to_pylist(), default=str).encode())
         return {
             "files": [self.files] if isinstance(self.files, str) else list(self.files),
-            "rows": rows,
+            "rows": len(table),
+            "prompts": digest.hexdigest()[:12],
             "num_samples": self.num_samples,
             "prompt_key": self.prompt_key,
             "max_prompt_length": self.max_prompt_length,
@@ -75,24 +85,27 @@ def generate_file(job: Job, sampler: Sampler, tokenizer: Any) -> Path:
     """Answer every prompt and write the output; returns its path.
 
     Raises:
-        DataError: the files of prompts are wrong, or an interrupted run with other settings lies beside the output.
-        RolloutError: a prompt was refused, or the engine is lost; what is done so far is kept.
+        DataError: the files of prompts are wrong, the output cannot be written, or an interrupted run with other
+            settings lies beside it.
+        RolloutError: a prompt was refused (it is named), or the engine is lost; what is done so far is kept.
     """
     table, _ = read_files(job.files, required=[job.prompt_key], key="data.path", column_key="data.prompt_key")
     settings = {"prompt_key": job.prompt_key, "max_prompt_length": job.max_prompt_length, "truncation": job.truncation}
     prompts = RLHFDataset(job.files, tokenizer, settings)
     output = Path(job.output)
-    done = Finished(output.with_name(f"{output.name}.partial"), job.fingerprint(len(prompts)))
-    with done:
+    if output.is_dir():
+        raise DataError("a folder has this name", key="data.output_path", got=str(output))
+    partial = output.with_name(f"{output.name}.partial")
+    with Finished(partial, job.fingerprint(table), len(prompts), job.num_samples) as done:
         if done.rows:
             log.warning("%s: going on after %d of %d prompts", output, len(done.rows), len(prompts))
         asyncio.run(_answer_all(job, sampler, tokenizer, prompts, done))
-    answers = [done.rows[number] for number in range(len(prompts))]
-    if RESPONSES in table.column_names:
-        notice("data.output_path", f"the column {RESPONSES!r} of the prompts is replaced by the answers")
-        table = table.drop_columns([RESPONSES])
-    _write(table.append_column(RESPONSES, pa.array(answers, pa.list_(pa.string()))), output)
-    done.path.unlink()
+        answers = [done.rows[number] for number in range(len(prompts))]
+        if RESPONSES in table.column_names:
+            notice("data.output_path", f"the column {RESPONSES!r} of the prompts is replaced by the answers")
+            table = table.drop_columns([RESPONSES])
+        _write(table.append_column(RESPONSES, pa.array(answers, pa.list_(pa.string()))), output)
+        partial.unlink(missing_ok=True)
     return output
 
 
@@ -109,6 +122,8 @@ async def _answer_all(job: Job, sampler: Sampler, tokenizer: Any, prompts: RLHFD
                     notice("rollout.prompt_length", f"prompt {number} and perhaps others: cut to {len(prompt)} tokens")
                 done.add(number, await _answer(job, sampler, tokenizer, prompt, number))
                 finished.put_nowait(number)
+        except RolloutError as error:
+            finished.put_nowait(error if isinstance(error, EngineLostError) else _of_row(error, number))
         except Exception as error:  # boundary: carried over to the one who waits for the rows
             finished.put_nowait(error)
 
@@ -140,64 +155,108 @@ async def _answer(job: Job, sampler: Sampler, tokenizer: Any, prompt: Sequence[i
     return [tokenizer.decode(list(completion.token_ids), skip_special_tokens=True) for completion in found]
 
 
+def _of_row(error: RolloutError, number: int) -> RolloutError:
+    """A refusal that says whose it is."""
+    message = f"prompt {number} of the file was refused: {error.message}"
+    return type(error)(message, key=error.key, got=error.got, allowed=error.allowed, fix=error.fix)
+
+
 class Finished:
     """The answers so far, in memory and in a file that survives a kill at any moment.
+
+    Its first line holds the settings, each other line the number and the answers of a prompt. Lines that a kill or a
+    disk damaged are left out, and their prompts are answered again.
 
     Args:
         path: the file.
         fingerprint: settings that an earlier run must have had for its answers to be taken.
+        num_prompts, num_samples: of the job.
     """
 
-    def __init__(self, path: Path, fingerprint: Mapping[str, Any]):
+    def __init__(self, path: Path, fingerprint: Mapping[str, Any], num_prompts: int, num_samples: int):
         self.path, self._fingerprint = path, json.loads(json.dumps(fingerprint, default=str))
+        self._num_prompts, self._num_samples = num_prompts, num_samples
         self.rows: dict[int, list[str]] = {}
         self._file: Any = None
         self._unsynced = 0
 
     def __enter__(self) -> Finished:
-        kept = list(self._read())
-        # What was cut off by a kill goes: the file is written anew up to its last whole line.
-        text = "".join(json.dumps(entry) + "\n" for entry in (self._fingerprint, *kept))
-        fresh = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        fresh.write_text(text, encoding="utf-8")
-        fresh.replace(self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+        """Take what an earlier run left.
+
+        Raises:
+            DataError: the file cannot be written, another run writes it, or it is a run's with other settings.
+        """
+        with writing(self.path):
+            self._file = self.path.open("a+b")
+        try:
+            self._claim()
+            self._take()
+        except BaseException:
+            self._file.close()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._sync()
-        self._file.close()
+        with writing(self.path):
+            self._sync()
+            self._file.close()
+            if not self.rows:  # there is nothing to go on from
+                self.path.unlink(missing_ok=True)
 
     def add(self, number: int, answers: list[str]) -> None:
         """Keep the answers of a prompt."""
         self.rows[number] = answers
-        self._file.write(json.dumps([number, answers]) + "\n")
+        self._write([number, answers])
         self._unsynced += 1
         if self._unsynced >= SYNC_EVERY:
             self._sync()
 
-    def _sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._unsynced = 0
-
-    def _read(self) -> Iterator[list[Any]]:
-        """The entries of an earlier run, whole lines only."""
-        if not self.path.exists():
+    def _claim(self) -> None:
+        """Two runs that add to one file would answer everything twice."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            fix = "Wait for it, or set another data.output_path."
+            raise DataError("another run that goes on writes this file", key=str(self.path), fix=fix) from error
+        except OSError:  # this file system has no locks
             return
-        first, *lines = self.path.read_text(encoding="utf-8").split("\n")
-        self._check(first)
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                number, answers = json.loads(line)
-                self.rows[number] = answers
-                yield [number, answers]
 
-    def _check(self, first: str) -> None:
+    def _take(self) -> None:
+        self._file.seek(0)
+        first, *lines = self._file.read().split(b"\n")
+        entries = [self._entry(line) for line in lines if line]
+        self.rows = dict(entry for entry in entries if entry is not None)
+        if not self.rows:
+            self._file.truncate(0)
+            self._write(self._fingerprint)
+            return
+        self._check(first)
+        if damaged := entries.count(None):
+            log.warning("%s: %d damaged lines are left out, their prompts are answered again", self.path, damaged)
+        if lines[-1]:  # cut off by a kill: what is added begins on a line of its own
+            self._file.write(b"\n")
+
+    def _entry(self, line: bytes) -> tuple[int, list[str]] | None:
+        """Number and answers of a prompt; None if the line holds something else."""
+        try:
+            number, answers = json.loads(line)
+        except (ValueError, TypeError, RecursionError):
+            return None
+        is_text = isinstance(answers, list) and all(isinstance(answer, str) for answer in answers)
+        is_known = type(number) is int and 0 <= number < self._num_prompts
+        return (number, answers) if is_text and is_known and len(answers) == self._num_samples else None
+
+    def _check(self, first: bytes) -> None:
         try:
             found = json.loads(first)
-        except ValueError:
-            found = {}
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise DataError(
+                "an interrupted run lies beside the output, and the line with its settings is damaged",
+                key=str(self.path),
+                fix="Delete that file, or set another data.output_path.",
+            )
         other = [name for name in self._fingerprint if found.get(name) != self._fingerprint[name]]
         if other:
             raise DataError(
@@ -207,6 +266,29 @@ class Finished:
                 allowed=str(self._fingerprint[other[0]]),
                 fix="Go on with its settings, delete that file, or set another data.output_path.",
             )
+
+    def _write(self, entry: Any) -> None:
+        """To the system at once, which keeps it when this process is killed; a crash of the machine is `_sync`'s."""
+        with writing(self.path):
+            self._file.write(json.dumps(entry).encode() + b"\n")
+            self._file.flush()
+
+    def _sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._unsynced = 0
+
+
+@contextlib.contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """Raise `DataError` where the system does not let a file be written."""
+    try:
+        yield
+    except OSError as error:
+        fix = "Set data.output_path to a file in a folder that can be written and has room."
+        raise DataError(
+            f"cannot be written: {error.strerror}", key="data.output_path", got=str(file), fix=fix
+        ) from error
 
 
 def sampling_of(rollout: Any, tokenizer: Any, length: int) -> SamplingParams:
@@ -225,14 +307,21 @@ def sampling_of(rollout: Any, tokenizer: Any, length: int) -> SamplingParams:
 
 
 def model_identity(path: str) -> str:
-    """The model's path with a short hash of its configuration, which tells two models at one path apart."""
+    """The model's path with a short hash of its configuration and of its weights' sizes and times of change.
+
+    So a run does not go on with the weights that a training wrote to the same path meanwhile.
+    """
     config = Path(path) / "config.json"
     if not config.is_file():
         return path
-    return f"{path}#{hashlib.sha256(config.read_bytes()).hexdigest()[:12]}"
+    digest = hashlib.sha256(config.read_bytes())
+    for file in sorted(Path(path).glob("*.safetensors")):
+        digest.update(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}".encode())
+    return f"{path}#{digest.hexdigest()[:12]}"
 
 
 def _write(table: pa.Table, output: Path) -> None:
-    partial = output.with_name(f"{output.name}.writing")
-    pq.write_table(table, partial)
-    partial.replace(output)
+    draft = output.with_name(f"{output.name}.writing")
+    with writing(output):
+        pq.write_table(table, draft)
+        draft.replace(output)

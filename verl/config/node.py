@@ -185,7 +185,8 @@ def replace(node: N, **changes: Any) -> N:
             plain[head] = value
     for head, nested in inner.items():
         plain[head] = replace(object.__getattribute__(node, head), **nested)
-    made = dataclasses.replace(node, **plain)
+    with unrecorded():  # a copy follows nothing
+        made = dataclasses.replace(node, **plain)
     place(made, node.__dict__.get("_path", ""))
     return made
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from typing import cast
 
-from verl.config import load_config, replace
+from verl.config import load_config, record_reads, replace, unread
 from verl.config.generation import GenerationConfig
+from verl.config.loading import read_config
 from verl.errors import ModelError, VerlError
+from verl.metrics import notice
 from verl.trainer.command import report
 
 
@@ -51,9 +53,12 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; an error that is the user's to mend is one message and exit status 2."""
     try:
         config = cast(GenerationConfig, load_config("generation", sys.argv[1:] if argv is None else argv))
-        print(run_generation(config))
+        with record_reads() as reads:
+            print(run_generation(config))
     except VerlError as error:
         return report(error)
+    for key in unread(config, read_config("generation", []), reads):
+        notice(key, "changed nothing: batch generation with this engine has no use for it")
     return 0
 
 
