@@ -33,7 +33,7 @@ TENSOR, PIPELINE, EXPERT = (
 VIRTUAL = "virtual_pipeline_model_parallel_size"
 
 
-def megatron(path, kind="causal_lm", trains=True, model=None, **sizes):
+def megatron(path, kind="causal_lm", trains=True, model=None, optim=None, **sizes):
     from verl.engines.megatron import MegatronEngine
     from verl.engines.megatron.parallel import leave
 
@@ -42,7 +42,7 @@ def megatron(path, kind="causal_lm", trains=True, model=None, **sizes):
     return MegatronEngine(
         HFModelConfig(path=str(path), external_lib=SHIM, **(model or {})),
         MegatronEngineConfig(**{"dtype": "float32", **sizes}),
-        OptimizerConfig(**OPTIM) if trains else None,
+        OptimizerConfig(**{**OPTIM, **(optim or {})}) if trains else None,
         kind=kind,
         total_training_steps=10,
     )
@@ -264,6 +264,8 @@ def refusals(ranks, folder):
         "experts": {EXPERT: 2},
         "processes": {TENSOR: 3},
         "routers": {"override_mcore_model_config": {"moe_aux_loss_coeff": 0.1}},
+        "Adafactor": {TENSOR: 2, "optim": {"optimizer": "Adafactor", "override_optimizer_config": {}}},
+        "Muon": {TENSOR: 2, "optim": {"optimizer": "Muon"}},
     }.items():
         try:
             megatron(path, **sizes)

@@ -19,13 +19,13 @@ from verl.engines.megatron.gradients import Gradients
 from verl.engines.megatron.parallel import Groups
 from verl.engines.megatron.weights import Bound, WeightTable
 from verl.engines.optimizer import (
-    build_optimizer,
     check_class,
     known,
     optimizer_state,
     state_device,
     take_group_options,
 )
+from verl.engines.sharded_optimizer import build_flat_optimizer
 
 __all__ = ["EngineState", "ShardedState"]
 ALIASES = {"adam": "AdamW", "sgd": "SGD"}
@@ -37,6 +37,9 @@ class ShardedState:
 
     Args:
         shares: whether data-parallel ranks share the state.
+
+    Raises:
+        ConfigError: an optimizer that looks at a weight as a whole (Adafactor, Muon), of which a rank has a part.
     """
 
     def __init__(self, table: WeightTable, gradients: Gradients, groups: Groups, optim: Any, device: str, shares: bool):
@@ -45,7 +48,7 @@ class ShardedState:
         mine = [b for b in table.trained if self._is_mine(b)]
         self.parameters = [gradients.masters[b.parameter] for b in mine]
         # A rank that has been dealt nothing still has learning rates and a state to report.
-        self.optimizer = build_optimizer(self.parameters or [nn.Parameter(torch.zeros(0))], optim, device)
+        self.optimizer = build_flat_optimizer(self.parameters or [nn.Parameter(torch.zeros(0))], optim, device)
         self.optimizer.register_step_post_hook(self._after_step)
 
     def _is_mine(self, bound: Bound) -> bool:
