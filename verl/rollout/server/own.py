@@ -57,7 +57,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("temperature", "top_p"), NUMBER),
     **dict.fromkeys(("ignore_eos", "do_sample"), (bool,)),
 }
-"""What the fields of a request hold. One of another kind would fail inside the engine, and all requests there with it."""
+"""What the fields of a request hold. One of another kind fails inside the engine, and all requests there with it."""
 
 
 def to_json(request: Request) -> dict[str, Any]:
