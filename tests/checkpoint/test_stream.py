@@ -83,7 +83,7 @@ def test_a_limit_on_the_size_of_files_is_named_as_such(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert "File too large" in done.stderr.splitlines()[-1]

@@ -38,7 +38,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bash(project_root: Path, tiny: Path):
     """Runs one script of ``examples`` with variables set; `python3` and `torchrun` are those of this environment."""
 
-    def go(script: str, *settings: str, timeout: float = 170, **variables: str) -> subprocess.CompletedProcess:
+    def go(script: str, *settings: str, timeout: float = 600, **variables: str) -> subprocess.CompletedProcess:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         environment = {**os.environ, "PATH": path, "PYTHONPATH": str(project_root), **variables}
         words = ["bash", str(project_root / "examples" / script), *settings]
@@ -105,7 +105,7 @@ def test_generation_and_evaluation_leave_a_report(bash, tiny):
 @pytest.mark.e2e
 def test_from_a_new_model_to_a_report_and_a_folder_that_others_load(bash, tiny):
     """Fine-tuning, pairs, a reward model, PPO with it, generation, evaluation, export; transformers on the folder."""
-    done = bash("end_to_end/run.sh", TINY="1", timeout=400)
+    done = bash("end_to_end/run.sh", TINY="1")
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     folder = tiny / "outputs/tiny/end_to_end"
     report = (folder / "report.md").read_text()

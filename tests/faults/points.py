@@ -3,7 +3,8 @@
 A worker imports this module through ``external_lib``, the controller before its program starts, so the library knows
 nothing of it. ``VERL_TEST_FAULT=<point>:<n>:<SIGNAL>`` hits at the n-th time that a process reaches the point;
 ``PAUSE`` instead of a signal writes the process's number into the file ``paused`` and waits until that is removed,
-``FULL`` limits the size of files, ``AWAY`` puts a file in the place of the run's folder, ``SLOW`` delays from there on.
+``FULL`` limits the size of files, ``AWAY`` puts a file in the place of the run's folder, ``SLOW`` delays from there on
+and adds a byte to the file ``slow`` each time.
 
 Points of a step: generation, scoring, backward, optimizer_begin, optimizer_end. Of a save: begin, shard (after every
 tensor), files, manifest, published, tracker, retention:renamed.
@@ -54,6 +55,8 @@ class Fault:
         elif self.action == "SLOW":
             self.count = 1  # from here on every time
             time.sleep(SLOW_SECONDS)
+            with open("slow", "ab") as times:
+                times.write(b".")
         elif self.action == "PAUSE":
             self._pause()
         else:

@@ -31,7 +31,7 @@ def script(root: Path, folder: Path, name: str, *settings: str, **variables: str
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(root), **variables}
     words = ["bash", str(root / "recipe/dapo" / name), *settings]
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_the_settings_are_those_of_the_paper_and_the_command_line_wins(here):

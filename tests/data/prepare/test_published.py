@@ -263,7 +263,7 @@ def test_a_script_of_the_examples_names_the_agent_loop(tmp_path, project_root, s
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SCRIPTS[script]))
     file = project_root / "examples" / "data_preprocess" / f"{script}.py"
     words = [sys.executable, str(file), "--local_save_dir", "out", "--local_dataset_path", "."]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     found = pq.read_table(next((tmp_path / "out").glob("*.parquet"))).to_pylist()
     assert {row["agent_name"] for row in found} == {"tool_agent"}
