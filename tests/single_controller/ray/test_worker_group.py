@@ -482,7 +482,7 @@ def test_a_handle_reports_errors_by_worker_and_method(friendly, dice):
             await friendly.handle(0).call("generatt")
         assert await dice.handle(1).call("add", 1) == 101  # a worker without async methods has a handle too
         with pytest.raises(WorkerError, match="did not answer within"):
-            await dice.handle(1, timeout=0.2).call("die", 9, 1.0)  # goes on, and nobody hears its end
+            await dice.handle(1, timeout=0.2).call("die", 9, 2.0)  # goes on, and nobody hears its end
         assert await dice.handle(1).call("add", 2) == 102
 
     asyncio.run(run())

@@ -36,12 +36,12 @@ def test_an_address_that_does_not_answer_is_named_within_seconds(said, monkeypat
         address = f"127.0.0.1:{free.getsockname()[1]}"
     start = time.monotonic()
     message = said(f"ray_kwargs.ray_init.address={address}")
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
     assert address in message and message.startswith("error: ")
 
 
 def test_a_cluster_that_is_smaller_than_the_run_is_described_with_its_sizes(said, two_nodes, monkeypatch):
-    monkeypatch.setattr(cluster.start, "__defaults__", ((1,), "cpu", None, 10.0, 0.5, 0))
+    monkeypatch.setattr(cluster.start, "__defaults__", ((1,), "cpu", None, 60.0, 0.5, 0))
     message = said(
         f"ray_kwargs.ray_init.address={two_nodes}",
         "trainer.nnodes=4",
