@@ -30,6 +30,7 @@ Public guides to verl state facts: commands, settings, names, pages. Each is a r
 | --- | --- |
 | works | every command is accepted on a machine as guides have it (eight GPUs, all packages), every name is there |
 | refused by name | the command resolves, and the error names the setting whose feature is not built |
+| an error on purpose | the command asks for what cannot work, or never existed, and the error says so |
 | without effect | it is accepted, with a notice that the setting does nothing here |
 | partly | a mixture of these |
 | said or shipped | there is nothing to run: a page says it, or a file is there |
