@@ -10,7 +10,7 @@ from typing import Any
 from verl.ports import free_port
 from verl.rollout.base import Sampler
 from verl.rollout.from_sync import run_now
-from verl.rollout.server.process import ServerProcess
+from verl.rollout.server.process import END_WITH_STDIN, ServerProcess
 from verl.rollout.server.sampler import ServerSampler, over_addresses
 
 
@@ -29,7 +29,8 @@ def served(rollout: Any, model: Any, count: int, device: str, argv: Sequence[str
     try:
         for number in range(count):
             port = free_port()
-            command = [sys.executable, "-m", "verl.rollout.server.host", "--port", str(port), "--device", device, *argv]
+            command = [sys.executable, "-m", "verl.rollout.server.host", "--port", str(port), "--device", device]
+            command += [END_WITH_STDIN, *argv]
             started.append(ServerProcess(command, port, name=f"server {number}"))
         for process in started:
             run_now(process.wait_until_up(rollout.server.max_start_wait_time))

@@ -15,7 +15,7 @@ from typing import Any
 
 from verl.registry import SAMPLERS, TRANSPORTS
 from verl.rollout.base import Completion, Request, Sampler
-from verl.rollout.replicas import Callee
+from verl.rollout.replicas import LOSSES, Callee
 from verl.weight_sync import Transport, WeightChunk
 from verl.weight_sync.transport import OtherEndError
 
@@ -74,6 +74,11 @@ class EngineHost(SamplerHost):
 
     def __init__(self, rollout: Any, model: Any, device: str):
         super().__init__(SAMPLERS.get(rollout.name).from_config(rollout, model, device=device), device)
+
+
+def _remoteness(error: BaseException) -> int:
+    """How far an error is from the cause: a process that is gone breaks its connections, and both fail the transfer."""
+    return 0 if isinstance(error, LOSSES) else 2 if isinstance(error, OtherEndError) else 1
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,7 @@ class HostedSampler(Sampler):
         errors = [error for error in found if isinstance(error, BaseException)]
         if errors:
             self.forget_transport()
-            raise next((error for error in errors if not isinstance(error, OtherEndError)), errors[0])
+            raise min(errors, key=_remoteness)
         sent: Any = found[0]
         self._version = version
         status = await self._callee.call("status")

@@ -25,6 +25,8 @@ from verl.weight_sync.transport import OtherEndError, Transport
 from verl.weight_sync.wire import MAX_HEADER, Layout, chunk_of
 
 GAVE_UP = -1
+HERE = "verl-sampler-is-here"
+"""Key in the store of a pair by which the sampler tells that it is there."""
 LENGTH = 8
 LOCALHOST = "127.0.0.1"
 PIECE_BYTES = 16 << 20
@@ -65,6 +67,7 @@ class BroadcastTransport(Transport):
         self.group, self.source, self.device, self.keeps = group, source, torch.device(device), keeps
         self._connect: Callable[[], Any] | None = None
         self._place = ""
+        self._is_alone = False
         self._buffers: list[torch.Tensor] = []
 
     @classmethod
@@ -98,7 +101,12 @@ class BroadcastTransport(Transport):
         limit = timedelta(seconds=end.timeout)
         store = dist.TCPStore(host, 0, 2, is_master=True, timeout=limit, wait_for_workers=False)
         end._place = f"{host}:{store.port}"
-        end._connect = partial(_group, store, 0, 2, device, limit)
+
+        def connect() -> Any:
+            end.wait_until(lambda: store.check([HERE]), "the sampler to join the group that weights are broadcast in")
+            return _group(store, 0, 2, device, limit)
+
+        end._connect = connect
         return end
 
     @classmethod
@@ -107,6 +115,7 @@ class BroadcastTransport(Transport):
         end = cls(None, 0, device, float(address["timeout"]), bool(address["keeps"]))
         limit = timedelta(seconds=end.timeout)
         store = dist.TCPStore(host, int(port), 2, is_master=False, timeout=limit, wait_for_workers=False)
+        store.set(HERE, "")
         end._connect = partial(_group, store, 1, 2, device, limit)
         return end
 
@@ -135,7 +144,7 @@ class BroadcastTransport(Transport):
             with suppress(RolloutError):
                 while under_way:
                     _wait(under_way.popleft())
-                if not ended:
+                if not ended and not self._is_alone:
                     self._start(self._frame(GAVE_UP)).wait()
             raise
         return num_bytes
@@ -215,7 +224,12 @@ class BroadcastTransport(Transport):
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = self.source, 0
         if self._connect is not None:
-            self.group, self._connect = self._connect(), None
+            self._is_alone = True  # until the others are met
+            try:
+                self.group, self._connect = self._connect(), None
+            except dist.DistError as error:
+                raise RolloutError(f"weight transfer: the group was not formed: {_first_line(error)}") from error
+            self._is_alone = False
         group: Any = dist.group.WORLD if self.group is None else self.group
         return Broadcast(tensor, group.broadcast([tensor], options))
 
@@ -252,7 +266,7 @@ class Broadcast:
             work.wait()
         except RuntimeError as error:
             raise RolloutError(
-                f"weight transfer: the broadcast failed: {str(error).splitlines()[0][:200]}",
+                f"weight transfer: the broadcast failed: {_first_line(error)}",
                 fix="Did the process at the other end die? Its log says more.",
             ) from error
 
@@ -265,6 +279,10 @@ class Arriving:
     body: torch.Tensor
     parts: list[Broadcast]
     frame: Broadcast | None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200]
 
 
 def _wait(parts: list[Broadcast]) -> None:

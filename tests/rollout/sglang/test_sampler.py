@@ -92,7 +92,7 @@ def test_a_server_is_started_asked_and_ended(model, monkeypatch, tmp_path):
 def test_a_server_that_does_not_start_leaves_its_last_words_in_the_error():
     port = free_port()
     process = ServerProcess([sys.executable, "-c", "raise SystemExit('no kernels for this GPU')"], port, name="it")
-    with pytest.raises(EngineLostError, match="it ended with status 1: no kernels for this GPU"):
+    with pytest.raises(EngineLostError, match="it ended with status 1; it said last: no kernels for this GPU"):
         run_now(process.wait_until_up(20.0))
 
 

@@ -23,7 +23,7 @@ from verl.rollout.from_sync import run_now
 from verl.rollout.lost import EngineLostError
 from verl.rollout.server import own
 from verl.rollout.server.client import HttpClient
-from verl.rollout.server.process import ServerProcess
+from verl.rollout.server.process import END_WITH_STDIN, ServerProcess
 
 ANSWER_SECONDS = 24 * 3600.0
 """The process is watched; how long an answer takes is its own affair."""
@@ -58,7 +58,7 @@ class ChildCallee:
             (folder / f"{FILE}.yaml").write_text(json.dumps(sections))
             port = free_port()
             command = [sys.executable, "-m", "verl.rollout.server.host", "--port", str(port), "--device", device]
-            command += [f"--config-path={folder}", f"--config-name={FILE}"]
+            command += [END_WITH_STDIN, f"--config-path={folder}", f"--config-name={FILE}"]
             self.process = ServerProcess(command, port, name="the sampler's process")
             run_now(self.process.wait_until_up(rollout.server.max_start_wait_time))
         finally:
@@ -97,7 +97,7 @@ class ChildCallee:
         except EngineLostError as error:
             if not await self._has_ended():
                 raise
-            raise EngineLostError(f"the sampler's process ended: {self.process.last_words}") from error
+            raise EngineLostError(self.process.obituary) from error
         found = answer.json()
         if answer.status >= 300:
             raise RolloutError(str(found.get("error", found)))

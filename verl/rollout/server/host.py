@@ -11,7 +11,10 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +28,7 @@ from verl.registry import SAMPLERS
 from verl.rollout.base import Sampler
 from verl.rollout.hosted import SamplerHost
 from verl.rollout.server import own
+from verl.rollout.server.process import END_WITH_STDIN
 from verl.rollout.server.wire import Message, WireError, read_message, render
 from verl.storage import copy_to_local
 from verl.weight_sync import chunk_weights
@@ -142,13 +146,22 @@ def _raw(status: int, found: Any) -> bytes:
                   {"content-type": "application/json"}, json.dumps(found).encode())  # fmt: skip
 
 
+def _end_with_stdin() -> None:
+    while sys.stdin.buffer.read(1024):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m verl.rollout.server.host", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=0, help="port; 0 takes one that is free")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument(END_WITH_STDIN, action="store_true", help="end when the standard input does")
     known, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if known.end_with_stdin:
+        threading.Thread(target=_end_with_stdin, name="end with stdin", daemon=True).start()
     try:
         config = cast(PPOTrainerConfig, read_config("ppo_trainer", rest))
         host = Host(make_sampler(config, known.device), known.device)

@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import collections
 import contextlib
+import signal
 import subprocess
 import threading
 import time
@@ -18,6 +19,8 @@ from verl.rollout.server.client import HttpClient
 POLL_SECONDS = 0.2
 LAST_LINES = 12
 KILL_SECONDS = 10.0
+END_WITH_STDIN = "--end-with-stdin"
+"""Makes a host of ours end when its standard input does: the system closes it however this process ends."""
 
 
 class ServerProcess:
@@ -36,6 +39,7 @@ class ServerProcess:
         self._said: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
         self.process = subprocess.Popen(
             list(command),
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -62,13 +66,20 @@ class ServerProcess:
                 if (await client.ask("GET", "/health", timeout=5.0)).status < 500:
                     return
             if not self.is_alive:
-                raise EngineLostError(f"{self.name} ended with status {self.process.returncode}: {self.last_words}")
+                raise EngineLostError(self.obituary)
             if time.monotonic() > deadline:
                 raise EngineLostError(
                     f"{self.name} did not come up within {seconds:g} s: {self.last_words}",
                     key="actor_rollout_ref.rollout.server.max_start_wait_time",
                 )
             await asyncio.sleep(POLL_SECONDS)
+
+    @property
+    def obituary(self) -> str:
+        """Of a process that has ended: how, and what it said last."""
+        status = self.process.returncode
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        return f"{self.name} ended with {how}; it said last: {self.last_words}"
 
     @property
     def last_words(self) -> str:
