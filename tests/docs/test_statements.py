@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,6 +133,29 @@ def test_settings_that_the_text_names_exist(page):
             named.append(text)
     named = [key for key in named if key not in NO_SETTINGS and not key.endswith((".py", ".json"))]
     assert [key for key in named if not is_setting(key)] == []
+
+
+def defaults(key: str) -> list[Any]:
+    """What a setting, in full or shortened, is by default, wherever it is."""
+    schemas = [schema_of(program.root) for program, _ in NAMES.values()]
+    return [
+        leaf.default for schema in schemas for name, leaf in schema.leaves.items() if f".{name}".endswith(f".{key}")
+    ]
+
+
+@every_page
+def test_defaults_that_stand_in_the_text_are_the_settings_own(page):
+    """``key`` (number), and tables whose first two columns are settings below a section and their defaults."""
+    text, wrong = page.read_text(encoding="utf-8"), []
+    for key, said in re.findall(r"`([a-z_][\w.]*)` \(([-\d.,e]+)(?: \w+)?\)", text):
+        if defaults(key) and float(said.replace(",", "")) not in defaults(key):
+            wrong.append((key, said))
+    for section, rows in re.findall(r"^\| `([\w.]+)\.` \| default \|.*\n\|[ |-]+\n((?:\|.*\n)+)", text, re.MULTILINE):
+        for name, said in re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", rows, re.MULTILINE):
+            value = json.loads(said) if re.match(r"null|true|false|[-\d.]", said) else said
+            if value not in defaults(f"{section}.{name}"):
+                wrong.append((name, said))
+    assert wrong == []
 
 
 @every_page
