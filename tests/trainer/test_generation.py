@@ -266,6 +266,8 @@ def test_old_spellings_and_sections_that_train_are_taken_with_a_notice(here):
 
 def test_the_output_of_the_server_form_stands_on_the_command_line():
     assert split_output(["a=1", "+data.output_path=x.parquet"]) == ("x.parquet", ["a=1"])
+    with pytest.raises(ConfigError, match=r"data.output_path: no such folder.*'nowhere'"):
+        split_output(["data.output_path=nowhere/x.parquet"])
     for argv in (["a=1"], ["data.output_path=x.csv"]):
         with pytest.raises(ConfigError, match=r"data.output_path: names the parquet file"):
             split_output(argv)

@@ -8,9 +8,11 @@ prompts go to another. ``data.train_files`` are the prompts, ``rollout.n`` the a
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import cast
 
 from verl.config import PPOTrainerConfig, load_config, replace
+from verl.config.checks import missing_folder
 from verl.errors import ConfigError, ModelError, VerlError
 from verl.trainer.command import report
 
@@ -82,7 +84,7 @@ def split_output(argv: list[str]) -> tuple[str, list[str]]:
     """The output path, which the configuration of training does not have, and the rest of the command line.
 
     Raises:
-        ConfigError: it is missing.
+        ConfigError: it is missing, or its folder does not exist.
     """
     from verl import env
 
@@ -96,7 +98,10 @@ def split_output(argv: list[str]) -> tuple[str, list[str]]:
     if not found.endswith(".parquet"):
         fix = f"Add +{OUTPUT}=answers.parquet."
         raise ConfigError("names the parquet file to write", key=OUTPUT, got=found or None, fix=fix)
-    return env.expand(found), rest
+    path = env.expand(found)
+    for problem in missing_folder(OUTPUT, str(Path(path).parent)):  # before servers are started for it
+        raise problem
+    return path, rest
 
 
 def main(argv: list[str] | None = None) -> int:

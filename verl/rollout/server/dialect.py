@@ -109,6 +109,14 @@ def budget_of(request: Request) -> int:
     return request.sampling.max_tokens - len(request.generated_prefix)
 
 
+def token_ids(values: Any) -> tuple[int, ...]:
+    """Whole numbers, or a TypeError: a server that says 7.5 does not mean 7."""
+    found = tuple(values)
+    if isinstance(values, str) or any(type(value) is not int for value in found):
+        raise TypeError(f"token ids {str(values)[:80]}")
+    return found
+
+
 def log_probs(values: Any) -> tuple[float, ...]:
     """Numbers, or a TypeError."""
     return tuple(float(value) for value in values)

@@ -13,7 +13,7 @@ from verl.errors import RolloutError
 from verl.rollout.base import Request
 from verl.rollout.gated import Sampled
 from verl.rollout.lost import EngineLostError
-from verl.rollout.server.dialect import Dialect, budget_of, log_probs, prompt_of
+from verl.rollout.server.dialect import Dialect, budget_of, log_probs, prompt_of, token_ids
 
 PATH = "/v1/completions"
 DEV_MODE = "Start it with VLLM_SERVER_DEV_MODE=1 in its environment."
@@ -56,7 +56,7 @@ class VLLMDialect(Dialect):
         ids = choice.get("token_ids")
         if ids is None:
             ids = [int(token.removeprefix(_TOKEN)) for token in logs["tokens"]]
-        return Sampled(tuple(int(i) for i in ids), log_probs(logs["token_logprobs"]), str(choice["finish_reason"]))
+        return Sampled(token_ids(ids), log_probs(logs["token_logprobs"]), str(choice["finish_reason"]))
 
     def key(self, request: Request) -> str:
         return f"cmpl-{request.id}-0"

@@ -12,7 +12,7 @@ from typing import Any
 from verl.errors import RolloutError
 from verl.rollout.base import Completion, Request, SamplingParams
 from verl.rollout.gated import Sampled
-from verl.rollout.server.dialect import Dialect, log_probs
+from verl.rollout.server.dialect import Dialect, log_probs, token_ids
 
 GENERATE, ABORT, UPDATE, TAKE, SLEEP, WAKE, INFO = (
     f"/verl/{n}" for n in ("generate", "abort", "update", "take", "sleep", "wake", "info")
@@ -30,7 +30,7 @@ class OwnDialect(Dialect):
         return GENERATE, to_json(request)
 
     def answer(self, request: Request, found: Any) -> Sampled:
-        ids = tuple(int(token) for token in found["token_ids"])
+        ids = token_ids(found["token_ids"])
         logs = log_probs(found["log_probs"]) if found["log_probs"] or not ids else None
         return Sampled(ids, logs, str(found["finish_reason"]), num_preempted=int(found["num_preempted"]))
 

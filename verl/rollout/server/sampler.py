@@ -7,7 +7,9 @@ by: its answer, or the last attempt's failure, which says what happened.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -211,7 +213,7 @@ class ServerSampler(GatedSampler):
             try:
                 sampled = dialect.answer(request, found)
                 wrong = what_is_wrong(request, sampled, self.vocab_size)
-            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
                 wrong = f"{type(error).__name__}: {error}"
             if wrong:
                 self._counts["nonsense"] += 1
@@ -350,6 +352,7 @@ class ServerSampler(GatedSampler):
     def _folder(self) -> WeightFolder:
         if self._weights_dir is None:
             self._weights_dir = tempfile.mkdtemp(prefix="verl-weights-")
+            atexit.register(shutil.rmtree, self._weights_dir, ignore_errors=True)
             notice(
                 f"{_S}.weights_dir", f"not set: new weights go through {self._weights_dir}, which the server must see"
             )

@@ -12,7 +12,7 @@ from typing import Any
 from verl.errors import RolloutError
 from verl.rollout.base import Request
 from verl.rollout.gated import Sampled
-from verl.rollout.server.dialect import Dialect, budget_of, log_probs, prompt_of
+from verl.rollout.server.dialect import Dialect, budget_of, log_probs, prompt_of, token_ids
 
 FINISH = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 
@@ -50,13 +50,13 @@ class TGIDialect(Dialect):
 
     def answer(self, request: Request, found: Any) -> Sampled:
         details = (found[0] if isinstance(found, list) else found)["details"]
-        seen = [int(token["id"]) for token in details["prefill"]]
-        if seen != prompt_of(request):
+        seen = token_ids(token["id"] for token in details["prefill"])
+        if list(seen) != prompt_of(request):
             raise RolloutError(
                 f"the server's tokenizer made {len(seen)} other tokens of the prompt of {len(prompt_of(request))}",
                 key=f"request {request.id}",
                 fix="Serve the model with the tokenizer of actor_rollout_ref.model.path.",
             )
         tokens = details["tokens"]
-        ids = tuple(int(token["id"]) for token in tokens)
+        ids = token_ids(token["id"] for token in tokens)
         return Sampled(ids, log_probs(token["logprob"] for token in tokens), FINISH[details["finish_reason"]])

@@ -13,7 +13,7 @@ from typing import Any
 from verl.errors import RolloutError
 from verl.rollout.base import Request
 from verl.rollout.gated import Sampled
-from verl.rollout.server.dialect import Dialect, budget_of, log_probs, prompt_of
+from verl.rollout.server.dialect import Dialect, budget_of, log_probs, prompt_of, token_ids
 
 
 class SGLangDialect(Dialect):
@@ -47,7 +47,7 @@ class SGLangDialect(Dialect):
         why = meta["finish_reason"]
         why = why["type"] if isinstance(why, dict) else str(why)
         triples = meta["output_token_logprobs"]  # (log-prob, token id, text or null)
-        return Sampled(tuple(int(t[1]) for t in triples), log_probs(t[0] for t in triples), why)
+        return Sampled(token_ids(t[1] for t in triples), log_probs(t[0] for t in triples), why)
 
     async def abort(self, keys: Sequence[str]) -> bool:
         for key in keys:
