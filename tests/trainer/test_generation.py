@@ -238,6 +238,8 @@ def test_a_real_kill_in_the_middle_loses_nothing(here):
         ("data.n_samples=0", "data.n_samples: out of range"),
         ("rollout.response_length=1000000000", "longer than the model's context"),
         ("rollout.temperature=-1", "rollout.temperature: out of range"),
+        ("rollout.max_num_seqs=0", "rollout.max_num_seqs: out of range"),
+        ("rollout.top_k=-5", "rollout.top_k: out of range"),
         ("rollout.name=server", "rollout.name: needs the address of a server"),
         ("rollout.nam=hf", "rollout.name"),
         ("model.path=/nowhere", "model.path"),

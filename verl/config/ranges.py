@@ -90,7 +90,7 @@ def _lengths(cfg: PPOTrainerConfig) -> Problems:
 
 def _sampling(cfg: PPOTrainerConfig) -> Problems:
     rollout, val = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.rollout.val_kwargs
-    found = _at_least(_R, rollout, 1, "n", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
+    found = _at_least(_R, rollout, 1, "n") + engine_limits(_R, rollout)
     found += _at_least(f"{_R}.val_kwargs", val, 1, "n") + _at_least(f"{_R}.val_kwargs", val, 0, "temperature")
     found += in_range(
         f"{_R}.temperature",
@@ -109,6 +109,14 @@ def _sampling(cfg: PPOTrainerConfig) -> Problems:
     found += _at_least(f"{_R}.checkpoint_engine", bucket, 1, "update_weights_bucket_megabytes")
     found += _at_least(_R, rollout, 1, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")
     return found + _at_least(_R, rollout, 1, "log_prob_max_token_len_per_gpu") + _dtype(f"{_R}.dtype", rollout.dtype)
+
+
+def engine_limits(key: str, rollout: Any) -> Problems:
+    """What an engine holds, and how servers are asked, in a rollout section of any program."""
+    found = _at_least(key, rollout, 1, "max_num_seqs", "max_num_batched_tokens", "max_model_len")
+    found += _at_least(f"{key}.server", rollout.server, 1, "max_attempts", "max_connections")
+    found += _at_least(f"{key}.server", rollout.server, 0, "retry_delay", "max_start_wait_time")
+    return found + _above_zero(f"{key}.server", rollout.server, "timeout")
 
 
 def _conversations(turns: Any) -> Problems:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from verl.config.checks import Problems, bad_model_folder, collect, in_range, known_name, missing_files, missing_folder
 from verl.config.generation import GenerationConfig
 from verl.config.node import unrecorded
+from verl.config.ranges import engine_limits
 from verl.errors import ConfigError
 from verl.registry import SAMPLERS
 
@@ -28,6 +29,8 @@ def _numbers(cfg: GenerationConfig) -> Problems:
     found += in_range("data.batch_size", cfg.data.batch_size, "1 or more", cfg.data.batch_size >= 1)
     for name in ("prompt_length", "response_length"):
         found += in_range(f"rollout.{name}", cfg.rollout[name], "1 or more", cfg.rollout[name] >= 1)
+    found += engine_limits("rollout", cfg.rollout)
+    found += in_range("rollout.top_k", cfg.rollout.top_k, "-1 for all tokens, or 1 or more", cfg.rollout.top_k >= -1)
     found += in_range("rollout.temperature", cfg.rollout.temperature, "0 or more", cfg.rollout.temperature >= 0)
     return found + in_range("rollout.top_p", cfg.rollout.top_p, "above 0, at most 1", 0 < cfg.rollout.top_p <= 1)
 
