@@ -189,7 +189,8 @@ def test_every_setting_of_a_missing_feature_is_refused_by_name_and_its_default_i
     for leaf in leaves:
         # A follower that says what it would be anyway is fine, and so is what the default sampler follows.
         if leaf.follows is None and "hf" not in leaf.engines:
-            assert f"- {leaf.key}: not built yet: {leaf.planned}" in str(caught.value)
+            what = "not built for this sampler" if leaf.engines else "not built yet"
+            assert f"- {leaf.key}: {what}: {leaf.planned}" in str(caught.value)
     resolve(Merge(program, [[Entry(leaf.key, leaf.default) for leaf in leaves]]))
     assert told() == {}
 
@@ -251,7 +252,10 @@ def test_what_works_instead_is_said_for_features_that_exist_in_the_tree():
             "actor_rollout_ref.model.lora.rank=16",
             "model.lora.rank: not built yet: Megatron's own LoRA settings. Got 16.",
         ),
-        ("actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4", "rollout.engine_kwargs.vllm: not built yet"),
+        (
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4",
+            "rollout.engine_kwargs.vllm: not built for this sampler: arguments of vLLM",
+        ),
     ],
 )
 def test_each_mistake_says_what_where_and_what_is_allowed(override, says):
