@@ -241,3 +241,11 @@ def test_the_table_of_layers_is_that_of_the_file():
     }
     missing = [r for rooms in layers.values() for r in rooms if not list((ROOT / "verl").glob(f"{r}*"))]
     assert missing == [], "a room of layers.toml that is not there"
+
+
+def test_pages_that_messages_of_the_library_name_are_there_and_say_it():
+    named = {page for file in (ROOT / "verl").rglob("*.py") for page in re.findall(r"docs/\w+\.md", file.read_text())}
+    assert named and [page for page in sorted(named) if not (ROOT / page).is_file()] == []
+    told = "It gets reward_router_address; docs/rewards.md has one."
+    assert told in (ROOT / "verl/config/reward_model.py").read_text(encoding="utf-8")
+    assert any("reward_router_address=None" in block for block in blocks(ROOT / "docs/rewards.md", "python"))
