@@ -250,6 +250,12 @@ def test_what_cannot_work_is_one_message_with_its_key(here, capsys, change, said
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["max_attempts=0", "max_connections=0", "retry_delay=-1", "timeout=0"])
+def test_requests_to_servers_that_could_never_be_made_are_refused_by_their_key(here, capsys, name):
+    assert run("rollout.name=server", "rollout.server.url=http://127.0.0.1:9", f"rollout.server.{name}") == 2
+    assert f"rollout.server.{name.partition('=')[0]}: out of range" in capsys.readouterr().err
+
+
 def test_going_on_with_other_settings_is_refused(here, capsys):
     write_partial([["a", "b"]] * 3)
     assert run("rollout.temperature=0.5") == 2
