@@ -1,4 +1,4 @@
-"""One end of a pair of trainer and sampler is gone for good: the other one neither waits for it nor outlives it."""
+"""One end of a pair of trainer and sampler is gone for good, or where they meet: no waiting, no orphan, an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from tests.support import tiny_model_dir
 from verl.errors import RolloutError
-from verl.weight_sync import BroadcastTransport, chunk_weights
+from verl.weight_sync import BroadcastTransport, DiskTransport, chunk_weights
 from verl.weight_sync.transport import OtherEndError
 
 TRAINER = """
@@ -69,3 +69,12 @@ def test_a_broadcast_to_a_sampler_that_never_came_ends_as_soon_as_somebody_knows
 def test_a_broadcast_to_a_sampler_that_never_came_says_so_after_one_timeout():
     with pytest.raises(RolloutError, match="waited 0 s for the sampler to join the group"):
         BroadcastTransport.begin(1 << 20, timeout=0.2).send(weights())
+
+
+@pytest.mark.parametrize("folder", ["/proc/weights", "file/weights"])
+def test_a_folder_for_weights_that_cannot_be_written_is_named(tmp_path, folder):
+    (tmp_path / "file").write_text("not a folder")
+    place = tmp_path / folder
+    with pytest.raises(RolloutError, match=r"engine_kwargs.folder: the folder for weights cannot be written") as caught:
+        DiskTransport(place).send(weights())
+    assert caught.value.got == str(place)

@@ -93,9 +93,11 @@ class DiskTransport(Transport):
         try:
             for chunk in chunks:
                 version, last = chunk.version, chunk.last
-                target = target or self._fresh(version)
+                with self._writing():
+                    target = target or self._fresh(version)
                 for piece in pieces(chunk, PIECE_BYTES):
-                    self._write(_part(target, number), piece)
+                    with self._writing():
+                        self._write(_part(target, number), piece)
                     number += 1
                 num_bytes += chunk.num_bytes
                 del chunk, piece  # before the next one is made
@@ -156,6 +158,19 @@ class DiskTransport(Transport):
 
         self.wait_until(is_there, f"version {version} of the weights in {self.folder}")
         return found[0]
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Say where there is no room or no right to write."""
+        try:
+            yield
+        except OSError as error:
+            raise RolloutError(
+                f"the folder for weights cannot be written: {error.strerror}",
+                key="actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.folder",
+                got=str(self.folder),
+                fix="Name a folder that can be written, has room for several versions and is seen by the sampler.",
+            ) from error
 
     def _write(self, path: Path, piece: WeightChunk) -> None:
         layout = Layout.of(piece)
