@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import psutil
 import torch
@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from verl.rollout import Completion, Request, Sampler, SamplingParams
 
 EOS = 5
+Tasks = list["asyncio.Future[Completion]"]
 FAMILIES = {
     "qwen2": {},
     "qwen2-tied": {"tie_word_embeddings": True},
@@ -78,12 +79,28 @@ def sample(sampler: Sampler, wanted: Sequence[Request]) -> list[Completion]:
     return asyncio.run(run())
 
 
-async def until_it_has_worked(pid: int, seconds: float = 0.1) -> None:
-    """Waits until the process has used ``seconds`` more of its processor, however quick or busy the machine is."""
+async def stopped_at_work(pid: int, ask: Callable[[], Tasks], owes: Callable[[Tasks], bool]) -> Tasks:
+    """Stops a process that has worked on requests and owes answers, however quick or busy the machine is.
+
+    Args:
+        ask: sends the requests; called again if the process was done with them before it could be stopped.
+        owes: whether an answer of the process is missing.
+
+    Returns:
+        The requests. The process is stopped, not ended.
+    """
     process = psutil.Process(pid)
-    start = process.cpu_times().user
-    while process.cpu_times().user - start < seconds:
-        await asyncio.sleep(0.005)
+    while True:
+        start, tasks = process.cpu_times().user, ask()
+        while process.cpu_times().user - start < 0.1 and not all(task.done() for task in tasks):
+            await asyncio.sleep(0.005)
+        process.suspend()
+        for _ in range(20):  # what it answered before arrives
+            await asyncio.sleep(0.005)
+        if owes(tasks):
+            return tasks
+        process.resume()
+        await asyncio.gather(*tasks)
 
 
 def reference_log_probs(model: PreTrainedModel, request: Request, completion: Completion) -> torch.Tensor:

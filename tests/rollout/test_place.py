@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.rollout.builders import largest_difference, prompt, requests, sample, tiny_model, until_it_has_worked
+from tests.rollout.builders import largest_difference, prompt, requests, sample, stopped_at_work, tiny_model
 from tests.support import tiny_model_dir
 from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import ConfigError, RolloutError
@@ -115,8 +115,11 @@ def test_a_sampler_in_a_process_of_its_own_that_is_killed_is_an_error_and_no_han
 
     async def run():
         wanted = requests([prompt(3, 1)], samples=64, max_tokens=400, ignore_eos=True)
-        tasks = [asyncio.ensure_future(sampler.generate(request)) for request in wanted]
-        await until_it_has_worked(child.pid)
+        tasks = await stopped_at_work(
+            child.pid,
+            ask=lambda: [asyncio.ensure_future(sampler.generate(request)) for request in wanted],
+            owes=lambda tasks: not any(task.done() for task in tasks),
+        )
         os.kill(child.pid, signal.SIGKILL)
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
 

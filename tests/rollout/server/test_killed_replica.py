@@ -12,7 +12,7 @@ from collections import Counter
 
 import pytest
 
-from tests.rollout.builders import requests, sample, until_it_has_worked
+from tests.rollout.builders import requests, sample, stopped_at_work
 from tests.support import tiny_model_dir
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.replicas import Replicas
@@ -79,10 +79,11 @@ def test_every_prompt_gets_exactly_its_samples_when_a_replica_is_killed_in_mid_g
 
     async def run():
         warm = await asyncio.gather(*(replicas.generate(request) for request in requests(prompts[:2], 1, max_tokens=2)))
-        tasks = [asyncio.ensure_future(replicas.generate(request)) for request in wanted]
-        while not replicas.replicas[0].load and not all(task.done() for task in tasks):
-            await asyncio.sleep(0.005)
-        await until_it_has_worked(victim.pid)
+        tasks = await stopped_at_work(
+            victim.pid,
+            ask=lambda: [asyncio.ensure_future(replicas.generate(request)) for request in wanted],
+            owes=lambda tasks: replicas.replicas[0].load > 0,
+        )
         busy = replicas.replicas[0].load
         start = time.monotonic()
         os.kill(victim.pid, signal.SIGKILL)
