@@ -101,6 +101,14 @@ def test_while_the_breaker_is_open_no_attempt_is_made(pauses):
     assert len([pause for pause in pauses if pause >= 5.0]) == 2
 
 
+def test_who_makes_one_attempt_only_does_not_wait_for_an_open_breaker(pauses):
+    breaker = Breaker(threshold=1, cooldown=5.0, clock=Clock())
+    breaker.failed()
+    with pytest.raises(EngineLostError, match="left alone for a while"):
+        asyncio.run(Retrying(1, 0.1, breaker).run(attempts()))
+    assert pauses == []
+
+
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
 def test_these_answers_are_asked_again(status):
     with pytest.raises(EngineLostError, match=f"there answered {status}: ill"):

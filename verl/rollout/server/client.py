@@ -156,6 +156,8 @@ class Breaker:
 class Retrying:
     """Attempts until one succeeds, at most ``max_attempts``, with growing pauses of random length between them.
 
+    Whoever makes one attempt only has others to ask: an open breaker is then an error at once.
+
     Args:
         delay: seconds of the first pause on average; each is twice as long as the one before.
     """
@@ -180,6 +182,8 @@ class Retrying:
             wait = self.breaker.seconds_to_wait()
             if wait > 0:
                 last = last or EngineLostError("the server failed several times in a row and is left alone for a while")
+                if self.max_attempts == 1:
+                    raise last
                 await asyncio.sleep(wait * self._random.uniform(1.0, 1.2))
                 if self.breaker.seconds_to_wait() > 0:
                     continue
