@@ -32,6 +32,7 @@ ERRORS = {
     f"algorithm.adv_estimator=grpo {R}.n=1": f"{R}.n: the estimator",
     f"algorithm.rollout_is_threshold=2.0 {R}.calculate_log_probs=false": f"{R}.calculate_log_probs: algorithm",
     f"{R}.enable_vision=true": f"{R}.enable_vision: not built",
+    f"{R}.expert_parallel_size=2": f"{R}.expert_parallel_size: not built for",
     "trainer.device=npu": "trainer.device: this machine",
     "trainer.logger=[console,mlflow]": "trainer.logger: 'mlflow'",
     "trainer.logger=[console,wandb]": "trainer.logger: 'wandb'",
