@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verl.errors import RolloutError
+from verl.metrics import notice
 from verl.weight_sync.chunks import WeightChunk
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -210,6 +211,22 @@ def check_request(request: Request, *, vocab_size: int, max_model_len: int) -> N
         )
     if request.sample_index < 0:
         raise RolloutError("a sample index counts from 0", key="sample_index", got=request.sample_index)
+
+
+def tell_of_context(rollout: Any, max_model_len: int) -> None:
+    """A notice if prompts and responses may have more tokens together than the sampler's context.
+
+    Args:
+        rollout: the section, with ``prompt_length`` and ``response_length``.
+    """
+    wanted, left = rollout.prompt_length + rollout.response_length, max_model_len - rollout.response_length
+    if wanted > max_model_len:
+        error = f"a prompt of more than {left} tokens" if left > 0 else f"a response of {rollout.response_length}"
+        notice(
+            "rollout.response_length",
+            f"the context of the sampler is {max_model_len} tokens: {error} will be an error, yet prompt_length and "
+            f"response_length allow {wanted} in sum",
+        )
 
 
 def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:

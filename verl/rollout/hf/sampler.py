@@ -22,7 +22,7 @@ from verl.metrics import notice
 from verl.models import load_causal_lm
 from verl.models.lora import LoraSettings
 from verl.rollout.adapters import sent_alone
-from verl.rollout.base import Completion, Request, Sampler, check_request
+from verl.rollout.base import Completion, Request, Sampler, check_request, tell_of_context
 from verl.rollout.hf.attention import UnsupportedModelError
 from verl.rollout.hf.draw import DrawColumns, draw
 from verl.rollout.hf.graph_runner import GraphPolicy
@@ -172,14 +172,7 @@ class HFSampler(Sampler):
             enforce_eager=rollout.enforce_eager,
             **options,
         )
-        wanted = rollout.prompt_length + rollout.response_length
-        if wanted > sampler.max_model_len:
-            notice(
-                "rollout.response_length",
-                f"the context of the sampler is {sampler.max_model_len} tokens: a prompt of more than "
-                f"{sampler.max_model_len - rollout.response_length} tokens will be an error, yet prompt_length and "
-                f"response_length allow {wanted} in sum",
-            )
+        tell_of_context(rollout, sampler.max_model_len)
         return sampler
 
     @classmethod

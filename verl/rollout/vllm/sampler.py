@@ -16,7 +16,7 @@ from verl.metrics import notice
 from verl.models.lora import LoraSettings
 from verl.rollout import reload_check
 from verl.rollout.adapters import sent_alone
-from verl.rollout.base import Request
+from verl.rollout.base import Request, tell_of_context
 from verl.rollout.gated import GatedSampler, Sampled
 from verl.rollout.model_facts import ModelFacts
 from verl.rollout.stream_check import StreamCheck, shapes_on_disk
@@ -103,13 +103,7 @@ class VLLMSampler(GatedSampler):
         ours = arguments.from_config(rollout, model, device, facts)
         own = set(ours) - set(rollout.engine_kwargs.vllm or {})
         sampler = cls(ours, facts=facts, ours=own, adapter=sent_alone(rollout, model))
-        wanted = rollout.prompt_length + rollout.response_length
-        if wanted > sampler.max_model_len:
-            notice(
-                f"{_R}.response_length",
-                f"the context of the sampler is {sampler.max_model_len} tokens, yet prompt_length and response_length "
-                f"allow {wanted} in sum: a longer prompt will be an error",
-            )
+        tell_of_context(rollout, sampler.max_model_len)
         return sampler
 
     @classmethod
