@@ -61,6 +61,18 @@ def test_statistics_and_gradients_are_those_of_whole_logits(
         assert (a - b).norm() <= 1e-5 * b.norm().clamp(min=1.0)
 
 
+@pytest.mark.parametrize("tile", [1, 500])
+def test_gradients_are_exact_where_one_word_has_nearly_all_probability(tile):
+    """Against float64: 1 - p is small there, and p has to be known better than log-sum-exp as one float32 allows."""
+    tensors, labels = inputs(1, 3, with_bias=True, seed=3)
+    weights, shape = torch.randn(3, 1, generator=torch.Generator().manual_seed(4)).double(), Shape(0.7, tile=tile)
+    (_, found), _ = both(tensors, labels, shape, (True, True), weights)
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    loss = sum((x * y).sum() for x, y in zip(naive(*exact, labels, shape), weights))
+    for a, b in zip(found, torch.autograd.grad(loss, exact)):
+        assert (a.double() - b).norm() < 3e-6
+
+
 def test_three_words_by_hand():
     """z = (0, ln 2, ln 5): p = (1, 2, 5)/8."""
     weight = torch.tensor([[0.0], [2.0], [5.0]]).log().nan_to_num(neginf=0.0).requires_grad_()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.models.fused_head.tiled import Shape, Tile, add_product, gradients
+from verl.models.fused_head.tiled import Shape, Statistics, Tile, add_product, gradients
 
 NUMBERS = 1 << 26
 """Logits that are held at once: a few hundred tokens of a large vocabulary."""
@@ -74,7 +74,8 @@ class OneSweep(torch.autograd.Function):
         if factor is None:
             tile = Tile(hidden, weight, bias, ctx.shape)
             lse = _normalisers(tile, labels, found)
-            again = gradients(tile, labels, (lse, None, None), grads, (False, *ctx.needs_input_grad[1:3]))
+            statistics = Statistics(lse, torch.zeros_like(lse))
+            again = gradients(tile, labels, statistics, grads, (False, *ctx.needs_input_grad[1:3]))
             return to_hidden, *again[1:], None, None, None
         scaled = [None if t is None else (t if factor == 1.0 else t * factor) for t in (to_weight, to_bias)]
         to_weight = None if scaled[0] is None else scaled[0].to(weight.dtype)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,25 @@ class Shape:
         for first in range(0, num_tokens, block):
             for start in range(0, vocabulary, width):
                 yield slice(first, min(first + block, num_tokens)), slice(start, min(start + width, vocabulary))
+
+
+class Statistics(NamedTuple):
+    """What the gradient of a tile needs of all tiles, (N,) float32 each.
+
+    The log-sum-exp is kept as two numbers: rounded as one of the logits' size, it would leave probabilities near 1
+    with a hundred times the error that their distance from 1 can bear.
+    """
+
+    highest: Tensor
+    log_total: Tensor
+    """Of the sum of exp(z - highest)."""
+    entropy: Tensor | None = None
+    squared: Tensor | None = None
+
+    def of(self, tokens: slice) -> Statistics:
+        """Those of some tokens."""
+        entropy, squared = (None if x is None else x[tokens] for x in (self.entropy, self.squared))
+        return Statistics(self.highest[tokens], self.log_total[tokens], entropy, squared)
 
 
 class Tile:
@@ -114,29 +133,29 @@ class Tile:
         tokens: slice,
         words: slice,
         labels: Tensor,
-        statistics: tuple[Tensor, Tensor | None, Tensor | None],
+        statistics: Statistics,
         grads: tuple[Tensor, ...],
     ) -> Tensor:
         """(n, v): the gradient of one tile of logits before scale and temperature.
 
         d log p_y = 1_y - p; d entropy = -p (log p + entropy); d sum p^2 = 2 p (p - sum p^2).
         """
-        lse, entropy, squared = statistics
+        highest, log_total, entropy, squared = statistics.of(tokens)
         z, capped = self.logits(tokens, words)
         to_log_prob = grads[0][tokens][:, None]
-        log_p = z.sub_(lse[tokens][:, None])
-        p = torch.exp(log_p, out=self.scratch(1, *z.shape))
+        p = torch.exp(z.sub_(highest[:, None]), out=self.scratch(1, *z.shape))
+        share = torch.exp(-log_total)[:, None]  # p * share are the probabilities
         if entropy is None and squared is None:
-            dz = p.mul_(-to_log_prob)
+            dz = p.mul_(-to_log_prob * share)
         else:
             if entropy is None:
-                weight = log_p.copy_(to_log_prob.expand_as(log_p))
+                weight = z.copy_(to_log_prob.expand_as(z))
             else:
-                weight = log_p.add_(entropy[tokens][:, None]).mul_(grads[1][tokens][:, None]).add_(to_log_prob)
+                weight = z.add_((entropy - log_total)[:, None]).mul_(grads[1][tokens][:, None]).add_(to_log_prob)
             if squared is not None:
                 twice = 2.0 * grads[2][tokens][:, None]
-                weight.addcmul_(p, twice, value=-1.0).add_(twice * squared[tokens][:, None])
-            dz = p.mul_(weight).neg_()
+                weight.addcmul_(p, twice * share, value=-1.0).add_(twice * squared[:, None])
+            dz = p.mul_(weight).mul_(-share)
         place = labels[tokens] - words.start
         rows = ((place >= 0) & (place < dz.shape[1])).nonzero()[:, 0]
         dz.index_put_((rows, place[rows]), to_log_prob[rows, 0], accumulate=True)
@@ -183,18 +202,18 @@ def forward_of(
     for tokens, words in shape.tiles(len(labels), len(weight), hidden.device):
         tile.absorb(running, tokens, words, labels, wanted)
     highest, total, weighted, squares, chosen = running
-    lse = highest + total.log()
-    entropy = total.log() - weighted / total if wanted[0] else torch.zeros_like(lse)
-    squared = squares / total.square() if wanted[1] else torch.zeros_like(lse)
-    ctx.save_for_backward(hidden, weight, bias, labels, lse, entropy, squared)
+    log_total = total.log()
+    entropy = log_total - weighted / total if wanted[0] else torch.zeros_like(total)
+    squared = squares / total.square() if wanted[1] else torch.zeros_like(total)
+    ctx.save_for_backward(hidden, weight, bias, labels, highest, log_total, entropy, squared)
     ctx.shape, ctx.wanted = shape, wanted
-    return chosen - lse, entropy, squared
+    return chosen - highest - log_total, entropy, squared
 
 
 def backward_of(kind: type[Tile], ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     """The backward pass of `TokenStatistics` with the tiles of one backend."""
-    hidden, weight, bias, labels, lse, entropy, squared = ctx.saved_tensors
-    statistics = lse, entropy if ctx.wanted[0] else None, squared if ctx.wanted[1] else None
+    hidden, weight, bias, labels, highest, log_total, entropy, squared = ctx.saved_tensors
+    statistics = Statistics(highest, log_total, entropy if ctx.wanted[0] else None, squared if ctx.wanted[1] else None)
     found = gradients(kind(hidden, weight, bias, ctx.shape), labels, statistics, grads, ctx.needs_input_grad[:3])
     return *found, None, None, None
 
@@ -202,7 +221,7 @@ def backward_of(kind: type[Tile], ctx: Any, *grads: Tensor) -> tuple[Tensor | No
 def gradients(
     tile: Tile,
     labels: Tensor,
-    statistics: tuple[Tensor, Tensor | None, Tensor | None],
+    statistics: Statistics,
     grads: tuple[Tensor, ...],
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verl.models.fused_head.tiled import Shape, Tile, backward_of, forward_of
+from verl.models.fused_head.tiled import Shape, Statistics, Tile, backward_of, forward_of
 
 BLOCK = 4096
 WARPS = 8
@@ -121,11 +121,12 @@ class TritonTile(Tile):
         tokens: slice,
         words: slice,
         labels: Tensor,
-        statistics: tuple[Tensor, Tensor | None, Tensor | None],
+        statistics: Statistics,
         grads: tuple[Tensor, ...],
     ) -> Tensor:
         z = self.product(tokens, words)
-        lse, entropy, squared = (None if x is None else x[tokens] for x in statistics)
+        highest, log_total, entropy, squared = statistics.of(tokens)
+        lse = highest + log_total
         upstream = [grad[tokens].contiguous() for grad in grads]
         _differentiate[(len(z), triton.cdiv(z.shape[1], BLOCK))](
             z, z.stride(0), labels[tokens], lse, entropy if entropy is not None else lse,
