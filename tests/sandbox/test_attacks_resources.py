@@ -17,7 +17,13 @@ ONLY_MODES = ("whole", "without namespaces")
 SECONDS = 0.5
 """For programs that would go on for a minute or for ever."""
 PLENTY = 20.0
-"""For programs that come to another limit, and what a loaded machine may add: to get to the program, and to bury it."""
+"""For programs that come to another limit than time."""
+BUSY_MACHINE = 6.0
+"""What a loaded machine may add from the caller's view: to get to the program, and to bury it."""
+
+
+def ended_in_time(outcome: Outcome, seconds: float = SECONDS) -> bool:
+    return outcome.seconds <= seconds + 1.0
 
 
 def run_and_bury(box: Box, code: str, **limits: float) -> Outcome:
@@ -25,7 +31,8 @@ def run_and_bury(box: Box, code: str, **limits: float) -> Outcome:
     limits = {"seconds": SECONDS, **limits}
     begin = time.monotonic()
     outcome = box.run(code, **limits)
-    assert time.monotonic() - begin < limits["seconds"] + PLENTY
+    assert time.monotonic() - begin < limits["seconds"] + 1 + BUSY_MACHINE
+    assert ended_in_time(outcome, limits["seconds"]), outcome
     assert len(wait_until_quiet(box.pool, seconds=0.0)) == 2
     return outcome
 
@@ -101,7 +108,7 @@ def test_the_memory_of_several_processes_is_counted_together(pool: Pool):
         time.sleep(60)
         """
     outcome = pool.run(code, limits=Limits(seconds=PLENTY, memory_mb=200))
-    assert outcome.status == "memory", outcome
+    assert outcome.status == "memory" and outcome.seconds < 8, outcome
 
 
 def test_a_ten_gigabyte_file_does_not_fit(box: Box):
@@ -166,12 +173,12 @@ def test_a_daemon_does_not_outlive_its_program(pool: Pool):
 
 def test_a_child_that_holds_the_output_open_does_not_delay_the_outcome(pool: Pool):
     outcome = pool.run("import os, time\nif os.fork() == 0: time.sleep(600)\nprint('x')", limits=Limits(seconds=PLENTY))
-    assert outcome.status == "ok" and outcome.seconds < PLENTY
+    assert outcome.status == "ok" and outcome.seconds < 10
 
 
 def test_stopping_itself_does_not_hold_up_the_limit(pool: Pool):
     outcome = pool.run("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", limits=Limits(seconds=SECONDS))
-    assert outcome.status == "timeout" and outcome.seconds < SECONDS + PLENTY
+    assert outcome.status == "timeout" and ended_in_time(outcome)
 
 
 def test_the_tree_of_processes_below_a_bomb_stays_small_while_it_runs(pool: Pool):
