@@ -72,6 +72,7 @@ def generate(**changes) -> bytes:
         (generate(sampling={"foo": 1}), "foo"),
         (generate(priority="first"), "priority is 'first', allowed: int"),
         (generate(uid=[1]), "uid is [1], allowed: str"),
+        (generate(token_ids=[5, 7.5]), r"token ids (5, 7.5)"),
         (generate(token_ids=[5, 10**30]), "outside the vocabulary"),
         (generate(token_ids=[]), "the prompt is empty"),
         (post(own.GENERATE, [1]), "not a request"),

@@ -113,7 +113,7 @@ def token_ids(values: Any) -> tuple[int, ...]:
     """Whole numbers, or a TypeError: a server that says 7.5 does not mean 7."""
     found = tuple(values)
     if isinstance(values, str) or any(type(value) is not int for value in found):
-        raise TypeError(f"token ids {str(values)[:80]}")
+        raise TypeError(f"token ids {str(found)[:80]}")
     return found
 
 

@@ -77,7 +77,7 @@ def from_json(found: Any) -> Request:
         sampling["stop_token_ids"] = tuple(int(token) for token in sampling["stop_token_ids"])
         rest = {name: value for name, value in found.items() if name != "sampling"}
         for name in ("token_ids", "generated_prefix"):
-            rest[name] = tuple(int(token) for token in rest[name])
+            rest[name] = token_ids(rest[name])
         for name, value in {**rest, **sampling}.items():
             kinds = KINDS.get(name)
             if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
