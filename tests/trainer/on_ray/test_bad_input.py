@@ -36,7 +36,7 @@ def test_an_address_that_does_not_answer_is_named_within_seconds(said, monkeypat
         address = f"127.0.0.1:{free.getsockname()[1]}"
     start = time.monotonic()
     message = said(f"ray_kwargs.ray_init.address={address}")
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 20
     assert address in message and message.startswith("error: ")
 
 
