@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 import torch
@@ -37,7 +38,9 @@ class Mine(RewardManagerBase):
 def test_rows_are_scored_at_once_and_failures_are_masked():
     manager = Mine(None, Letters())
     manager.configure(Limits(timeout=2.0))
+    start = time.monotonic()
     found = manager(batch(["a", "bb", "c", "", "d", "e"], ["1", "0.5", "raise", "1", "hang", "none"]))
+    assert time.monotonic() - start < 20
     assert found["reward_tensor"].tolist() == [[0, 1, 0], [0, 0, 0.5], [0] * 3, [0] * 3, [0] * 3, [0] * 3]
     assert found["unscorable"] == [False, False, True, False, True, True]
     assert found["reward_extra_info"]["acc"] == [True, False, None, True, None, None]
