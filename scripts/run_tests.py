@@ -3,7 +3,7 @@
     python scripts/run_tests.py [pytest's options]
 
 Beside each other: two workers, of which only one at a time runs a test of several processes. Alone: what a clock or
-another test may fail (`ALONE` in tests/conftest.py).
+another test may fail (`ALONE` in tests/conftest.py). However this process ends, nothing that it started outlives it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,19 +20,27 @@ ROOT = Path(__file__).resolve().parent.parent
 # tests/conftest.py says what stays with one worker, and puts the longest first.
 BESIDE = ("-n", "2", "--no-loadscope-reorder", "-m", "not alone")
 PASSES = {"beside each other": BESIDE, "alone": ("-m", "alone")}
+INTERRUPTED = 2  # pytest's status after Ctrl-C
 
 
 def main(options: list[str]) -> int:
-    """Both passes, the second also after a failure of the first; 0 if both passed."""
-    ends = {name: run([*words, *options]) for name, words in PASSES.items()}
+    """Both passes, the second also after a failure of the first, but not after Ctrl-C; 0 if both passed."""
+    # The terminal interrupts pytest as well, which then says how far it came.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    ends: dict[str, tuple[int, str]] = {}
+    for name, words in PASSES.items():
+        ends[name] = run([*words, *options])
+        if ends[name][0] == INTERRUPTED:
+            break
     print("\n".join(f"tests {name}: {summary}" for name, (_, summary) in ends.items()), flush=True)
     return max(code for code, _ in ends.values())
 
 
 def run(words: list[str]) -> tuple[int, str]:
     """pytest's status and its last line, while its output is shown as it comes."""
-    command = [sys.executable, "-m", "pytest", f"--color={'yes' if sys.stdout.isatty() else 'no'}", *words]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    pytest = [sys.executable, "-m", "pytest", f"--color={'yes' if sys.stdout.isatty() else 'no'}", *words]
+    command = [sys.executable, str(ROOT / "scripts" / "run_to_the_end.py"), *pytest]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     decode, tail = codecs.getincrementaldecoder("utf-8")("replace").decode, ""
     while piece := os.read(process.stdout.fileno(), 1 << 16):
