@@ -10,8 +10,10 @@ or a call of a worker. A thread therefore listens, too, and it is the thread tha
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -97,6 +99,8 @@ class StopSignals:
             for number in SIGNALS:
                 self._before[number] = signal.signal(number, self._receive)
             _watching.append(self)
+            logging.getLogger("asyncio").addFilter(_is_news)  # for good: tasks may go at the end of the program
+            self._before_unraisable, sys.unraisablehook = sys.unraisablehook, self._unraisable
         return self
 
     def __exit__(
@@ -107,6 +111,7 @@ class StopSignals:
         if self._before:
             self._before.clear()
             _watching.remove(self)
+            sys.unraisablehook = self._before_unraisable
             signal.set_wakeup_fd(self._wakeup[2])
             os.close(self._wakeup[1])  # the thread sees the end of the pipe and closes its side
             self._listener.join(1.0)  # a thread that the end of the interpreter cuts off may abort the process
@@ -128,6 +133,11 @@ class StopSignals:
             self._droppable = False
             raise StepDropped
 
+    def _unraisable(self, found: sys.UnraisableHookArgs) -> None:
+        """A signal in a finalizer, where Python goes on after an exception: the end of the block raises it."""
+        if not isinstance(found.exc_value, StepDropped):
+            self._before_unraisable(found)
+
     def _listen(self, reader: int) -> None:
         """Answer every signal the moment it comes; leave at the second one, whatever the main thread is doing."""
         count = 0
@@ -145,6 +155,11 @@ class StopSignals:
 
 
 _watching: list[StopSignals] = []
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not where a task of an event loop reports, as it goes, the interrupt that has left its loop long before."""
+    return not (record.exc_info and isinstance(record.exc_info[1], StepDropped))
 
 
 def _after_fork() -> None:
