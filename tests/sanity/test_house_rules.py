@@ -77,6 +77,27 @@ def test_torch_load_reads_weights_only():
     assert not errors, errors
 
 
+OWN_JSON = {
+    "verl.json_text": "the reader with limits itself",
+    "verl.protocol.codec": "a damaged batch is an error there, however deep it is",
+    "verl.distributed.ranks": "what another rank of the run has written",
+    "verl.sandbox.inside.keeper": "the start message of the process that started it",
+    "verl.sandbox.inside.watch": "runs inside of the sandbox, without the package around it",
+}
+"""Modules that read JSON without a limit on its nesting, and why they may."""
+
+
+def test_json_from_outside_is_read_with_a_limit_on_its_nesting():
+    readers = ("json.loads", "json.load", "json.JSONDecoder")
+    errors = [
+        f"{place}: {name}"
+        for name in readers
+        for place, call, module in calls(name)
+        if module not in OWN_JSON and not ast.unparse(call).startswith("json.loads(json.dumps(")
+    ]
+    assert not errors, f"verl.json_text.read_json does it: {errors}"
+
+
 SAID = re.compile(r"boundary|carried|goes on to")
 
 

@@ -25,6 +25,7 @@ from verl.data import RLHFDataset
 from verl.data.files import read_files
 from verl.data.progress import track
 from verl.errors import DataError, RolloutError
+from verl.json_text import read_json
 from verl.metrics import log, notice
 from verl.rollout.base import Request, Sampler, SamplingParams
 from verl.rollout.lost import EngineLostError
@@ -239,8 +240,8 @@ class Finished:
     def _entry(self, line: bytes) -> tuple[int, list[str]] | None:
         """Number and answers of a prompt; None if the line holds something else."""
         try:
-            number, answers = json.loads(line)
-        except (ValueError, TypeError, RecursionError):
+            number, answers = read_json(line)
+        except (ValueError, TypeError):
             return None
         is_text = isinstance(answers, list) and all(isinstance(answer, str) for answer in answers)
         is_known = type(number) is int and 0 <= number < self._num_prompts
@@ -248,8 +249,8 @@ class Finished:
 
     def _check(self, first: bytes) -> None:
         try:
-            found = json.loads(first)
-        except (ValueError, RecursionError):
+            found = read_json(first)
+        except ValueError:
             found = None
         if not isinstance(found, dict):
             raise DataError(

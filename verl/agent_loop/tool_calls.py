@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +13,8 @@ from typing import Any, Literal
 
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.parsers import FunctionCall, Malformed
-from verl.agent_loop.parsers.base import read_json
 from verl.errors import suggest
+from verl.json_text import read_json
 from verl.metrics import notice
 from verl.tools.base import BaseTool
 from verl.tools.runner import TimeLimit, ToolRunner, runner
@@ -170,7 +169,7 @@ class ToolCalls:
                 f"there is no tool {call.name[:80]!r}. {suggest(call.name[:80], names)} Tools: {', '.join(names)}.",
             )
         try:
-            arguments = read_json(call.arguments)
+            arguments = read_json(call.arguments, strict=True)
         except ValueError as error:
             raise Fault("bad_arguments", f"the arguments are not valid JSON ({error})") from error
         if not isinstance(arguments, dict):
@@ -269,7 +268,7 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 def openai_call(call: FunctionCall, number: int) -> dict[str, Any]:
     """A call as it stands in an assistant message."""
-    arguments = json.loads(call.arguments)
+    arguments = read_json(call.arguments)
     function = {"name": call.name, "arguments": arguments}
     return {"id": call.tool_call_id or f"call{number:05d}", "type": "function", "function": function}
 

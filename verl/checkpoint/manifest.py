@@ -14,6 +14,7 @@ from pathlib import Path
 from verl._version import __version__
 from verl.checkpoint.files import FileRecord, records_of, replace_text
 from verl.errors import CheckpointError
+from verl.json_text import read_json
 
 MANIFEST = "manifest.json"
 FORMAT = "verl-checkpoint-1"
@@ -52,7 +53,7 @@ class Manifest:
             CheckpointError: it is absent, damaged, or of another format.
         """
         try:
-            found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            found = read_json((folder / MANIFEST).read_text(encoding="utf-8"))
             if found["format"] != FORMAT:
                 raise CheckpointError("a checkpoint of another format", got=found["format"], allowed=FORMAT)
             files = {name: FileRecord(**record) for name, record in found["files"].items()}

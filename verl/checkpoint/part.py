@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from verl.checkpoint.files import FileRecord, records_of, to_json, write_synced
 from verl.checkpoint.state import SECTIONS, EngineState, prefixed
 from verl.checkpoint.tensors import read_tensors, write_tensors
 from verl.errors import CheckpointError, ConfigError, suggest
+from verl.json_text import read_json
 
 HFWriter = Callable[[Path, "Iterable[tuple[str, Tensor]] | None"], "Mapping[str, FileRecord] | None"]
 """Writes a Hugging Face folder with these weights (None: everything but the weights).
@@ -74,7 +74,7 @@ def read_part(folder: Path, contents: Sequence[str] = DEFAULT_CONTENTS) -> Engin
     if not folder.is_dir():
         raise CheckpointError("the checkpoint holds no such role", got=folder.name, allowed=_roles(folder.parent))
     try:
-        scalars = json.loads((folder / SCALARS).read_text(encoding="utf-8"))
+        scalars = read_json((folder / SCALARS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"this file cannot be read: {error}", got=str(folder / SCALARS)) from error
     wanted = [s for s in SECTIONS if s in contents or (s == "model" and "hf_model" in contents)]

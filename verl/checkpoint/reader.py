@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from verl.checkpoint.manifest import Manifest
 from verl.checkpoint.part import DEFAULT_CONTENTS, read_part
 from verl.checkpoint.state import EngineState
 from verl.errors import CheckpointError
+from verl.json_text import read_json
 
 TRAINER = "trainer.json"
 
@@ -51,6 +51,6 @@ class CheckpointReader:
     def trainer_state(self) -> dict[str, Any]:
         """What the controller saved."""
         try:
-            return json.loads((self.folder / TRAINER).read_text(encoding="utf-8"))
+            return read_json((self.folder / TRAINER).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"this file cannot be read: {error}", got=str(self.folder / TRAINER)) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from verl.config.node import ConfigNode
 from verl.config.reward import ImplicitRewardConfig, RewardModelConfig
 from verl.config.root import PPOTrainerConfig
 from verl.errors import ConfigError
+from verl.json_text import read_json
 from verl.metrics import notice
 
 _RM = "reward.reward_model"
@@ -126,7 +126,7 @@ def _recipe(cfg: PPOTrainerConfig) -> Problems:
 def _no_language_model(key: str, path: str) -> Problems:
     try:
         file = Path(env.expand(path)) / "config.json"
-        architectures = json.loads(file.read_text(encoding="utf-8")).get("architectures") or []
+        architectures = read_json(file.read_text(encoding="utf-8")).get("architectures") or []
     except (OSError, ValueError, AttributeError):
         return []  # a hub name, or told when it is loaded
     if not architectures or any(str(name).endswith("ForCausalLM") for name in architectures):

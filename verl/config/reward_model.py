@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from verl import env, registry
 from verl.config.checks import Problems, bad_model_folder, in_range, known_name, one_of
 from verl.config.root import PPOTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
+from verl.json_text import read_json
 
 _KEY = "reward.reward_model"
 _PATH, _NAME, _URL = f"{_KEY}.model_path", f"{_KEY}.rollout.name", f"{_KEY}.rollout.server.url"
@@ -65,7 +65,7 @@ def headless(path: str) -> Problems:
     """A language model has no scalar head: a new one would score at random."""
     file = Path(env.expand(path)) / "config.json"
     try:
-        architectures = json.loads(file.read_text(encoding="utf-8")).get("architectures") or []
+        architectures = read_json(file.read_text(encoding="utf-8")).get("architectures") or []
     except (OSError, ValueError, AttributeError):
         return []  # a hub name, or told when it is loaded
     if not any(str(name).endswith("ForCausalLM") for name in architectures):

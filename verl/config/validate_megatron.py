@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from verl.config.node import ConfigNode, was_typed
 from verl.config.root import PPOTrainerConfig, uses_critic, uses_reference, uses_reward_model
 from verl.config.sft import SFTTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
+from verl.json_text import read_json
 from verl.metrics import notice
 
 NAME, PACKAGE = "megatron", "megatron-core"
@@ -221,7 +221,7 @@ def _dealt(role: Role, name: str, count: Any, what: str) -> Problems:
 def _facts(path: str | None) -> dict[str, Any] | None:
     """The model's config.json, the language model's part of it; None where it is not on this machine."""
     try:
-        facts = json.loads((Path(env.expand(path or "")) / "config.json").read_text(encoding="utf-8"))
+        facts = read_json((Path(env.expand(path or "")) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None  # a hub name, or told where the folder is looked at
     found = facts.get("text_config", facts) if isinstance(facts, dict) else None

@@ -5,7 +5,6 @@ What is wrong with a file is said here, once, with the file, the row and the col
 
 from __future__ import annotations
 
-import json
 import uuid
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -18,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl.errors import DataError, suggest
+from verl.json_text import read_json
 from verl.storage import copy_to_local, is_remote, resolve
 
 SUFFIXES = (".parquet", ".jsonl", ".json")
@@ -172,8 +172,8 @@ def _parse_json(path: Path) -> tuple[list[Any], list[str]]:
         raise DataError(f"line {wrong} is not UTF-8: {failure.reason}", key=str(path)) from failure
     if path.suffix.lower() == ".json" and text.lstrip().startswith("["):
         try:
-            rows = json.loads(text)
-        except json.JSONDecodeError as failure:
+            rows = read_json(text)
+        except ValueError as failure:
             raise DataError(f"not valid JSON: {failure}", key=str(path)) from failure
         return rows, [f"row {i}" for i in range(len(rows))]
     rows, numbers = [], []
@@ -182,8 +182,8 @@ def _parse_json(path: Path) -> tuple[list[Any], list[str]]:
         if not line.strip():
             continue
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as failure:
+            rows.append(read_json(line))
+        except ValueError as failure:
             fix = "One JSON object per line." if path.suffix.lower() == ".jsonl" else "A list, or one object per line."
             raise DataError(f"line {number} is not valid JSON: {failure}", key=str(path), fix=fix) from failure
         numbers.append(f"line {number}")

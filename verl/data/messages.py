@@ -6,13 +6,13 @@ is there must not see those nulls, so they are dropped.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from verl.errors import DataError, NotBuiltError
+from verl.json_text import read_json
 from verl.metrics import notice
 
 Message = dict[str, Any]
@@ -44,8 +44,8 @@ def as_tools(value: Any, where: Where) -> list[dict[str, Any]] | None:
     """Tool schemas from a list of dicts or its JSON text; None where there are none."""
     if isinstance(value, str):
         try:
-            value = json.loads(value) if value.strip() else None
-        except json.JSONDecodeError as failure:
+            value = read_json(value) if value.strip() else None
+        except ValueError as failure:
             raise DataError(f"the tools are not valid JSON: {failure}", key=where()) from failure
     if isinstance(value, np.ndarray):
         value = value.tolist()
@@ -70,8 +70,8 @@ def _from_text(text: str, where: Where) -> Any:
         raise DataError("the prompt is an empty string", key=where())
     if text.lstrip().startswith("[{"):
         try:
-            return json.loads(text)
-        except json.JSONDecodeError:
+            return read_json(text)
+        except ValueError:
             pass  # a prompt may well begin like JSON without being it
     notice("data.prompt_key", "the prompts are plain strings; each is taken as one user message")
     return [{"role": "user", "content": text}]
@@ -114,7 +114,7 @@ def _with_parsed_arguments(call: Any) -> Any:
     if not isinstance(call.get("arguments"), str):
         return dict(call)
     try:
-        arguments = json.loads(call["arguments"])
-    except json.JSONDecodeError:
+        arguments = read_json(call["arguments"])
+    except ValueError:
         return dict(call)
     return {**call, "arguments": arguments} if isinstance(arguments, dict) else dict(call)

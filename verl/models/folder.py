@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from verl import env
 from verl.errors import ModelError
+from verl.json_text import read_json
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 CONVERTED = "megatron.json"
@@ -90,6 +90,6 @@ def _hint(folder: Path) -> str:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        return read_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None  # the caller says that the file is unusable

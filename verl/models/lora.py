@@ -8,7 +8,6 @@ saved, except what is trained besides (a new value head).
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from verl import env
 from verl.errors import ConfigError, ModelError, suggest
+from verl.json_text import read_json
 
 NAME = "default"
 PREFIX = "base_model.model."
@@ -120,7 +120,7 @@ def read_adapter(path: str | Path) -> tuple[Any, dict[str, Tensor]]:
             raise ModelError(
                 f"this folder is no adapter: it has no {name}", key=f"{KEY}.lora_adapter_path", got=str(path)
             )
-    kind = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")).get("peft_type")
+    kind = read_json((folder / CONFIG_FILE).read_text(encoding="utf-8")).get("peft_type")
     if kind != "LORA":
         raise ModelError("this adapter is no LoRA adapter", key=f"{KEY}.lora_adapter_path", got=kind, allowed="LORA")
     return LoraConfig.from_pretrained(str(folder)), load_file(folder / WEIGHTS_FILE)

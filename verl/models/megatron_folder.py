@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from verl.errors import ModelError
+from verl.json_text import read_json
 from verl.models.folder import CONVERTED
 from verl.models.megatron import GATED, QKV, qkv_part
 
@@ -69,7 +70,7 @@ class FusedFile:
     def __init__(self, folder: Path, files: Mapping[str, Any]):
         self._files = files
         try:
-            found = json.loads((folder / CONVERTED).read_text(encoding="utf-8"))
+            found = read_json((folder / CONVERTED).read_text(encoding="utf-8"))
             self._heads = Heads(**found["heads"])
             self._places = {name: Place(*place) for name, place in found["weights"].items()}
             known = found["format"] == FORMAT

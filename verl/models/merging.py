@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from verl import env
 from verl.errors import ModelError
+from verl.json_text import read_json
 from verl.models import folder as model_folder
 from verl.models import hf_folder, lora
 from verl.models.config import load_model_config, quiet_transformers
@@ -195,7 +196,7 @@ def _without_adapter(target: Path, folder: Path, weights: dict[str, Tensor]) -> 
     """The base under its own names with the adapter merged in; the adapter itself goes to ``lora_adapter/``."""
     from safetensors.torch import save_file
 
-    meta = json.loads((folder / LORA_META).read_text(encoding="utf-8")) if (folder / LORA_META).is_file() else {}
+    meta = read_json((folder / LORA_META).read_text(encoding="utf-8")) if (folder / LORA_META).is_file() else {}
     factors = {name: tensor for name, tensor in weights.items() if ".lora_" in name}
     rank = next(tensor.shape[0] for name, tensor in factors.items() if ".lora_A." in name)
     scale = float(meta.get("lora_alpha", rank)) / rank
@@ -222,7 +223,7 @@ def _merged_pairs(weights: Mapping[str, Tensor], scale: float) -> Iterator[tuple
 
 
 def _merge_adapter(folder: Path, target: Path, trust_remote_code: bool) -> Path:
-    base = json.loads((folder / lora.CONFIG_FILE).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    base = read_json((folder / lora.CONFIG_FILE).read_text(encoding="utf-8"))["base_model_name_or_path"]
     stored = load_model_config(base, trust_remote_code=trust_remote_code).dtype
     model: Any = load_causal_lm(base, dtype=stored or torch.float32, trust_remote_code=trust_remote_code)
     lora.add_adapter(model, lora.LoraSettings(rank=0, adapter_path=str(folder)), seed=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl.errors import DataError, VerlError, suggest
+from verl.json_text import read_json
 
 REWARD_KEYS = ("critic/score/mean", "critic/rewards/mean")
 LOSS_KEYS = ("train/loss", "val/loss")
@@ -39,7 +39,7 @@ def read_metrics(path: str | Path) -> list[tuple[int, dict[str, float]]]:
     rows: list[tuple[int, dict[str, float]]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
+            record = read_json(line)
             rows.append((int(record["step"]), record["data"]))
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines) and rows:

@@ -19,6 +19,7 @@ from tensordict import TensorDict
 
 from verl.env import expand
 from verl.errors import DataError
+from verl.json_text import read_json
 from verl.protocol.codec import DTYPE_CODES, Decoder, Encoder, Refused, tensor_bytes
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def deserialize(kind: type[DataProto], content: bytes) -> DataProto:
     from safetensors.torch import load as load_bytes
 
     length = int.from_bytes(content[:8], "little")
-    metadata = json.loads(content[8 : 8 + length])["__metadata__"]
+    metadata = read_json(content[8 : 8 + length])["__metadata__"]
     return _from_entries(kind, load_bytes(content), metadata, "received batch")
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from verl import env
 from verl.errors import DataError, suggest
+from verl.json_text import read_json
 
 ANSWER_KEYS = ("response", "responses", "answer", "output", "solution_str")
 
@@ -48,8 +48,8 @@ def read_texts(path: str) -> list[str]:
 def load_json(text: str, key: str) -> dict[str, Any]:
     """A JSON dict from the command line."""
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
+        value = read_json(text)
+    except ValueError as error:
         raise DataError(f"is not JSON: {error}", key=key, got=text) from error
     if not isinstance(value, dict):
         raise DataError("must be a JSON dict", key=key, got=text)
@@ -80,8 +80,8 @@ def _json(file: Path, limit: int | None) -> list[Any]:
     try:
         if file.suffix == ".jsonl":
             with file.open(encoding="utf-8") as lines:
-                return [json.loads(line) for line in islice((line for line in lines if line.strip()), limit)]
-        value = json.loads(file.read_text(encoding="utf-8"))
+                return [read_json(line) for line in islice((line for line in lines if line.strip()), limit)]
+        value = read_json(file.read_text(encoding="utf-8"))
     except ValueError as error:  # not JSON, or not UTF-8
         raise DataError(f"cannot be read as JSON: {error}", got=str(file)) from error
     return (value if isinstance(value, list) else [value])[:limit]

@@ -11,6 +11,7 @@ import json
 import struct
 from typing import IO, Any
 
+from verl.json_text import MESSAGE_DEPTH, read_json
 from verl.rewards.samples import RewardFailure, RewardResult, RewardSample
 
 HEADER = struct.Struct("<Q")
@@ -99,7 +100,7 @@ def parse(data: bytes) -> tuple[Any, bytes] | None:
 
 
 def _load(data: bytes) -> Any:
-    return json.loads(str(data, "ascii"))  # from bytes it would guess the encoding first
+    return read_json(str(data, "ascii"), depth=MESSAGE_DEPTH)  # from bytes it would guess the encoding first
 
 
 def pack_samples(samples: Any) -> list[Any]:

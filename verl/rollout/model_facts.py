@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.json_text import read_json
 from verl.rollout.gated import UNLIMITED
 
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
@@ -54,5 +54,5 @@ class ModelFacts:
 def _json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    found = json.loads(file.read_text(encoding="utf-8"))
+    found = read_json(file.read_text(encoding="utf-8"))
     return found if isinstance(found, dict) else {}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from verl.errors import RolloutError, suggest
+from verl.json_text import read_json
 from verl.rollout.model_facts import ModelFacts
 from verl.weight_sync import WeightChunk
 
@@ -77,7 +77,7 @@ def shapes_on_disk(folder: str | Path) -> Shapes | None:
     for file in sorted(Path(folder).glob("*.safetensors")):
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(size))
+            header = read_json(opened.read(size))
         found |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
     if ModelFacts.of(folder).is_tied:
         found.pop(TIED, None)

@@ -6,11 +6,11 @@ what is expected like anything that was printed, and the hint that an exception 
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Mapping
 from typing import Any
 
+from verl.json_text import read_json
 from verl.sandbox.limits import CallCase, Limits, StdinCase
 from verl.sandbox.outcome import Outcome, Status, exit_detail
 
@@ -25,8 +25,8 @@ def to_outcome(answer: Mapping[str, Any], limits: Limits, case: StdinCase | Call
     if status == "ok" and isinstance(case, CallCase):
         values = [report["value"] for report in reports if "value" in report]
         try:
-            value = json.loads(values[-1])
-        except (IndexError, TypeError, ValueError, RecursionError):
+            value = read_json(values[-1])
+        except (IndexError, TypeError, ValueError):
             status, detail = "error", f"the program ended before {case.function} returned"
     return Outcome(
         status=status,
@@ -68,8 +68,8 @@ def _reports(text: str) -> list[dict[str, Any]]:
     reports = []
     for line in text.splitlines():
         try:
-            message = json.loads(line)
-        except (ValueError, RecursionError):
+            message = read_json(line)
+        except ValueError:
             continue
         if isinstance(message, dict):
             reports.append(message)

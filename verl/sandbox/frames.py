@@ -6,6 +6,8 @@ import json
 import struct
 from typing import Any
 
+from verl.json_text import MESSAGE_DEPTH, read_json
+
 HEADER = struct.Struct("!I")
 MAX_REQUEST = 256 << 20
 """Bytes of the largest message that either side takes."""
@@ -36,6 +38,6 @@ class Frames:
             end = HEADER.size + length
             if len(self._data) < end:
                 break
-            messages.append(json.loads(self._data[HEADER.size : end]))
+            messages.append(read_json(self._data[HEADER.size : end], depth=MESSAGE_DEPTH))
             del self._data[:end]
         return messages

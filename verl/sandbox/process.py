@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl.errors import SandboxError
+from verl.json_text import read_json
 from verl.sandbox.layers import refusal
 
 ENVIRONMENT = {
@@ -127,7 +128,7 @@ class KeeperProcess:
             said = self._process.stderr.read()[-2000:].decode("utf-8", "replace").strip()
             raise SandboxError(f"the sandbox did not start: {said or 'it ended without a word'}")
         self._control.settimeout(None)
-        answer = json.loads(reply)
+        answer = read_json(reply)
         self.missing, self.not_preloaded = answer["missing"], answer.get("failed", {})
         refused = refusal(self.missing, allow_missing)
         if refused is not None:

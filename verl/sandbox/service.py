@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from verl.errors import ConfigError, VerlError
+from verl.json_text import read_json
 
 ATTEMPTS = 3
 FIRST_PAUSE = 0.25
@@ -104,11 +105,11 @@ class Service:
             try:
                 status, data = self._ask_once(body, deadline)
                 if status == 200:
-                    return json.loads(data)
+                    return read_json(data)
                 problem = f"status {status}: {data[:SHOWN].decode('utf-8', 'replace')}"
                 if status not in BUSY:
                     break
-            except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
+            except (OSError, http.client.HTTPException, ValueError) as error:
                 late = time.monotonic() >= deadline
                 problem = "no answer in time" if late else f"{type(error).__name__}: {str(error)[:SHOWN]}"
         raise self._error(problem)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from verl.errors import ConfigError
+from verl.json_text import read_json
 
 R = TypeVar("R", bound="Record")
 
@@ -148,7 +149,7 @@ class OpenAIFunctionCallSchema(Record):
     ) -> tuple[OpenAIFunctionCallSchema, bool]:
         """(call, whether the arguments could not be read); unreadable arguments are empty ones."""
         try:
-            arguments = json.loads(parsed_schema.arguments)
+            arguments = read_json(parsed_schema.arguments)
         except ValueError:
             arguments = None
         failed = not isinstance(arguments, dict)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from verl.errors import RolloutError
+from verl.json_text import read_json
 from verl.weight_sync.chunks import WeightChunk
 
 ALIGNMENT = 64
@@ -78,7 +79,7 @@ class Layout:
             RolloutError: this is no header.
         """
         try:
-            found = json.loads(text)
+            found = read_json(text)
             entries = [
                 Entry(str(name), DTYPES[dtype], tuple(int(n) for n in shape), int(offset))
                 for name, dtype, shape, offset in found.pop("tensors")

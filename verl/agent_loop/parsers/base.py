@@ -1,7 +1,7 @@
 """The contract of a tool-call parser: the tokens of an answer in, its text and its calls out.
 
 Whatever a model writes is either a call, text, or a malformed call with a reason that the model is told; nothing that
-it writes raises an exception.
+it writes raises an exception. All parsers run in one event loop, so each takes time in proportion to its text.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
+from verl.json_text import MAX_DEPTH, read_json
 from verl.registry import TOOL_PARSERS
 from verl.tools.schemas import OpenAIFunctionToolSchema
 
@@ -20,8 +21,6 @@ TURN_ENDS = (
     "<｜end▁of▁sentence｜>", "[EOS]", "[e~[", "<|user|>", "<|observation|>", "</s>", "<eos>",
 )  # fmt: skip
 """What the families end a turn with; none of it is part of what an assistant says."""
-MAX_DEPTH = 64
-"""Deepest nesting of arguments that is read."""
 MOST_CALLS = 1024
 """Most calls that are read out of one answer."""
 
@@ -107,7 +106,7 @@ class ToolParser:
         return self.parse_text(self.text(responses_ids), tools)
 
     def parse_text(self, text: str, tools: Sequence[Any] | None = None) -> Parsed:
-        """The calls in an answer's text; special tokens are still in it, the turn's end is not."""
+        """The calls in an answer's text; special tokens are still in it, the turn's end is not. Needs no tokenizer."""
         return Parsed(text)
 
     def text(self, ids: Sequence[int]) -> str:
@@ -129,39 +128,13 @@ class ToolParser:
         return TOOL_PARSERS.register(name)
 
 
-def read_json(text: str) -> Any:
-    """Strict JSON.
+def read_argument(text: str) -> Any:
+    """The JSON value of one argument; with the object of all arguments around it, it is no deeper than JSON may be.
 
     Raises:
-        ValueError: not JSON; the message says where.
+        ValueError: not JSON, or nested too deeply.
     """
-    try:
-        return json.loads(text, parse_constant=_no_constant)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
-def leading_json(text: str, at: int) -> tuple[Any, int]:
-    """(value, where it ends) of the JSON that begins at ``at``, after space; what follows it may be anything.
-
-    Raises:
-        ValueError: no JSON begins there.
-    """
-    while at < len(text) and text[at].isspace():
-        at += 1
-    try:
-        return _DECODER.raw_decode(text, at)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{error.msg}, after {error.pos - at} characters") from None
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+    return read_json(text, strict=True, depth=MAX_DEPTH - 1)
 
 
 def as_json(value: Any) -> str:
@@ -203,7 +176,7 @@ def typed(text: str, types: set[str]) -> Any:
     value = WORDS.get(stripped.lower(), stripped)
     if value is stripped:
         try:
-            value = read_json(stripped)
+            value = read_argument(stripped)
         except ValueError:
             return text
     return value if "string" not in types or _type_of(value) in others else text

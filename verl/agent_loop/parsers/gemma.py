@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from verl.agent_loop.parsers.base import (
-    MAX_DEPTH,
     MOST_CALLS,
     FunctionCall,
     Malformed,
     Parsed,
     ToolParser,
     as_json,
-    read_json,
 )
+from verl.json_text import MAX_DEPTH, read_json
 
 QUOTE = '<|"|>'
 
@@ -30,13 +29,14 @@ class Gemma4ToolParser(ToolParser):
     _name: ClassVar[re.Pattern[str]] = re.compile(r"\s*call:([^\s{]+)\s*(?=\{)")
 
     def parse_text(self, text: str, tools: Sequence[Any] | None = None) -> Parsed:
-        content, *blocks = text.removesuffix("<|tool_response>").split(self._start)
+        said, *blocks = text.removesuffix("<|tool_response>").split(self._start)
+        content = [said]
         items: list[FunctionCall | Malformed] = []
         for block in blocks[:MOST_CALLS]:
             inside, closed, after = block.partition(self._end)
             items.append(self._read(inside) if closed else Malformed(f"it is not closed by {self._end}"))
-            content += after
-        return Parsed(content.strip() if blocks else content, items)
+            content.append(after)
+        return Parsed("".join(content).strip() if blocks else said, items)
 
     def _read(self, inside: str) -> FunctionCall | Malformed:
         name = self._name.match(inside)
@@ -71,19 +71,18 @@ class Notation:
         Raises:
             ValueError: there is none, or it is nested too deeply.
         """
-        if depth > MAX_DEPTH:
-            raise ValueError("nested too deeply")
-        if self._take("{"):
-            return self._object(depth)
-        if self._take("["):
-            return self._list(depth)
+        for opened, read in (("{", self._object), ("[", self._list)):
+            if self._take(opened):
+                if depth >= MAX_DEPTH:
+                    raise ValueError(f"nested more than {MAX_DEPTH} deep")
+                return read(depth)
         if self._take(QUOTE):
             return self._quoted()
         bare = self._bare.match(self.text, self._skip())
         if bare is None:
             raise ValueError(f"a value is missing at character {self.at}")
         self.at = bare.end()
-        return read_json(bare[0])
+        return read_json(bare[0], strict=True)
 
     def finish(self) -> None:
         """Refuse what follows the value."""

@@ -13,9 +13,8 @@ from verl.agent_loop.parsers.base import (
     Parsed,
     ToolParser,
     as_json,
-    leading_json,
-    read_json,
 )
+from verl.json_text import leading_json, read_json
 
 
 def call_of(value: Any, arguments_key: str = "arguments", identity: str | None = None) -> FunctionCall | Malformed:
@@ -33,7 +32,7 @@ def call_of(value: Any, arguments_key: str = "arguments", identity: str | None =
 def call_with(name: str, arguments: str, identity: str | None = None) -> FunctionCall | Malformed:
     """The call of ``name`` whose arguments are JSON text."""
     try:
-        value = read_json(arguments)
+        value = read_json(arguments, strict=True)
     except ValueError as error:
         return Malformed(f"its arguments are not valid JSON ({error})")
     if not isinstance(value, dict):
@@ -52,12 +51,12 @@ class HermesToolParser(ToolParser):
         if self._start not in text:
             return Parsed(text)
         items: list[FunctionCall | Malformed] = []
-        content, at = "", 0
+        content, at = [], 0
         while (start := text.find(self._start, at)) >= 0 and len(items) < MOST_CALLS:
-            content += text[at:start]
+            content.append(text[at:start])
             item, at = self._read(text, start + len(self._start))
             items.append(item)
-        return Parsed((content + text[at:]).strip(), items)
+        return Parsed("".join([*content, text[at:]]).strip(), items)
 
     def _read(self, text: str, at: int) -> tuple[FunctionCall | Malformed, int]:
         """The call that begins at ``at``, and where its block ends; a tag inside of a JSON string ends nothing."""
@@ -95,7 +94,7 @@ class Llama3JsonToolParser(ToolParser):
 
     def _read(self, part: str) -> FunctionCall | Malformed:
         try:
-            value = read_json(part)
+            value = read_json(part, strict=True)
         except ValueError as error:
             return Malformed(f"it is not valid JSON ({error})")
         key = "arguments" if isinstance(value, dict) and "arguments" in value else "parameters"
@@ -165,7 +164,7 @@ class DeepSeekV3ToolParser(ToolParser):
     )
     _section, _start = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
     _between, _end = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-    _fenced: ClassVar[re.Pattern[str]] = re.compile(r"^\s*([^\n]+)\n```json\n(.*)\n```\s*$", re.DOTALL)
+    _fence, _fence_end = "\n```json\n", "\n```"
 
     def parse_text(self, text: str, tools: Sequence[Any] | None = None) -> Parsed:
         content, begun, rest = text.partition(self._section)
@@ -180,9 +179,9 @@ class DeepSeekV3ToolParser(ToolParser):
         name, between, arguments = inside.partition(self._between)
         if not closed or not between:
             return Malformed(f"it is not closed by {self._end}")
-        fenced = self._fenced.match(arguments) if name.strip() == "function" else None
-        if fenced:  # V3: function<sep>name, then the arguments in a fence
-            name, arguments = fenced.groups()
+        function, fenced, rest = arguments.strip().partition(self._fence)
+        if name.strip() == "function" and fenced and rest.endswith(self._fence_end):  # V3: the name follows the mark
+            name, arguments = function, rest.removesuffix(self._fence_end)
         if not name.strip():
             return Malformed("it names no function")
         return call_with(name.strip(), arguments)

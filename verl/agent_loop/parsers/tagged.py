@@ -7,7 +7,7 @@ DeepSeek V4 and GLM by the call itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from verl.agent_loop.parsers.base import (
@@ -18,7 +18,7 @@ from verl.agent_loop.parsers.base import (
     ToolParser,
     argument_types,
     as_json,
-    read_json,
+    read_argument,
     typed,
 )
 
@@ -51,7 +51,8 @@ class TaggedToolParser(ToolParser):
         body = text[first : after if after > first else len(text)]
         opened = list(self.function.finditer(body))
         ends = [found.start() for found in opened[1:]] + [len(body)]
-        items = [self._read(found[1], body[found.end() : end], tools) for found, end in zip(opened, ends)]
+        pairs = list(zip(opened, ends))[:MOST_CALLS]
+        items = [self._read(found[1], body[found.end() : end], tools) for found, end in pairs]
         if not opened or self.function.search(text, last) is None:
             items.append(Malformed("its block holds no function"))
         return Parsed(content, items[:MOST_CALLS])
@@ -99,8 +100,8 @@ class Qwen3CoderToolParser(TaggedToolParser):
         "</tool_call>"
     )
     block, block_end = ("<tool_call>", "<function="), ("</tool_call>", "</function>")
-    function, function_end = re.compile(r"<function=([^>\n]+)>"), "</function>"
-    parameter, parameter_end = re.compile(r"<parameter=(?P<name>[^>\n]+)>"), "</parameter>"
+    function, function_end = re.compile(r"<function=([^<>\n]+)>"), "</function>"
+    parameter, parameter_end = re.compile(r"<parameter=(?P<name>[^<>\n]+)>"), "</parameter>"
     framed = True
 
 
@@ -113,8 +114,8 @@ class SeedToolParser(TaggedToolParser):
         "</seed:tool_call>"
     )
     block, block_end = ("<seed:tool_call>",), ("</seed:tool_call>",)
-    function, function_end = re.compile(r"<function=([^>\n]+)>"), "</function>"
-    parameter, parameter_end = re.compile(r"<parameter=(?P<name>[^>\n]+)>"), "</parameter>"
+    function, function_end = re.compile(r"<function=([^<>\n]+)>"), "</function>"
+    parameter, parameter_end = re.compile(r"<parameter=(?P<name>[^<>\n]+)>"), "</parameter>"
 
 
 @ToolParser.register("minimax")
@@ -147,7 +148,7 @@ class DeepSeekV4ToolParser(TaggedToolParser):
 
     def _value(self, found: re.Match[str], text: str, types: set[str]) -> Any:
         if found["string"] == "false":
-            return read_json(text)
+            return read_argument(text)
         return text if found["string"] else typed(text, types)
 
 
@@ -157,38 +158,49 @@ class GlmToolParser(ToolParser):
 
     form = "<tool_call>function-name\n<arg_key>key</arg_key>\n<arg_value>value</arg_value>\n</tool_call>"
     _start, _end = "<tool_call>", "</tool_call>"
-    _pair: ClassVar[re.Pattern[str]] = re.compile(
-        r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|$))", re.DOTALL
-    )
+    _key_end: ClassVar[re.Pattern[str]] = re.compile(r"</arg_key>\s*(<arg_value>)?")
+    _value_end: ClassVar[re.Pattern[str]] = re.compile(r"</arg_value>\s*(?=<arg_key>|\Z)")
+    """A value may hold the tag itself, so it ends where a key or nothing follows."""
 
     def parse_text(self, text: str, tools: Sequence[Any] | None = None) -> Parsed:
-        content, *blocks = text.split(self._start)
+        said, *blocks = text.split(self._start)
+        content = [said]
         items: list[FunctionCall | Malformed] = []
         for block in blocks[:MOST_CALLS]:
             inside, closed, after = block.rpartition(self._end)
             items.append(self._read(inside, tools) if closed else Malformed(f"it is not closed by {self._end}"))
-            content += after if closed else ""
-        return Parsed(content.strip() if blocks else content, items)
+            content.append(after if closed else "")
+        return Parsed("".join(content).strip() if blocks else said, items)
 
     def _read(self, inside: str, tools: Sequence[Any] | None) -> FunctionCall | Malformed:
         name, tag, rest = inside.partition("<arg_key>")
         name, rest = name.strip(), tag + rest
         if not name:
             return Malformed("it names no function")
-        types, arguments, at = argument_types(tools, name), {}, 0
-        while rest[at:].strip():
-            pair = self._pair.match(rest, at)
-            if pair is None:
+        types, arguments = argument_types(tools, name), {}
+        for key, value in self._pairs(rest):
+            if value is None:
                 return Malformed("a key or a value is not closed")
-            arguments[pair[1].strip()] = self._value(pair[2], types.get(pair[1].strip()))
-            at = pair.end()
+            arguments[key] = self._value(value, types.get(key))
         return FunctionCall(as_json(arguments), name)
+
+    def _pairs(self, text: str) -> Iterator[tuple[str, str | None]]:
+        """Keys and values in their order; a value of None ends them where one is not closed."""
+        at = 0
+        while at < len(text):
+            key = self._key_end.search(text, at)
+            value = self._value_end.search(text, key.end()) if key and key[1] else None
+            if not text.startswith("<arg_key>", at) or key is None or value is None:
+                yield "", None
+                return
+            yield text[at + len("<arg_key>") : key.start()].strip(), text[key.end() : value.start()]
+            at = value.end()
 
     @staticmethod
     def _value(text: str, types: set[str] | None) -> Any:
         if types:
             return typed(text, types)
         try:
-            return read_json(text)
+            return read_argument(text)
         except ValueError:
             return text

@@ -14,6 +14,7 @@ from verl.agent_loop.extend import Extender, assistant_message
 from verl.agent_loop.server.protocol import Ask
 from verl.agent_loop.server.record import Answer, Record
 from verl.data.messages import Message
+from verl.json_text import read_json
 from verl.metrics import notice
 
 
@@ -133,7 +134,7 @@ def _parsed(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        parsed = json.loads(value)
-    except (ValueError, RecursionError):
+        parsed = read_json(value)
+    except ValueError:
         return value
     return parsed if isinstance(parsed, dict) else value

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from verl import env
+from verl.json_text import read_json
 from verl.observability.tracker import Tracker, numbers
 
 
@@ -70,6 +71,6 @@ class FileTracker(Tracker):
 def _step_of(line: str) -> float:
     """The step of a line; a line that was cut off by a kill counts as one to be replaced."""
     try:
-        return float(json.loads(line)["step"])
+        return float(read_json(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.errors import DataError
+from verl.json_text import read_json
 from verl.rewards.programs import CodeRunner, does_not_compile
 from verl.sandbox import Outcome
 
@@ -128,7 +129,7 @@ def read_tests(ground_truth: Any) -> Tests:
     found = ground_truth
     if isinstance(found, (str, bytes)):
         try:
-            found = json.loads(found)
+            found = read_json(found)
         except ValueError as error:
             raise DataError("the tests of a program are not valid JSON", key="reward_model.ground_truth") from error
     if not isinstance(found, Mapping) or found.get("inputs") is None or found.get("outputs") is None:
@@ -177,7 +178,7 @@ def _arguments(given: Any) -> list[Any]:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
+        return read_json(text)
     except ValueError:
         try:
             return ast.literal_eval(text)
@@ -189,8 +190,8 @@ def _returned(outcome: Outcome, mark: str, expected: Any) -> bool:
     """Whether the value behind the mark is the expected one; some data sets put that into a list of one."""
     line = outcome.stdout.rpartition(mark)[2].partition("\n")[0] if mark in outcome.stdout else ""
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
+        value = read_json(line)
+    except ValueError:
         return False
     expected = _value(expected) if isinstance(expected, str) else expected
     expected = json.loads(json.dumps(expected, default=list))  # tuples as lists, as the value has them

@@ -7,10 +7,11 @@ purpose: redirects, compression, cookies, proxies, bodies that are streamed out.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from verl.json_text import read_json
 
 MAX_HEAD = 64 << 10
 MAX_BODY = 512 << 20
@@ -48,8 +49,8 @@ class Message:
             WireError: it is none.
         """
         try:
-            return json.loads(self.body)
-        except (ValueError, RecursionError) as error:
+            return read_json(self.body)
+        except ValueError as error:
             raise WireError(f"not JSON: {self.body[:80]!r}") from error
 
 
