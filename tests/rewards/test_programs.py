@@ -26,6 +26,7 @@ from verl.rewards import (
 from verl.rewards.programs import Sandbox, code_runner, does_not_compile
 from verl.sandbox import Outcome
 from verl.sandbox import service as http_service
+from verl.sandbox.trial import RIGHT, WRONG
 
 
 def answer(status: str = "Success", ran: str = "Finished", code: int = 0, stdout: str = "", **more) -> dict:
@@ -62,6 +63,8 @@ class Handler(BaseHTTPRequestHandler):
             service.lock.wait_for(lambda: service.most_at_once >= service.expected, 60)
             status, said = service.queue.pop(0) if service.queue else (200, None)
         time.sleep(service.pause)  # for more, if they came
+        if said is None and body["code"] in (RIGHT, WRONG):
+            said = answer(stdout="42\n") if body["code"] == RIGHT else answer("Failed", "Error", 3)
         if said is None:
             said = answer(stdout=body["stdin"] * (2 if "double" in body["code"] else 1))
         data = said if isinstance(said, bytes) else json.dumps(said).encode()
@@ -180,7 +183,7 @@ def test_a_run_sends_programs_to_the_service_that_its_settings_name(service, man
         made = load_reward_manager(config, Letters())
     assert made(data)["reward_tensor"].sum(-1).tolist() == [1.0] * 8 + [0.0]
     assert {f"reward.sandbox_fusion.{name}" for name in settings} <= reads
-    assert {asked["memory_limit_MB"] for asked in service.asked[1:]} == {99} and len(service.asked) == 10
+    assert {asked["memory_limit_MB"] for asked in service.asked} == {99} and len(service.asked) == 2 + 9
     assert manager == "prime" or service.most_at_once == 3
     made.close()
 
@@ -190,7 +193,8 @@ def test_a_weaker_sandbox_is_used_where_the_settings_name_the_layer(monkeypatch)
 
     class Place:
         def run(self, code, stdin, limits):
-            return Outcome("ok", stdin)
+            told = {RIGHT: Outcome("ok", "42\n"), WRONG: Outcome("error", exit_code=3)}
+            return told.get(code, Outcome("ok", stdin))
 
     monkeypatch.setattr(programs, "default_pool", lambda allow_missing: asked.append(list(allow_missing)) or Place())
     config = replace(PPOTrainerConfig(), **{"reward.sandbox_fusion.allow_missing": ["landlock"]})

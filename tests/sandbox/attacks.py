@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from verl.sandbox import Limits, Outcome, Pool
 
@@ -34,6 +35,8 @@ class Box:
 
     pool: Pool
     missing: tuple[str, ...]
+    arguments: Mapping[str, Any]
+    """Of another pool like this one."""
 
     def run(self, code: str, stdin: str = "", **limits: float) -> Outcome:
         return self.pool.run(textwrap.dedent(code), stdin, Limits(**limits))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.sandbox.attacks import Box
-from tests.sandbox.modes import MODES, OFFERED, open_pool
+from tests.sandbox.modes import MODES, NEWEST_LANDLOCK, OFFERED, arguments, open_pool
 from verl.sandbox import Pool
 
 
@@ -30,7 +30,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_header() -> str:
-    return f"sandbox modes that this machine offers: {', '.join(OFFERED) or 'none'} (of {', '.join(MODES)})"
+    offered = f"{', '.join(OFFERED) or 'none'} (of {', '.join(MODES)})"
+    return f"sandbox modes that this machine offers with Landlock up to version {NEWEST_LANDLOCK}: {offered}"
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +48,7 @@ def box(request: pytest.FixtureRequest, pools: dict[str, Pool]) -> Box:
     mode = request.param
     if mode not in pools:
         pools[mode] = open_pool(mode)
-    return Box(pools[mode], MODES[mode])
+    return Box(pools[mode], MODES[mode], arguments(mode))
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.sandbox.attacks import Box, all_end, descendants, keeper_processes, wait_until_quiet
-from tests.sandbox.modes import HERE, MODES, OFFERED
+from tests.sandbox.modes import HERE
 from verl.errors import ConfigError
 from verl.sandbox import Limits, Pool, Session, process
 
@@ -90,7 +90,7 @@ def test_output_that_is_not_text_is_replaced_and_never_an_error(box: Box):
 
 def test_a_program_finds_its_own_small_environment_and_an_empty_folder(box: Box, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret-of-the-host")
-    with Pool(1, allow_missing=box.missing, without=box.missing) as pool:
+    with Pool(1, **box.arguments) as pool:
         outcome = pool.run("import os; print(sorted(os.environ)); print(os.listdir('.')); print(os.getcwd())")
     names, files, folder = outcome.stdout.splitlines()
     assert names == "['HOME', 'LANG', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'PYTHONHASHSEED']"
@@ -189,7 +189,7 @@ def test_when_the_caller_is_killed_nothing_of_its_pool_is_left():
 
 
 def test_a_pool_outlives_the_thread_that_started_it():
-    with Pool(1, allow_missing=MODES[OFFERED[0]], without=MODES[OFFERED[0]]) as pool:
+    with Pool(1, **HERE) as pool:
         thread = threading.Thread(target=pool.prepare)
         thread.start()
         thread.join()

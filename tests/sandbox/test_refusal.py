@@ -5,13 +5,15 @@ The kernel's answer is forced here, so that these tests say the same on every ma
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from tests.sandbox.modes import OFFERED
+from tests.sandbox.modes import HERE, OFFERED, arguments
 from verl.errors import ConfigError, SandboxError
-from verl.sandbox import LAYERS, Pool, SandboxRefused, process
+from verl.sandbox import LAYERS, Limits, Outcome, Pool, SandboxRefused, Session, check, process
 from verl.sandbox.inside import walls
-from verl.sandbox.kernel import calls, landlock, seccomp
+from verl.sandbox.kernel import calls, seccomp
 from verl.sandbox.layers import refusal
 
 
@@ -35,7 +37,7 @@ def test_another_concession_is_not_this_one(layer: str):
 def test_what_was_conceded_runs_and_says_what_is_missing():
     for layer in LAYERS:
         if f"without {layer}" in OFFERED:
-            with Pool(1, allow_missing=(layer,), without=(layer,)) as pool:
+            with Pool(1, **arguments(f"without {layer}")) as pool:
                 assert pool.prepare()[layer] == "left out on purpose"
                 assert pool.run("print('ran')").stdout == "ran\n"
 
@@ -61,8 +63,7 @@ def test_the_kernels_own_reason_is_told(monkeypatch: pytest.MonkeyPatch):
         raise OSError(1, "Operation not permitted")
 
     monkeypatch.setattr(calls, "unshare", refuse)
-    monkeypatch.setattr(landlock, "abi", refuse)
-    monkeypatch.setattr(seccomp, "is_offered", refuse)
+    monkeypatch.setattr(calls, "syscall", refuse)
     seen: dict[str, str] = {}
 
     def accept(missing) -> None:
@@ -78,15 +79,121 @@ def test_a_machine_whose_calls_are_not_listed_has_no_filter(monkeypatch: pytest.
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     seccomp.build.cache_clear()
     with pytest.raises(OSError, match="riscv64 are not listed"):
-        seccomp.is_offered()
+        seccomp.build()
     seccomp.build.cache_clear()
 
 
-def test_an_old_landlock_does_not_stand_alone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(landlock, "abi", lambda: 2)
-    landlock.is_offered(alone=False)
-    with pytest.raises(OSError, match="Linux 6"):
-        landlock.is_offered(alone=True)
+@pytest.mark.parametrize("newest", range(8))
+def test_without_namespaces_a_kernel_before_6_2_runs_nothing(newest: int):
+    given = {"allow_missing": ["namespaces"], "without": ["namespaces"], "newest_landlock": newest}
+    with Pool(1, **given) as pool:
+        if newest >= 3:
+            assert pool.run("print('ran')").stdout == "ran\n"
+            return
+        with pytest.raises(SandboxRefused, match=r"landlock \((Landlock before|this kernel has no)"):
+            pool.run("print('ran')")
+
+
+def test_a_kernel_without_landlock_runs_nothing_unless_that_is_accepted():
+    with Pool(1, newest_landlock=0) as pool, pytest.raises(SandboxRefused, match="this kernel has no Landlock"):
+        pool.run("print('ran')")
+
+
+SPOILT = {
+    "an error of ours behind the walls": (
+        "from verl.sandbox.inside import walls\n"
+        "def enter_program(*_): raise ValueError('byte string too long')\n"
+        "walls.enter_program = enter_program\n",
+        "ValueError: byte string too long",
+    ),
+    "an error of the kernel behind the walls": (
+        "from verl.sandbox.kernel import seccomp\n"
+        "real = seccomp.install\n"
+        "import os\n"
+        "def install(program):\n"
+        "    if os.getpid() == 2: raise OSError(22, 'seccomp: Invalid argument')\n"
+        "    real(program)\n"
+        "seccomp.install = install\n",
+        "seccomp: Invalid argument",
+    ),
+    "an end without a word": (
+        "import os\nfrom verl.sandbox.inside import walls\nwalls.enter_program = lambda *_: os._exit(3)\n",
+        "ended before its walls stood (exit code 3)",
+    ),
+    "a death": (
+        "import os\nfrom verl.sandbox.inside import walls\nwalls.enter_program = lambda *_: os.abort()\n",
+        "ended before its walls stood (signal 6)",
+    ),
+    "memory that runs out behind the walls": (
+        "from verl.sandbox.inside import walls\nreal = walls.enter_program\n"
+        "def enter_program(*given):\n"
+        "    real(*given)\n"
+        "    bytearray(10 << 30)\n"
+        "walls.enter_program = enter_program\n",
+        "MemoryError",
+    ),
+    "a folder that cannot be written": (
+        "import os\nfrom verl.sandbox.inside import walls\nreal = walls.enter_program\n"
+        "def enter_program(*given):\n"
+        "    real(*given)\n"
+        "    os.mkdir('main.py')\n"
+        "walls.enter_program = enter_program\n",
+        "Is a directory",
+    ),
+    "an error of ours before the fork": (
+        "from verl.sandbox.inside import walls\n"
+        "def enter_run(*_): raise KeyError('limits')\n"
+        "walls.enter_run = enter_run\n",
+        "KeyError: 'limits'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_whatever_fails_before_the_program_begins_is_trouble_of_the_sandbox(name: str, monkeypatch: pytest.MonkeyPatch):
+    """An outcome would be held against the policy, and a kernel that refuses a wall would score all programs 0."""
+    spoil, says = SPOILT[name]
+    monkeypatch.setattr(process, "BOOT", process.BOOT.replace("main()", f"exec({spoil!r}); main()"))
+    if "whole" not in OFFERED:
+        return
+    with Pool(1, **HERE) as pool:
+        with pytest.raises(SandboxError, match=re.escape(says)):
+            pool.run("print('ran')")
+        if "folder" not in name:  # cells have no file
+            with pytest.raises(SandboxError, match=re.escape(says)):
+                Session(pool).run("1")
+
+
+def test_a_filter_that_the_kernel_refuses_is_a_missing_layer(monkeypatch: pytest.MonkeyPatch):
+    spoil = "from verl.sandbox.kernel import seccomp; seccomp.build = lambda pid=None: b'12345678'; "
+    monkeypatch.setattr(process, "BOOT", process.BOOT.replace("main()", spoil + "main()"))
+    with Pool(1, allow_missing=HERE["allow_missing"]) as pool, pytest.raises(SandboxRefused, match="seccomp"):
+        pool.run("print('ran')")
+
+
+def test_a_program_that_does_not_fit_into_its_folder_is_its_own_error():
+    with Pool(1, **HERE) as pool:
+        outcome = pool.run("x = 1\n" + "#" * (2 << 20), limits=Limits(disk_mb=1))
+        assert outcome.status == "error" and ("No space" in outcome.stderr or "too large" in outcome.stderr)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "says"),
+    [
+        ([Outcome("error", stderr="ValueError: byte string too long", exit_code=1)], "a right program comes out wrong"),
+        ([Outcome("ok", stdout="41\n")], "a right program comes out wrong"),
+        ([Outcome("memory")], "a right program comes out wrong"),
+        ([Outcome("ok", stdout="42\n"), Outcome("ok", stdout="42\n")], "exit code 3 comes out right"),
+    ],
+)
+def test_a_place_that_judges_wrong_does_not_pass_the_check(outcomes: list[Outcome], says: str):
+    with pytest.raises(SandboxError, match=says):
+        check(lambda code, stdin: outcomes.pop(0))
+
+
+def test_this_machine_passes_the_check():
+    with Pool(1, **HERE) as pool:
+        check(pool.run)
 
 
 def test_where_no_proc_can_be_mounted_a_program_gets_one_process(monkeypatch: pytest.MonkeyPatch):
@@ -97,9 +204,9 @@ def test_where_no_proc_can_be_mounted_a_program_gets_one_process(monkeypatch: py
     monkeypatch.setattr(process, "BOOT", process.BOOT.replace("main()", spoil + "main()"))
     if "whole" not in OFFERED:
         return
-    with Pool(1) as pool:
+    with Pool(1, **HERE) as pool:
         assert pool.run("import os\ntry: os.fork()\nexcept PermissionError: print('one')").stdout == "one\n"
-        assert pool.run("import os; os.listdir('/proc')").status == "error"
+        assert pool.run("import os; print(os.listdir('/proc'))").stdout in ("", "[]\n")
         threads = "import threading; t = threading.Thread(target=print, args=('thread',)); t.start(); t.join()"
         assert pool.run(threads).stdout == "thread\n"
         assert pool.run("x = bytearray(10 << 30)").status == "memory"

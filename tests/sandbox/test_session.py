@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from tests.sandbox.attacks import Box, all_end, is_alive, keeper_processes, wait_until_quiet
-from tests.sandbox.modes import OFFERED
+from tests.sandbox.modes import HERE, OFFERED, arguments
 from verl.errors import SandboxError
 from verl.sandbox import Limits, Pool, Session
 
@@ -97,10 +97,9 @@ def test_closing_a_session_leaves_nothing_and_it_begins_anew(box: Box):
 
 
 def test_the_process_of_a_session_ends_with_it_even_where_no_namespace_ends_it():
-    missing = ("namespaces",)
     if "without namespaces" not in OFFERED:
         return
-    with Pool(1, allow_missing=missing, without=missing) as pool:
+    with Pool(1, **arguments("without namespaces")) as pool:
         sessions = [Session(pool) for _ in range(3)]
         pids = [int(session.run("import os; os.getpid()").stdout) for session in sessions]
         assert all(map(is_alive, pids))
@@ -114,7 +113,7 @@ def test_the_process_of_a_session_ends_with_it_even_where_no_namespace_ends_it()
 def test_a_session_whose_pool_was_closed_tells_it_once_and_begins_anew():
     if "whole" not in OFFERED:
         return
-    with Pool(1) as pool, Session(pool) as session:
+    with Pool(1, **HERE) as pool, Session(pool) as session:
         session.run("x = 1")
         pool.close()
         with pytest.raises(SandboxError, match="ended without an answer"):

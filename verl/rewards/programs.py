@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, Protocol
 
-from verl.sandbox import Limits, Outcome, RemoteSandbox, default_pool
+from verl.sandbox import Limits, Outcome, RemoteSandbox, check, default_pool
 
 MEMORY_MB = 1024
 OUTPUT_KB = 1024
+CHECK_SECONDS = 10.0
 NOT_COMPILED = ("SyntaxError:", "IndentationError:", "TabError:")
 
 
@@ -39,8 +40,11 @@ class Sandbox:
             return self._place.run(code, stdin, Limits(seconds, self._memory_mb, output_kb=OUTPUT_KB))
 
     def check(self) -> None:
-        """Run the smallest program, so that what is missing is told before a run and not in the middle of it."""
-        self.run("pass", "", 10.0)
+        """Run a right program and a wrong one, so that trouble is told before a run and not in the middle of it.
+
+        Raises `SandboxError` unless they come out right and wrong.
+        """
+        check(lambda code, stdin: self.run(code, stdin, CHECK_SECONDS))
 
 
 def code_runner(

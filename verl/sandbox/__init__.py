@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from verl.sandbox.remote import RemoteSandbox
     from verl.sandbox.session import Session
     from verl.sandbox.shared import default_pool, run, run_cases
+    from verl.sandbox.trial import check
     from verl.sandbox.verdicts import judge, same_text, same_value
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "SandboxRefused",
     "Session",
     "StdinCase",
+    "check",
     "default_pool",
     "judge",
     "run",
@@ -49,6 +51,7 @@ _HOMES = {
     "remote": ("RemoteSandbox",),
     "session": ("Session",),
     "shared": ("default_pool", "run", "run_cases"),
+    "trial": ("check",),
     "verdicts": ("judge", "same_text", "same_value"),
 }
 

@@ -16,6 +16,7 @@ from typing import Any
 from verl.errors import ConfigError
 from verl.sandbox.answers import to_outcome
 from verl.sandbox.channel import Channel
+from verl.sandbox.kernel.landlock import NEWEST
 from verl.sandbox.layers import check_names
 from verl.sandbox.limits import CallCase, Limits, StdinCase
 from verl.sandbox.outcome import CaseResult, Outcome
@@ -36,6 +37,7 @@ class Pool:
         packages: whether programs can import the packages installed here. They can then read them.
         preload: modules imported once for all programs, such as ``numpy``.
         without: layers that are left out even where the machine has them; each must also be in ``allow_missing``.
+        newest_landlock: for tests: ask for no more than a kernel with this version of Landlock has; 0: it has none.
 
     Raises:
         SandboxRefused: at the first run, where the machine lacks a layer that may not be missing.
@@ -54,11 +56,12 @@ class Pool:
         packages: bool = True,
         preload: Sequence[str] = (),
         without: Sequence[str] = (),
+        newest_landlock: int = NEWEST,
     ):
         if size is not None and size < 1:
             raise ConfigError("must be at least 1", key="sandbox pool size", got=size)
         self.size = size or len(os.sched_getaffinity(0))
-        self._options = (check_names(allow_missing), packages, tuple(preload), check_names(without))
+        self._options = (check_names(allow_missing), packages, tuple(preload), check_names(without), newest_landlock)
         self._lock, self._slots = threading.Lock(), threading.BoundedSemaphore(self.size)
         self._keepers: list[KeeperProcess] = []
         self._threads: ThreadPoolExecutor | None = None

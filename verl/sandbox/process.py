@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from verl.errors import SandboxError
 from verl.json_text import read_json
@@ -42,13 +43,21 @@ class KeeperProcess:
         packages: whether programs may import the packages that are installed here (they can read them, never write).
         preload: modules that are imported once, so that programs get them without paying for it.
         without: layers that are not used even where they are there.
+        newest_landlock: the version of Landlock beyond which nothing is asked of the kernel.
 
     Raises:
         SandboxRefused: this machine lacks a layer.
         SandboxError: the interpreter did not start.
     """
 
-    def __init__(self, allow_missing: Sequence[str], packages: bool, preload: Sequence[str], without: Sequence[str]):
+    def __init__(
+        self,
+        allow_missing: Sequence[str],
+        packages: bool,
+        preload: Sequence[str],
+        without: Sequence[str],
+        newest_landlock: int,
+    ):
         self.owner = os.getpid()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         interpreter = _interpreter()
@@ -64,7 +73,8 @@ class KeeperProcess:
         )
         theirs.close()
         try:
-            self._start(allow_missing, packages, preload, without)
+            options = {"preload": list(preload), "without": list(without), "newest_landlock": newest_landlock}
+            self._start(allow_missing, packages, options)
         except BaseException:
             self.close()
             raise
@@ -101,18 +111,15 @@ class KeeperProcess:
         if self._process.stderr is not None:
             self._process.stderr.close()
 
-    def _start(
-        self, allow_missing: Sequence[str], packages: bool, preload: Sequence[str], without: Sequence[str]
-    ) -> None:
+    def _start(self, allow_missing: Sequence[str], packages: bool, options: Mapping[str, Any]) -> None:
         folders = _package_folders() if packages else []
         library = [sysconfig.get_path("stdlib"), str(Path(sysconfig.get_path("stdlib"), "lib-dynload"))]
         start = {
             "caller": os.getpid(),
             "paths": _with_targets([*_interpreter_paths(), *folders]),
             "sys_path": [*library, *folders],
-            "preload": list(preload),
             "accepted": list(allow_missing),
-            "without": list(without),
+            **options,
         }
         self._control.settimeout(START_SECONDS)
         try:

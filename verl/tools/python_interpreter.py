@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from verl.errors import ConfigError
-from verl.sandbox import Limits, Outcome, Pool, RemoteSandbox, Session
+from verl.sandbox import Limits, Outcome, Pool, RemoteSandbox, Session, check
 from verl.tools.base import BaseTool, Executed
 from verl.tools.runner import in_thread
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
@@ -43,6 +44,7 @@ DEFAULTS: dict[str, Any] = {
     "default_language": "python",
 }
 NOTHING = "(no output)"
+CHECK_SECONDS = 10.0
 _FENCE = re.compile(r"\A\s*```[a-zA-Z0-9]*[ \t]*\n(.*?)(?:\n```\s*)?\Z", re.DOTALL)
 
 
@@ -76,13 +78,14 @@ class PythonInterpreterTool(BaseTool):
         if settings["sandbox_fusion_url"]:
             self._remote = self._connect(settings)
         else:
-            self._pool = Pool(
+            self._pool = pool = Pool(
                 settings["num_workers"] or None,
                 allow_missing=settings["allow_missing"],
                 packages=settings["packages"],
                 preload=settings["preload"],
             )
-            self._pool.prepare()
+            limits = replace(self._limits, seconds=CHECK_SECONDS)
+            check(lambda code, stdin: pool.run(code, stdin, limits))
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         return self.tool_schema or OpenAIFunctionToolSchema.model_validate(SCHEMA)

@@ -23,6 +23,7 @@ from verl.sandbox.kernel import calls
 REQUEST_PIECE = 1 << 16
 LOW_FDS = 64
 HIGHEST_FD = 1 << 16
+READY = b"ready"
 
 
 def main(channel: socket.socket, stand: walls.Walls) -> NoReturn:
@@ -34,8 +35,8 @@ def main(channel: socket.socket, stand: walls.Walls) -> NoReturn:
         os.closerange(channel.fileno() + 1, HIGHEST_FD)
         _Run(channel, stand).serve()
         code = 0
-    except OSError as error:  # a wall could not be put up, or the caller is gone: the caller is told, if it is there
-        _tell(channel, pack_broken(str(error)))
+    except Exception as error:  # the boundary to the caller, who is told, if it is there: never an outcome of a program
+        _tell(channel, pack_broken(said(error)))
     finally:
         os._exit(code)
 
@@ -63,12 +64,12 @@ class _Run:
             if request["folder"]:  # of this machine: each case gets an empty one below it
                 self._folder = os.path.join(request["folder"], str(number))
                 os.mkdir(self._folder)
-            watch = self._start(partial(program.run_case, request["code"], case), case.get("stdin", ""))
+            watch = self._start(partial(program.prepare_case, request["code"], case), case.get("stdin", ""))
             _tell(self._channel, frames.pack(watch.until_the_end()))
 
     def _serve_cells(self) -> None:
         """One process for all cells; a cell that is stopped, or that ends it, ends the session."""
-        watch = self._start(program.run_cells, None)
+        watch = self._start(program.prepare_cells, None)
         while (cell := self._next()) is not None:
             answer = watch.run_cell(cell)
             _tell(self._channel, frames.pack(answer))
@@ -76,11 +77,11 @@ class _Run:
                 return
         watch.kill()
 
-    def _start(self, body: Callable[[], NoReturn], stdin: str | None) -> Watch:
+    def _start(self, prepare: Callable[[], Callable[[], NoReturn]], stdin: str | None) -> Watch:
         """Fork the program's process. ``stdin`` None: standard input is empty, and cells can be sent.
 
-        Raises OSError where it could not put up its walls. It says so through a pipe that is closed before the program
-        begins, so that no program can say it.
+        Raises OSError unless it says that it stands behind all its walls. It says so, or what stopped it, through a
+        pipe that is closed before the program begins, so that no program can say it.
         """
         inputs, outputs, errors, report, cells, trouble = (os.pipe() for _ in range(6))
         own = [inputs[0], outputs[1], errors[1], report[1], *([cells[0]] if stdin is None else [])]
@@ -88,15 +89,15 @@ class _Run:
         pid = os.fork()
         if pid == 0:
             try:
-                self._become_program(own, trouble[1], init, body)
+                self._become_program(own, trouble[1], init, prepare)
             finally:
                 os._exit(1)
         for fd in (*own, trouble[1]):
             os.close(fd)
         with os.fdopen(trouble[0], "rb") as pipe:
-            said = pipe.read()
-        if said:
-            raise OSError(said.decode("utf-8", "replace"))
+            heard = pipe.read()
+        if heard != READY:
+            raise OSError(heard.decode("utf-8", "replace") or f"its process ended before its walls stood ({_end(pid)})")
         ends = {"stdin": inputs[1], "stdout": outputs[0], "stderr": errors[0], "report": report[0], "cells": cells[1]}
         if stdin is not None:
             os.close(cells[0])
@@ -104,7 +105,9 @@ class _Run:
         data = (stdin or "").encode("utf-8", "surrogatepass")
         return Watch(pid, ends, data, self._limits, self._proc, everything=self._walls.has("namespaces"))
 
-    def _become_program(self, own: list[int], trouble: int, init: int, body: Callable[[], NoReturn]) -> None:
+    def _become_program(
+        self, own: list[int], trouble: int, init: int, prepare: Callable[[], Callable[[], NoReturn]]
+    ) -> None:
         """Keep the pipes as descriptors 0 to 4, close all others, put up the last walls, run."""
         kept = [*own, trouble, *([] if self._proc is None else [self._proc])]
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, LOW_FDS) for fd in kept]
@@ -120,8 +123,10 @@ class _Run:
         try:
             proc = high[-1] if self._proc is not None else None
             walls.enter_program(self._walls, self._limits, proc, self._folder, init)
-        except OSError as error:
-            os.write(trouble, str(error).encode())
+            body = prepare()
+            os.write(trouble, READY)
+        except BaseException as error:  # the boundary behind which the program begins: not its doing, whatever it is
+            os.write(trouble, said(error).encode("utf-8", "replace"))
             return
         os.close(trouble)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -135,6 +140,17 @@ class _Run:
                 return None
             self._waiting = self._collector.feed(piece)
         return self._waiting.pop(0)
+
+
+def said(error: BaseException) -> str:
+    """An error in words: the kernel's own, else with the name of its class."""
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
+def _end(pid: int) -> str:
+    _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    return f"exit code {code}" if code >= 0 else f"signal {-code}"
 
 
 def pack_broken(reason: str) -> bytes:

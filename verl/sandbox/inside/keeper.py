@@ -39,7 +39,12 @@ def main() -> NoReturn:
     if os.getppid() != start["caller"]:
         os._exit(1)  # it died while we started
     try:
-        stand = walls.raise_outer(start["paths"], start["without"], lambda missing: _accept(missing, start["accepted"]))
+        stand = walls.raise_outer(
+            start["paths"],
+            start["without"],
+            lambda missing: _accept(missing, start["accepted"]),
+            start["newest_landlock"],
+        )
     except _Refused as error:
         control.send(json.dumps({"missing": error.args[0]}).encode())
         os._exit(0)
@@ -116,7 +121,7 @@ class Keeper:
             pid = self._fork(channel)
         except OSError as error:  # out of processes or memory: the caller reads the reason, then the end
             with suppress(OSError):
-                channel.sendall(init.pack_broken(str(error)))
+                channel.sendall(init.pack_broken(init.said(error)))
             channel.close()
             return True
         exited = os.pidfd_open(pid)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import errno
 import importlib.util
 import json
 import linecache
@@ -27,16 +28,30 @@ CELLS_FD = 4
 _FILE = "main.py"
 
 
-def run_case(code: str, case: Mapping[str, Any]) -> NoReturn:
-    """One case: the whole program with this standard input, or one call of a function that it defines."""
+def prepare_case(code: str, case: Mapping[str, Any]) -> Callable[[], NoReturn]:
+    """One case: the whole program with this standard input, or one call of a function that it defines.
+
+    What fails here is the sandbox's fault, and in what is returned the program's own.
+    """
     sys.argv = [_FILE]
+    try:
+        with open(_FILE, "w", encoding="utf-8", errors="surrogatepass") as file:
+            file.write(code)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EFBIG):
+            raise
+        return partial(_finish, partial(_fail, error))  # the program is larger than its folder
     if case.get("function") is None:
-        _finish(lambda: _load(code, "__main__"))
-    _finish(lambda: _call(_load(code, "solution"), case))
+        return lambda: _finish(lambda: _load("__main__"))
+    return lambda: _finish(lambda: _call(_load("solution"), case))
 
 
-def run_cells() -> NoReturn:
+def prepare_cells() -> Callable[[], NoReturn]:
     """Cells arrive one by one and share their variables; each is answered by one report."""
+    return _run_cells
+
+
+def _run_cells() -> NoReturn:
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     sys.argv = [_FILE]
@@ -49,10 +64,12 @@ def run_cells() -> NoReturn:
     os._exit(0)
 
 
-def _load(code: str, name: str) -> types.ModuleType:
+def _fail(error: OSError) -> NoReturn:
+    raise error
+
+
+def _load(name: str) -> types.ModuleType:
     """The program as a module; its file is real, so that tracebacks show its lines."""
-    with open(_FILE, "w", encoding="utf-8", errors="surrogatepass") as file:
-        file.write(code)
     spec = importlib.util.spec_from_file_location(name, os.path.abspath(_FILE))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

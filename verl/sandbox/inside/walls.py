@@ -32,24 +32,43 @@ class Walls:
     """Layers that are not there, with the reason."""
     paths: Sequence[str]
     """What a program may read."""
+    landlock: int
+    """The version of Landlock that is used; 0 where it is missing."""
 
     def has(self, layer: str) -> bool:
         return layer not in self.missing
 
 
-def raise_outer(paths: Sequence[str], without: Sequence[str], accept: Callable[[Mapping[str, str]], None]) -> Walls:
+def raise_outer(
+    paths: Sequence[str],
+    without: Sequence[str],
+    accept: Callable[[Mapping[str, str]], None],
+    newest_landlock: int = landlock.NEWEST,
+) -> Walls:
     """Put the calling process into namespaces of its own; its next child is the first of a new pid namespace.
 
     Args:
         without: layers that are not to be used even if they are there.
         accept: is told what is missing (layer: reason), and raises to refuse.
+        newest_landlock: the version of Landlock of an older kernel that is to be taken for this one.
+
+    Raises:
+        OSError: a wall that the kernel offers could not be put up.
     """
     missing = dict.fromkeys(without, "left out on purpose")
     shown = root.visible(paths)
+    version = 0
+
+    def try_landlock() -> None:
+        nonlocal version
+        offered = landlock.offered(alone="namespaces" in missing, newest=newest_landlock)
+        _try_in_child(lambda: _restrict(shown, root.TEMPORARY, offered))
+        version = offered
+
     for name, probe in (
         ("namespaces", lambda: _try_in_child(lambda: _enter_namespaces(shown))),
-        ("landlock", lambda: landlock.is_offered(alone="namespaces" in missing)),
-        ("seccomp", seccomp.is_offered),
+        ("landlock", try_landlock),
+        ("seccomp", lambda: _try_in_child(_install_filter)),
     ):
         try:
             if name not in missing:
@@ -60,7 +79,7 @@ def raise_outer(paths: Sequence[str], without: Sequence[str], accept: Callable[[
     if "namespaces" not in missing:
         _enter_namespaces(shown)
         shown = [root.place(path) for path in shown]
-    return Walls(missing, shown)
+    return Walls(missing, shown, version)
 
 
 def enter_run(walls: Walls) -> int | None:
@@ -104,10 +123,21 @@ def enter_program(walls: Walls, limits: Mapping[str, Any], proc: int | None, fol
     if os.getppid() != parent:
         raise OSError(errno.ESRCH, "init is gone")
     if walls.has("landlock"):
-        devices = [path for path in root.DEVICES if os.path.exists(path)]
-        landlock.restrict([path for path in walls.paths if not os.path.islink(path)], [folder], devices)
+        _restrict(walls.paths, folder, walls.landlock)
     if walls.has("seccomp"):
         seccomp.install(seccomp.build(None if proc is not None else os.getpid()))
+
+
+def _restrict(paths: Sequence[str], folder: str, version: int) -> None:
+    """Landlock: nothing but these paths and devices, and this folder to write to."""
+    calls.prctl(calls.PR_SET_NO_NEW_PRIVS, 1)
+    devices = [path for path in root.DEVICES if os.path.exists(path)]
+    landlock.restrict([path for path in paths if not os.path.islink(path)], [folder], devices, version)
+
+
+def _install_filter() -> None:
+    calls.prctl(calls.PR_SET_NO_NEW_PRIVS, 1)
+    seccomp.install(seccomp.build())
 
 
 def address_space() -> int:
@@ -176,7 +206,7 @@ def _enter_namespaces(shown: Sequence[str]) -> None:
 
 
 def _try_in_child(step: Callable[[], None]) -> None:
-    """Whether a step would work, found out by a child, because it cannot be taken back. Raises the child's OSError."""
+    """Whether a step works, found out by a child, because it cannot be taken back. Raises OSError where it does not."""
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
@@ -190,6 +220,8 @@ def _try_in_child(step: Callable[[], None]) -> None:
             said = b""
         except OSError as error:
             said = str(error.strerror or error).encode()
+        except Exception as error:  # our own mistake: it is told like a wall that the kernel refuses, at this boundary
+            said = f"{type(error).__name__}: {error}".encode()
         finally:
             os.write(theirs, said)
             os._exit(0)

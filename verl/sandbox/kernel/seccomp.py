@@ -87,17 +87,13 @@ def build(pid: int | None = None) -> bytes:
 
 
 def install(program: bytes) -> None:
-    """Put the filter on this thread and all it will start. Needs `PR_SET_NO_NEW_PRIVS`; cannot be undone."""
+    """Put the filter on this thread and all it will start. Needs `PR_SET_NO_NEW_PRIVS`; cannot be undone.
+
+    Raises OSError where the kernel has no filters.
+    """
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("@HxxxxxxQ", len(program) // 8, ctypes.addressof(code))
     calls.syscall("seccomp", _SECCOMP[platform.machine()], _SET_MODE_FILTER, 0, ctypes.create_string_buffer(header))
-
-
-def is_offered() -> None:
-    """Raises OSError where the kernel has no filters or the machine is not listed."""
-    build()
-    result = ctypes.create_string_buffer(struct.pack("=I", _ALLOW))
-    calls.syscall("seccomp", _SECCOMP[platform.machine()], 2, 0, result)
 
 
 def _special_rules(numbers: dict[str, int], pid: int | None) -> dict[int, list[tuple[int, int, int, int]]]:
