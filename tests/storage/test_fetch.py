@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -87,3 +88,50 @@ def test_modelscope_that_is_not_installed_names_the_command(monkeypatch):
     monkeypatch.setenv("VERL_USE_MODELSCOPE", "True")
     with pytest.raises(MissingDependencyError, match="pip install modelscope"):
         copy_to_local("qwen/Qwen2.5-0.5B")
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+    """A stand-in for /dev/shm in which everybody may write, and a file to stage there."""
+    place = tmp_path / "shm"
+    place.mkdir()
+    place.chmod(0o1777)
+    monkeypatch.setattr(fetch, "SHARED_MEMORY", place)
+    (tmp_path / "rows.txt").write_text("mine")
+    return place
+
+
+def test_what_is_staged_in_shared_memory_lies_in_a_folder_that_only_its_user_can_enter(memory, tmp_path):
+    staged = Path(copy_to_local(tmp_path / "rows.txt", use_shm=True))
+    (folder,) = memory.iterdir()
+    assert folder in staged.parents and str(os.geteuid()) in folder.name
+    assert folder.stat().st_mode & 0o777 == 0o700 and folder.stat().st_uid == os.geteuid()
+
+
+def a_link(place, elsewhere):
+    elsewhere.mkdir(mode=0o700)
+    place.symlink_to(elsewhere)
+
+
+def a_folder_that_others_may_enter(place, elsewhere):
+    place.mkdir()
+    place.chmod(0o755)
+
+
+def a_file(place, elsewhere):
+    place.write_text("")
+
+
+@pytest.mark.parametrize("made", [a_link, a_folder_that_others_may_enter, a_file])
+def test_a_name_in_shared_memory_that_somebody_else_prepared_is_refused(memory, tmp_path, made):
+    made(memory / f"verl-{os.geteuid()}", tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=r"not a folder of this user's alone.*Remove it") as caught:
+        copy_to_local(tmp_path / "rows.txt", use_shm=True, key="data.train_files")
+    assert caught.value.key == "data.train_files"
+
+
+def test_a_folder_in_shared_memory_of_another_user_is_refused(memory, tmp_path, monkeypatch):
+    (memory / f"verl-{os.geteuid() + 1}").mkdir(mode=0o700)
+    monkeypatch.setattr(fetch.os, "geteuid", lambda before=os.geteuid(): before + 1)
+    with pytest.raises(DataError, match="not a folder of this user's alone"):
+        copy_to_local(tmp_path / "rows.txt", use_shm=True)

@@ -7,8 +7,11 @@ the first one.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
+import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +46,8 @@ def copy_to_local(
         cache_dir: where HDFS files land, default ``~/.cache/verl``; hub models land in the hub's own cache.
         filelock: suffix of the lock file beside a fetched thing.
         always_recopy: fetch again even if it is there.
-        use_shm: return a copy in ``/dev/shm``; without room there, a notice and the path itself.
+        use_shm: return a copy in a folder of this user's alone in ``/dev/shm``; without room there, a notice and the
+            path itself.
         error: the class of the error for a path that does not exist.
         key: the setting that the path came from, for the message.
     """
@@ -55,7 +59,42 @@ def copy_to_local(
         if not is_hub_name(path):
             raise missing_path(path, error=error, key=key)
         path = download_from_hub(path)
-    return str(_stage_in_memory(Path(path), filelock, always_recopy)) if use_shm else path
+    if not use_shm:
+        return path
+    try:
+        return str(_stage_in_memory(Path(path), filelock, always_recopy))
+    except NotPrivateError as refused:
+        raise error(
+            f"use_shm: {refused}",
+            key=key,
+            fix=f"Remove it, or ask an administrator to: rm -rf {refused.folder}. Or set use_shm=false.",
+        ) from None
+
+
+class NotPrivateError(Exception):
+    """A folder under this user's name belongs to somebody else, or others may enter it."""
+
+    def __init__(self, folder: Path):
+        super().__init__(f"{folder} is not a folder of this user's alone (mode 0700): what it holds cannot be trusted")
+        self.folder = folder
+
+
+def private_folder(place: Path) -> Path:
+    """A folder of this user's alone where everybody may make one; whoever made it, its owner and mode are looked at.
+
+    Args:
+        place: where it lies; the user's number becomes part of its name.
+
+    Raises:
+        NotPrivateError: the name is taken by a link, a file, another user, or a folder that others may enter.
+    """
+    folder = place / f"verl-{os.geteuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    there = folder.lstat()
+    if not stat.S_ISDIR(there.st_mode) or there.st_uid != os.geteuid() or stat.S_IMODE(there.st_mode) & 0o077:
+        raise NotPrivateError(folder)
+    return folder
 
 
 def download_from_hub(name: str) -> str:
@@ -113,7 +152,7 @@ def _stage_in_memory(path: Path, lock_suffix: str, again: bool) -> Path:
     files = [p for p in path.rglob("*") if p.is_file()] if path.is_dir() else [path]
     need = sum(p.stat().st_size for p in files)
     newest = max((p.stat().st_mtime_ns for p in files), default=0)
-    target = SHARED_MEMORY / "verl" / _digest(f"{path.resolve()}:{need}:{newest}") / path.name
+    target = private_folder(SHARED_MEMORY) / _digest(f"{path.resolve()}:{need}:{newest}") / path.name
     free = shutil.disk_usage(SHARED_MEMORY).free
     if not target.exists() and need > free:
         notice(
