@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from tests.dist.engine_cells import With, plain, sharded, shared_model
@@ -119,3 +120,9 @@ def _peak_memory() -> Iterator[list[int]]:
 def _own_memory() -> int:
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssAnon"))
+
+
+def doors(ranks: Ranks, folder: Path) -> list[str]:
+    """The addresses on which this rank listens, those of the group and its subgroups."""
+    found = psutil.Process().net_connections("inet")
+    return sorted({entry.laddr.ip for entry in found if entry.status == psutil.CONN_LISTEN})

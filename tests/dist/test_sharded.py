@@ -39,6 +39,7 @@ CELLS = {
         kl_cells.exact_kl_to_a_model,
         loading_cells.same_bits_as_plain,
         loading_cells.memory_of_loading,
+        loading_cells.doors,
     ),
     4: (
         cells.tied_and_uneven,
@@ -275,3 +276,8 @@ def test_a_frozen_engine_takes_only_weights_and_no_other_models(runs, size, name
     for answer in runs[size][name]:
         assert answer["moved"] > 1e-3
         assert "Qwen3ForCausalLM" in answer["told"] and "LlamaForCausalLM" in answer["told"]
+
+
+@world("doors")
+def test_the_ranks_of_one_machine_listen_on_loopback_alone(runs, size, name):
+    assert list(runs[size][name]) == [["127.0.0.1"]] * size

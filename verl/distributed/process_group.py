@@ -12,7 +12,7 @@ import gc
 import logging
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from verl import env
 from verl.distributed.mesh import release_groups
 from verl.distributed.ranks import Ranks
+from verl.distributed.store import keep_gloo_on, meet
 from verl.errors import EngineError
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
@@ -81,15 +82,13 @@ def start(place: Placed | None = None, device: str = "cpu", timeout: float | Non
     found = Place.from_environment() if place is None else place
     _check(found, device)
     _choose_device(found, device)
-    arguments: dict[str, Any] = {"rank": found.rank, "world_size": found.world_size}
-    if found.world_size == 1:
-        arguments["store"] = dist.HashStore()
-    else:
-        arguments["init_method"] = f"tcp://{_bracketed(found.master_addr)}:{found.master_port}"
-    seconds = TIMEOUT if timeout is None else float(timeout)
+    limit = timedelta(seconds=TIMEOUT if timeout is None else float(timeout))
     try:
-        dist.init_process_group(BACKENDS[device], timeout=timedelta(seconds=seconds), **arguments)
-    except (RuntimeError, ValueError) as error:
+        store = _store(found, limit)
+        dist.init_process_group(
+            BACKENDS[device], timeout=limit, rank=found.rank, world_size=found.world_size, store=store
+        )
+    except (RuntimeError, ValueError, OSError) as error:
         raise EngineError(
             f"rank {found.rank} could not meet the other {found.world_size - 1} processes: {_first_line(error)}",
             got=f"{found.master_addr}:{found.master_port}",
@@ -113,6 +112,15 @@ def stop() -> None:
         dist.destroy_process_group()
         release_groups()
         gc.collect()  # engines lie in cycles, and hold groups
+
+
+def _store(place: Placed, timeout: timedelta) -> dist.Store:
+    """Where the processes meet; torchrun holds the store itself, and whoever is alone needs none that is reached."""
+    if place.world_size == 1:
+        return dist.HashStore()
+    keep_gloo_on(place.master_addr)
+    is_first = place.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return meet(place.master_addr.strip("[]"), place.master_port, place.world_size, is_first, timeout)
 
 
 def _joined(place: Placed | None) -> Ranks:
@@ -144,10 +152,6 @@ def _choose_device(place: Placed, device: str) -> None:
         return
     module = torch.get_device_module(device)
     module.set_device(place.local_rank % max(1, module.device_count()))
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address and not address.startswith("[") else address
 
 
 def _first_line(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from verl.distributed.store import gloo_group, meet
 from verl.errors import RolloutError
 from verl.weight_sync.chunks import WeightChunk, pieces
 from verl.weight_sync.transport import OtherEndError, Transport
@@ -87,24 +88,24 @@ class BroadcastTransport(Transport):
         """
         limit = timedelta(seconds=timeout)
         host, _, port = address.rpartition(":")
-        store = dist.TCPStore(host, int(port), world_size, is_master=rank == 0, timeout=limit)
-        return cls(_group(store, rank, world_size, device, limit), 0, device, timeout, keeps)
+        store = meet(host, int(port), world_size, rank == 0, limit)
+        return cls(_group(store, rank, world_size, device, host, limit), 0, device, timeout, keeps)
 
     @classmethod
     def begin(cls, bucket_bytes: int, device: str = "cpu", host: str = LOCALHOST, **options: Any) -> BroadcastTransport:
         """The source of a pair; the group is made when the first weights are sent.
 
         Args:
-            host: address of this machine for the sampler.
+            host: address of this machine for the sampler, and the only one that is listened on.
         """
         end = cls(None, 0, device, **options)
         limit = timedelta(seconds=end.timeout)
-        store = dist.TCPStore(host, 0, 2, is_master=True, timeout=limit, wait_for_workers=False)
+        store = meet(host, 0, 2, True, limit, waits=False)
         end._place = f"{host}:{store.port}"
 
         def connect() -> Any:
             end.wait_until(lambda: store.check([HERE]), "the sampler to join the group that weights are broadcast in")
-            return _group(store, 0, 2, device, limit)
+            return _group(store, 0, 2, device, host, limit)
 
         end._connect = connect
         return end
@@ -114,9 +115,9 @@ class BroadcastTransport(Transport):
         host, _, port = str(address["place"]).rpartition(":")
         end = cls(None, 0, device, float(address["timeout"]), bool(address["keeps"]))
         limit = timedelta(seconds=end.timeout)
-        store = dist.TCPStore(host, int(port), 2, is_master=False, timeout=limit, wait_for_workers=False)
+        store = meet(host, int(port), 2, False, limit, waits=False)
         store.set(HERE, "")
-        end._connect = partial(_group, store, 1, 2, device, limit)
+        end._connect = partial(_group, store, 1, 2, device, host, limit)
         return end
 
     @property
@@ -314,11 +315,11 @@ def _is_direct(tensor: torch.Tensor, device: torch.device) -> bool:
     return tensor.nbytes >= LARGE_BYTES and tensor.is_contiguous() and tensor.device == device
 
 
-def _group(store: dist.Store, rank: int, world_size: int, device: str, limit: timedelta) -> Any:
+def _group(store: dist.Store, rank: int, world_size: int, device: str, host: str, limit: timedelta) -> Any:
     """A group beside whatever groups the process is in."""
     named = dist.PrefixStore("verl-weights", store)
     if not device.startswith("cuda"):
-        return dist.ProcessGroupGloo(named, rank, world_size, limit)
+        return gloo_group(named, rank, world_size, host, limit)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
     return dist.ProcessGroupNCCL(named, rank, world_size, options)
