@@ -14,11 +14,13 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from verl.errors import DataError
 from verl.json_text import read_json
 from verl.rewards.programs import CodeRunner, does_not_compile
+from verl.rewards.scorers.text import same_integer
 from verl.sandbox import Outcome
 
 SECONDS = 5.0
@@ -82,7 +84,8 @@ def compute_score(
             as JSON.
         continuous: otherwise the share of the first ten tests that pass, instead of 0.
         seconds: for one test.
-        most_seconds: for all tests; those that do not get their turn have failed.
+        most_seconds: that the program may run in all tests; tests that do not get their turn have failed. Waiting for
+            a place to run does not count.
 
     Raises:
         DataError: the ground truth holds no tests.
@@ -90,14 +93,14 @@ def compute_score(
     """
     problem = read_tests(ground_truth)
     code = extract_code(solution_str)
-    passed, deadline, verdict = [], time.monotonic() + most_seconds, "passed"
+    passed, left, verdict = [], most_seconds, "passed"
     for number, test in enumerate(problem.tests):
-        left = deadline - time.monotonic()
-        if left <= 0:
+        if left <= 0 or not code.strip():
             passed.append(False)
-            verdict = "timeout"
+            verdict = "timeout" if left <= 0 else "empty"
             continue
-        right, said = _try(code, test, problem.name, runner, min(seconds, left))
+        right, said, spent = _try(code, test, problem.name, runner, min(seconds, left))
+        left -= spent
         passed.append(right)
         verdict = verdict if right else said
         if said == "not compiled" or (not right and (not continuous or number + 1 >= PARTIAL_TESTS)):
@@ -153,8 +156,9 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _try(code: str, test: Test, name: str | None, runner: CodeRunner, seconds: float) -> tuple[bool, str]:
-    """Whether the program passes one test, and what is to be said if not."""
+def _try(code: str, test: Test, name: str | None, runner: CodeRunner, seconds: float) -> tuple[bool, str, float]:
+    """Whether the program passes one test, what is to be said if not, and the seconds for which it ran."""
+    start = time.monotonic()
     if name is None:
         text = "\n".join(map(str, test.given)) if isinstance(test.given, list) else str(test.given)
         outcome = runner.run(IMPORTS + code, text, seconds)
@@ -164,9 +168,11 @@ def _try(code: str, test: Test, name: str | None, runner: CodeRunner, seconds: f
         call = {"name": name, "arguments": _arguments(test.given), "mark": mark}
         outcome = runner.run(IMPORTS + code + CALL, json.dumps(call), seconds)
         right = outcome.ok and _returned(outcome, mark, test.expected)
+    spent = outcome.seconds or (seconds if outcome.status == "timeout" else time.monotonic() - start)
     if right:
-        return True, "passed"
-    return False, "wrong" if outcome.ok else "not compiled" if does_not_compile(outcome) else outcome.status
+        return True, "passed", spent
+    said = "wrong" if outcome.ok else "not compiled" if does_not_compile(outcome) else outcome.status
+    return False, said, spent
 
 
 def _arguments(given: Any) -> list[Any]:
@@ -204,10 +210,11 @@ def _same_value(value: Any, expected: Any) -> bool:
         return False
     if isinstance(value, list) and isinstance(expected, list):
         return len(value) == len(expected) and all(map(_same_value, value, expected))
-    if isinstance(value, float) or isinstance(expected, float):
-        numbers = isinstance(value, (int, float)) and isinstance(expected, (int, float))
-        return numbers and math.isclose(value, expected, rel_tol=RELATIVE, abs_tol=1e-9)
-    return value == expected
+    if not isinstance(value, (int, float)) or not isinstance(expected, (int, float)) or value == expected:
+        return value == expected
+    if isinstance(value, int) and isinstance(expected, int):
+        return False
+    return _near(value, expected, 1e-9) and (type(value) is type(expected) or _same_whole(value, expected))
 
 
 def _text(expected: Any) -> str:
@@ -235,7 +242,23 @@ def _same_number(first: str, second: str) -> bool:
     """Two decimals that are near; two whole numbers have to be the same, however long they are."""
     if len(first) > 60 or len(second) > 60 or not (NUMBER.fullmatch(first) and NUMBER.fullmatch(second)):
         return False
-    if first.lstrip("+-").isdigit() and second.lstrip("+-").isdigit():
-        return int(first) == int(second)
-    a, b = float(first), float(second)
-    return math.isfinite(a) and math.isclose(a, b, rel_tol=RELATIVE, abs_tol=RELATIVE * RELATIVE)
+    a, b = Fraction(first), Fraction(second)
+    whole = [text.lstrip("+-").isdigit() for text in (first, second)]
+    if a == b or all(whole):
+        return a == b
+    written = [one for one, is_whole in ((a, whole[0]), (b, whole[1])) if is_whole]
+    return _near(float(first), float(second), RELATIVE * RELATIVE) and (not written or same_integer(a, b))
+
+
+def _same_whole(value: int | float, expected: int | float) -> bool:
+    """Whether a float and an int mean the same whole number, or the float is the nearest to a large one."""
+    return float(value) == float(expected) or same_integer(Fraction(value), Fraction(expected))
+
+
+def _near(first: float, second: float, absolute: float) -> bool:
+    """Within 1e-5 of each other; whole numbers that no float can hold are near to none."""
+    try:
+        a, b = float(first), float(second)
+    except OverflowError:
+        return False
+    return math.isfinite(a) and math.isfinite(b) and math.isclose(a, b, rel_tol=RELATIVE, abs_tol=absolute)

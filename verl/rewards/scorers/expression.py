@@ -289,7 +289,7 @@ def _power(base: Tree, exponent: Tree) -> Tree:
     """A power that is known to be small: the exponent is a small number or has unknowns; powers of powers once."""
     if _has(exponent, ("pow", "fact")) or _powers_deep(base) >= MOST_POWERS:
         raise UnreadableError("a tower of powers")
-    if not letters(exponent) and _bound(exponent) > BIGGEST_POWER:
+    if not letters(exponent) and not _bound(exponent) <= BIGGEST_POWER:  # nan among what is too large
         raise UnreadableError("a large power")
     return ("pow", base, exponent)
 

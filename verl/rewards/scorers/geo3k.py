@@ -12,7 +12,7 @@ from typing import Any
 
 from verl.rewards.scorers.math_boxed import is_equiv
 from verl.rewards.scorers.symbolic import equal
-from verl.rewards.scorers.text import last_braced, text_of
+from verl.rewards.scorers.text import join_thousands, joins_digits, last_braced, text_of
 
 LONGEST_ANSWER = 400
 UNITS = re.compile(
@@ -34,9 +34,8 @@ DROPPED = (
     "$",
     "\\!",
 )
-THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 WHOLE_DECIMAL = re.compile(r"(-?[0-9]{1,40})\.0*")
-MIXED = re.compile(r"([0-9]{1,20}) ([0-9]{1,20}/[0-9]{1,20})")
+MIXED = re.compile(r"([0-9]{1,20}) ([0-9]{1,20})/([0-9]{1,20})")
 LATEX_FRACTION = re.compile(r"(-?)\\[td]?frac\{(-?[0-9]{1,40})\}\{([0-9]{1,40})\}")
 INTEGER = re.compile(r"-?[0-9]{1,40}")
 RATIO = re.compile(r"-?[0-9]{1,40}/[0-9]{1,40}")
@@ -60,7 +59,7 @@ def has_format(text: str) -> float:
 def same_answer(answer: str, truth: str) -> bool:
     """Equal as strings after normalisation, as tuples or intervals of equal elements, or as numbers."""
     if max(len(answer), len(truth)) > LONGEST_ANSWER:
-        return answer.strip() == truth.strip()
+        return bool(answer.strip()) and answer.strip() == truth.strip()
     if is_equiv(answer, truth):
         return True
     first, second = simplify(answer), simplify(truth)
@@ -75,16 +74,27 @@ def same_answer(answer: str, truth: str) -> bool:
 
 
 def simplify(text: str) -> str:
-    """Lower case, without units, signs of currency and layout; fractions as ``a/b``, ``4.0`` as ``4``."""
+    """Lower case, without units, signs of currency and layout; fractions as ``a/b``, ``4.0`` as ``4``.
+
+    An answer in which that would make one number of two (``5 cm 7``) stays as it is.
+    """
     text = text.strip().lower().rstrip(".")
+    mixed = MIXED.fullmatch(_without_layout(text))
+    if mixed and int(mixed[3]):
+        return str(int(mixed[1]) + Fraction(int(mixed[2]), int(mixed[3])))
+    simple = _simplify(join_thousands(text))
+    return text if joins_digits(text, simple) else simple
+
+
+def _without_layout(text: str) -> str:
     for piece in DROPPED:
         text = text.replace(piece, "")
     text = text.replace(" or ", ",").replace(" and ", ",")
-    text = THOUSANDS.sub("", UNITS.sub("", text).strip())
-    mixed = MIXED.fullmatch(text)
-    if mixed:
-        return str(int(mixed[1]) + Fraction(mixed[2])) if not mixed[2].endswith("/0") else text
-    text = text.replace(" ", "")
+    return UNITS.sub("", text).strip()
+
+
+def _simplify(text: str) -> str:
+    text = _without_layout(text).replace(" ", "")
     text = LATEX_FRACTION.sub(r"\1\2/\3", text)
     text = text[1:-1] if text.startswith("{") and text.endswith("}") else text
     return _whole(text)

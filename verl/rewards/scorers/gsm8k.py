@@ -12,7 +12,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
 from verl.errors import RewardError
-from verl.rewards.scorers.text import text_of
+from verl.rewards.scorers.text import join_thousands, text_of
 
 WINDOW = 300
 NUMBER = r"-?[0-9.,]+"
@@ -26,12 +26,12 @@ Method = Literal["strict", "flexible"]
 def extract_solution(solution_str: str, method: Method = "strict", lenient: bool = False) -> str | None:
     """The final answer as it is written, or None.
 
-    ``strict`` takes the last number after ``"#### "`` and drops its commas; ``flexible`` takes the last number anywhere
-    as it stands. ``lenient`` drops commas and a trailing full stop under both.
+    ``strict`` takes the last number after ``"#### "`` and drops the commas of its thousands; ``flexible`` takes the
+    last number anywhere as it stands. ``lenient`` drops commas of thousands and a trailing full stop under both.
     """
     tail = solution_str[-WINDOW:]
     if method == "strict":
-        numbers = [found.replace(",", "") for found in AFTER_HASHES.findall(tail)][-1:]
+        numbers = [join_thousands(found).strip(",") for found in AFTER_HASHES.findall(tail)][-1:]
     elif method == "flexible":
         numbers = [found for found in ANYWHERE.findall(tail) if found not in ("", ".")]
     else:
@@ -39,8 +39,8 @@ def extract_solution(solution_str: str, method: Method = "strict", lenient: bool
             "unknown way to read a GSM8K answer", key="method", got=method, allowed=["strict", "flexible"]
         )
     if lenient:
-        numbers = [found.replace(",", "").rstrip(".") for found in numbers if HAS_DIGIT.search(found)]
-    return numbers[-1] if numbers else None
+        numbers = [join_thousands(found).strip(",").rstrip(".") for found in numbers if HAS_DIGIT.search(found)]
+    return numbers[-1] or None if numbers else None
 
 
 def compute_score(
@@ -62,6 +62,6 @@ def compute_score(
 
 def _same_value(answer: str, truth: str) -> bool:
     try:
-        return Decimal(answer) == Decimal(truth[:WINDOW].replace(",", "").strip())
+        return Decimal(answer) == Decimal(join_thousands(truth[:WINDOW].strip()))
     except InvalidOperation:
         return False

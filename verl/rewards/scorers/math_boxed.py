@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from verl.rewards.scorers.text import closing_brace, text_of
+from verl.rewards.scorers.text import closing_brace, joins_digits, text_of
 
 INTEGER_RATIO = re.compile(r"(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)")
 REMOVED_FIRST = ("\n", r"\!")
@@ -37,7 +37,15 @@ def last_boxed(text: str) -> str | None:
 
 
 def normalize(text: str) -> str:
-    """The canonical spelling of an answer: layout, units, signs and fraction shorthands unified."""
+    """The canonical spelling of an answer: layout, units, signs and fraction shorthands unified.
+
+    An answer in which that would make one number of two (``5 7``) stays as it is.
+    """
+    normal = _normalize(text)
+    return text.strip() if joins_digits(text, normal) else normal
+
+
+def _normalize(text: str) -> str:
     for piece in REMOVED_FIRST:
         text = text.replace(piece, "")
     for old, new in REPLACED:
@@ -62,10 +70,11 @@ def normalize(text: str) -> str:
 
 
 def is_equiv(first: str | None, second: str | None) -> bool:
-    """Whether two answers are the same after `normalize`; two missing answers are."""
+    """Whether two answers are the same after `normalize`; two missing answers are, two empty ones are not."""
     if first is None or second is None:
         return first is second
-    return normalize(first) == normalize(second)
+    normal = normalize(first)
+    return bool(normal) and normal == normalize(second)
 
 
 def compute_score(solution_str: str, ground_truth: Any) -> float:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from verl.rewards.scorers.text import last_braced, text_of
+from verl.rewards.scorers.text import join_thousands, joins_digits, last_braced, text_of
 
 WINDOW = 300
 BOX_WINDOW = 100
@@ -46,9 +46,15 @@ BARE_ROOT = re.compile(r"sqrt([^{])")
 def normalize_final_answer(answer: str) -> str:
     """One spelling for an answer: units, words, LaTeX wrappers and thousands commas removed.
 
-    Only the last 300 characters count, as everywhere in this scorer, so that the patterns are bounded.
+    Only the last 300 characters count, as everywhere in this scorer, so that the patterns are bounded. An answer in
+    which that would make one number of two (``2,3``, ``5 7``) stays as it is.
     """
     text = answer[-WINDOW:].rpartition("=")[2]
+    normal = _normalize(join_thousands(text))
+    return text.strip() if joins_digits(text, normal) else normal
+
+
+def _normalize(text: str) -> str:
     for old, new in SUBSTITUTIONS:
         text = text.replace(old, new)
     for piece in DELETED:
@@ -58,10 +64,7 @@ def normalize_final_answer(answer: str) -> str:
         text = wrapper.sub(r"\1", text)
     text = BOXED.sub(r"\1", text)
     text = BARE_FRACTION.sub(r"frac{\1}{\2}", text)
-    text = BARE_ROOT.sub(r"sqrt{\1}", text).replace("$", "")
-    if text.replace(",", "").isdigit():
-        text = text.replace(",", "")
-    return text.strip()
+    return BARE_ROOT.sub(r"sqrt{\1}", text).replace("$", "").strip()
 
 
 def compute_score(
@@ -81,9 +84,9 @@ def compute_score(
     if strict_box_verify:
         start = max(pause_tokens_index[-1] - BOX_WINDOW, 0) if pause_tokens_index else -BOX_WINDOW
         boxed = last_braced(solution_str[start:], r"\boxed")
-        pred, right = (NO_ANSWER, False) if boxed is None else (boxed, boxed == truth)
+        pred, right = (NO_ANSWER, False) if boxed is None else (boxed, bool(boxed.strip()) and boxed == truth)
     else:
         found = ANSWER_LINE.findall(solution_str[-WINDOW:])
         pred = normalize_final_answer(found[-1]) if found else NO_ANSWER
-        right = pred == normalize_final_answer(truth)
+        right = bool(pred) and pred == normalize_final_answer(truth)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}

@@ -1,24 +1,25 @@
 r"""NuminaMath and other competition mathematics: the final answer of a solution, compared by the rules of PRM800K.
 
 After the grader of Lightman et al. 2023 [2305.20050]: as normalised texts, then element by element, formulas by
-`symbolic.equal` in a process that can be killed, and numbers within 1e-4 of each other.
+`symbolic.equal` in a process that can be killed, and decimals within 1e-4 of each other.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 from verl.rewards.scorers.geo3k import simplify
 from verl.rewards.scorers.math_boxed import is_equiv, last_boxed
 from verl.rewards.scorers.symbolic import equal
-from verl.rewards.scorers.text import text_of
+from verl.rewards.scorers.text import join_thousands, joins_digits, same_integer, text_of
 
 WINDOW = 4000
 LONGEST_ANSWER = 400
 MOST_ELEMENTS = 24
-RELATIVE = 1e-4
+RELATIVE = Fraction(1, 10_000)
 INTRODUCTIONS = ("answer:", "answer is", "answers are")
 CONCLUSION = "is the answer"
 CONNECTIVE = re.compile(r"(?:so|thus|hence|then|therefore),?\s+", re.IGNORECASE)
@@ -73,7 +74,7 @@ def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
 
 def same_answer(answer: str, truth: str, same_formula: Equal = equal) -> bool:
     """Equal as texts after normalisation, as tuples, intervals or matrices of equal elements, or as equations."""
-    if not answer.strip() or max(len(answer), len(truth)) > LONGEST_ANSWER:
+    if not answer.strip() or not truth.strip() or max(len(answer), len(truth)) > LONGEST_ANSWER:
         return bool(answer.strip()) and answer.strip() == truth.strip()
     if is_equiv(answer, truth) or _close(answer, truth, same_formula):
         return True
@@ -105,8 +106,9 @@ def normalize(text: str) -> str:
         text = re.sub(rf"(?<=[0-9])\s*{word}\b", f"*10^{power}", text)
     matrix = MATRIX.search(text)
     if matrix:
-        return text.replace(" ", "")
-    text = simplify(text.replace("\\$", "").replace("\\{", "{").replace("\\}", "}"))
+        narrow = text.replace(" ", "")
+        return text if joins_digits(text, narrow) else narrow
+    text = simplify(text.replace("\\{", "{").replace("\\}", "}"))
     left, _, right = text.partition("=")
     named = text.count("=") == 1 and len(left) <= SHORT_SIDE and left[:1].isalpha()
     return right if named else text
@@ -157,22 +159,27 @@ def _plain(text: str) -> bool:
 
 
 def _close(answer: str, truth: str, same_formula: Equal) -> bool:
-    """Two numbers within 1e-4, also 50 and 50 %, 0.5 and 50 %, and multiples of pi with pi as 3.14."""
+    """Two decimals within 1e-4, also 50 and 50 %, 0.5 and 50 %, and multiples of pi with pi as 3.14."""
     ours, theirs = _number(answer), _number(truth)
     if ours is not None and theirs is not None:
         percent = "%" in answer or "%" in truth
-        return any(
-            abs(ours - theirs * by) <= RELATIVE * abs(theirs * by) for by in ((0.01, 1, 100) if percent else (1,))
-        )
+        return any(_near(ours, theirs * by) for by in ((Fraction(1, 100), 1, 100) if percent else (1,)))
     if bool(PI.search(answer)) == bool(PI.search(truth)) or (ours is None and theirs is None):
         return False
     written = simplify(PI.sub("*3.14", answer if theirs is not None else truth)).removeprefix("*")
     return same_formula(written, str(theirs if theirs is not None else ours))
 
 
-def _number(text: str) -> float | None:
-    text = text.strip().strip("$").replace("\\%", "").replace("%", "").replace(",", "").replace("\\$", "").strip()
-    return float(text) if NUMBER.fullmatch(text) else None
+def _near(ours: Fraction, theirs: Fraction) -> bool:
+    """Within 1e-4 of each other; where one is whole, the other one means the same whole number."""
+    whole = ours.denominator == 1 or theirs.denominator == 1
+    return abs(ours - theirs) <= RELATIVE * abs(theirs) and (not whole or same_integer(ours, theirs))
+
+
+def _number(text: str) -> Fraction | None:
+    text = join_thousands(text.strip().strip("$"))
+    bare = text.replace("\\%", "").replace("%", "").replace("\\$", "").strip()
+    return Fraction(bare) if NUMBER.fullmatch(bare) and not joins_digits(text, bare) else None
 
 
 def _matrix(text: str) -> list[list[str]]:

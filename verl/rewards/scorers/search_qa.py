@@ -7,12 +7,15 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-from verl.rewards.scorers.text import text_of
+from verl.rewards.scorers.text import join_thousands, text_of
 
 OPEN, CLOSE = "<answer>", "</answer>"
 MOST_TAGS = 10
 PENALTY_FOR_MANY_TAGS = 4
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+DECIMAL_POINT = re.compile(r"(?<=[0-9])\.(?=[0-9])")
+KEPT = "\ue000"  # private use: stands for a decimal point while punctuation is removed
+BETWEEN_DIGITS = re.compile(rf"(?<=[0-9])[{re.escape(string.punctuation)}]+(?=[0-9])")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -31,8 +34,9 @@ def extract_solution(solution_str: str) -> str | None:
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, without ASCII punctuation and articles, single spaces."""
-    return " ".join(ARTICLES.sub(" ", text.lower().translate(NO_PUNCTUATION)).split())
+    """Lower case, without ASCII punctuation and articles, single spaces; ``2,3`` as ``2 3``, a decimal point stays."""
+    apart = BETWEEN_DIGITS.sub(" ", DECIMAL_POINT.sub(KEPT, join_thousands(text)))
+    return " ".join(ARTICLES.sub(" ", apart.lower().translate(NO_PUNCTUATION)).split()).replace(KEPT, ".")
 
 
 def compute_score(
@@ -59,7 +63,8 @@ def _score(solution_str: str, ground_truth: Any, format_score: float, score: flo
     if answer is None:
         return 0.0
     wanted = normalize_answer(answer)
-    if not any(matches(normalize_answer(gold), wanted) for gold in gold_answers(ground_truth)):
+    golds = filter(None, map(normalize_answer, gold_answers(ground_truth)))
+    if not wanted or not any(matches(gold, wanted) for gold in golds):
         return format_score
     crowded = max(solution_str.count(OPEN), solution_str.count(CLOSE)) > MOST_TAGS
     return score / PENALTY_FOR_MANY_TAGS if crowded else score
