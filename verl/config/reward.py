@@ -322,9 +322,10 @@ class RewardConfig(ConfigNode):
     )
     on_error: str = setting(
         "mask",
-        "a sample that cannot be scored: mask takes it out of the batch and counts it, raise stops the run",
+        "a sample on which a reward function of yours fails: mask takes it out of the batch, zero scores it 0, raise "
+        "stops the run; mask and zero count it",
         upstream=ABSENT,
-        choices=("mask", "raise"),
+        choices=("mask", "raise", "zero"),
     )
     timeout: float = setting(30.0, "seconds until the scoring of one sample is given up", upstream=ABSENT)
     while_sampling: bool = setting(

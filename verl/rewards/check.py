@@ -17,7 +17,7 @@ from verl.errors import DataError, VerlError
 from verl.rewards.check_data import load_json, read_rows, read_texts
 from verl.rewards.dispatch import check_data_sources, default_compute_score
 from verl.rewards.function import RewardFunction, load_reward_function
-from verl.rewards.samples import RewardResult, RewardSample
+from verl.rewards.samples import RewardFailure, RewardResult, RewardSample
 from verl.rewards.scorers.search_qa import gold_answers
 from verl.rewards.scoring import Limits, Scorer
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     show(function, trials)
-    return int(any(trial.result.failure for trial in trials))
+    return int(any(map(_failure, trials)))
 
 
 def try_rows(arguments: argparse.Namespace) -> tuple[RewardFunction, list[Trial]]:
@@ -147,9 +147,9 @@ def show(function: RewardFunction, trials: Sequence[Trial]) -> None:
     for name in ("row", "data_source", "ground truth", "answer tried", "score", "ms", "error"):
         table.add_column(name, overflow="fold", justify="right" if name in ("row", "score", "ms") else "left")
     for trial in trials:
-        table.add_row(*(Text(cell) for cell in _cells(trial)), style="red" if trial.result.failure else "")
+        table.add_row(*(Text(cell) for cell in _cells(trial)), style="red" if _failure(trial) else "")
     console.print(table)
-    failures = [trial.result.failure for trial in trials if trial.result.failure]
+    failures = [failure for trial in trials if (failure := _failure(trial))]
     if failures:
         console.print(Text(f"{len(failures)} of {len(trials)} calls failed. The first: {failures[0].message}"))
         console.print(Text(failures[0].trace))
@@ -157,11 +157,17 @@ def show(function: RewardFunction, trials: Sequence[Trial]) -> None:
         console.print(Text(f"Note: every answer scored {trials[0].result.score}; a model cannot learn from that."))
 
 
+def _failure(trial: Trial) -> RewardFailure | None:
+    """What went wrong, also where the sample has a score all the same."""
+    return trial.result.failure or trial.result.caught
+
+
 def _cells(trial: Trial) -> tuple[str, ...]:
     sample, result = trial.sample, trial.result
     extra = {name: value for name, value in result.extra.items() if name != "score"}
     score = "-" if result.score is None else f"{result.score:g}{f' {extra}' if extra else ''}"
-    error = result.failure.message if result.failure else ""
+    failure = _failure(trial)
+    error = failure.message if failure else ""
     source = "-" if sample.data_source is None else str(sample.data_source)
     answer = _short(sample.solution_str) or "(empty)"
     truth = _short(str(sample.ground_truth))

@@ -11,48 +11,83 @@ from verl.rewards.scoring import OnError
 
 
 def report_failures(
-    samples: Sequence[RewardSample], results: Sequence[RewardResult], label: str, on_error: OnError
+    samples: Sequence[RewardSample],
+    results: Sequence[RewardResult],
+    label: str,
+    on_error: OnError,
+    ours: bool = False,
 ) -> None:
     """Show the first failure once per run, with function, file, row and the traceback of the user's code.
+
+    Args:
+        ours: whether the function is one of this library; where it fails on a text, the answer counts as empty.
 
     Raises:
         RewardError: ``on_error`` is ``raise`` and a sample failed, or every sample failed.
     """
-    failed = [(sample, result.failure) for sample, result in zip(samples, results, strict=True) if result.failure]
+    if ours:
+        _report_scored(samples, results)
+    failed = [
+        (sample, failure, result.failure is not None)
+        for sample, result in zip(samples, results, strict=True)
+        if (failure := result.failure or (None if ours else result.caught))
+    ]
     if not failed:
         return
-    sample, failure = failed[0]
+    sample, failure, masked = failed[0]
     what = f"reward function {label} failed on {sample.place}: {failure.message}"
+    shown = f"{what} ({failure.line})" if failure.line else what
     if on_error == "raise":
-        raise RewardError(what, fix=_way_out(failure)) from failure.exception
+        raise RewardError(shown, fix=_way_out(failure)) from failure.exception
     if len(failed) == len(results):
         raise RewardError(
-            f"all {len(results)} samples of a batch failed, so there is nothing to learn from. The first: {what}",
+            f"all {len(results)} samples of a batch failed, so there is nothing to learn from. The first: {shown}",
             fix=_way_out(failure),
         ) from failure.exception
+    became = "are masked" if masked else "have the score 0"
     notice(
         f"reward function {label}",
-        "\n".join(
-            filter(
-                None,
-                [
-                    what,
-                    failure.trace.rstrip(),
-                    f"{len(failed)} of {len(results)} samples of this batch are masked, counted as reward/unscorable; "
-                    "further failures are only counted. reward.on_error=raise stops the run instead.",
-                ],
-            )
+        _lines(
+            what,
+            failure.trace.rstrip(),
+            f"{len(failed)} of {len(results)} samples of this batch {became}, counted as reward/unscorable; "
+            "further failures are only counted. reward.on_error=raise stops the run instead.",
         ),
     )
 
 
-def failure_metrics(results: Sequence[RewardResult]) -> dict[str, Metric]:
-    """How many samples got no score, and which share."""
-    failed = sum(result.failure is not None for result in results)
-    return {
+def failure_metrics(results: Sequence[RewardResult], ours: bool = False) -> dict[str, Metric]:
+    """How many samples got no score from their function, and which share; a built-in scorer's own failures apart."""
+    failed = sum(result.failure is not None or (result.caught is not None and not ours) for result in results)
+    metrics = {
         "reward/unscorable": Metric(float(failed), "sum"),
         "reward/unscorable_fraction": Metric(failed / max(len(results), 1), "mean", len(results)),
     }
+    if ours:
+        caught = sum(result.caught is not None for result in results)
+        metrics["reward/unscorable_builtin"] = Metric(float(caught), "sum")
+    return metrics
+
+
+def _report_scored(samples: Sequence[RewardSample], results: Sequence[RewardResult]) -> None:
+    """The notice on texts on which a built-in scorer failed."""
+    caught = [(s, result.caught) for s, result in zip(samples, results, strict=True) if result.caught is not None]
+    if not caught:
+        return
+    sample, failure = caught[0]
+    notice(
+        "reward/unscorable_builtin",
+        _lines(
+            f"the built-in scorer failed on {len(caught)} of {len(results)} samples, which count as empty answers. "
+            f"The first, {sample.place}: {failure.message}",
+            failure.trace.rstrip(),
+            "This is a fault of the library: no text may do that. The metric counts further ones.",
+        ),
+    )
+
+
+def _lines(*parts: str) -> str:
+    return "\n".join(filter(None, parts))
 
 
 def _way_out(failure: RewardFailure) -> str:

@@ -36,7 +36,7 @@ class RewardFunction:
     signature: Signature
     name: str
     file: str | None = None
-    reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    reward_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     origin: str | None = None
     """``file.py`` or ``pkg://module`` from which another process can load the function; None where none can."""
     is_loaded: bool = False
@@ -65,6 +65,11 @@ class RewardFunction:
     def is_builtin(self) -> bool:
         """Whether it is the library's own scorer, which is bounded in time and needs no guard."""
         return self.fn is default_compute_score
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it stands in this library: what it does wrong on a text is ours to mend, and must not pay."""
+        return (getattr(inspect.unwrap(_unbound(self.fn)), "__module__", None) or "").startswith("verl.")
 
     @property
     def is_async(self) -> bool:

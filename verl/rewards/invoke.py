@@ -8,11 +8,13 @@ import math
 import numbers
 import traceback
 from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
+from verl.errors import VerlError
 from verl.rewards.forms import Form
 from verl.rewards.function import RewardFunction
-from verl.rewards.samples import RewardFailure, RewardResult, RewardSample, all_failed
+from verl.rewards.samples import FailureKind, RewardFailure, RewardResult, RewardSample, all_failed
 
 WANTED = "a finite float, int or bool, or a dict with the key 'score'"
 
@@ -52,7 +54,15 @@ def raised(error: BaseException) -> RewardFailure:
         trace = trace.tb_next
     lines = traceback.format_exception(type(error), error, trace)
     text = "".join(traceback.format_exception_only(type(error), error)).strip()
-    return RewardFailure("raised", text, "".join(lines), error)
+    kind: FailureKind = "refused" if isinstance(error, VerlError) else "raised"
+    return RewardFailure(kind, text, "".join(lines), _last_own_line(trace), error)
+
+
+def _last_own_line(trace: TracebackType | None) -> str:
+    """``file.py, line 5: return 1 / 0``: the last line of a traceback in the file in which it begins."""
+    frames = traceback.extract_tb(trace)
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f"{own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else ""
 
 
 def results_of(function: RewardFunction, raw: Any, count: int) -> list[RewardResult]:
@@ -71,6 +81,13 @@ def result_of(value: Any) -> RewardResult:
     """One returned value as a score, or as the failure that says what is wrong with it."""
     if type(value) is float and math.isfinite(value):  # by far the most frequent
         return RewardResult(value)
+    try:
+        return _read(value)
+    except Exception as error:  # boundary: a value of the user's own class
+        return RewardResult(failure=raised(error))
+
+
+def _read(value: Any) -> RewardResult:
     extra: dict[str, Any] = {}
     if isinstance(value, Mapping):
         extra = {str(key): _plain(item) for key, item in value.items()}
@@ -106,7 +123,10 @@ def _plain(value: Any) -> Any:
 def _kind(value: Any) -> str:
     if value is None:
         return "None"
-    shown = repr(value)
+    try:
+        shown = repr(value)
+    except ValueError:  # whole numbers of some thousand digits
+        shown = "too long to be shown"
     short = shown if len(shown) <= 60 else shown[:57] + "..."
     return f"a string ({short})" if isinstance(value, str) else f"{type(value).__name__} ({short})"
 

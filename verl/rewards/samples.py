@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-FailureKind = Literal["raised", "timeout", "value", "died", "start"]
+FailureKind = Literal["raised", "refused", "timeout", "value", "died", "start"]
+"""``refused`` is an error that this library raised on purpose: about settings, data, a service, never about a text."""
 
 
 @dataclass(frozen=True)
@@ -33,23 +34,38 @@ class RewardSample:
 
 @dataclass(frozen=True)
 class RewardFailure:
-    """Why a sample has no score. ``trace`` is the traceback of the user's code, empty where there is none."""
+    """Why a sample has no score.
+
+    ``trace`` is the traceback of the user's code and ``line`` the last line of the user's file in it; both are empty
+    where there is none.
+    """
 
     kind: FailureKind
     message: str
     trace: str = ""
+    line: str = ""
     exception: BaseException | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A finite score with what the function reported beside it, or a failure; exactly one of the two."""
+    """A finite score with what the function reported beside it, or a failure; exactly one of the two.
+
+    ``caught`` is the failure of a call whose sample has a score all the same: a built-in scorer that failed on a text
+    (scored as an empty answer), or ``reward.on_error=zero``.
+    """
 
     score: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     failure: RewardFailure | None = None
+    caught: RewardFailure | None = None
 
 
 def all_failed(samples: Sequence[Any], failure: RewardFailure) -> list[RewardResult]:
     """The same failure for every sample of a call."""
     return [RewardResult(failure=failure) for _ in range(len(samples))]
+
+
+def zeroed(result: RewardResult) -> RewardResult:
+    """A failure as the score 0; any other result as it is."""
+    return result if result.failure is None else RewardResult(0.0, result.extra, caught=result.failure)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from verl.errors import ConfigError, RewardError, suggest
@@ -17,11 +17,11 @@ from verl.rewards.forms import Form
 from verl.rewards.function import RewardFunction
 from verl.rewards.invoke import invoke, invoke_async
 from verl.rewards.runners import BuiltinRunner, InlineRunner, LoopRunner, ProcessRunner, Runner, ThreadRunner
-from verl.rewards.samples import RewardResult, RewardSample
+from verl.rewards.samples import RewardResult, RewardSample, zeroed
 from verl.rewards.wire import NotPlainError
 
 Isolation = Literal["auto", "process", "thread", "none"]
-OnError = Literal["mask", "raise"]
+OnError = Literal["mask", "raise", "zero"]
 
 SAMPLE_TIMEOUT = 30.0
 BATCH_TIMEOUT = 300.0
@@ -34,7 +34,8 @@ class Limits:
     timeout: float | None = None
     """Seconds for one call; None means 30 for a function of one answer and 300 for a function of the whole batch."""
     on_error: OnError = "mask"
-    """``mask``: a failing sample gets no score and is counted. ``raise``: the run stops."""
+    """A sample whose call fails. ``mask``: it gets no score and is counted. ``raise``: the run stops. ``zero``: its
+    score is 0, and it is counted. A built-in scorer that fails on a text scores it as an empty answer in any case."""
     isolation: Isolation = "auto"
     """``auto``: child processes for functions from files, threads for others, an event loop for async ones, nothing
     for the built-in scorers (threads for those that wait for another process). ``none`` runs everything in place
@@ -85,6 +86,11 @@ class Pace:
             self._free_at = at + self._apart
             return at - now
 
+    def wait(self) -> None:
+        """Take the next place and sleep until it."""
+        if seconds := self.reserve():
+            time.sleep(seconds)
+
 
 class Scorer:
     """A reward function ready to score. Safe to use from several threads; its processes start at the first call.
@@ -104,25 +110,17 @@ class Scorer:
         """One result per sample, in order; what the function does wrong is in the results."""
         if not samples:
             return []
-        if self.function.form is not Form.SINGLE:
-            return self._score_together(samples)
-        runner = self._runner
-        if isinstance(runner, InlineRunner):  # a future for each would cost more than the scorer itself
-            return [invoke(self.function, [sample])[0] for sample in samples]
-        if isinstance(runner, BuiltinRunner):
-            slow = [self._submit([sample]) if runner.waits(sample) else None for sample in samples]
-            quick = [invoke(self.function, [s])[0] if future is None else None for s, future in zip(samples, slow)]
-            return [now or future.result()[0] for now, future in zip(quick, slow)]  # type: ignore[union-attr]
-        waiting = [self._submit([sample]) for sample in samples]
-        waiting[-1].result()  # by then most of the others are there, too: this thread is not woken for each of them
-        return [future.result()[0] for future in waiting]
+        called = self._score_singly if self.function.form is Form.SINGLE else self._score_together
+        return [self._settled(sample, result) for sample, result in zip(samples, called(samples), strict=True)]
 
     async def score_async(self, sample: RewardSample) -> RewardResult:
         """The result of one sample, without blocking the event loop (a batch function gets lists of one)."""
         await asyncio.sleep(self._pace.reserve())
         if isinstance(self._runner, InlineRunner):
-            return (await asyncio.to_thread(invoke, self.function, [sample]))[0]
-        return (await asyncio.wrap_future(self._submit([sample])))[0]
+            (result,) = await asyncio.to_thread(invoke, self.function, [sample])
+        else:
+            (result,) = await asyncio.wrap_future(self._submit([sample]))
+        return self._settled(sample, result)
 
     def prepare(self) -> None:
         """Start what would start with the first call."""
@@ -134,31 +132,59 @@ class Scorer:
         if self._threads is not None:
             self._threads.close()
 
+    def _settled(self, sample: RewardSample, result: RewardResult) -> RewardResult:
+        """The result with a score where a failure is one; a failure of data, settings or a service stays as it is."""
+        failure = result.failure
+        if failure is None or failure.kind == "start":
+            return result
+        if not self.function.is_ours:
+            return zeroed(result) if self.limits.on_error == "zero" else result
+        if failure.kind == "refused":
+            return result
+        empty = replace(sample, solution_str="")
+        known = invoke(self.function, [empty])[0] if self.function.is_builtin else RewardResult(0.0)
+        return RewardResult(known.score or 0.0, known.extra, caught=failure)
+
+    def _score_singly(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        """One call for each, all that may run at once beside each other."""
+        runner, paced = self._runner, self._paced(samples)
+        if isinstance(runner, InlineRunner):  # a future for each would cost more than the scorer itself
+            return [invoke(self.function, [sample])[0] for sample in paced]
+        if isinstance(runner, BuiltinRunner):
+            calls = [self._submit([s]) if runner.waits(s) else invoke(self.function, [s])[0] for s in paced]
+            return [call if isinstance(call, RewardResult) else call.result()[0] for call in calls]
+        waiting = [self._submit([sample]) for sample in paced]
+        waiting[-1].result()  # by then most of the others are there, too: this thread is not woken for each of them
+        return [future.result()[0] for future in waiting]
+
     def _paced(self, samples: Sequence[RewardSample]) -> Iterator[RewardSample]:
         """The samples, each as soon as the rate limit allows another call."""
         for sample in samples:
-            time.sleep(self._pace.reserve())
+            self._pace.wait()
             yield sample
 
     def _score_together(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """One call for all. If it raises, find the rows that raise alone, and score the others together once more."""
-        time.sleep(self._pace.reserve())
-        results = self._submit(samples).result()
+        results = self._submit_paced(samples).result()
         failure = results[0].failure
-        if failure is None or failure.kind not in ("raised", "died") or len(samples) == 1:
+        if failure is None or failure.kind not in ("raised", "refused", "died") or len(samples) == 1:
             return results
         alone: list[RewardResult] = []
         for sample in samples:
-            alone += self._submit([sample]).result()
+            alone += self._submit_paced([sample]).result()
             reason = alone[-1].failure
             if reason is not None and reason.kind in ("timeout", "start"):
                 return results  # looking for the row would take a time limit per row
         good = [i for i, result in enumerate(alone) if result.failure is None]
         if not good or len(good) == len(samples):
             return results  # no row is at fault alone: the call as a whole is
-        for i, result in zip(good, self._submit([samples[i] for i in good]).result(), strict=True):
+        for i, result in zip(good, self._submit_paced([samples[i] for i in good]).result(), strict=True):
             alone[i] = result
         return alone
+
+    def _submit_paced(self, samples: Sequence[RewardSample]) -> Future[list[RewardResult]]:
+        self._pace.wait()
+        return self._submit(samples)
 
     def _submit(self, samples: Sequence[RewardSample]) -> Future[list[RewardResult]]:
         try:
@@ -179,8 +205,8 @@ class Scorer:
         function, isolation, workers = self.function, self.limits.isolation, self.limits.num_workers
         if isolation == "none":
             return InlineRunner(function)
-        if isolation == "auto" and function.is_builtin:
-            return BuiltinRunner(function, self.timeout)
+        if isolation in ("auto", "thread") and function.is_builtin:
+            return BuiltinRunner(function)
         if function.is_async:
             return LoopRunner(lambda samples: invoke_async(function, samples), self.timeout)
         workers = workers if function.form is Form.SINGLE else 1

@@ -71,7 +71,12 @@ def _array(items: list[Any], dtype: str) -> Any:
 
 def send(stream: IO[bytes], message: Any) -> None:
     """Write one message."""
-    stream.write(frame(message))
+    write(stream, frame(message))
+
+
+def write(stream: IO[bytes], data: bytes) -> None:
+    """Write what `frame` made."""
+    stream.write(data)
     stream.flush()
 
 
@@ -118,25 +123,32 @@ def unpack_samples(rows: list[Any]) -> list[RewardSample]:
 def pack_results(results: list[RewardResult]) -> list[Any]:
     """Results as JSON types; a detail that cannot travel goes as its text."""
     return [
-        [r.score, {k: _detail(v) for k, v in r.extra.items()}, r.failure and pack_failure(r.failure)] for r in results
+        [
+            r.score,
+            {k: _detail(v) for k, v in r.extra.items()},
+            r.failure and pack_failure(r.failure),
+            r.caught and pack_failure(r.caught),
+        ]
+        for r in results
     ]
 
 
 def unpack_results(rows: list[Any]) -> list[RewardResult]:
     return [
-        RewardResult(score, from_plain(extra), failure and unpack_failure(failure)) for score, extra, failure in rows
+        RewardResult(score, from_plain(extra), failure and unpack_failure(failure), caught and unpack_failure(caught))
+        for score, extra, failure, caught in rows
     ]
 
 
 def pack_failure(failure: RewardFailure) -> list[str]:
     name = type(failure.exception).__name__ if failure.exception is not None else ""
-    return [failure.kind, failure.message, failure.trace, name]
+    return [failure.kind, failure.message, failure.trace, failure.line, name]
 
 
 def unpack_failure(parts: list[str]) -> RewardFailure:
     """A failure with an exception of the same name where Python has it, so that it can be raised from."""
-    kind, message, trace, name = parts
-    return RewardFailure(kind, message, trace, _exception(name, message, trace) if name else None)  # type: ignore[arg-type]
+    kind, message, trace, line, name = parts
+    return RewardFailure(kind, message, trace, line, _exception(name, message, trace) if name else None)  # type: ignore[arg-type]
 
 
 class UserCodeError(Exception):

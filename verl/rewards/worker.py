@@ -18,6 +18,7 @@ from verl.errors import VerlError
 from verl.rewards import wire
 from verl.rewards.function import load_reward_function
 from verl.rewards.invoke import invoke, raised
+from verl.rewards.samples import RewardFailure, all_failed
 
 GRACE = 5.0
 DENIED = ("subprocess.", "os.system", "os.exec", "os.spawn", "os.posix_spawn", "os.fork", "socket.", "ctypes.dlopen",
@@ -45,7 +46,12 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_REAL, start["timeout"] + GRACE)
         results = invoke(function, wire.unpack_samples(call)) if call else []
         signal.setitimer(signal.ITIMER_REAL, 0)
-        wire.send(answers, wire.pack_results(results))
+        try:
+            packed = wire.frame(wire.pack_results(results))
+        except (ValueError, RecursionError) as error:  # whole numbers of some thousand digits, lists in themselves
+            failure = RewardFailure("value", f"returned details that cannot be sent from its process: {error}")
+            packed = wire.frame(wire.pack_results(all_failed(results, failure)))
+        wire.write(answers, packed)
 
 
 def _seal(memory_mb: int) -> None:

@@ -19,7 +19,7 @@ from verl.metrics import notice
 from verl.rewards.dispatch import answer_of, check_data_sources, default_compute_score, runs_programs
 from verl.rewards.function import RewardFunction, load_reward_function
 from verl.rewards.programs import code_runner
-from verl.rewards.samples import RewardResult, RewardSample
+from verl.rewards.samples import RewardFailure, RewardResult, RewardSample
 from verl.rewards.scoring import Limits, Scorer
 from verl.trainer import evaluation
 from verl.trainer.command import report
@@ -72,14 +72,21 @@ def _scored(config: EvaluationConfig, scorer: Scorer, path: str, key: str) -> tu
     results = scorer.score(answers.samples)
     if builtin:
         results = [_with_answer(sample, result) for sample, result in zip(answers.samples, results, strict=True)]
-    failures = [(sample, r.failure) for sample, r in zip(answers.samples, results) if r.failure is not None]
-    if failures:
-        sample, failure = failures[0]
+    _report(key, "answers have no score", answers, [result.failure for result in results])
+    caught = "answers made the built-in scorer fail and are scored as empty ones"
+    _report(f"{key}, built-in scorer", caught, answers, [result.caught for result in results])
+    return answers, results
+
+
+def _report(key: str, became: str, answers: Answers, failures: Sequence[RewardFailure | None]) -> None:
+    failed = [(sample, failure) for sample, failure in zip(answers.samples, failures, strict=True) if failure]
+    if failed:
+        sample, failure = failed[0]
+        at = f" ({failure.line})" if failure.line else ""
         notice(
             key,
-            f"{len(failures)} of {len(results)} answers have no score; the first, {sample.place}: {failure.message}",
+            f"{len(failed)} of {len(failures)} {became}; the first, {sample.place}: {failure.message}{at}",
         )
-    return answers, results
 
 
 def _finite(value: Any) -> Any:

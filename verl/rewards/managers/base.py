@@ -85,7 +85,8 @@ class RewardManager(AbstractRewardManager):
             result if result.failure else self.adjust(row, result) for row, result in zip(rows, raw, strict=True)
         ]
         label = "the reward model" if by_model else self._function.label
-        report_failures(samples, results, label, self.limits.on_error)
+        ours = self._function.is_ours and not by_model
+        report_failures(samples, results, label, self.limits.on_error, ours)
         scores = torch.zeros(tensor(data, "responses").shape, dtype=torch.float32)
         for i, (row, result) in enumerate(zip(rows, results, strict=True)):
             if result.score is not None and row.last is not None:
@@ -97,7 +98,7 @@ class RewardManager(AbstractRewardManager):
             "reward_tensor": scores,
             "reward_extra_info": gather_extra(results),
             "unscorable": [result.failure is not None for result in results],
-            "metrics": failure_metrics(results),
+            "metrics": failure_metrics(results, ours),
         }
 
     def _score(

@@ -14,21 +14,22 @@ from verl.rewards.failures import failure_metrics, report_failures
 from verl.rewards.managers.base import RewardManager, given_scores
 from verl.rewards.managers.loop import RewardManagerBase
 from verl.rewards.managers.rows import given, tensor
-from verl.rewards.samples import RewardFailure, RewardResult, RewardSample
-from verl.rewards.scoring import Limits
+from verl.rewards.samples import RewardFailure, RewardResult, RewardSample, zeroed
+from verl.rewards.scoring import Limits, Pace
 
 
 class ForeignManager:
     """A user's manager; rows whose scores are not finite are masked and counted, the form of the result is checked."""
 
     def __init__(self, manager: Callable[..., Any], limits: Limits):
-        self.manager, self.limits = manager, limits
+        self.manager, self.limits, self._pace = manager, limits, Pace(limits.max_per_minute)
         self._takes_return_dict = "return_dict" in inspect.signature(manager).parameters
 
     def __call__(self, data: DataProto, return_dict: bool = True) -> torch.Tensor | dict[str, Any]:
         if given(data):
             found = given_scores(data)
             return found if return_dict else found["reward_tensor"]
+        self._pace.wait()
         raw = self.manager(data, return_dict=True) if self._takes_return_dict else self.manager(data)
         found = dict(raw) if isinstance(raw, dict) else {"reward_tensor": raw}
         scores, label = found.get("reward_tensor"), type(self.manager).__name__
@@ -44,9 +45,12 @@ class ForeignManager:
         results = [_result(good, mark) for good, mark in zip(finite, marked, strict=True)]
         sources = data.non_tensor_batch.get("data_source", [None] * len(results))
         samples = [RewardSample(sources[i], "", None, None, i) for i in range(len(results))]
+        failed = torch.tensor([result.failure is not None for result in results], dtype=torch.bool)
+        scores = scores.masked_fill(failed[:, None], 0.0)
+        if self.limits.on_error == "zero":
+            results = list(map(zeroed, results))
         report_failures(samples, results, label, self.limits.on_error)
         unscorable = [result.failure is not None for result in results]
-        scores = scores.masked_fill(torch.tensor(unscorable, dtype=torch.bool)[:, None], 0.0)
         if not return_dict:
             return scores
         extra = {name: list(values) for name, values in found.get("reward_extra_info", {}).items()}

@@ -6,6 +6,7 @@ import asyncio
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from verl.rewards.invoke import raised, result_of
 from verl.rewards.managers.base import gather_extra, given_scores
 from verl.rewards.managers.rows import given, known_results, last_sampled, tensor
 from verl.rewards.runners import LoopRunner
-from verl.rewards.samples import RewardResult, RewardSample
-from verl.rewards.scoring import SAMPLE_TIMEOUT, Limits
+from verl.rewards.samples import RewardResult, RewardSample, zeroed
+from verl.rewards.scoring import SAMPLE_TIMEOUT, Limits, Pace
 
 
 class RewardManagerBase(ABC):
@@ -65,8 +66,8 @@ class RewardManagerBase(ABC):
         return written
 
     def configure(self, limits: Limits) -> None:
-        """Set the time limit and what a failure does."""
-        self.limits = limits
+        """Set time limit, rate limit and what a failure does."""
+        self.limits, self._pace = limits, Pace(limits.max_per_minute)
         score_row = weakref.WeakMethod(self._score_row)  # the loop must not keep the manager alive
 
         async def work(data: DataProto) -> list[RewardResult]:
@@ -82,8 +83,10 @@ class RewardManagerBase(ABC):
             found = given_scores(data)
             return found if return_dict else found["reward_tensor"]
         known = known_results(data)
-        waiting = [None if known[i] else self._runner.submit(data[i : i + 1]) for i in range(len(data))]
+        waiting = [None if known[i] else self._submit(data[i : i + 1]) for i in range(len(data))]
         results = [result or future.result()[0] for result, future in zip(known, waiting, strict=True)]  # type: ignore[union-attr]
+        if self.limits.on_error == "zero":
+            results = list(map(zeroed, results))
         sources = data.non_tensor_batch.get("data_source", [None] * len(data))
         samples = [RewardSample(sources[i], "", None, None, i) for i in range(len(data))]
         report_failures(samples, results, f"{type(self).__name__}.run_single", self.limits.on_error)
@@ -97,8 +100,13 @@ class RewardManagerBase(ABC):
             "metrics": failure_metrics(results),
         }
 
+    def _submit(self, row: DataProto) -> Future[list[RewardResult]]:
+        self._pace.wait()
+        return self._runner.submit(row)  # type: ignore[arg-type]
+
     async def result_of_row(self, data: DataProto) -> RewardResult:
         """What ``run_single`` says of a batch of one row, while others are being sampled (`verl.rewards.early`)."""
+        await asyncio.sleep(self._pace.reserve())
         return (await asyncio.wrap_future(self._runner.submit(data)))[0]  # type: ignore[arg-type]
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from verl.errors import DataError
 from verl.protocol import DataProto
 from verl.rewards import wire
+from verl.rewards.invoke import result_of
 from verl.rewards.samples import RewardResult, RewardSample
 
 RM_SCORE = "rm_score"
@@ -104,7 +105,7 @@ def known_results(data: DataProto) -> list[RewardResult | None]:
             results[row] = wire.unpack_results([packed])[0]
     for row, score in enumerate(columns.get(OWN_SCORE, found)):
         if score is not None:
-            results[row] = RewardResult(float(score))
+            results[row] = result_of(score)
     return results
 
 

@@ -14,13 +14,17 @@ from verl.rewards.samples import RewardSample
 
 
 class BuiltinRunner(Runner):
-    """Each call has one sample. Those that wait are at once as many as there are cores, or places of a service."""
+    """Each call has one sample. Those that wait are at once as many as there are cores, or places of a service.
 
-    def __init__(self, function: RewardFunction, timeout: float):
+    None has a time limit here: the processes that compare formulas and run programs keep it, from when they begin with
+    a sample. So an answer that waits for its turn behind slow ones loses nothing.
+    """
+
+    def __init__(self, function: RewardFunction):
         settings = function.reward_kwargs
         places = settings.get("max_concurrent", 64) if settings.get("sandbox_fusion_url") else 0
         self._inline = InlineRunner(function)
-        self._threads = ThreadRunner(function, timeout, places or len(os.sched_getaffinity(0)))
+        self._threads = ThreadRunner(function, None, places or len(os.sched_getaffinity(0)))
 
     def submit(self, samples: Sequence[RewardSample]) -> Future[Results]:
         runner = self._threads if self.waits(samples[0]) else self._inline

@@ -42,9 +42,9 @@ class _Here:
 
 
 class ThreadRunner(Runner):
-    """At most ``num_threads`` calls at once; each may take ``timeout`` seconds."""
+    """At most ``num_threads`` calls at once; each may take ``timeout`` seconds, None: as long as it likes."""
 
-    def __init__(self, function: RewardFunction, timeout: float, num_threads: int):
+    def __init__(self, function: RewardFunction, timeout: float | None, num_threads: int):
         self._pool = Pool(lambda: _Here(function), num_threads)
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._timeout = timeout
@@ -53,6 +53,8 @@ class ThreadRunner(Runner):
 
     def submit(self, samples: Sequence[Any]) -> Future[Results]:
         future = self._pool.submit(samples)
+        if self._timeout is None:
+            return future
         if not self._watched:
             self._watched = True
             watch = (self._pool, self._wake, self._timeout)
