@@ -75,17 +75,25 @@ def test_a_folder_name_with_an_equals_sign_adds_no_column(tmp_path):
     [
         ("a.parquet", b"", r"a\.parquet: not a readable parquet file \(0 bytes\)"),
         ("a.parquet", b"PAR1 and nothing more", "not a readable parquet file"),
-        ("a.csv", b"a,b\n", r"unknown kind of file\. Got '\.csv'\. Allowed: \.parquet, \.jsonl, \.json"),
+        ("a.txt", b"a,b\n", r"unknown kind of file\. Got '\.txt'\. Allowed: \.parquet, \.jsonl, \.json, \.csv"),
         ("a.jsonl", b"", "the file has no rows"),
         ("a.json", b"[]", "the file has no rows"),
-        ("a.jsonl", b'{"a": 1}\n{"a": \n', "line 2 is not valid JSON.*One JSON object per line"),
-        ("a.json", b'[{"a": 1},', "not valid JSON"),
-        ("a.jsonl", b'{"a": 1}\n[1]\n', "line 2 is not an object"),
+        ("a.jsonl", b'{"a": 1}\n{"a": \n', r"row 1 \(line 2\) cannot be read as JSON.*One JSON object per line"),
+        ("a.json", b'[{"a": 1},', "cannot be read as JSON"),
+        ("a.jsonl", b'{"a": 1}\n[1]\n', r"row 1 \(line 2\) is not an object"),
         ("a.json", b'[{"a": 1}, 7]', "row 1 is not an object.*Got '7'"),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "line 2 is not UTF-8"),
-        ("a.jsonl", b'{"a": 1}\n{"a": 2}\n{"a": "three"}\n', "column 'a': the value in line 3 is of another type"),
-        ("a.jsonl", b'{"m": {"g": "1"}}\n{"m": {"g": 2}}\n', "column 'm': the value in line 2 .*Got \"{'g': 2}\""),
-        ("a.jsonl", b'{"a": "fine"}\n{"a": "\\ud800"}\n', "column 'a': the value in line 2"),
+        (
+            "a.jsonl",
+            b'{"a": 1}\n{"a": 2}\n{"a": "three"}\n',
+            r"column 'a': the value in row 2 \(line 3\) is of another type",
+        ),
+        (
+            "a.jsonl",
+            b'{"m": {"g": "1"}}\n{"m": {"g": 2}}\n',
+            r"column 'm': the value in row 1 \(line 2\) .*Got \"{'g': 2}\"",
+        ),
+        ("a.jsonl", b'{"a": "fine"}\n{"a": "\\ud800"}\n', r"column 'a': the value in row 1 \(line 2\)"),
     ],
 )
 def test_a_damaged_file_is_named_with_the_place_of_the_damage(tmp_path, name, content, message):
@@ -140,7 +148,7 @@ def test_a_required_column_that_one_file_lacks_is_named_with_that_file(tmp_path)
         read_files([tmp_path / "a.parquet", tmp_path / "b.jsonl"], required=["prompt"], column_key="data.prompt_key")
     message = str(caught.value)
     assert "b.jsonl" in message and "promt, answer" in message
-    assert "Did you mean 'promt'?" in message and "data.prompt_key" in message
+    assert "Set data.prompt_key=promt, if that is the column." in message
 
 
 def test_rows_are_chosen_by_number_or_by_seed():

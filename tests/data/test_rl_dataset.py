@@ -177,7 +177,9 @@ def test_rows_of_several_files_are_numbered_through_and_traced_back(tmp_path, to
 
 
 def test_a_missing_prompt_column_lists_the_columns_and_the_near_one(tmp_path, tokenizer):
-    with pytest.raises(DataError, match=r"no column 'prompt'; the file has: prompts, answer.*Did you mean 'prompts'"):
+    with pytest.raises(
+        DataError, match=r"no column 'prompt'; the file has: prompts, answer.*Set data\.prompt_key=prompts"
+    ):
         dataset(tmp_path, tokenizer, [{"prompts": "a", "answer": "b"}])
 
 

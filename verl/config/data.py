@@ -25,7 +25,7 @@ class DataConfig(ConfigNode):
     use_shm: bool = setting(False, "copy data files to shared memory before they are read")
     train_files: str | list = setting(
         "~/data/rlhf/gsm8k/train.parquet",
-        "parquet, json or jsonl file with prompts, or a list of them (local or hdfs://)",
+        "parquet, jsonl, json, csv or arrow file with prompts, or a folder of save_to_disk; or a list (local or hdfs://)",
         path=True,
     )
     val_files: str | list | None = setting(

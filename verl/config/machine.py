@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from verl import env, registry
@@ -213,7 +214,16 @@ def _data_files(data: ConfigNode, custom: str | None) -> Problems:
     if data.train_files == _default_files(data):
         make = "python -m verl.data.prepare.gsm8k --help"
         hint = f"This is the default path: set data.train_files, or make the file (`{make}`)."
-    return missing_files("data.train_files", data.train_files, hint) + missing_files("data.val_files", data.val_files)
+    return _missing_data("data.train_files", data.train_files, hint) + _missing_data("data.val_files", data.val_files)
+
+
+def _missing_data(key: str, files: Any, hint: str = "") -> Problems:
+    """The files that do not exist; of a folder that `datasets` saved, the reader of data says what is wrong."""
+    named = [files] if isinstance(files, str) else list(files or [])
+    saved = ("state.json", "dataset_dict.json")
+    return missing_files(
+        key, [path for path in named if not any((Path(env.expand(path)) / name).is_file() for name in saved)], hint
+    )
 
 
 def _default_files(data: ConfigNode) -> str:

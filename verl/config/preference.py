@@ -26,7 +26,7 @@ class PreferenceDataConfig(SFTDataConfig):
     )
     train_files: str | list = setting(
         "~/data/full_hh_rlhf/rm/train.parquet",
-        "parquet, json or jsonl file, or a list of them (local or hdfs://)",
+        "parquet, jsonl, json, csv or arrow file, or a folder of save_to_disk; or a list of them (local or hdfs://)",
         upstream=ABSENT,
         path=True,
     )

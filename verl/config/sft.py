@@ -36,7 +36,9 @@ class SFTDataConfig(ConfigNode):
     )
     use_dynamic_bsz: bool = setting(True, "cut micro-batches by tokens instead of by rows")
     train_files: str | list = setting(
-        "~/data/gsm8k/train.parquet", "parquet, json or jsonl file, or a list of them (local or hdfs://)", path=True
+        "~/data/gsm8k/train.parquet",
+        "parquet, jsonl, json, csv or arrow file, or a folder of save_to_disk; or a list of them (local or hdfs://)",
+        path=True,
     )
     val_files: str | list | None = setting(None, "the same for validation; null: no validation", path=True)
     filter_invalid: bool = setting(

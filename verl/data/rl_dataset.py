@@ -23,6 +23,7 @@ from verl.data.overlong import check_truncation, measure, truncate
 from verl.data.settings import read, read_mapping, read_number
 from verl.data.special_tokens import without_marks
 from verl.errors import DataError, NotBuiltError
+from verl.json_text import read_json
 from verl.metrics import log, notice
 from verl.tools.loading import load_tools
 
@@ -46,7 +47,7 @@ class RLHFDataset(Dataset):
     Subclasses may override `build_messages`, or read ``self.dataframe`` (a `datasets.Dataset` of the kept rows).
 
     Args:
-        data_files: parquet, json or jsonl, one path or several.
+        data_files: one path or several, of the kinds that `verl.data.formats` reads.
         tokenizer: a Hugging Face tokenizer with a chat template.
         config: the ``data`` section: a configuration node, a mapping or a namespace.
         processor: of a vision model; columns with media are refused for now.
@@ -228,8 +229,18 @@ class RLHFDataset(Dataset):
         value = row.get(column)
         if value is None:
             return {}
+        if isinstance(value, str):
+            value = object_in(value)
         if not isinstance(value, dict):
             allowed = "an object such as {'style': 'rule', 'ground_truth': '42'}" if column == "reward_model" else None
             fault = f"column {column!r} is not an object"
             raise DataError(fault, key=self.describe(item), got=value, allowed=allowed or "an object")
         return value
+
+
+def object_in(text: str) -> Any:
+    """The object that a text is as JSON, as csv files hold it; any other text is itself."""
+    try:
+        return read_json(text) if text.lstrip().startswith("{") else text
+    except ValueError:
+        return text

@@ -38,7 +38,7 @@ class MultiTurnSFTDataset(Dataset):
     the rows keep their length and `collate` pads a batch to its longest row.
 
     Args:
-        parquet_files: parquet, json or jsonl, one path or several.
+        parquet_files: one path or several, of the kinds that `verl.data.formats` reads.
         tokenizer: a Hugging Face tokenizer with a chat template.
         config: the ``data`` section: a configuration node, a mapping or a namespace.
         processor: of a vision model; not used for text.

@@ -69,14 +69,14 @@ def write_source(folder, line):
         ('{"question": "a", "answer": null}\n', r"row 1: the column 'answer' has no text"),
         (
             '{"question": 5, "answer": "#### 4"}\n',
-            r"train\.jsonl: column 'question': the value in line 2 is of another type",
+            r"train\.jsonl: column 'question': the value in row 1 \(line 2\) is of another type",
         ),
         (
             '{"question": "\\ud800", "answer": "#### 4"}\n',
-            r"column 'question': the value in line 2 holds characters that",
+            r"column 'question': the value in row 1 \(line 2\) holds characters that",
         ),
         ('{"question": "a"}\n', r"row 1: the column 'answer' has no text"),
-        ("{", r"train\.jsonl: line 2 is not valid JSON"),
+        ("{", r"train\.jsonl: row 1 \(line 2\) cannot be read as JSON"),
     ],
 )
 def test_a_bad_example_is_named_with_its_file_and_row_and_nothing_is_written(tmp_path, line, message):
