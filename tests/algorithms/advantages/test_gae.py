@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +8,7 @@ from tests.algorithms.fixtures import poison, ragged_mask
 from verl.algorithms.advantages.gae import gae
 from verl.algorithms.masked import masked_mean, masked_var
 from verl.metrics import notices, reset_notices
+from verl.registry import ADVANTAGE_ESTIMATORS
 
 REWARDS = torch.tensor([[0, 0, 1, 0], [0, 0, 0, 0.5]])
 VALUES = torch.tensor([[0.2, 0.4, 0.6, 9.9], [0.1, 5.0, 0.3, 0.2]])
@@ -73,3 +75,14 @@ def test_degenerate_batches_give_finite_numbers_and_a_notice(mask):
 def test_bfloat16_inputs_are_computed_in_float32():
     advantages, returns = gae(REWARDS.bfloat16(), VALUES.bfloat16(), MASK, gamma=0.9, lam=0.8)
     assert advantages.dtype == returns.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["gae", "vapo", "reinforce_plus_plus"])
+@pytest.mark.parametrize("form", [torch.tensor, np.float32, lambda x: torch.nn.Parameter(torch.tensor(x))])
+def test_a_discount_is_a_number_in_any_form(name, form):
+    """0.75 and 0.5 are exact in every float dtype."""
+    estimator = ADVANTAGE_ESTIMATORS.get(name)
+    expected = estimator(REWARDS, values=VALUES, response_mask=MASK, gamma=0.75, lam=0.5)
+    found = estimator(REWARDS, values=VALUES, response_mask=MASK, gamma=form(0.75), lam=form(0.5))
+    assert [x.tolist() for x in found] == [x.tolist() for x in expected]
+    assert not found[0].requires_grad

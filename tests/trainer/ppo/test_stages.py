@@ -281,3 +281,39 @@ def test_what_an_estimator_names_decides_what_the_dataflow_makes():
     assert not ctx.needs_reward_baselines and not ctx.needs_sum_pi_squared
     ctx.estimator = lambda token_level_rewards, response_mask, reward_baselines, sum_pi_squared, old_log_probs: None
     assert ctx.needs_reward_baselines and ctx.needs_sum_pi_squared and ctx.needs_old_log_prob
+
+
+def test_tokens_are_counted_for_each_data_parallel_rank():
+    """Two ranks, mini-batches of four rows, each with a prompt of one token and an answer of four or of one."""
+
+    class Group:
+        def data_parallel_size(self, mesh):
+            assert mesh == "actor"
+            return 2
+
+    data = batch([0.0] * 8, list("abcdefgh"), [4, 4, 1, 1, 4, 4, 1, 1])
+    roles = {"actor": RoleHandle("actor", "trainable", Group(), mini_batch_size=4)}
+    ctx = context(**{"actor_rollout_ref.rollout.n": 1})
+    stages.measure_balance(data, roles, ctx)
+    # As it is, each half of the batch has 5 + 5 + 2 + 2 tokens. In a mini-batch each rank gets a long and a short row.
+    assert balance_of(ctx) == {
+        "min": 14,
+        "max": 14,
+        "minmax_diff": 0,
+        "balanced_min": 14,
+        "balanced_max": 14,
+        "mean": 14,
+    }
+
+    ctx = context(**{"actor_rollout_ref.rollout.n": 1})
+    stages.measure_balance(batch([0.0] * 4, list("abcd"), [4, 4, 1, 1]), roles, ctx)
+    assert balance_of(ctx) == {"min": 4, "max": 10, "minmax_diff": 6, "balanced_min": 7, "balanced_max": 7, "mean": 7}
+
+    ctx = context(**{"actor_rollout_ref.rollout.n": 1, "trainer.balance_batch": False})
+    stages.measure_balance(batch([0.0] * 4, list("abcd"), [4, 4, 1, 1]), roles, ctx)
+    assert balance_of(ctx) == {"min": 4, "max": 10, "minmax_diff": 6, "balanced_min": 4, "balanced_max": 10, "mean": 7}
+
+
+def balance_of(ctx):
+    named = {name: value for name, value in ctx.metrics.values().items() if name.startswith("global_seqlen/")}
+    return {name.removeprefix("global_seqlen/"): value for name, value in named.items()}

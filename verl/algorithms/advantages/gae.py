@@ -10,6 +10,7 @@ from torch import Tensor
 from verl.algorithms.blocks import cleaned, float_mask, row_blocks
 from verl.algorithms.recurrence import following, suffix_sum
 from verl.algorithms.whitening import Moments
+from verl.metrics import as_float
 
 
 @torch.no_grad()
@@ -29,11 +30,13 @@ def gae(
 
     Args:
         token_level_rewards, values, response_mask: (B, T).
+        gamma, lam: a number in any form, a tensor without dimensions included.
 
     Returns:
         advantages and returns, (B, T), at least float32, 0 where the mask is 0.
     """
-    return decoupled_gae(token_level_rewards, values, response_mask, gamma, lam, lam)
+    lam = as_float(lam)
+    return decoupled_gae(token_level_rewards, values, response_mask, as_float(gamma), lam, lam)
 
 
 def decoupled_gae(
@@ -71,4 +74,4 @@ def decoupled_gae(
 
 
 def _row_discount(gamma: float, lam: float | Tensor, rows: slice) -> float | Tensor:
-    return gamma * lam if isinstance(lam, float | int) else gamma * lam[rows, None]
+    return gamma * lam[rows, None] if isinstance(lam, Tensor) else gamma * lam

@@ -10,6 +10,7 @@ from torch import Tensor
 from verl.algorithms.blocks import cleaned, float_mask, row_blocks
 from verl.algorithms.recurrence import suffix_sum
 from verl.algorithms.whitening import Moments
+from verl.metrics import as_float
 
 
 @torch.no_grad()
@@ -32,6 +33,7 @@ def reinforce_plus_plus(
     """
     if gamma is None:
         gamma = 1.0 if config is None else config.gamma
+    gamma = as_float(gamma)
     wide = torch.promote_types(token_level_rewards.dtype, torch.float32)
     returns, moments = torch.empty_like(token_level_rewards, dtype=wide), Moments()
     for rows in row_blocks(returns):

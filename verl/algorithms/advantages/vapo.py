@@ -9,6 +9,7 @@ from torch import Tensor
 
 from verl.algorithms.advantages.gae import decoupled_gae
 from verl.algorithms.groups import lengths_of
+from verl.metrics import as_float
 
 LENGTH_ALPHA, LAM_CRITIC = 0.05, 1.0
 
@@ -45,7 +46,7 @@ def vapo(
     if alpha is not None:
         lam_policy = length_adaptive_lam(lengths_of(response_mask), alpha)
         lam_policy = lam_policy.to(torch.promote_types(values.dtype, torch.float32))
-    return decoupled_gae(token_level_rewards, values, response_mask, gamma, lam_policy, float(lam_critic))
+    return decoupled_gae(token_level_rewards, values, response_mask, as_float(gamma), lam_policy, float(lam_critic))
 
 
 def length_adaptive_lam(lengths: Tensor, alpha: float) -> Tensor:

@@ -188,11 +188,22 @@ def take_batch(ctx: StepContext) -> DataProto:
     return batch
 
 
-def measure_balance(batch: DataProto, ctx: StepContext) -> None:
-    """Token counts per data-parallel rank before and after balancing: ``global_seqlen/*``."""
+def measure_balance(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
+    """Tokens of each of the actor's data-parallel ranks: ``global_seqlen/*``.
+
+    ``min`` and ``max`` are those of the batch cut as it is, as passes without gradient are; ``balanced_*`` those of the
+    mini-batches of one epoch, as updates deal them out.
+    """
     lengths = batch.tensors["attention_mask"].sum(-1).tolist()
     ctx.metrics.add("perf/total_num_tokens", sum(lengths), "last")
-    for name, value in log_seqlen_unbalance(lengths, [list(range(len(lengths)))], "global_seqlen").items():
+    role = roles["actor"]
+    rows, groups = role.mini_batch_size * ctx.samples_per_prompt, _groups(batch, ctx, together=1)
+    shares: list[list[int]] = [[] for _ in range(role.num_parts)]
+    for members in mini_batches(len(batch), rows, 1, role.shuffle, role.seed + ctx.step):
+        order = _deal_out(members, lengths, groups, len(shares), ctx)
+        for share, piece in zip(shares, np.array_split(order, len(shares))):
+            share += piece.tolist()
+    for name, value in log_seqlen_unbalance(lengths, shares, "global_seqlen").items():
         ctx.metrics.add(name, value, "last")
 
 
@@ -337,12 +348,7 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
     data.meta_info = {"global_steps": ctx.step}
     plan = list(mini_batches(len(batch), rows, role.epochs, role.shuffle, role.seed + ctx.step, together))
     lengths = batch.tensors["attention_mask"].sum(-1).tolist()
-    shares = ctx.config.actor_rollout_ref.actor.use_prefix_grouper
-    groups: list[Any] | None = None
-    if together > 1:
-        groups = [row // together for row in range(len(batch))]
-    elif shares and "uid" in batch.non_tensor_batch:
-        groups = list(batch.non_tensor_batch["uid"])
+    groups = _groups(batch, ctx, together)
     for number, members in enumerate(plan, start=1):
         mini_batch = data.select_idxs(_deal_out(members, lengths, groups, role.num_parts, ctx))
         if "positive" in mini_batch.tensors.keys():
@@ -356,6 +362,15 @@ def move_reference(roles: Roles, ctx: StepContext) -> None:
     """The reference policy takes over the actor's weights, where both are held."""
     roles["ref"].group.update_reference()
     ctx.metrics.add("training/ref_updated", 1.0, "last")
+
+
+def _groups(batch: DataProto, ctx: StepContext, together: int) -> list[Any] | None:
+    """Which rows stay on one rank: those of a pair, or of a prompt that is computed once; None: any go anywhere."""
+    if together > 1:
+        return [row // together for row in range(len(batch))]
+    if ctx.config.actor_rollout_ref.actor.use_prefix_grouper and "uid" in batch.non_tensor_batch:
+        return list(batch.non_tensor_batch["uid"])
+    return None
 
 
 def _deal_out(

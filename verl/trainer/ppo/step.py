@@ -35,7 +35,7 @@ def collect(source: stages.PromptSource, roles: Roles, ctx: StepContext) -> Data
 
 def learn(batch: DataProto, roles: Roles, ctx: StepContext, more: Sequence[Stage] = ()) -> DataProto:
     """Estimate advantages on the batch, then update the critic and the actor; ``more`` are stages of a recipe."""
-    stages.measure_balance(batch, ctx)
+    stages.measure_balance(batch, roles, ctx)
     if ctx.needs_old_log_prob or ctx.bypasses_old_log_prob:
         with ctx.timed("old_log_prob"):
             stages.add_old_log_prob(batch, roles, ctx)  # old_log_probs
