@@ -28,7 +28,6 @@ run verl.trainer.main_ppo \
   actor_rollout_ref.actor.fsdp_config.param_offload=True \
   actor_rollout_ref.actor.fsdp_config.optimizer_offload=True \
   actor_rollout_ref.rollout.name=vllm \
-  actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
   actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
   actor_rollout_ref.rollout.n=8 \
   actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32 \

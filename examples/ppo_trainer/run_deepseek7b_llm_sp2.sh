@@ -25,7 +25,6 @@ run verl.trainer.main_ppo \
   actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64 \
   actor_rollout_ref.actor.ulysses_sequence_parallel_size=2 \
   actor_rollout_ref.rollout.name=vllm \
-  actor_rollout_ref.rollout.tensor_model_parallel_size=4 \
   actor_rollout_ref.rollout.gpu_memory_utilization=0.5 \
   critic.strategy=fsdp2 \
   critic.model.path="$model" \

@@ -23,7 +23,6 @@ run verl.trainer.main_ppo \
   actor_rollout_ref.actor.ppo_mini_batch_size=256 \
   actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16 \
   actor_rollout_ref.rollout.name=vllm \
-  actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
   critic.model.path="$model" \
   critic.optim.lr=1e-5 \
   critic.ppo_micro_batch_size_per_gpu=16 \

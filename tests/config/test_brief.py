@@ -296,9 +296,9 @@ FILES = {
         [],
         wrong("1 process(es) cannot be cut into copies of 8 (tensor) x 2 (pipeline)"),
     ),
-    "Megatron for large models, on two nodes": (
+    "Megatron for large models, on two nodes, with the sampler of the library": (
         MEGATRON_FILE,
-        ["trainer.nnodes=2", "trainer.n_gpus_per_node=8"],
+        ["trainer.nnodes=2", "trainer.n_gpus_per_node=8", f"{R}.name=hf"],
         Works({f"{A}.megatron.tensor_model_parallel_size": 8, f"{REF}.strategy": "megatron"}, MEGATRON_NOTICES),
     ),
     "key parameters": (

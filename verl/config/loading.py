@@ -16,12 +16,13 @@ from verl.config.schema import schema_of
 from verl.errors import ConfigError
 
 
-def load_config(name: str, argv: list[str]) -> ConfigNode:
+def load_config(name: str, argv: list[str], served: bool = False) -> ConfigNode:
     """The configuration of a program, checked as a whole.
 
     Args:
         name: of `verl.config.groups.NAMES`: ``ppo_trainer``, ``sft_trainer``, ``dpo_trainer``, ``rm_trainer``, ...
         argv: the command line without the program: ``a.b=c``, ``--config-path``, ``--config-name``, ``--cfg job``.
+        served: of ``ppo_trainer``: the program samples by servers that it starts, and has no workers.
 
     Raises:
         ConfigError: everything that is wrong, one line each, with the key, what it got and what is allowed.
@@ -38,8 +39,9 @@ def load_config(name: str, argv: list[str]) -> ConfigNode:
     config = read_config(name, command)
     if command.cfg is not None:
         sys.stdout.write(to_yaml(config))
+        _tell_problems(program, config)
         raise SystemExit(0)
-    _check_whole(program, config)
+    _check_whole(program, config, served)
     return config
 
 
@@ -83,11 +85,18 @@ def save_config(config: ConfigNode, path: str | Path) -> None:
         ) from error
 
 
-def _check_whole(program: Program, config: ConfigNode) -> None:
+def _tell_problems(program: Program, config: ConfigNode) -> None:
+    if program.name == "ppo_trainer":
+        from verl.config import validate
+
+        validate.tell_problems(config)  # type: ignore[arg-type]
+
+
+def _check_whole(program: Program, config: ConfigNode, served: bool) -> None:
     from verl.config import validate  # here, since the rules look at devices and so load torch
 
     if program.name == "ppo_trainer":
-        validate.validate(config)  # type: ignore[arg-type]
+        validate.validate(config, served)  # type: ignore[arg-type]
     elif program.name == "generation":
         from verl.config.validate_generation import validate_generation
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl import env, registry
-from verl.config import torchrun
+from verl.config import sampler_sizes, torchrun
 from verl.config.checks import (
     Problems,
     bad_model_folder,
@@ -55,10 +55,16 @@ def rollout_engine(cfg: PPOTrainerConfig) -> Problems:
         return [ConfigError("needs the address of a server", key=key, got="server", fix=f"Set {url}=http://host:port.")]
     product = {"vllm": "vLLM", "sglang": "SGLang"}.get(rollout.name)
     if product is None or is_installed(rollout.name) or (rollout.name == "sglang" and rollout.server.url):
-        return []
+        return sampler_sizes.on_machine("actor_rollout_ref.rollout", rollout, cfg.trainer.device, _is_local(cfg))
     near = "" if rollout.name == "vllm" else f", or name a server that runs: {url}=http://host:port"
     fix = f"Run in an environment that has it (docs/engines.md), or set {key}=hf or {key}=server{near}."
     return [ConfigError(f"{product} is not installed in this environment", key=key, got=rollout.name, fix=fix)]
+
+
+def _is_local(cfg: PPOTrainerConfig) -> bool:
+    """Whether the one process of a run is this one."""
+    pools = cfg.trainer.resource_pools or cfg.reward.reward_model.enable_resource_pool
+    return cfg.trainer.runtime != "ray" and not pools
 
 
 def hardware(cfg: PPOTrainerConfig) -> Problems:

@@ -16,10 +16,11 @@ from verl.config import (
     machine,
     notices,
     ranges,
+    sampler_sizes,
     validate_megatron,
     validate_profiler,
 )
-from verl.config.checks import Problems, collect, known_name, missing_folder, one_of
+from verl.config.checks import Problems, Rule, caught, collect, known_name, missing_folder, one_of
 from verl.config.node import unrecorded
 from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
 from verl.config.reward_model import reward_model
@@ -27,6 +28,7 @@ from verl.config.rollout import RolloutConfig
 from verl.config.root import ON_VALUES, PPOTrainerConfig, uses_critic, uses_reference
 from verl.config.sft import SFTTrainerConfig
 from verl.errors import ConfigError
+from verl.metrics import notice
 
 GROUP_ESTIMATORS = (
     "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo",
@@ -38,13 +40,32 @@ _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _ONE_DEVICE = "Leave it out (auto) to train on one device."
 
 
-def validate(cfg: PPOTrainerConfig) -> None:
-    """All problems of an RL configuration in one `ConfigError`; settings without effect get a notice each."""
-    rules = (_names, _kl, machine.trackers, machine.rollout_engine, machine.hardware, machine.files, ranges.numbers, losses.problems, _groups, _values, _batches,
-             _ranks, _tensor_groups, _micro_batches, _sampling, _mirrors, _budgets, reward_model, implicit_reward.problems, validate_megatron.problems, validate_profiler.problems, correcting.rollout, correcting.groups, _plugins, _resume, _validation)  # fmt: skip
+def validate(cfg: PPOTrainerConfig, served: bool = False) -> None:
+    """All problems of an RL configuration in one `ConfigError`; settings without effect get a notice each.
+
+    Args:
+        served: the program samples by servers that it starts, and has no workers.
+    """
+    here = (machine.trackers, machine.rollout_engine, machine.hardware, machine.files)
     with unrecorded():
-        collect(rules, cfg)
+        collect((*here, *_rules(served)), cfg)
         notices.tell(cfg)
+
+
+def tell_problems(cfg: PPOTrainerConfig) -> None:
+    """A notice about what refuses a run wherever it is started: for a configuration that is only printed."""
+    with unrecorded():
+        found = caught(collect, _rules(served=False), cfg)
+    for problem in found:
+        notice("--cfg", f"a run with these settings is refused: {problem}")
+
+
+def _rules(served: bool) -> tuple[Rule, ...]:
+    """What no machine changes."""
+    sampler = sampler_sizes.served_problems if served else sampler_sizes.problems
+    return (_names, _kl, ranges.numbers, losses.problems, _groups, _values, _batches, _ranks, sampler, _micro_batches,
+            _sampling, _mirrors, _budgets, reward_model, implicit_reward.problems, validate_megatron.problems,
+            validate_profiler.problems, correcting.rollout, correcting.groups, _plugins, _resume, _validation)  # fmt: skip
 
 
 def validate_sft(cfg: SFTTrainerConfig) -> None:
@@ -219,24 +240,6 @@ def _ranks(cfg: PPOTrainerConfig) -> Problems:
                 )
             )
     return found
-
-
-def _tensor_groups(cfg: PPOTrainerConfig) -> Problems:
-    """Processes that sample together with the hf engine; whether the model's heads divide is seen when it is read."""
-    rollout, trainer = cfg.actor_rollout_ref.rollout, cfg.trainer
-    size, key = rollout.tensor_model_parallel_size, f"{_R}.tensor_model_parallel_size"
-    processes = trainer.nnodes * (trainer.n_gpus_per_node or 1)
-    if rollout.name != "hf" or processes < 1 or (size >= 1 and processes % size == 0):
-        return []
-    return [
-        ConfigError(
-            f"a group that samples together must divide the number of processes, {processes}",
-            key=key,
-            got=size,
-            allowed=[n for n in range(1, processes + 1) if processes % n == 0],
-            fix="Change it, or the number of processes (trainer.nnodes, trainer.n_gpus_per_node).",
-        )
-    ]
 
 
 def _micro_batches(cfg: PPOTrainerConfig) -> Problems:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from verl.config import sampler_sizes
 from verl.config.checks import Problems, bad_model_folder, collect, in_range, known_name, missing_files, missing_folder
 from verl.config.generation import GenerationConfig
 from verl.config.node import unrecorded
@@ -25,7 +26,11 @@ def _names(cfg: GenerationConfig) -> Problems:
 
 
 def _numbers(cfg: GenerationConfig) -> Problems:
-    found = in_range("data.n_samples", cfg.data.n_samples, "1 to 100000", 1 <= cfg.data.n_samples <= 100_000)
+    found = sampler_sizes.sizes("rollout", cfg.rollout)
+    if not found:
+        found += sampler_sizes.one_process("rollout", cfg.rollout)
+        found += sampler_sizes.on_machine("rollout", cfg.rollout, cfg.trainer.device)
+    found += in_range("data.n_samples", cfg.data.n_samples, "1 to 100000", 1 <= cfg.data.n_samples <= 100_000)
     found += in_range("data.batch_size", cfg.data.batch_size, "1 or more", cfg.data.batch_size >= 1)
     for name in ("prompt_length", "response_length"):
         found += in_range(f"rollout.{name}", cfg.rollout[name], "1 or more", cfg.rollout[name] >= 1)

@@ -9,7 +9,6 @@ from verl.config.planned import INSTEAD
 from verl.config.profiler import ProfilerConfig
 from verl.config.root import PPOTrainerConfig, uses_critic, uses_reference
 from verl.config.sft import SFTTrainerConfig
-from verl.device import resolve_device
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 
@@ -70,10 +69,16 @@ def _of_role(key: str, section: ProfilerConfig, device: str | None) -> Problems:
     if tool in _LATER:
         later = _LATER[tool]
         return [NotBuiltError(f"not built yet: {later}", key=f"{key}.tool", got=tool, fix=INSTEAD[later])]
-    if tool == "torch_memory" and resolve_device(device) != "cuda":
+    if tool == "torch_memory" and _resolved(device) != "cuda":
         message = "torch remembers the allocations of CUDA devices only"
         return [ConfigError(message, key=f"{key}.tool", got=tool, fix="Set it to torch, with contents=[cpu,memory].")]
     if tool == "torch" and section.tool_config.torch.discrete and plan.active > 0:
         message = "a schedule counts the mini-batches of a step, and discrete files have one call each"
         return [ConfigError(message, key=f"{key}.tool_config.torch.discrete", fix="Leave one of the two out.")]
     return []
+
+
+def _resolved(device: str | None) -> str:
+    from verl.device import resolve_device  # torch is loaded only once there is something to validate
+
+    return resolve_device(device)

@@ -13,6 +13,7 @@ from typing import cast
 
 from verl.config import PPOTrainerConfig, load_config, replace
 from verl.config.checks import missing_folder
+from verl.config.sampler_sizes import devices_of
 from verl.errors import ConfigError, ModelError, VerlError
 from verl.trainer.command import report
 
@@ -61,23 +62,9 @@ def run_generation_server(config: PPOTrainerConfig, output: str, argv: list[str]
 
 
 def count_of(config: PPOTrainerConfig) -> int:
-    """How many servers: one per ``rollout.tensor_model_parallel_size`` processes of the run."""
+    """How many servers: one per ``rollout.tensor_model_parallel_size`` x ``pipeline_model_parallel_size`` processes."""
     processes = config.trainer.nnodes * (config.trainer.n_gpus_per_node or 1)
-    each = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    if config.trainer.nnodes > 1:
-        raise ConfigError(
-            "servers are started on this machine only",
-            key="trainer.nnodes",
-            got=config.trainer.nnodes,
-            allowed="1",
-            fix="Start servers on the other nodes and name all of them: rollout.name=server rollout.server.url=[...].",
-        )
-    if processes % each:
-        raise ConfigError(
-            f"{processes} processes cannot be shared out to servers of {each}", key="trainer.n_gpus_per_node",
-            got=processes,
-        )  # fmt: skip
-    return processes // each
+    return processes // devices_of(config.actor_rollout_ref.rollout)
 
 
 def split_output(argv: list[str]) -> tuple[str, list[str]]:
@@ -108,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; an error that is the user's to mend is one message and exit status 2."""
     try:
         output, rest = split_output(sys.argv[1:] if argv is None else argv)
-        config = cast(PPOTrainerConfig, load_config("ppo_trainer", rest))
+        config = cast(PPOTrainerConfig, load_config("ppo_trainer", rest, served=True))
         print(run_generation_server(config, output, rest))
     except VerlError as error:
         return report(error)

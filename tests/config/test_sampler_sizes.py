@@ -1,0 +1,128 @@
+"""The parallel sizes of a sampler are held against the devices that one engine gets, before anything is allocated."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from verl import device
+from verl.config import load_config
+from verl.errors import ConfigError, NotBuiltError
+
+R = "actor_rollout_ref.rollout"
+T, P, E = f"{R}.tensor_model_parallel_size", f"{R}.pipeline_model_parallel_size", f"{R}.expert_parallel_size"
+URL = f"{R}.server.url=http://localhost:30000"
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    def has(count):
+        monkeypatch.setattr(device, "accelerator", lambda: "cuda" if count else None)
+        monkeypatch.setattr(device, "device_count", lambda _: count)
+
+    has(8)
+    return has
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch, gpus):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    (tmp_path / "rows.parquet").touch()
+
+
+@pytest.fixture
+def run(files):
+    """The configuration of a run on a machine of eight GPUs."""
+    usual = ["data.train_files=rows.parquet", "data.val_files=rows.parquet", "actor_rollout_ref.model.path=model",
+             "algorithm.adv_estimator=grpo", f"{R}.n=8"]  # fmt: skip
+    return lambda *words, **how: load_config("ppo_trainer", [*usual, *words], **how)
+
+
+@pytest.fixture
+def generate(files):
+    usual = ["data.path=rows.parquet", "data.output_path=out.parquet", "model.path=model"]
+    return lambda *words: load_config("generation", [*usual, *words])
+
+
+def refused(load, *words, kind=ConfigError, **how):
+    with pytest.raises(kind) as caught:
+        load(*words, **how)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_an_engine_of_several_devices_is_refused_where_each_process_has_one(run, name):
+    eight = [f"{R}.name={name}", "trainer.n_gpus_per_node=8"]
+    said = refused(run, *eight, f"{T}=2", kind=NotBuiltError)
+    assert f"{T}: each of the 8 processes builds an engine of its own on its one device" in said
+    assert "2 (tensor) = 2 devices; 8 devices would make 4 such engines, which is not built yet. Got 2." in said
+    assert f"set {R}.name=hf, which tensor_model_parallel_size processes hold together" in said
+    said = refused(run, *eight, f"{T}=3", kind=NotBuiltError)
+    assert "3 (tensor) = 3 devices; 8 devices cannot be shared out to such engines either" in said
+    run(*eight)
+    assert run(*eight, "trainer.nnodes=2").trainer.nnodes == 2
+    assert "each of the 16 processes" in refused(run, *eight, "trainer.nnodes=2", f"{T}=2")
+
+
+def test_pipelines_and_experts_of_an_engine_count_too(run):
+    eight = [f"{R}.name=vllm", "trainer.n_gpus_per_node=8"]
+    said = refused(run, *eight, f"{P}=2", kind=NotBuiltError)
+    assert said.startswith(f"{P}: ") and "1 (tensor) x 2 (pipeline) = 2 devices" in said
+    assert "deals the experts to all 1 tensor-parallel processes" in refused(run, f"{R}.name=vllm", f"{E}=4")
+    assert "Got 3. Allowed: 1, 2." in refused(run, f"{R}.name=vllm", f"{T}=2", f"{E}=3")
+    assert run(f"{R}.name=vllm", f"{T}=2", f"{E}=2").actor_rollout_ref.rollout.expert_parallel_size == 2
+    assert "data parallelism inside the sampler" in refused(run, *eight, f"{R}.data_parallel_size=2")
+    for key in (T, P, E):
+        assert f"{key}: out of range. Got 0. Allowed: 1 or more." in refused(run, f"{R}.name=vllm", f"{key}=0")
+
+
+def test_one_process_has_the_devices_of_its_machine_and_a_worker_of_a_cluster_has_one(run, gpus):
+    assert run(f"{R}.name=vllm", f"{T}=4", f"{P}=2").actor_rollout_ref.rollout.pipeline_model_parallel_size == 2
+    said = refused(run, f"{R}.name=vllm", f"{T}=4", f"{P}=3")
+    assert "takes 4 (tensor) x 3 (pipeline) = 12 devices, and the process that builds it has 8 GPUs" in said
+    assert "has 1 GPU. Got 2. Allowed: at most 1." in refused(run, f"{R}.name=vllm", f"{T}=2", "trainer.runtime=ray")
+    gpus(1)
+    assert "has 1 GPU. Got 2. Allowed: at most 1." in refused(run, f"{R}.name=sglang", f"{T}=2")
+    gpus(0)
+    run(f"{R}.name=vllm", f"{T}=2")  # two processes of vLLM's own share the CPU
+
+
+def test_servers_that_run_already_have_sizes_of_their_own(run):
+    run(f"{R}.name=sglang", URL, f"{T}=4", "trainer.n_gpus_per_node=8")
+
+
+def test_the_hf_engine_is_shared_by_processes(run):
+    run(f"{T}=4", "trainer.n_gpus_per_node=8")
+    assert "must divide the number of processes, 8. Got 3. Allowed: 1, 2, 4, 8." in refused(
+        run, f"{T}=3", "trainer.n_gpus_per_node=8"
+    )
+
+
+def test_generation_in_one_process_has_no_others_to_share_an_engine_with(generate, gpus):
+    said = refused(generate, "rollout.tensor_model_parallel_size=2")
+    assert "rollout.tensor_model_parallel_size: the hf engine is held by as many processes together" in said
+    generate("rollout.name=vllm", "rollout.tensor_model_parallel_size=2")
+    gpus(1)
+    assert "rollout.tensor_model_parallel_size: one engine takes 2 (tensor) = 2 devices" in refused(
+        generate, "rollout.name=vllm", "rollout.tensor_model_parallel_size=2"
+    )
+    assert "Got 0. Allowed: 1 or more." in refused(generate, "rollout.tensor_model_parallel_size=0")
+
+
+def test_servers_that_are_started_get_as_many_devices_as_an_engine_takes(run):
+    eight = [f"{R}.name=vllm", "trainer.n_gpus_per_node=8"]
+    run(*eight, f"{T}=2", f"{P}=2", served=True)
+    said = refused(run, *eight, f"{T}=3", served=True)
+    assert "trainer.n_gpus_per_node: 8 device(s) cannot be shared out to servers of 3 (tensor) = 3" in said
+    assert "servers are started on this machine only" in refused(run, *eight, "trainer.nnodes=2", served=True)
+
+
+def test_a_printed_configuration_says_that_a_run_with_it_is_refused(run, capsys, told):
+    words = [f"{R}.name=vllm", f"{T}=2", "trainer.n_gpus_per_node=8"]
+    with pytest.raises(SystemExit) as left:
+        run(*words, "--cfg", "job")
+    assert left.value.code == 0 and "tensor_model_parallel_size: 2" in capsys.readouterr().out
+    assert "a run with these settings is refused" in told()["--cfg"] and "8 processes builds" in told()["--cfg"]
