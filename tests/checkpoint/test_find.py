@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.checkpoint.builders import assert_holds, save
 from verl.checkpoint import CheckpointWriter, find_checkpoint
+from verl.checkpoint.manifest import Manifest
 from verl.errors import CheckpointError, ConfigError
 from verl.metrics import notices, reset_notices
 
@@ -20,10 +24,7 @@ def run(tmp_path):
 
 
 def damage_flip(folder):
-    path = folder / "actor" / "optimizer.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 1
-    path.write_bytes(data)
+    flip(folder / "actor" / "optimizer.safetensors", -5)
 
 
 def damage_truncate(folder):
@@ -31,10 +32,22 @@ def damage_truncate(folder):
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def damage_manifest(folder):
+    """One bit of a number: what is read is still a manifest."""
+    flip(folder / "manifest.json", (folder / "manifest.json").read_bytes().index(b'"sequence": 2') + 12)
+
+
+def flip(path, place, bit=0):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1 << bit
+    path.write_bytes(data)
+
+
 DAMAGES = {
     "the checksum of actor/optimizer.safetensors is wrong": damage_flip,
     "actor/huggingface/model.safetensors has": damage_truncate,
     "trainer.json is missing": lambda folder: (folder / "trainer.json").unlink(),
+    "the checksum of its manifest.json is wrong": damage_manifest,
     "its manifest.json is damaged": lambda folder: (folder / "manifest.json").write_text("{"),
     "never finished": lambda folder: (folder / "manifest.json").unlink(),
 }
@@ -53,6 +66,52 @@ def test_a_damaged_checkpoint_named_by_path_is_refused(run, message):
     DAMAGES[message](run / "global_step_2")
     with pytest.raises(CheckpointError, match=message):
         find_checkpoint(run, "resume_path", run / "global_step_2")
+
+
+def test_a_flipped_bit_anywhere_in_the_manifest_is_noticed(run):
+    folder = run / "global_step_2"
+    sound = (folder / "manifest.json").read_bytes()
+    for place in range(len(sound)):
+        flip(folder / "manifest.json", place, bit=place % 8)
+        with pytest.raises(CheckpointError):
+            Manifest.read(folder)
+        (folder / "manifest.json").write_bytes(sound)
+    assert_holds(find_checkpoint(run), 2)
+
+
+def test_a_checkpoint_of_before_the_manifests_checksum_is_still_taken(run):
+    found = json.loads((run / "global_step_2" / "manifest.json").read_text())
+    del found["crc32"]
+    old = json.dumps({**found, "format": "verl-checkpoint-1"}, indent=1)
+    (run / "global_step_2" / "manifest.json").write_text(old)
+    assert_holds(find_checkpoint(run), 2)
+
+
+OTHERS = [
+    "actor/huggingface/model-00002.safetensors",
+    "actor/huggingface/model.safetensors.index.json",
+    "actor/huggingface/modeling.py",
+    "actor/model.safetensors",
+    "critic/extra.json",
+    "notes.txt",
+]
+
+
+@pytest.mark.parametrize("mode", ["auto", "resume_path"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_file_that_the_manifest_does_not_name_is_refused_and_sends_nobody_back_to_an_older_checkpoint(
+    run, name, mode
+):
+    path = run / "global_step_2" / name
+    path.parent.mkdir(exist_ok=True)
+    save_file({"w": torch.zeros(40, 30)}, path)
+    with pytest.raises(CheckpointError, match=rf"does not name {name}.*global_step_2.*Move it out"):
+        find_checkpoint(run, mode, run / "global_step_2")
+
+
+def test_what_a_kill_leaves_of_a_manifest_that_was_being_replaced_is_no_other_file(run):
+    (run / "global_step_2" / ".manifest.json.new").write_text("{")
+    assert_holds(find_checkpoint(run), 2)
 
 
 def test_sizes_alone_do_not_see_a_flipped_bit(run):

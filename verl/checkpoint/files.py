@@ -53,10 +53,14 @@ def write_synced(path: Path, text: str) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Replace a text file in one step: a reader sees the old text or the new one, never a part."""
-    beside = path.with_name(f".{path.name}.new")
-    write_synced(beside, text)
-    os.replace(beside, path)
+    write_synced(beside(path), text)
+    os.replace(beside(path), path)
     sync_folder(path.parent)
+
+
+def beside(path: Path) -> Path:
+    """Where `replace_text` writes; a kill may leave it there."""
+    return path.with_name(f".{path.name}.new")
 
 
 def sync_file(path: Path) -> None:

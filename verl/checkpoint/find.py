@@ -62,7 +62,8 @@ def find_checkpoint(
         checksums: read every file to compare it; else only sizes are compared.
 
     Raises:
-        CheckpointError: the named checkpoint is damaged, or the folder holds checkpoints of another program.
+        CheckpointError: the named checkpoint is damaged, the chosen one holds files that it was not saved with, or the
+            folder holds checkpoints of another program.
         ConfigError: unknown mode, or ``resume_path`` without a path.
     """
     if mode not in MODES:
@@ -93,10 +94,24 @@ def _named(path: str | Path | None, checksums: bool) -> Path:
             got=str(path),
             fix=f"Name one of them: {inner[0].folder}.",
         )
-    problem = Manifest.read(folder).problem(folder, checksums)
+    manifest = Manifest.read(folder)
+    problem = manifest.problem(folder, checksums)
     if problem:
         raise CheckpointError(
             f"this checkpoint cannot be used: {problem}", key="trainer.resume_from_path", got=str(path)
+        )
+    return _without_others(folder, manifest)
+
+
+def _without_others(folder: Path, manifest: Manifest) -> Path:
+    """Refuse files that nobody saved: passed over, they would send the run back to an older checkpoint."""
+    others = manifest.unnamed(folder)
+    if others:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        raise CheckpointError(
+            f"the manifest of this checkpoint does not name {others[0]}{more}, so it is no part of it",
+            got=str(folder),
+            fix="Move it out of the folder.",
         )
     return folder
 
@@ -109,7 +124,7 @@ def _newest_sound(root: Path, checksums: bool) -> Path | None:
     for checkpoint in list_checkpoints(root):
         problem = checkpoint.manifest.problem(checkpoint.folder, checksums)
         if not problem:
-            return checkpoint.folder
+            return _without_others(checkpoint.folder, checkpoint.manifest)
         notice(f"checkpoint {checkpoint.folder}", f"{problem}; it is not used")
     return None
 

@@ -1,5 +1,8 @@
 """The list of a checkpoint's files with sizes and checksums; a folder without it is not a checkpoint.
 
+It begins with a checksum of itself, and it is complete: a file in the folder that it does not name is no part of the
+checkpoint and might be read in the place of one (weights are found by the pattern of their names).
+
 ``sequence`` counts the saves of a run folder: the newest checkpoint is the one saved last, also when a run was resumed
 from an older step and saves smaller step numbers again.
 """
@@ -7,17 +10,21 @@ from an older step and saves smaller step numbers again.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from verl._version import __version__
-from verl.checkpoint.files import FileRecord, records_of, replace_text
+from verl.checkpoint.files import FileRecord, beside, records_of, replace_text
 from verl.errors import CheckpointError
 from verl.json_text import read_json
 
 MANIFEST = "manifest.json"
-FORMAT = "verl-checkpoint-1"
+FORMAT = "verl-checkpoint-2"
+OLD_FORMAT = "verl-checkpoint-1"
+"""The same without a checksum of itself."""
+_HEAD, _BLANK = '{\n "crc32": "', "0" * 8
 
 
 @dataclass(frozen=True)
@@ -53,9 +60,12 @@ class Manifest:
             CheckpointError: it is absent, damaged, or of another format.
         """
         try:
-            found = read_json((folder / MANIFEST).read_text(encoding="utf-8"))
-            if found["format"] != FORMAT:
+            text = (folder / MANIFEST).read_text(encoding="utf-8")
+            found = read_json(text)
+            if found["format"] not in (FORMAT, OLD_FORMAT):
                 raise CheckpointError("a checkpoint of another format", got=found["format"], allowed=FORMAT)
+            if found["format"] == FORMAT and text != _with_checksum(text[: len(_HEAD)], text[len(_HEAD + _BLANK) :]):
+                raise CheckpointError(f"the checksum of its {MANIFEST} is wrong", got=str(folder))
             files = {name: FileRecord(**record) for name, record in found["files"].items()}
             return cls(found["step"], found["sequence"], tuple(found["parts"]), files, tuple(found["pruned"]))
         except FileNotFoundError as error:
@@ -65,8 +75,9 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write it in one step."""
-        content = {"format": FORMAT, "verl": __version__, **asdict(self)}
-        replace_text(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+        content = {"crc32": _BLANK, "format": FORMAT, "verl": __version__, **asdict(self)}
+        text = json.dumps(content, indent=1) + "\n"
+        replace_text(folder / MANIFEST, _with_checksum(_HEAD, text[len(_HEAD + _BLANK) :]))
 
     def without(self, part: str) -> Manifest:
         """The same manifest after a role was pruned."""
@@ -87,3 +98,14 @@ class Manifest:
             if checksums and FileRecord.of(path) != record:
                 return f"the checksum of {name} is wrong"
         return ""
+
+    def unnamed(self, folder: Path) -> list[str]:
+        """Files of the folder that are no part of the checkpoint, by name; none if all is as it was written."""
+        known = {MANIFEST, beside(Path(MANIFEST)).name, *self.files}
+        names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
+        return sorted(name for name in names if name not in known)
+
+
+def _with_checksum(head: str, rest: str) -> str:
+    """The text of a manifest: its checksum is that of the text with zeros in the checksum's place."""
+    return f"{head}{zlib.crc32(f'{head}{_BLANK}{rest}'.encode()):08x}{rest}"

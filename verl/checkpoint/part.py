@@ -118,7 +118,14 @@ def _section(folder: Path, section: str) -> Mapping[str, Tensor]:
     files = sorted((folder / "huggingface").glob("*model*.safetensors"))  # the model's own, or its adapter's
     if not files:
         raise CheckpointError("the checkpoint holds no weights", got=str(folder))
-    return {name: tensor for file in files for name, tensor in read_tensors(file).items()}
+    found: dict[str, Tensor] = {}
+    for file in files:
+        tensors = read_tensors(file)
+        twice = next((name for name in tensors if name in found), None)
+        if twice is not None:
+            raise CheckpointError(f"two files hold the weight {twice}", got=str(file.parent))
+        found |= tensors
+    return found
 
 
 def _roles(folder: Path) -> list[str]:

@@ -1,7 +1,7 @@
 """Tensors to disk in the safetensors format, straight from their memory.
 
 The format is a length, a JSON header and the raw bytes. Writing it here instead of through the library saves a copy of
-every tensor and a second pass for the checksum. Reading goes through the library.
+every tensor and a second pass for the checksum.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.stream import FileStream
 from verl.errors import CheckpointError
 from verl.protocol.codec import tensor_bytes
+from verl.protocol.tensor_file import read_tensor_file
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -69,8 +68,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         CheckpointError: the file is absent or damaged.
     """
     try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
+        return read_tensor_file(path)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"this file cannot be read: {error}", got=str(path)) from error
 
 

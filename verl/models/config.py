@@ -7,12 +7,18 @@ import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig
 from transformers import logging as transformers_logging
 
 from verl.errors import ConfigError, ModelError, suggest
 from verl.models import folder
 
+_OF_A_FILE = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, ArithmeticError, EOFError,
+              RuntimeError, SafetensorError, StrictDataclassError)  # fmt: skip
+"""What transformers and torch raise at a file that is not what its name says."""
 _NOT_CONFIG = ("attn_implementation", "model_config")  # taken by our own loader, not attributes of the configuration
 
 
@@ -95,16 +101,20 @@ def import_external(external_lib: str | None) -> None:
 @contextlib.contextmanager
 def readable_errors(where: str) -> Iterator[None]:
     """What transformers and safetensors raise about a model, as one `ModelError`."""
-    from safetensors import SafetensorError
-
     try:
         yield
     except ImportError as error:
         raise ModelError(f"this model needs a package that is missing: {error}", got=where) from error
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except torch.serialization.pickle.UnpicklingError as error:
+        raise ModelError(
+            "the weights are a pickle that holds more than tensors: it could run any code, so it is not loaded",
+            got=where,
+            fix="Take the model's safetensors files, or convert it where you trust it: model.save_pretrained(folder).",
+        ) from error
+    except _OF_A_FILE as error:
         if isinstance(error, ModelError | ConfigError):
             raise
-        first = str(error).strip().split("\n")[0]
+        first = str(error).strip().split("\n")[0] or type(error).__name__
         fix = "If you trust its code: model.trust_remote_code=True." if "trust_remote_code" in str(error) else ""
         raise ModelError(f"this model cannot be loaded: {first}", got=where, fix=fix) from error
 

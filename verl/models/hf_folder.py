@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from verl.errors import ModelError
 from verl.models import folder as model_folder
 from verl.models.config import quiet_transformers
+from verl.protocol.tensor_file import read_tensor_file
 
 MAX_SHARD_BYTES = 5 << 30
 ShardWriter = Callable[[Path, dict[str, torch.Tensor]], object]
@@ -82,15 +83,21 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
     """All weights of a folder that holds safetensors, on the CPU.
 
     Raises:
-        ModelError: the folder holds no safetensors files.
+        ModelError: the folder holds no safetensors files, or they cannot be read.
     """
-    from safetensors.torch import load_file
-
     found = Path(model_folder.resolve(path))
-    files = sorted(found.glob("model*.safetensors"))
+    files = model_folder.weight_files(found)
     if not files:
         raise ModelError("this folder holds no safetensors files", got=str(path))
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    weights: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            tensors = read_tensor_file(file)
+        except (OSError, ValueError) as error:
+            raise model_folder.damaged(file, error) from error
+        model_folder.refuse_twice(weights, tensors, found)
+        weights |= tensors
+    return weights
 
 
 def _write_weights(

@@ -30,7 +30,7 @@ from verl.models.loading import load_causal_lm
 from verl.models.slices import SlicedFolder
 from verl.models.weights import export_weights
 
-SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+SHARD = re.compile(r"model_world_size_([1-9]\d*)_rank_(0|[1-9]\d*)\.pt", re.ASCII)
 FOREIGN = ("dist_ckpt", "model/dist_ckpt")
 """Where upstream puts Megatron-Core's distributed checkpoints: of old, and since 0.9."""
 LORA_META = "lora_train_meta.json"
@@ -62,7 +62,7 @@ def merge(source: str | Path, target: str | Path, trust_remote_code: bool = Fals
         return _from_converted(folder, target, trust_remote_code)
     if (inner / lora.WEIGHTS_FILE).is_file():
         return _merge_adapter(inner, target, trust_remote_code)
-    if list(inner.glob("model*.safetensors")):
+    if model_folder.weight_files(inner):
         return _write(target, inner, hf_folder.read_weights(inner), trust_remote_code)
     if any((folder / name).is_dir() for name in FOREIGN):
         raise ModelError(
@@ -105,16 +105,16 @@ def merge_shards(folder: Path) -> dict[str, Tensor]:
 
 
 def _read_shards(folder: Path) -> list[dict[str, Any]]:
-    found = {int(m[2]): int(m[1]) for m in map(SHARD.fullmatch, (file.name for file in folder.iterdir())) if m}
-    sizes = set(found.values())
-    if len(sizes) != 1 or set(found) != set(range(next(iter(sizes)))):
+    named = [(int(m[1]), int(m[2])) for m in map(SHARD.fullmatch, (file.name for file in folder.iterdir())) if m]
+    sizes, ranks = {size for size, _ in named}, sorted(rank for _, rank in named)
+    if len(sizes) != 1 or ranks != list(range(len(ranks))) or len(ranks) != max(sizes):
         raise ModelError(
             "the shards of this checkpoint are not complete",
-            got=f"ranks {sorted(found)}",
+            got=f"ranks {ranks}",
             allowed=f"ranks 0 to {max(sizes) - 1}, written by one run",
         )
     (size,) = sizes
-    return [_read_shard(folder / f"model_world_size_{size}_rank_{rank}.pt") for rank in range(size)]
+    return [_read_shard(folder / f"model_world_size_{size}_rank_{rank}.pt") for rank in ranks]
 
 
 def _read_shard(path: Path) -> dict[str, Any]:

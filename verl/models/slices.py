@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from verl.errors import ModelError, suggest
@@ -20,7 +19,7 @@ class SlicedFolder:
     """The weights of a folder by their Hugging Face names, also where they lie there as Megatron-Core's.
 
     Raises:
-        ModelError: the folder holds no safetensors files.
+        ModelError: the folder holds no safetensors files, a damaged one, or a weight twice.
     """
 
     def __init__(self, path: str | Path, files: dict[str, Any]):
@@ -32,7 +31,7 @@ class SlicedFolder:
         """Within the block the folder's files are open; nothing of them is in memory."""
         found = Path(model_folder.resolve(path))
         converted = (found / model_folder.CONVERTED).is_file()
-        names = sorted(found.glob(megatron_folder.FILES if converted else "model*.safetensors"))
+        names = sorted(found.glob(megatron_folder.FILES)) if converted else model_folder.weight_files(found)
         if not names:
             raise ModelError(
                 "this folder holds no safetensors files, and only those can be read in parts",
@@ -42,7 +41,8 @@ class SlicedFolder:
         with contextlib.ExitStack() as stack:
             files: dict[str, Any] = {}
             for name in names:
-                file = stack.enter_context(safe_open(name, framework="pt"))
+                file = stack.enter_context(model_folder.opened_weights(name))
+                model_folder.refuse_twice(files, file.keys(), found)
                 files.update(dict.fromkeys(file.keys(), file))
             if converted:
                 fused = megatron_folder.FusedFile(found, files)
