@@ -30,7 +30,7 @@ move_pages=279/239 sched_setaffinity=203/122 sched_setscheduler=144/119 setprior
 vhangup=153/58 lookup_dcookie=212/18 landlock_create_ruleset=444/444 landlock_add_rule=445/445
 landlock_restrict_self=446/446 seccomp=317/277 open_tree=428/428 move_mount=429/429 fsopen=430/430
 fsmount=432/432 mount_setattr=442/442 setxattr=188/5 rt_sigqueueinfo=129/138 rt_tgsigqueueinfo=297/240
-mlockall=151/230 mlock2=325/284 sync=162/81 syncfs=306/267
+flock=73/32 setsid=112/157 sendmsg=46/211 recvmsg=47/212 mlockall=151/230 mlock2=325/284 sync=162/81 syncfs=306/267
 """
 NEED_CAPABILITIES = """
 mount umount2 pivot_root chroot setns reboot init_module kexec_load setgroups sethostname swapon settimeofday acct bpf
@@ -92,7 +92,7 @@ def test_the_numbers_of_another_machine_end_the_program(pool: Pool):
     # mov eax, 20 (getpid in 32-bit numbers); int 0x80; ret
     int80 = """if True:
         import ctypes, mmap
-        memory = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+        memory = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=7)
         memory.write(bytes([0xB8, 20, 0, 0, 0, 0xCD, 0x80, 0xC3]))
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         print("through", ctypes.CFUNCTYPE(ctypes.c_int)(address)())

@@ -158,7 +158,7 @@ def test_a_daemon_does_not_outlive_its_program(pool: Pool):
     code = """if True:
         import os, signal, time
         if os.fork() == 0:
-            os.setsid()
+            os.setpgid(0, 0)
             if os.fork() == 0:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 signal.signal(signal.SIGHUP, signal.SIG_IGN)

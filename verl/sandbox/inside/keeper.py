@@ -97,6 +97,7 @@ class Keeper:
                 importlib.import_module(name)
             except Exception as error:  # the boundary to a package of the user's, which may raise anything
                 failed[name] = f"{type(error).__name__}: {error}"
+        _let_no_signal_through()
         gc.freeze()
         self._control.send(json.dumps({"missing": dict(self._walls.missing), "ready": True, "failed": failed}).encode())
 
@@ -153,6 +154,17 @@ class Keeper:
             with suppress(KeyError):
                 self._poll.unregister(channel.fileno())
         channel.close()
+
+
+def _let_no_signal_through() -> None:
+    """Take off every handler, those of preloaded packages too.
+
+    The kernel keeps a program's signals from the first process of its pid namespace only where that has no handler.
+    """
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            with suppress(OSError):  # two of them belong to the C library
+                signal.signal(number, signal.SIG_DFL)
 
 
 def _accept(missing: Mapping[str, str], accepted: Any) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from verl.sandbox.kernel import calls
 
-DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
+"""Not /dev/zero: mapped, it is memory that is shared and that no limit counts."""
 LIBRARIES = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64", "/usr/local/lib")
 TEMPORARY = "/tmp"
 MOVED = "/packages"

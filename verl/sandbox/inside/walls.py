@@ -21,6 +21,8 @@ from verl.sandbox.kernel import calls, landlock, seccomp
 INSIDE_ID = 1000
 NOBODY = 65534
 MIB = 1 << 20
+SIGNALS = 256
+"""Queued signals and timers of one program; the kernel counts them for a user."""
 _CAP_SETGID, _CAP_SETUID, _CAP_SYS_ADMIN = 6, 7, 21
 
 
@@ -156,7 +158,8 @@ def _set_limits(limits: Mapping[str, Any], count_processes: bool) -> None:
         (resource.RLIMIT_AS, limits["base"] + limits["memory_mb"] * MIB),
         (resource.RLIMIT_FSIZE, limits["disk_mb"] * MIB),
         (resource.RLIMIT_NOFILE, limits["open_files"]),
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CORE, 1),  # 0 would not keep a crash from the machine's own handler, if it has one
+        (resource.RLIMIT_SIGPENDING, SIGNALS),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
     ):

@@ -1,8 +1,10 @@
 """seccomp: the list of system calls that a program may make; every other one fails with EPERM.
 
 A list of what is allowed, so that a call which a later kernel adds is refused without anybody having heard of it. Calls
-whose arguments matter are looked into: ``clone`` must make no namespace, ``prctl`` and ``ioctl`` only harmless things,
-``prlimit`` only one's own. No socket can be made at all (``socketpair`` can: its ends lead nowhere else).
+whose arguments matter are looked into: ``clone`` must make no namespace; ``prctl``, ``ioctl`` and ``fcntl`` do only
+harmless things, among which are no locks, no leases and no signals; ``prlimit`` reads only one's own; ``mmap`` and
+``madvise`` make no memory that no limit counts. No socket can be made at all (``socketpair`` can: its ends lead nowhere
+else), and no descriptor sent through one.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from verl.sandbox.kernel.numbers import ARCHITECTURES, NUMBERS
 
 _LOAD, _JEQ, _JGE, _JSET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_SYSCALL, _ARCH, _FIRST_ARGUMENT = 0, 4, 16
+_SYSCALL, _ARCH, _ARGUMENTS = 0, 4, 16
 _X32_BIT = 0x40000000
 _NEW_NAMESPACES = 0x7E020000
 _CLONE_THREAD = 0x00010000
@@ -31,6 +33,12 @@ _PRCTL_OPTIONS = (2, 3, 15, 16, 21, 23, 38, 39, 0x53564D41)
 names of memory areas."""
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """Is it a terminal, its size, bytes to read, non-blocking, close-on-exec."""
+_FCNTLS = (0, 1, 2, 3, 1030, 1032)
+"""Copies of a descriptor, its flags, the flags of its file (read), the size of a pipe (read)."""
+_SET_FLAGS, _O_ASYNC = 4, 0x2000
+_MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x1, 0x20, 0x40000
+_MADVICE = (0, 1, 2, 3, 4, 8, 9, 10, 11, 14, 15, 16, 17, 18, 19, 22, 23, 102, 103)
+"""All but paging out (the pages stay, and no longer count as resident), merging with pages of others, and poison."""
 _NEW_PROCESSES = ("fork", "vfork", "execve", "execveat")
 _SIGNALS = ("kill", "tkill", "tgkill")
 _FILE_CHANGES = ("chmod", "fchmod", "fchmodat", "fchmodat2", "utime", "utimes", "utimensat", "truncate")
@@ -100,13 +108,32 @@ def _special_rules(numbers: dict[str, int], pid: int | None) -> dict[int, list[t
     """Rules of the calls whose arguments decide, by number."""
     allow, deny = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERRNO | errno.EPERM)
     missing = (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)
-    first, second = (_LOAD, 0, 0, _FIRST_ARGUMENT), (_LOAD, 0, 0, _FIRST_ARGUMENT + 8)
+    first, second, third, fourth = ((_LOAD, 0, 0, _ARGUMENTS + 8 * place) for place in range(4))
     rules = {
         numbers["clone"]: [first, (_JSET, 0, 1, _NEW_NAMESPACES), deny, allow],
         # Its flags lie in memory, where a filter cannot look: the C library falls back to clone.
         numbers["clone3"]: [missing],
         numbers["prctl"]: [first, *_any_of(_PRCTL_OPTIONS), deny],
         numbers["ioctl"]: [second, *_any_of(_IOCTLS), deny],
+        numbers["fcntl"]: [
+            second,
+            *_any_of(_FCNTLS),
+            (_JEQ, 0, 3, _SET_FLAGS),
+            third,
+            (_JSET, 1, 0, _O_ASYNC),
+            allow,
+            deny,
+        ],
+        # Memory that is shared and has no file counts only while it is mapped and present; huge pages never do.
+        numbers["mmap"]: [
+            fourth,
+            (_JSET, 3, 0, _MAP_HUGETLB),
+            (_JSET, 0, 1, _MAP_ANONYMOUS),
+            (_JSET, 1, 0, _MAP_SHARED),
+            allow,
+            deny,
+        ],
+        numbers["madvise"]: [third, *_any_of(_MADVICE), deny],
         numbers["prlimit64"]: [first, (_JEQ, 0, 1, 0), allow, deny],
     }
     if pid is not None:
