@@ -21,9 +21,10 @@ class Limits:
     seconds: float = 5.0
     """Wall-clock time of one case. Its processor time is held to the same number, rounded up to a second."""
     memory_mb: int = 512
-    """Memory on top of the interpreter's own: address space of each process, and resident memory of all together."""
+    """Memory on top of the interpreter's own: address space of each process, and the memory of all together: resident,
+    swapped out, and in the buffers of pipes and sockets."""
     processes: int = 16
-    """Most processes and threads of the program at once."""
+    """Most processes and threads of the program at once. All of them have the time of one core."""
     open_files: int = 128
     """Most open files of one process."""
     disk_mb: int = 64

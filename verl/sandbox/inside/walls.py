@@ -119,7 +119,7 @@ def enter_program(walls: Walls, limits: Mapping[str, Any], proc: int | None, fol
     _set_limits(limits, count_processes=proc is not None)
     calls.prctl(calls.PR_SET_NO_NEW_PRIVS, 1)
     calls.drop_capabilities()
-    calls.prctl(calls.PR_SET_DUMPABLE, 0)
+    calls.prctl(calls.PR_SET_DUMPABLE, int(proc is not None))  # init looks at its descriptors, and nobody else can
     # Without a pid namespace nothing else ends the program when init is killed. The filter keeps it from being undone.
     calls.prctl(calls.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

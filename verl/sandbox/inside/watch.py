@@ -13,11 +13,12 @@ from contextlib import suppress
 from typing import Any
 
 from verl.sandbox import frames
+from verl.sandbox.inside.tasks import Tasks
 
 TICK = 0.02
 PIECE = 1 << 16
 REPORT_SLACK = 4096
-_PAGE = resource.getpagesize()
+HEAD_START = 0.1
 
 
 class Watch:
@@ -26,7 +27,7 @@ class Watch:
     Args:
         ends: our ends of its pipes: stdin, stdout, stderr, report, and cells for a session.
         data: its standard input.
-        proc: the /proc of its pid namespace, where its processes are counted and weighed; None: it has only one.
+        proc: the /proc of its pid namespace, where its processes are watched; None: it has only one.
         everything: whether this process is the first of a pid namespace, and so may kill all in it.
     """
 
@@ -39,13 +40,13 @@ class Watch:
         proc: int | None,
         everything: bool,
     ):
-        self._pid, self._ends, self._limits, self._proc, self._everything = pid, dict(ends), limits, proc, everything
+        self._pid, self._ends, self._limits, self._everything = pid, dict(ends), limits, everything
+        self._tasks = None if proc is None else Tasks(proc, limits)
         self._data = memoryview(data)
         self._cap = limits["output_kb"] * 1024
         self._texts = {name: bytearray() for name in ("stdout", "stderr", "report")}
         self._status: int | None = None
         self._reason = ""
-        self._resident = 0 if proc is None else self._weigh("self")
         self._poll = select.poll()
         self._exit = os.pidfd_open(pid)
         self._poll.register(self._exit, select.POLLIN)
@@ -92,7 +93,7 @@ class Watch:
 
     def _begin(self) -> None:
         self._started = time.monotonic()
-        self._cpu_before = _cpu_of_children()
+        self._cpu_before, self._clock_before, self._paused = _cpu_of_children(), self._clock(), False
         for text in self._texts.values():
             text.clear()
 
@@ -110,8 +111,11 @@ class Watch:
             else:
                 self._read(fd)
         self._reap()
-        if self._proc is not None and not self._reason:
-            self._weigh_all()
+        if self._status is None and not self._reason:
+            if self._tasks is None:
+                self._keep_to_one_core()
+            else:
+                self._reason = self._tasks.watch()
 
     def _feed(self, fd: int) -> None:
         try:
@@ -163,27 +167,23 @@ class Watch:
             if pid == self._pid:
                 self._status = status
 
-    def _weigh_all(self) -> None:
-        """End a program whose processes are too many, or too heavy together."""
-        pids = [name for name in os.listdir(self._proc) if name.isdigit() and name != "1"]
-        weight = sum(max(0, self._weigh(pid) - self._resident) for pid in pids)
-        if weight > self._limits["memory_mb"] << 20:
-            self._reason = "memory"
-        elif len(pids) > self._limits["processes"] + 1:
-            self._reason = "processes"
+    def _keep_to_one_core(self) -> None:
+        """Stop and continue a process whose threads cannot be seen, so that it has the time of one core at most."""
+        used = self._clock() - self._clock_before
+        passed = time.monotonic() - self._started
+        if self._paused and used <= passed:
+            self._paused = False
+            self._signal(signal.SIGCONT)
+        elif not self._paused and used > passed + HEAD_START:
+            self._paused = True
+            self._signal(signal.SIGSTOP)
 
-    def _weigh(self, pid: str) -> int:
-        """Resident bytes of a process; 0 for one that is gone."""
+    def _clock(self) -> float:
+        """Seconds of processor time of the process with all its threads; 0 where it is gone."""
         try:
-            file = os.open(f"{pid}/statm", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._proc)
+            return time.clock_gettime(~self._pid << 3 | 2)  # clock_getcpuclockid(3), which Python has not
         except OSError:
-            return 0
-        try:
-            return int(os.read(file, 256).split()[1]) * _PAGE
-        except (OSError, IndexError):
-            return 0
-        finally:
-            os.close(file)
+            return 0.0
 
     def _cell_code(self, number: int) -> int | None:
         """The exit code of a cell that reported its end. The report may be forged: then the cell ends early."""
