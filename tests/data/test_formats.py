@@ -86,7 +86,7 @@ def test_a_prompt_and_its_truth_in_csv_make_a_row(tmp_path, tokenizer):
     row = RLHFDataset(str(path), tokenizer, {"max_prompt_length": 64})[0]
     assert row["raw_prompt"] == [{"role": "user", "content": "1+1="}] and row["reward_model"] == {"ground_truth": "02"}
     path.write_text("prompt,reward_model\n1+1=,2\n")
-    with pytest.raises(DataError, match=r"row 0: column 'reward_model' is not an object"):
+    with pytest.raises(DataError, match=r"row 0, column 'reward_model': not an object"):
         RLHFDataset(str(path), tokenizer, {"max_prompt_length": 64})[0]
 
 

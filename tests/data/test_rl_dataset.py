@@ -207,7 +207,7 @@ def test_a_bad_prompt_is_named_with_its_row_before_anything_runs(tmp_path, token
 
 def test_a_reward_model_that_is_no_object_is_named_with_its_row(tmp_path, tokenizer):
     found = dataset(tmp_path, tokenizer, [{**asking("a")[0], "reward_model": "42"}])
-    with pytest.raises(DataError, match=r"row 0: column 'reward_model' is not an object\. Got '42'.*ground_truth"):
+    with pytest.raises(DataError, match=r"row 0, column 'reward_model': not an object\. Got '42'.*ground_truth"):
         found[0]
 
 
@@ -225,7 +225,7 @@ def test_images_are_refused_by_name_and_an_empty_column_is_not(tmp_path, tokeniz
     pq.write_table(empty, path)
     assert len(RLHFDataset(path, tokenizer, DataConfig())) == 2
     rows[1]["images"] = [{"bytes": "x"}]
-    with pytest.raises(NotBuiltError, match=r"row 1: prompts with images cannot be used yet"):
+    with pytest.raises(NotBuiltError, match=r"row 1: rows with images cannot be used yet"):
         dataset(tmp_path, tokenizer, rows)
 
 

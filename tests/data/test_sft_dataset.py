@@ -154,7 +154,7 @@ def test_a_number_of_samples_is_kept(tmp_path, tokenizer):
     ("rows", "message"),
     [
         ([{"text": "a"}], r"no column 'messages'; the file has: text.*prompt and response.*data\.messages_key"),
-        ([{"message": TURN}], "Did you mean 'message'"),
+        ([{"message": TURN}], r"Set data\.messages_key=message\b"),
         ([{"messages": TURN}, {"messages": None}], r"row 1, column 'messages': not a conversation"),
         ([{"messages": TURN}, {"messages": []}], "row 1, column 'messages': the conversation is empty"),
         ([{"messages": TURN[:1]}], "row 0, column 'messages': the conversation has no assistant message"),

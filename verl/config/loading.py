@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ from verl.config.resolve import resolve
 from verl.config.schema import schema_of
 from verl.errors import ConfigError
 
+FirstLook = Callable[[Any], None]
 
-def load_config(name: str, argv: list[str], served: bool = False) -> ConfigNode:
+
+def load_config(name: str, argv: list[str], first_look: FirstLook | None = None, *, served: bool = False) -> ConfigNode:
     """The configuration of a program, checked as a whole.
 
     Args:
         name: of `verl.config.groups.NAMES`: ``ppo_trainer``, ``sft_trainer``, ``dpo_trainer``, ``rm_trainer``, ...
         argv: the command line without the program: ``a.b=c``, ``--config-path``, ``--config-name``, ``--cfg job``.
+        first_look: is called with the configuration before the rules that load torch; what it raises ends the program.
         served: of ``ppo_trainer``: the program samples by servers that it starts, and has no workers.
 
     Raises:
@@ -41,6 +45,8 @@ def load_config(name: str, argv: list[str], served: bool = False) -> ConfigNode:
         sys.stdout.write(to_yaml(config))
         _tell_problems(program, config)
         raise SystemExit(0)
+    if first_look is not None:
+        first_look(config)
     _check_whole(program, config, served)
     return config
 

@@ -6,18 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from verl.data.collate import sft_collate
-from verl.data.files import require_column
-from verl.data.messages import Message, as_messages
+from verl.data.columns import SIDES, PairColumns, pair_keys
+from verl.data.messages import Message
 from verl.data.overlong import measure
 from verl.data.settings import read
 from verl.data.sft_dataset import MultiTurnSFTDataset
 from verl.errors import DataError
 from verl.metrics import notice
-
-SIDES = ("chosen", "rejected")
 
 
 class PreferenceDataset(MultiTurnSFTDataset):
@@ -36,7 +35,7 @@ class PreferenceDataset(MultiTurnSFTDataset):
     """
 
     def __init__(self, parquet_files: Any, tokenizer: Any, config: Any, processor: Any = None, max_samples: int = -1):
-        self._keys = {side: str(read(config, f"{side}_key", side)) for side in ("prompt", *SIDES, "margin")}
+        self._keys = pair_keys(config)
         self._pairs: dict[int, dict[str, Any]] = {}
         super().__init__(parquet_files, tokenizer, config, processor, max_samples)
 
@@ -48,8 +47,7 @@ class PreferenceDataset(MultiTurnSFTDataset):
         if row not in self._pairs:
             values = self.dataframe[row]
             found: dict[str, Any] = {side: self._tensors(*self._encode_side(values, row, side)) for side in SIDES}
-            margin = values.get(self._keys["margin"])
-            found["margin"] = torch.tensor(float(0.0 if margin is None else margin))
+            found["margin"] = torch.tensor(self._pairs_of.margin(values, self.describe(row)))
             found["index"] = torch.tensor(row)
             self._pairs[row] = found
         return self._pairs[row]
@@ -66,10 +64,14 @@ class PreferenceDataset(MultiTurnSFTDataset):
         self._kept = np.arange(len(self.dataframe))
         self._check_rows(bool(read(self.config, "filter_invalid", False)))
 
-    def _choose_pair(self, columns: list[str]) -> tuple[str, str] | None:
-        for side in SIDES:
-            require_column(self._keys[side], columns, file=self._origin.files[0], key=f"data.{side}_key")
-        return None
+    def _choose_columns(self, table: pa.Table) -> None:
+        self._pairs_of = PairColumns(table, self._origin, self.config)
+
+    def _column_of_messages(self) -> None:
+        """Each error names the column of its side."""
+
+    def _conversation(self, row: dict[str, Any], item: int, side: str) -> list[Message]:
+        return self._pairs_of.conversation(row, self.describe(item), side)
 
     def _refuse_overlong(self) -> None:
         """`_check_rows` does it, for both sides of a pair."""
@@ -98,6 +100,7 @@ class PreferenceDataset(MultiTurnSFTDataset):
         if chosen == rejected:
             fix = "Set data.filter_invalid=true to leave such rows out."
             raise DataError("the chosen and the rejected answer are the same", key=self.describe(row), fix=fix)
+        self._pairs_of.margin(self.dataframe[row], self.describe(row))
         if length == 0:  # the template refuses it, in its own words
             for side in SIDES:
                 self._encode_side(self.dataframe[row], row, side)
@@ -138,31 +141,6 @@ class PreferenceDataset(MultiTurnSFTDataset):
             key = f"{self.describe(item)}, column {self._keys[side]!r}"
             raise DataError("the answer has no token left after truncation", key=key, fix="Raise data.max_length.")
         return torch.tensor(ids, dtype=torch.int32), torch.tensor(answer, dtype=torch.bool)
-
-    def _conversation(self, row: dict[str, Any], item: int, side: str) -> list[Message]:
-        """The prompt with one of its answers."""
-        column = self._keys[side]
-        where = f"{self.describe(item)}, column {column!r}"
-        prompt, answer = row.get(self._keys["prompt"]), row[column]
-        before = [] if prompt is None else self._prompt(prompt, item)
-        if isinstance(answer, str):
-            if not answer.strip():
-                raise DataError("the answer is empty", key=where)
-            if not before:
-                fix = "Set data.prompt_key, or write whole conversations as chat messages."
-                raise DataError("an answer that is text needs a prompt", key=where, fix=fix)
-            return [*before, {"role": "assistant", "content": answer}]
-        after = as_messages(answer, lambda: where)
-        found = after if before and after[: len(before)] == before else [*before, *after]
-        if not found or found[-1]["role"] != "assistant":
-            raise DataError("the conversation does not end with a turn of the assistant", key=where)
-        return found
-
-    def _prompt(self, prompt: Any, item: int) -> list[Message]:
-        where = f"{self.describe(item)}, column {self._keys['prompt']!r}"
-        if isinstance(prompt, str):
-            return as_messages([{"role": "user", "content": prompt}], lambda: where)
-        return as_messages(prompt, lambda: where)
 
 
 def last_run(mask: Sequence[int]) -> list[int]:

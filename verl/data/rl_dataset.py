@@ -12,23 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from torch.utils.data import Dataset
 
 from verl.data.chat_template import ChatTemplate
-from verl.data.files import as_dataset, choose_rows, read_files, require_column
+from verl.data.columns import DATA_SOURCE, as_flag, as_object, check_prompts
+from verl.data.files import as_dataset, choose_rows, read_files
 from verl.data.messages import Message, as_messages, prune
 from verl.data.overlong import check_truncation, measure, truncate
 from verl.data.settings import read, read_mapping, read_number
 from verl.data.special_tokens import without_marks
-from verl.errors import DataError, NotBuiltError
-from verl.json_text import read_json
+from verl.errors import DataError
 from verl.metrics import log, notice
 from verl.tools.loading import load_tools
 
-DATA_SOURCE = "data_source"
-MEDIA_KEYS = {"image_key": "images", "video_key": "videos", "audio_key": "audios"}
+TRUTH = "an object such as {'style': 'rule', 'ground_truth': '42'}"
 
 
 class RLHFDataset(Dataset):
@@ -70,7 +67,6 @@ class RLHFDataset(Dataset):
         self.data_files = [data_files] if isinstance(data_files, (str, Path)) else list(data_files or ())
         self.tokenizer, self.processor, self.config, self.max_samples = tokenizer, processor, config, max_samples
         self.prompt_key = str(read(config, "prompt_key", "prompt"))
-        self.reward_fn_key = str(read(config, "reward_fn_key", DATA_SOURCE))
         self.max_prompt_length = read_number(config, "max_prompt_length", 512)
         self.truncation = check_truncation(str(read(config, "truncation", "error")))
         self.filter_overlong_prompts = bool(read(config, "filter_overlong_prompts", False))
@@ -120,47 +116,13 @@ class RLHFDataset(Dataset):
             required=[self.prompt_key],
             cache_dir=read(self.config, "cache_dir", "~/.cache/verl/rlhf"),
             use_shm=bool(read(self.config, "use_shm", False)),
+            key="data.train_files",
             column_key="data.prompt_key",
         )
-        if self.reward_fn_key != DATA_SOURCE:
-            first = self._origin.files[0]
-            require_column(self.reward_fn_key, table.column_names, file=first, key="data.reward_fn_key")
-        for setting, default in MEDIA_KEYS.items():
-            self._refuse_media(table, str(read(self.config, setting, default)))
-        self._check_prompts(table.column(self.prompt_key))
+        check_prompts(table, self._origin, self.config)
         shuffle, seed = bool(read(self.config, "shuffle", False)), read(self.config, "seed")
         self._rows = choose_rows(len(table), self.max_samples, shuffle=shuffle, seed=seed)
         self.dataframe = as_dataset(table if len(self._rows) == len(table) else table.take(self._rows))
-
-    def _refuse_media(self, table: pa.Table, column: str) -> None:
-        if column not in table.column_names or pa.types.is_null(table.column(column).type):
-            return
-        values = table.column(column)
-        is_list = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
-        filled = pc.greater(pc.list_value_length(values), 0) if is_list else pc.is_valid(values)
-        if pc.any(filled).as_py():
-            row = filled.to_pylist().index(True)
-            raise NotBuiltError(
-                f"prompts with {column} cannot be used yet", key=self._origin.describe(row), fix="Drop the column."
-            )
-
-    def _check_prompts(self, prompts: pa.ChunkedArray) -> None:
-        """Null and empty prompts are found on the whole column at once, before any row is asked for."""
-        kind = prompts.type
-        if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-            length = pc.list_value_length(prompts)
-        elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
-            length = pc.utf8_length(pc.utf8_trim_whitespace(prompts))
-        else:
-            first = self._origin.files[0]
-            allowed = "a list of {role, content}, or a string"
-            raise DataError(f"column {self.prompt_key!r} holds {kind}", key=first, allowed=allowed)
-        bad = pc.fill_null(pc.equal(length, 0), True)
-        if pc.any(bad).as_py():
-            rows = np.flatnonzero(bad.to_numpy())
-            what = "null" if prompts[int(rows[0])].as_py() is None else "empty"
-            more = f" ({len(rows)} such rows)" if len(rows) > 1 else ""
-            raise DataError(f"column {self.prompt_key!r} is {what}{more}", key=self._origin.describe(int(rows[0])))
 
     def _settle_lengths(self) -> None:
         """Drop the prompts that are too long, or refuse them; both need the length of every prompt."""
@@ -207,40 +169,23 @@ class RLHFDataset(Dataset):
             raise DataError(failure.message, key=self.describe(item)) from failure
 
     def _reward_fields(self, row: dict[str, Any], item: int) -> dict[str, Any]:
-        extra = self._as_dict(row, "extra_info", item)
-        tools = prune(extra.get("tools_kwargs") or {})
-        needs_tools = bool(extra.get("need_tools_kwargs", self.need_tools_kwargs))
+        place = self.describe(item)
+        extra = as_object(row.get("extra_info"), f"{place}, column 'extra_info'")
+        inside = f"{place}, extra_info"
+        tools = prune(as_object(extra.get("tools_kwargs"), f"{inside}.tools_kwargs"))
+        needed = extra.get("need_tools_kwargs")
+        needs_tools = self.need_tools_kwargs if needed is None else as_flag(needed, f"{inside}.need_tools_kwargs")
         if needs_tools and not tools:
-            notice("data.need_tools_kwargs", f"{self.describe(item)} has no extra_info.tools_kwargs")
+            notice("data.need_tools_kwargs", f"{place} has no extra_info.tools_kwargs")
         number = int(self._rows[item]) if len(self._rows) == len(self) else item
         index = extra.get("index")
         return {
             DATA_SOURCE: row.get(DATA_SOURCE),
-            "reward_model": self._as_dict(row, "reward_model", item),
+            "reward_model": as_object(row.get("reward_model"), f"{place}, column 'reward_model'", TRUTH),
             "extra_info": extra,
             "index": number if index is None else index,
             "tools_kwargs": tools,
-            "interaction_kwargs": prune(extra.get("interaction_kwargs") or {}),
+            "interaction_kwargs": prune(as_object(extra.get("interaction_kwargs"), f"{inside}.interaction_kwargs")),
             "need_tools_kwargs": needs_tools,
             "__row__": number,
         }
-
-    def _as_dict(self, row: dict[str, Any], column: str, item: int) -> dict[str, Any]:
-        value = row.get(column)
-        if value is None:
-            return {}
-        if isinstance(value, str):
-            value = object_in(value)
-        if not isinstance(value, dict):
-            allowed = "an object such as {'style': 'rule', 'ground_truth': '42'}" if column == "reward_model" else None
-            fault = f"column {column!r} is not an object"
-            raise DataError(fault, key=self.describe(item), got=value, allowed=allowed or "an object")
-        return value
-
-
-def object_in(text: str) -> Any:
-    """The object that a text is as JSON, as csv files hold it; any other text is itself."""
-    try:
-        return read_json(text) if text.lstrip().startswith("{") else text
-    except ValueError:
-        return text

@@ -10,24 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch.utils.data import Dataset
 
 from verl.data.chat_template import ChatTemplate
 from verl.data.collate import sft_collate
-from verl.data.files import as_dataset, choose_rows, read_files, require_column
-from verl.data.messages import Message, as_messages, as_tools
+from verl.data.columns import ConversationColumns, as_flag
+from verl.data.files import as_dataset, choose_rows, read_files
+from verl.data.messages import Message, as_tools
 from verl.data.overlong import check_truncation, measure, truncate
 from verl.data.settings import read, read_mapping, read_number
 from verl.data.turns import TurnFinder
-from verl.errors import ConfigError, DataError, suggest
+from verl.errors import ConfigError, DataError
 from verl.metrics import notice
 
 PAD_MODES = ("no_padding", "right")
 KEPT_TOKENS = 20_000_000
 """How many encoded tokens a dataset keeps in memory (5 bytes each)."""
-PAIRS = (("prompt", "response"), ("question", "answer"))
-"""Two-column forms that are recognised without a setting."""
 
 
 class MultiTurnSFTDataset(Dataset):
@@ -64,7 +64,6 @@ class MultiTurnSFTDataset(Dataset):
         self.pad_mode = str(read(config, "pad_mode", "no_padding"))
         if self.pad_mode not in PAD_MODES:
             raise ConfigError("unknown way to pad", key="data.pad_mode", got=self.pad_mode, allowed=PAD_MODES)
-        self.messages_key = str(read(config, "messages_key", "messages"))
         self.tools_key = str(read(config, "tools_key", "tools"))
         self.enable_thinking_key = str(read(config, "enable_thinking_key", "enable_thinking"))
         self.enable_thinking_default = read(config, "enable_thinking_default")
@@ -115,17 +114,7 @@ class MultiTurnSFTDataset(Dataset):
 
     def build_messages(self, row: dict[str, Any], item: int) -> list[Message]:
         """The conversation of a row, as plain message dicts; override it to make conversations from other columns."""
-        if self._pair is None:
-            return as_messages(row[self.messages_key], lambda: f"{self.describe(item)}, column {self.messages_key!r}")
-        question, answer = (
-            _nested(row[column], path, f"{self.describe(item)}, column {column!r}")
-            for column, path in zip(self._pair, self._fields)
-        )
-        if not question or not isinstance(answer, str):
-            fault = "the prompt is empty" if not question else f"the response is not text: {answer!r}"
-            raise DataError(fault, key=self.describe(item))
-        asked = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
-        return as_messages([*asked, {"role": "assistant", "content": answer}], lambda: self.describe(item))
+        return self._columns.messages(row, self.describe(item))
 
     def describe(self, item: int) -> str:
         """The file and the row there of item ``item``, for messages."""
@@ -133,38 +122,19 @@ class MultiTurnSFTDataset(Dataset):
 
     def _load(self, files: Any, max_samples: int) -> None:
         table, self._origin = read_files(
-            files, cache_dir=read(self.config, "cache_dir"), use_shm=bool(read(self.config, "use_shm", False))
+            files,
+            cache_dir=read(self.config, "cache_dir"),
+            use_shm=bool(read(self.config, "use_shm", False)),
+            key="data.train_files",
         )
-        self._pair = self._choose_pair(table.column_names)
-        self._fields = [list(read(self.config, f"{side}_dict_keys", ())) for side in ("prompt", "response")]
+        self._choose_columns(table)
         shuffle, seed = bool(read(self.config, "shuffle", False)), read(self.config, "seed")
         self._rows = choose_rows(len(table), max_samples, shuffle=shuffle, seed=seed)
         whole = as_dataset(table)
         self.dataframe = whole if len(self._rows) == len(whole) else whole.select(self._rows)
 
-    def _choose_pair(self, columns: list[str]) -> tuple[str, str] | None:
-        """The question and the answer column, or None for a column of messages."""
-        pair = tuple(str(read(self.config, f"{side}_key", "")) for side in ("prompt", "response"))
-        if all(pair):
-            for column, side in zip(pair, ("prompt", "response")):
-                require_column(column, columns, file=self._origin.files[0], key=f"data.{side}_key")
-            return pair[0], pair[1]
-        if self.messages_key in columns:
-            return None
-        for known in PAIRS:
-            if set(known) <= set(columns):
-                message = (
-                    f"there is none named {self.messages_key!r}: {known[0]!r} is asked and {known[1]!r} is learned"
-                )
-                notice("data.messages_key", message)
-                return known
-        near = suggest(self.messages_key, columns)
-        raise DataError(
-            f"no column {self.messages_key!r}; the file has: {', '.join(columns)}",
-            key=self._origin.files[0],
-            allowed="a column of messages, or prompt and response, or question and answer",
-            fix=f"{near} Set data.messages_key to the column that holds the messages.".strip(),
-        )
+    def _choose_columns(self, table: pa.Table) -> None:
+        self._columns = ConversationColumns(table, self._origin, self.config)
 
     def _arguments(self, row: dict[str, Any], item: int) -> dict[str, Any]:
         """The template arguments of a row: its tools, and whether it thinks, where either is given."""
@@ -175,7 +145,8 @@ class MultiTurnSFTDataset(Dataset):
         thinking = row.get(self.enable_thinking_key)
         thinking = self.enable_thinking_default if thinking is None else thinking
         if thinking is not None:
-            found["enable_thinking"] = bool(thinking)
+            place = f"{self.describe(item)}, column {self.enable_thinking_key!r}"
+            found["enable_thinking"] = as_flag(thinking, place)
         return found
 
     def _leave_out_invalid(self) -> None:
@@ -243,16 +214,11 @@ class MultiTurnSFTDataset(Dataset):
         pad = self.tokenizer.pad_token_id
         return int(self.tokenizer.eos_token_id or 0) if pad is None else int(pad)
 
+    def _column_of_messages(self) -> str | None:
+        return self._columns.messages_key if self._columns.pair is None else None
+
     def _at(self, failure: DataError, item: int, column: str | None = None) -> DataError:
         """The same error with its row and column, unless it has a place already."""
-        column = column or (self.messages_key if self._pair is None else None)
+        column = column or self._column_of_messages()
         key = failure.key or self.describe(item) + (f", column {column!r}" if column else "")
         return DataError(failure.message, key=key, got=failure.got, allowed=failure.allowed, fix=failure.fix)
-
-
-def _nested(value: Any, path: list[str], where: str) -> Any:
-    for name in path:
-        if not isinstance(value, Mapping) or name not in value:
-            raise DataError(f"no field {name!r}", key=where, got=value, fix="See data.*_dict_keys.")
-        value = value[name]
-    return value

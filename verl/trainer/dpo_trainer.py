@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from verl.config import DPOTrainerConfig
+from verl.data.look import look_at_pairs
 from verl.trainer import launch
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def build(config: DPOTrainerConfig, tokenizer: Any, ctx: Any) -> DPOTrainer:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line."""
-    return launch.main("dpo_trainer", build, argv)
+    return launch.main("dpo_trainer", build, look_at_pairs, argv)
 
 
 if __name__ == "__main__":

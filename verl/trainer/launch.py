@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl import env
 from verl.config import load_config
+from verl.config.loading import FirstLook
 from verl.errors import VerlError, WorkerError
 from verl.trainer.command import report
 
@@ -57,13 +58,13 @@ def _fit(config: Any, build: Build, ctx: Any) -> None:
     build(config, tokenizer, ctx).fit()
 
 
-def main(program: str, build: Build, argv: list[str] | None = None) -> int:
+def main(program: str, build: Build, first_look: FirstLook, argv: list[str] | None = None) -> int:
     """Command line; an error that is the user's to mend is one message and exit status 2."""
     rank = env.get_int("RANK", 0)
     if rank:
         logging.getLogger("verl").setLevel(logging.ERROR)  # what there is to tell about settings, rank 0 tells
     try:
-        config = load_config(program, sys.argv[1:] if argv is None else argv)
+        config = load_config(program, sys.argv[1:] if argv is None else argv, first_look)
     except VerlError as error:
         return _failed(error, tell=rank == 0)  # the same on every rank
     try:

@@ -8,6 +8,7 @@ from typing import cast
 from verl.config import load_config, record_reads, replace, unread
 from verl.config.generation import GenerationConfig
 from verl.config.loading import read_config
+from verl.data.look import look_at_questions
 from verl.errors import ModelError, VerlError
 from verl.metrics import notice
 from verl.trainer.command import report
@@ -52,7 +53,8 @@ def run_generation(config: GenerationConfig) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Command line; an error that is the user's to mend is one message and exit status 2."""
     try:
-        config = cast(GenerationConfig, load_config("generation", sys.argv[1:] if argv is None else argv))
+        words = sys.argv[1:] if argv is None else argv
+        config = cast(GenerationConfig, load_config("generation", words, look_at_questions))
         with record_reads() as reads:
             print(run_generation(config))
     except VerlError as error:

@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, cast
 
 from verl.config import PPOTrainerConfig, load_config
+from verl.data.look import look_at_prompts
 from verl.errors import VerlError
 from verl.trainer.command import report
 
@@ -67,7 +68,7 @@ def run_ppo(config: PPOTrainerConfig, task_runner_class: type[TaskRunner] | None
 def main(argv: list[str] | None = None) -> int:
     """Command line; an error that is the user's to mend is one message and exit status 2."""
     try:
-        config = load_config("ppo_trainer", sys.argv[1:] if argv is None else argv)
+        config = load_config("ppo_trainer", sys.argv[1:] if argv is None else argv, look_at_prompts)
         run_ppo(cast(PPOTrainerConfig, config))
     except VerlError as error:
         return report(error)

@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from verl.config import RMTrainerConfig
+from verl.data.look import look_at_pairs
 from verl.trainer import launch
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def build(config: RMTrainerConfig, tokenizer: Any, ctx: Any) -> RMTrainer:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line."""
-    return launch.main("rm_trainer", build, argv)
+    return launch.main("rm_trainer", build, look_at_pairs, argv)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verl.config import SFTTrainerConfig
+from verl.data.look import look_at_conversations
 from verl.trainer import launch
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def run_sft(config: SFTTrainerConfig, ranks: Ranks | None = None) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line."""
-    return launch.main("sft_trainer", build, argv)
+    return launch.main("sft_trainer", build, look_at_conversations, argv)
 
 
 if __name__ == "__main__":
