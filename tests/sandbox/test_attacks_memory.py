@@ -100,6 +100,30 @@ def test_what_was_shared_and_dropped_does_not_stay_allocated(pool: Pool):
     assert outcome.stdout == "nobody has any\n", outcome
 
 
+def test_memory_of_processes_whose_first_thread_has_ended_counts(pool: Pool):
+    """The kernel shows nothing of it under the process's own number."""
+    code = """if True:
+        import ctypes, os, threading, time
+        def keep():
+            kept = bytearray(40 << 20)
+            time.sleep(60)
+        for _ in range(6):
+            if os.fork() == 0:
+                threading.Thread(target=keep).start()
+                ctypes.CDLL(None).syscall(60 if os.uname().machine == "x86_64" else 93, 0)
+        time.sleep(60)
+        """
+    outcome = pool.run(code, limits=Limits(seconds=10, memory_mb=192))
+    assert outcome.status == "memory" and outcome.seconds < 8, outcome
+
+
+def test_processes_that_end_by_the_dozen_are_no_offence(pool: Pool):
+    code = "import os\nfor _ in range(200):\n    if os.fork() == 0: os._exit(0)\n    os.wait()\nprint('done')"
+    assert pool.run(code, limits=Limits(seconds=20, memory_mb=64)).stdout == "done\n"
+    code = "import os, time\nfor _ in range(14):\n    if os.fork() == 0: os._exit(0)\ntime.sleep(0.2)\nprint('done')"
+    assert pool.run(code, limits=Limits(seconds=20, memory_mb=64)).stdout == "done\n"
+
+
 FILL = """if True:
     import os, socket, time
     def fill():

@@ -41,7 +41,7 @@ class Tasks:
 
     def watch(self) -> str:
         """The limit that they are over, as a word: memory or processes; empty where they are not."""
-        stats = {pid: stat for pid in self._pids() if (stat := self._stat(pid)) is not None}
+        stats = {pid: stat for pid in self._pids() if (stat := self._process(pid)) is not None}
         self._share_one_core(stats)
         most = self._limits["memory_mb"] << 20
         weight = sum(max(0, int(stat[_RESIDENT]) - self._resident) for stat in stats.values()) * _PAGE
@@ -86,6 +86,13 @@ class Tasks:
     def _pids(self) -> list[str]:
         return [name for name in os.listdir(self._proc) if name.isdigit() and name != "1"]
 
+    def _process(self, pid: str) -> list[bytes] | None:
+        """`_stat` of a process. Where its first thread has ended and others go on, memory is shown for those alone."""
+        stat = self._stat(pid)
+        if stat is not None and int(stat[_THREADS]) > 1 and stat[_SIZE] == b"0":
+            return max((one for _, one in self._tasks(pid, stat)), key=lambda one: int(one[_SIZE]), default=stat)
+        return stat
+
     def _tasks(self, pid: str, stat: list[bytes]) -> list[tuple[int, list[bytes]]]:
         """Its threads."""
         if int(stat[_THREADS]) == 1:
@@ -124,11 +131,14 @@ class Tasks:
             os.close(file)
 
     def _names(self, path: str) -> list[str]:
-        """What is in a folder; where it may not be looked at, as many names as there can be descriptors."""
+        """What is in a folder; where one of descriptors may not be looked at, as many names as there can be."""
         try:
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._proc)
         except PermissionError:
-            return [f"socket:{path}:{number}" for number in range(self._limits["open_files"])]
+            stat = self._stat(os.path.dirname(path))
+            if stat is None or stat[_SIZE] == b"0":  # it is about to be gone
+                return []
+            return [f"socket:{number}" for number in range(self._limits["open_files"])]
         except OSError:
             return []
         try:
