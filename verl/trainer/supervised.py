@@ -26,6 +26,7 @@ from verl.single_controller.spmd import Spmd
 from verl.trainer import rng
 from verl.trainer.placement import strategy
 from verl.trainer.signals import StopSignals
+from verl.trainer.watch import Watch, signs_of_supervised
 from verl.workers.part import Limits, ModelPart, layout, local_model, make_engine
 
 
@@ -131,7 +132,7 @@ class SupervisedTrainer:
                 self.writer.close()
 
     def _run_steps(self, tracking: Tracking, stop: StopSignals) -> None:
-        trainer, batches = self.config.trainer, self._batches()
+        trainer, batches, watch, before = self.config.trainer, self._batches(), Watch(), None
         while self.step < self.total_steps:
             started = time.perf_counter()
             batch = next(batches)
@@ -143,12 +144,15 @@ class SupervisedTrainer:
             if self.val_loader is not None and trainer.test_freq > 0 and (last or self.step % trainer.test_freq == 0):
                 metrics |= self.validate()
             tracking.log(metrics, self.step)
+            watch.step(signs_of_supervised(metrics, before, int(batch.tensors["response_mask"].sum())))
+            before = metrics["train/loss"]
             (asked,) = self.ctx.sum(float(stop.requested))  # every rank stops after the same step
             ends = asked > 0 and not last
             if trainer.save_freq > 0 and (last or ends or self.step % trainer.save_freq == 0):
                 self.save_checkpoint()
             if ends:
                 raise stop.stopped(self._farewell(), tell=self.ctx.is_main)
+        watch.end()
 
     def _farewell(self) -> str:
         trainer = self.config.trainer

@@ -20,7 +20,15 @@ from verl.observability.samples import sample_panel
 from verl.observability.tracker import Sample, Tracker, numbers
 
 ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
-    ("reward", (("critic/score/mean", "mean"), ("critic/score/max", "max"), ("critic/score/min", "min"))),
+    (
+        "reward",
+        (
+            ("critic/score/mean", "mean"),
+            ("critic/score/max", "max"),
+            ("critic/score/min", "min"),
+            ("training/zero_variance_groups", "groups without signal"),
+        ),
+    ),
     (
         "actor",
         (

@@ -12,7 +12,9 @@ from verl.observability.samples import dump_generations
 from verl.observability.tracker import Sample
 from verl.protocol import DataProto
 from verl.trainer.ppo.roles import distinct_groups
+from verl.trainer.ppo.signs import signs_of
 from verl.trainer.signals import StepDropped
+from verl.trainer.watch import Watch
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -57,6 +59,19 @@ class ShowSamples(Callback):
         rows = trainer.describe_samples(batch.slice(0, count))
         shown = [Sample(*row) for row in zip(rows["inputs"], rows["outputs"], rows["scores"], rows["gts"])]
         trainer.show_samples("sampled completions", shown)
+
+
+class WatchLearning(Callback):
+    """One notice where a run cannot learn: equal rewards, empty or cut-off answers, no gradient."""
+
+    def __init__(self) -> None:
+        self.watch = Watch()
+
+    def on_step_end(self, trainer: RayPPOTrainer, batch: DataProto) -> None:
+        self.watch.step(signs_of(batch, trainer.ctx))
+
+    def on_fit_end(self, trainer: RayPPOTrainer) -> None:
+        self.watch.end()
 
 
 class SaveCheckpoint(Callback):
@@ -134,6 +149,6 @@ def default_callbacks(config: PPOTrainerConfig) -> list[Callback]:
 
     Weights that are handed over in the background set out before anything is written.
     """
-    rest: list[Callback] = [DumpRollouts(), ShowSamples(), SaveCheckpoint()]
+    rest: list[Callback] = [DumpRollouts(), ShowSamples(), WatchLearning(), SaveCheckpoint()]
     rest.insert(0 if config.trainer.async_weight_update else len(rest), Publish())
     return [Profile(config.global_profiler), *rest, Validate()]

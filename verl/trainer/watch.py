@@ -1,0 +1,75 @@
+"""Runs that cannot learn say so: signs that hold for some steps in a row are told once, with what to look at.
+
+Each sign is a sentence on what was seen, the likely cause, and where to look. A step shows several: a sign that follows
+from another one (no gradient where all rewards are equal) is left out where that is told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from verl.metrics import notice
+
+PATIENCE = 5
+"""So many steps in a row; in a shorter run all of its steps, of which there have to be `SHORTEST`."""
+SHORTEST = 2
+
+
+class Watch:
+    """Counts for how many steps in a row a sign has held; tells it once.
+
+    Example:
+        >>> watch = Watch()
+        >>> watch.step({"train/loss": "it is not finite"}); watch.end()
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._held: dict[str, int] = {}
+        self._told: set[str] = set()
+        self._last: Mapping[str, str] = {}
+
+    def step(self, signs: Mapping[str, str]) -> None:
+        """The signs of one step: what is told is named by the key, the metric or setting to look at first."""
+        self._steps += 1
+        self._held, self._last = {name: self._held.get(name, 0) + 1 for name in signs}, signs
+        for name, steps in self._held.items():
+            if steps == PATIENCE:
+                self._tell(name)
+
+    def end(self) -> None:
+        """The run is over: a short one is told what held from its first step to its last."""
+        for name, steps in self._held.items():
+            if SHORTEST <= steps == self._steps < PATIENCE:
+                self._tell(name)
+
+    def _tell(self, name: str) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            notice(name, f"for {self._held[name]} steps in a row {self._last[name]}")
+
+
+def signs_of_supervised(metrics: Mapping[str, float], before: float | None, trained_tokens: int) -> dict[str, str]:
+    """The same of a step of supervised training.
+
+    Args:
+        metrics: of the step (``train/...``).
+        before: the loss of the step before.
+        trained_tokens: tokens of the batch that the loss counts.
+    """
+    if not trained_tokens:
+        return {
+            "loss_mask": "no token of the batch was trained on. No message of the assistant is marked: the chat "
+            "template, data.messages_key and data.max_length (answers cut off) decide which tokens are"
+        }
+    loss, norm = metrics["train/loss"], metrics.get("train/grad_norm")
+    if not math.isfinite(loss):
+        return {"train/loss": "the loss was not finite. A lower optim.lr, or float32 (model.dtype), mostly mend it"}
+    if metrics.get("train/lr") == 0.0:
+        return {"train/lr": "the learning rate was 0, so no weight has moved: look at optim"}
+    if norm == 0.0:
+        return {"train/grad_norm": "the gradient was 0, so no weight has moved: the loss does not reach the weights"}
+    if before is not None and loss == before:
+        return {"train/loss": f"the loss was {loss:g} to the last digit, so nothing is learnt: are all rows the same?"}
+    return {}
