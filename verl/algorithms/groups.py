@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.blocks import row_blocks
+from verl.algorithms.masked import zero_outside
 from verl.errors import ConfigError
 from verl.metrics import notice
 
@@ -86,8 +86,7 @@ def outcome_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor
     Rewards outside the mask count if they are finite, because older reward managers write the score on the last
     attended token, which may be an observation. A row whose rewards inside the mask are not finite has a NaN score.
     """
-    sums = [token_level_rewards[rows].double().sum(dim=-1) for rows in row_blocks(token_level_rewards)]
-    scores = torch.cat(sums) if sums else token_level_rewards.new_zeros(0, dtype=torch.float64)
+    scores = token_level_rewards.double().sum(dim=-1)
     if scores.isfinite().all():  # then every reward is finite, and all of them count
         return scores
     rewards = token_level_rewards.double()
@@ -119,11 +118,7 @@ def settle_singletons(advantage: Tensor, raw: Tensor, groups: Groups, singleton:
 def spread(advantage: Tensor, response_mask: Tensor, dtype: torch.dtype) -> Tensor:
     """(B,) -> (B, T): one finite advantage per row on each of its valid tokens, 0 elsewhere, in at least float32."""
     wide = torch.promote_types(dtype, torch.float32)
-    advantages = torch.empty(response_mask.shape, dtype=wide, device=response_mask.device)
-    column = advantage[:, None].to(wide)
-    for rows in row_blocks(advantages):
-        advantages[rows].copy_(response_mask[rows]).mul_(column[rows])
-    return advantages
+    return zero_outside(advantage[:, None].to(wide), response_mask)
 
 
 def lengths_of(response_mask: Tensor) -> Tensor:

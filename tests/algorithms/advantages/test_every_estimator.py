@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from tests.algorithms.advantages.oracles import ORACLES
 from tests.algorithms.fixtures import poison, ragged_mask
-from verl.algorithms import blocks
 from verl.algorithms.advantages import call_estimator
 from verl.errors import ConfigError
 from verl.registry import ADVANTAGE_ESTIMATORS
@@ -95,7 +94,7 @@ def test_float32_stays_within_1e_5_of_float64(name):
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 8), st.integers(0, 4))
-def test_neither_row_order_nor_padding_nor_blocks_show(name, seed, rows, padding):
+def test_neither_row_order_nor_padding_shows(name, seed, rows, padding):
     batch = batch_of(seed, rows, 5, holes=name in HOLES)
     expected = call(name, batch)
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
@@ -107,12 +106,7 @@ def test_neither_row_order_nor_padding_nor_blocks_show(name, seed, rows, padding
         "index": batch["index"][order.numpy()],
         "non_tensor_batch": {k: x[order.numpy()] for k, x in batch["non_tensor_batch"].items()},
     }
-    size, blocks.BLOCK_ELEMENTS = blocks.BLOCK_ELEMENTS, 1
-    try:
-        found = call(name, moved)
-    finally:
-        blocks.BLOCK_ELEMENTS = size
-    for ours, theirs in zip(found, expected):
+    for ours, theirs in zip(call(name, moved), expected):
         torch.testing.assert_close(ours[:, :5], theirs[order], atol=1e-8, rtol=1e-7)
 
 

@@ -4,15 +4,18 @@ import pytest
 import torch
 
 from tests.algorithms.fixtures import actor_config, loss_batch, policy_loss_config
-from verl.algorithms.policy_losses import kernel
+from verl.algorithms.policy_losses.base import Tokens
 from verl.algorithms.policy_losses.bypass import bypass_mode
 from verl.algorithms.policy_losses.cispo import cispo
-from verl.algorithms.policy_losses.covariance import clip_cov, covariances, kl_cov
-from verl.algorithms.policy_losses.dppo import dppo_kl, dppo_tv
+from verl.algorithms.policy_losses.clip_cov import clip_cov
+from verl.algorithms.policy_losses.covariance import covariance
+from verl.algorithms.policy_losses.dppo_kl import dppo_kl
+from verl.algorithms.policy_losses.dppo_tv import dppo_tv
 from verl.algorithms.policy_losses.dro import dro
 from verl.algorithms.policy_losses.geo_mean import geo_mean
 from verl.algorithms.policy_losses.gpg import gpg
 from verl.algorithms.policy_losses.gspo import gspo
+from verl.algorithms.policy_losses.kl_cov import kl_cov
 from verl.algorithms.policy_losses.reinforce import reinforce
 from verl.algorithms.policy_losses.sapo import sapo
 from verl.errors import ConfigError
@@ -73,7 +76,7 @@ def test_clip_cov():
     check(run(clip_cov), 0.604, [[-0.2, 0, -0.1], [0, 1, 0]])  # the defaults find no candidate here
 
 
-@pytest.mark.parametrize("num_candidates", [4, 2048])  # few: all tokens are looked at; many: some at random suffice
+@pytest.mark.parametrize("num_candidates", [4, 2048])  # no more than are wanted, and many more
 def test_clip_cov_leaves_out_the_wanted_number_of_candidates(num_candidates):
     side = torch.zeros(64 * 64)  # +1 and -1 on candidates, with C = 1; 0 on the others, with C = 0
     side[:num_candidates] = torch.tensor([1.0, -1.0]).repeat(num_candidates // 2)
@@ -91,14 +94,12 @@ def test_clip_cov_leaves_out_the_wanted_number_of_candidates(num_candidates):
 
 def test_the_covariances():
     batch = loss_batch()
-    inputs = kernel.Inputs(
-        batch["old_log_prob"], batch["log_prob"].detach(), batch["advantages"], batch["response_mask"]
+    tokens = Tokens.of(
+        batch["log_prob"], batch["old_log_prob"], batch["advantages"], batch["response_mask"], weights=None
     )
-    ((first, cov),) = covariances(inputs, kernel.Means(advantage=0.2, log_prob=-1.206984, num_tokens=5))
-    found = cov[batch["response_mask"].bool()]
-    assert first == 0 and found.tolist() == pytest.approx(
-        [0.165587, 0.489959, -0.388931, 1.379629, -0.979706], abs=1e-6
-    )
+    cov = covariance(tokens)[batch["response_mask"].bool()]
+    assert cov.tolist() == pytest.approx([0.165587, 0.489959, -0.388931, 1.379629, -0.979706], abs=1e-6)
+    assert not cov.requires_grad
 
 
 def test_kl_cov():
@@ -190,3 +191,24 @@ def test_dro():
     for beta in (None, 0.0, -1.0):
         with pytest.raises(ConfigError, match=r"policy_loss\.dro_beta.*above 0"):
             run(dro, dro_beta=beta)
+
+
+def test_dppo_by_binary_kl_leaves_a_token_alone_whose_probability_rounds_to_one():
+    log_prob = torch.zeros(1, 1, requires_grad=True)  # float32: 1 - p is 0
+    loss, metrics = dppo_kl(torch.tensor([[-1e-6]]), log_prob, torch.ones(1, 1), torch.ones(1, 1))
+    loss.backward()
+    assert log_prob.grad.item() == pytest.approx(-1.0, abs=1e-5) and metrics["pg_clipfrac"].value == 0
+
+
+def test_the_bound_of_the_log_ratio_does_not_stop_the_pull_back():
+    log_prob = torch.tensor([[-1.0]], requires_grad=True)
+    settings = policy_loss_config(dro_beta=0.5)
+    loss, _ = dro(
+        torch.tensor([[-101.0]]),
+        log_prob,
+        torch.ones(1, 1),
+        torch.ones(1, 1),
+        config=actor_config(policy_loss=settings),
+    )
+    loss.backward()  # x = -(-1 - 0.25 * 20^2), dx / dlog_prob = -(1 - 0.5 * 20)
+    assert (loss.item(), log_prob.grad.item()) == (pytest.approx(101.0), pytest.approx(9.0))

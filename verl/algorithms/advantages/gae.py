@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.blocks import cleaned, float_mask, row_blocks
-from verl.algorithms.recurrence import following, suffix_sum
-from verl.algorithms.whitening import Moments
+from verl.algorithms.masked import zero_outside
+from verl.algorithms.whitening import whitened
 from verl.metrics import as_float
 
 
@@ -35,43 +34,25 @@ def gae(
     Returns:
         advantages and returns, (B, T), at least float32, 0 where the mask is 0.
     """
-    lam = as_float(lam)
-    return decoupled_gae(token_level_rewards, values, response_mask, as_float(gamma), lam, lam)
+    advantages = raw_gae(token_level_rewards, values, response_mask, as_float(gamma), as_float(lam))
+    return whitened(advantages, response_mask), zero_outside(advantages + values, response_mask)
 
 
-def decoupled_gae(
-    token_level_rewards: Tensor,
-    values: Tensor,
-    response_mask: Tensor,
-    gamma: float,
-    lam_policy: float | Tensor,
-    lam_critic: float | Tensor,
-    out: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`gae` with one lambda for the advantages and another for the returns; each a number, or (B,) one per row.
+def raw_gae(
+    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float | Tensor
+) -> Tensor:
+    """A of `gae` before it is whitened: (B, T), at least float32, 0 where the mask is 0.
 
     Args:
-        out: two (B, T) tensors of at least float32 that receive the results.
+        lam: a number, or (B,) one per row.
     """
-    wide = torch.promote_types(torch.promote_types(token_level_rewards.dtype, values.dtype), torch.float32)
-    if out is None:
-        out = torch.empty_like(values, dtype=wide), torch.empty_like(values, dtype=wide)
-    advantages, returns = out
-    moments = Moments()
-    for rows in row_blocks(values):
-        valid = float_mask(response_mask[rows], wide)
-        critic = cleaned(values[rows].to(wide), valid)
-        deltas = cleaned(token_level_rewards[rows].to(wide), valid).sub_(critic)
-        deltas.add_(following(critic, valid), alpha=gamma).mul_(valid)
-        raw = suffix_sum(deltas, valid, _row_discount(gamma, lam_policy, rows)).mul_(valid)
-        target = raw
-        if lam_critic is not lam_policy:
-            target = suffix_sum(deltas, valid, _row_discount(gamma, lam_critic, rows)).mul_(valid)
-        torch.add(target, critic, out=returns[rows])
-        moments.add(raw, valid)
-        advantages[rows] = raw
-    return moments.whiten(advantages, response_mask), returns
-
-
-def _row_discount(gamma: float, lam: float | Tensor, rows: slice) -> float | Tensor:
-    return gamma * lam[rows, None] if isinstance(lam, Tensor) else gamma * lam
+    rewards, values = zero_outside(token_level_rewards, response_mask), zero_outside(values, response_mask)
+    valid, wide = response_mask.bool(), torch.promote_types(rewards.dtype, values.dtype)
+    advantages = torch.empty_like(rewards, dtype=wide)
+    running = next_value = rewards.new_zeros(len(rewards), dtype=torch.float64)
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        running = torch.where(valid[:, t], delta + gamma * lam * running, running)
+        next_value = torch.where(valid[:, t], values[:, t].double(), next_value)
+        advantages[:, t] = running
+    return zero_outside(advantages, response_mask)

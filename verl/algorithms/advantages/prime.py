@@ -15,7 +15,7 @@ from torch import Tensor
 from verl.algorithms.groups import Groups, Singleton, lengths_of, settle_singletons
 from verl.algorithms.masked import at_least_float32, zero_outside
 from verl.algorithms.recurrence import rewards_to_go
-from verl.algorithms.whitening import Moments
+from verl.algorithms.whitening import whitened
 
 EPSILON = 1e-6
 
@@ -98,9 +98,7 @@ def prime(
     grouped = (groups.counted & (groups.size() > 1))[:, None]
     returns = zero_outside(rewards_to_go(torch.where(grouped, rewards, 0.0)), mask)
     returns = returns + zero_outside(rewards_to_go(torch.where(share[:, None] > 0, alone, 0.0)), mask)
-    moments, valid = Moments(), at_least_float32(mask & groups.counted[:, None])
-    moments.add(returns, valid.to(returns))
-    return moments.whiten(returns.clone(), mask & groups.counted[:, None]), returns
+    return whitened(returns, mask & groups.counted[:, None]), returns
 
 
 def _last_token(mask: Tensor) -> Tensor:

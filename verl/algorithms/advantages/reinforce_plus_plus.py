@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.blocks import cleaned, float_mask, row_blocks
-from verl.algorithms.recurrence import suffix_sum
-from verl.algorithms.whitening import Moments
+from verl.algorithms.masked import zero_outside
+from verl.algorithms.recurrence import discounted_sum
+from verl.algorithms.whitening import whitened
 from verl.metrics import as_float
 
 
@@ -33,12 +33,5 @@ def reinforce_plus_plus(
     """
     if gamma is None:
         gamma = 1.0 if config is None else config.gamma
-    gamma = as_float(gamma)
-    wide = torch.promote_types(token_level_rewards.dtype, torch.float32)
-    returns, moments = torch.empty_like(token_level_rewards, dtype=wide), Moments()
-    for rows in row_blocks(returns):
-        valid = float_mask(response_mask[rows], wide)
-        rewards = cleaned(token_level_rewards[rows].to(wide), valid)
-        returns[rows] = block = suffix_sum(rewards, valid, gamma).mul_(valid)
-        moments.add(block, valid)
-    return moments.whiten(returns.clone(), response_mask), returns
+    returns = zero_outside(discounted_sum(token_level_rewards, response_mask, as_float(gamma)), response_mask)
+    return whitened(returns, response_mask), returns

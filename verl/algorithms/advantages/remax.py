@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.masked import zero_outside
-from verl.algorithms.recurrence import discounted_sum
+from verl.algorithms.recurrence import rewards_to_go
 
 
 @torch.no_grad()
@@ -29,5 +29,5 @@ def remax(
     Returns:
         advantages and returns: (B, T), at least float32, 0 where the mask is 0.
     """
-    returns = zero_outside(discounted_sum(token_level_rewards, response_mask, 1.0), response_mask)
+    returns = zero_outside(rewards_to_go(zero_outside(token_level_rewards, response_mask)), response_mask)
     return zero_outside(returns - reward_baselines[:, None].to(returns), response_mask), returns

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.gae import decoupled_gae
+from verl.algorithms.advantages.gae import raw_gae
 from verl.algorithms.groups import lengths_of
+from verl.algorithms.masked import zero_outside
+from verl.algorithms.whitening import whitened
 from verl.metrics import as_float
 
 LENGTH_ALPHA, LAM_CRITIC = 0.05, 1.0
@@ -42,11 +44,13 @@ def vapo(
     alpha, lam_critic = LENGTH_ALPHA, LAM_CRITIC
     if config is not None:
         alpha, lam_critic = config.vapo_length_alpha, config.vapo_lam_critic
-    lam_policy: float | Tensor = float(lam)
+    gamma = as_float(gamma)
+    lam_policy: float | Tensor = as_float(lam)
     if alpha is not None:
         lam_policy = length_adaptive_lam(lengths_of(response_mask), alpha)
-        lam_policy = lam_policy.to(torch.promote_types(values.dtype, torch.float32))
-    return decoupled_gae(token_level_rewards, values, response_mask, as_float(gamma), lam_policy, float(lam_critic))
+    advantages = raw_gae(token_level_rewards, values, response_mask, gamma, lam_policy)
+    targets = raw_gae(token_level_rewards, values, response_mask, gamma, float(lam_critic)) + values
+    return whitened(advantages, response_mask), zero_outside(targets, response_mask)
 
 
 def length_adaptive_lam(lengths: Tensor, alpha: float) -> Tensor:

@@ -14,9 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from verl.algorithms.aggregation import LossNorm, normalised_by
-from verl.algorithms.calls import accepted, name_of, names_parameter
+from verl.algorithms.calls import accepted, check_shapes, name_of, names_parameter
 from verl.algorithms.masked import zero_outside
-from verl.algorithms.policy_losses.kernel import PolicyLoss
 from verl.errors import ConfigError
 from verl.metrics import Metric, as_float, notice
 
@@ -47,13 +46,13 @@ def call_policy_loss(
 
     Returns:
         The loss, and its metrics without the prefix ``actor/``.
+
+    Raises:
+        ValueError: tensors of different shapes.
     """
-    if isinstance(policy_loss, PolicyLoss):
-        return policy_loss(
-            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, norm
-        )
-    # Padding is cleared first, because a user's ``(x * mask).sum()`` would let a NaN through.
     tensors = {"old_log_prob": old_log_prob, "log_prob": log_prob, "advantages": advantages}
+    check_shapes({**tensors, "response_mask": response_mask})
+    # Padding is cleared first, because a user's ``(x * mask).sum()`` would let a NaN through.
     weights = None if rollout_is_weights is None else zero_outside(rollout_is_weights, response_mask)
     inputs = {name: zero_outside(tensor, response_mask) for name, tensor in tensors.items()} | {
         "response_mask": response_mask,
@@ -79,8 +78,7 @@ def call_policy_loss(
 
 def aggregation_of(policy_loss: PolicyLossFn, configured: str) -> str:
     """The mode by which a loss is aggregated: the configured one, unless another belongs to the loss."""
-    forced = policy_loss.forced_agg_mode if isinstance(policy_loss, PolicyLoss) else None
-    return forced or configured
+    return getattr(policy_loss, "forced_agg_mode", None) or configured
 
 
 def _unpack(policy_loss: PolicyLossFn, result: Any) -> tuple[Tensor, Mapping[str, Any]]:

@@ -1,28 +1,25 @@
-"""Direct reward optimization (Richemond et al., arXiv 2405.19107)."""
+"""Direct reward optimization (https://arxiv.org/abs/2405.19107). Shapes: b rows, T response tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from verl.algorithms.policy_losses.kernel import Block, Terms, policy_loss
+from verl.algorithms.policy_losses.base import Tokens, policy_loss
 from verl.errors import ConfigError
 
 
 @policy_loss()
-def dro(block: Block, config: Any) -> Terms:
-    """A policy gradient that a square pulls back to the old policy.
+def dro(tokens: Tokens, config: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """A policy gradient that a square pulls back to the old policy, (b, T).
 
-    With d the log-ratio and beta = policy_loss.dro_beta > 0::
+    With d the log-ratio, A the advantage, beta = policy_loss.dro_beta > 0::
 
         x = -(A log_prob - beta / 2 d^2)
-        dx / dlog_prob = -(A - beta d)
     """
-    beta = dro_beta(config)
-    loss = torch.square(block.log_ratio, out=block.spare()).mul_(beta / 2)
-    loss.addcmul_(block.advantages, block.log_prob, value=-1.0)
-    return Terms(loss, block.log_ratio.mul_(beta).sub_(block.advantages))
+    return dro_beta(config) / 2 * tokens.log_ratio**2 - tokens.advantages * tokens.log_prob, {}
 
 
 def dro_beta(config: Any) -> float:

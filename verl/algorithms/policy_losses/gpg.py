@@ -1,13 +1,16 @@
-"""Group policy gradient (arXiv 2504.02546)."""
+"""Group policy gradient (https://arxiv.org/abs/2504.02546). Shapes: b rows, T response tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from verl.algorithms.policy_losses.kernel import Block, Terms, policy_loss
+from torch import Tensor
+
+from verl.algorithms.policy_losses.base import Tokens, policy_loss
 
 
 @policy_loss()
-def gpg(block: Block, config: Any) -> Terms:
-    """The plain policy gradient: ``x = -A log_prob``, without ratio and clip; ``dx / dlog_prob = -A``."""
-    return Terms(None, block.advantages.neg_())
+def gpg(tokens: Tokens, config: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """The plain policy gradient, (b, T): ``x = -A log_prob`` with A the advantage, without ratio and clip."""
+    return -tokens.advantages * tokens.log_prob, {}

@@ -1,37 +1,32 @@
-"""Group sequence policy optimization (arXiv 2507.18071)."""
+"""Group sequence policy optimization (https://arxiv.org/abs/2507.18071). Shapes: b rows, T response tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from verl.algorithms.policy_losses.base import Tokens, policy_loss
 from verl.algorithms.policy_losses.clip import Clip
-from verl.algorithms.policy_losses.kernel import Block, Terms, policy_loss
 
 LOG_SEQUENCE_RATIO_BOUND = 10.0
 
 
 @policy_loss(forced_agg_mode="seq-mean-token-mean")
-def gspo(block: Block, config: Any) -> Terms:
-    """PPO's clip on the ratio of a whole sequence, normalised by its length.
+def gspo(tokens: Tokens, config: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """PPO's clip on the ratio of a whole sequence, normalised by its length; (b, T) in the paper's token form.
 
-    With n the valid tokens of a row, A the advantage of a token::
+    With A the advantage and d the log-ratio of a token::
 
-        s = exp(mean of log_ratio over the row)
+        s = exp(mean of d over the row)        its gradient through a token is s, that of the row's mean is s / n
         x = max(-A s, -A clip(s, 1 - low, 1 + high)),        aggregated as seq-mean-token-mean
-        dx / dlog_prob = -A s       where the clip does not hold, else 0    (the token form: the mean over a row of
-                                                                             equal advantages has slope -A s / n)
 
     Settings: clip_ratio_low and clip_ratio_high; the paper's are 3e-4 and 4e-4, since a mean moves less than a token.
     """
-    clip, cost = Clip.of(config), block.advantages.neg_()
-    log_sequence = block.log_ratio.sum(dim=-1, keepdim=True) / block.lengths
+    clip, cost = Clip.of(config), -tokens.advantages
+    log_sequence = tokens.row_mean(tokens.log_ratio).detach() + tokens.zero
     ratio = log_sequence.clamp(max=LOG_SEQUENCE_RATIO_BOUND).exp()
-    clipped = torch.mul(cost, ratio.clamp(1 - clip.low, 1 + clip.high), out=block.log_ratio)
-    plain = cost.mul_(ratio)
-    is_plain = torch.ge(plain, clipped, out=block.spare())
-    loss = torch.maximum(plain, clipped, out=clipped)
-    sums = {"pg_clipfrac": plain.numel() - is_plain.sum()}
-    bounded = (log_sequence < LOG_SEQUENCE_RATIO_BOUND).to(plain.dtype)
-    return Terms(loss, plain.mul_(is_plain).mul_(bounded), sums)
+    plain, clipped = cost * ratio, cost * ratio.clamp(1 - clip.low, 1 + clip.high)
+    return torch.maximum(plain, clipped), {"pg_clipfrac": clipped > plain}

@@ -1,16 +1,22 @@
-"""REINFORCE (Williams, 1992) with importance weights from outside."""
+"""REINFORCE (Williams, https://doi.org/10.1007/BF00992696) with importance weights from outside.
+
+Shapes: b rows, T response tokens.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from verl.algorithms.policy_losses.kernel import Block, Terms, policy_loss
+from torch import Tensor
+
+from verl.algorithms.policy_losses.base import Tokens, policy_loss
 
 
 @policy_loss(agg_mode="seq-mean-token-sum")
-def reinforce(block: Block, config: Any) -> Terms:
-    """``x = -A log_prob w`` with constant weights w, no ratio and no clip; ``dx / dlog_prob = -A w``.
+def reinforce(tokens: Tokens, config: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """``x = -A log_prob``, (b, T), times the constant weights that every loss is multiplied by; no ratio and no clip.
 
     Without a configured aggregation it is seq-mean-token-sum, the gradient of the expected return of a response.
     """
-    return Terms(None, block.advantages.neg_())
+    return -tokens.advantages * tokens.log_prob, {}
