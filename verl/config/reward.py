@@ -327,6 +327,13 @@ class RewardConfig(ConfigNode):
         upstream=ABSENT,
         choices=("mask", "raise", "zero"),
     )
+    ground_truth: str = setting(
+        "needed",
+        "needed: a row without reward_model.ground_truth is refused where the reward function names that parameter (an "
+        "empty text is one); none: the dataset has none, and the function gets None",
+        upstream=ABSENT,
+        choices=("needed", "none"),
+    )
     timeout: float = setting(30.0, "seconds until the scoring of one sample is given up", upstream=ABSENT)
     while_sampling: bool = setting(
         False,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.errors import DataError, VerlError
+from verl.rewards import truths
 from verl.rewards.check_data import load_json, read_rows, read_texts
 from verl.rewards.dispatch import check_data_sources, default_compute_score
 from verl.rewards.function import RewardFunction, load_reward_function
@@ -73,7 +74,7 @@ def try_rows(arguments: argparse.Namespace) -> tuple[RewardFunction, list[Trial]
     column = arguments.reward_fn_key
     if function.is_builtin:
         check_data_sources([row[column] for row in rows] if column in rows[0] else None, column)
-    samples = make_samples(rows, column, needs_truth=function.is_builtin)
+    samples = make_samples(rows, column, function)
     given = read_texts(arguments.answers) if arguments.answers else None
     through = tokenizer_pass(arguments.tokenizer) if arguments.tokenizer else lambda text: text
     scorer = Scorer(function, Limits(timeout=arguments.timeout, num_workers=1))
@@ -88,19 +89,14 @@ def try_rows(arguments: argparse.Namespace) -> tuple[RewardFunction, list[Trial]
         scorer.close()
 
 
-def make_samples(rows: Sequence[Mapping[str, Any]], column: str, needs_truth: bool) -> list[RewardSample]:
+def make_samples(rows: Sequence[Mapping[str, Any]], column: str, function: RewardFunction) -> list[RewardSample]:
     """Rows as samples without an answer; a missing ground truth is an error where the scorer needs one."""
     samples = []
     for i, row in enumerate(rows):
         holder = row.get("reward_model")
-        truth = holder.get("ground_truth") if isinstance(holder, Mapping) else None
-        if truth is None and needs_truth:
-            raise DataError(
-                f"row {i} has no ground truth",
-                key="reward_model.ground_truth",
-                got=holder,
-                allowed='a column reward_model with {"ground_truth": ...}',
-            )
+        truth = truths.truth_of(holder)
+        if function.is_builtin and truths.is_missing(truth):
+            raise truths.missing_truth(f"row {i}", holder, function.label, is_builtin=True)
         info = row.get("extra_info")
         samples.append(RewardSample(row.get(column), "", truth, dict(info) if isinstance(info, Mapping) else {}, i))
     return samples

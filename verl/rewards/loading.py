@@ -10,6 +10,7 @@ from typing import Any
 from verl.errors import ConfigError, suggest
 from verl.metrics import notice
 from verl.registry import REWARD_MANAGERS
+from verl.rewards import truths
 from verl.rewards.dispatch import check_data_sources, default_compute_score, runs_programs
 from verl.rewards.function import RewardFunction, find_reward_function, load_reward_function
 from verl.rewards.programs import code_runner
@@ -113,6 +114,8 @@ def load_reward_manager(config: Any, tokenizer: Any, *, served: ServedModel | No
     kwargs.setdefault("num_examine", 0)
     kwargs.setdefault("reward_fn_key", _at(config, "data.reward_fn_key") or "data_source")
     function = get_custom_reward_fn(config, served) or _builtin(config, limits)
+    if not _at(config, "reward.reward_model.enable"):
+        truths.check_setting(function, _at(config, truths.SETTING))
     kwargs.update(config=config, tokenizer=tokenizer, compute_score=function)
     parameters = inspect.signature(cls).parameters
     if served is not None:
@@ -125,11 +128,20 @@ def load_reward_manager(config: Any, tokenizer: Any, *, served: ServedModel | No
     return adopt(cls(**_fitting(cls, parameters, kwargs)), limits)
 
 
-def check_reward_data(config: Any, data_sources: Iterable[Any] | None) -> None:
-    """Raise before a run if its rows name no scorer; a reward model, a function or manager of the user's own need none.
+def check_reward_data(
+    config: Any,
+    data_sources: Iterable[Any] | None,
+    holders: Iterable[Any] = (),
+    describe: Callable[[int], str] = "row {}".format,
+) -> None:
+    """Raise before a run if its rows name no scorer or lack a ground truth that the reward function names.
+
+    A reward model and a manager of the user's own need neither, a function of the user's no scorer.
 
     Args:
         data_sources: the column of ``data.reward_fn_key``; None where the data has no such column.
+        holders: the column ``reward_model``, a None for each row of data without it.
+        describe: where a row stands, for messages.
     """
     manager = _at(config, "reward.reward_manager")
     own_manager = _at(manager, "source") == "importlib" or (
@@ -137,11 +149,16 @@ def check_reward_data(config: Any, data_sources: Iterable[Any] | None) -> None:
     )
     if own_manager or _at(config, "reward.reward_model.enable"):
         return
-    if get_custom_reward_fn(config) is not None:
+    function = get_custom_reward_fn(config) or RewardFunction.of(default_compute_score)
+    truths.check_setting(function, _at(config, truths.SETTING))
+    if not function.is_builtin:
+        if _at(config, truths.SETTING) != "none":
+            truths.check_truths(function, holders, describe)
         return
     sources = None if data_sources is None else list(data_sources)
     nothing = sources is None or all(source is None for source in sources)
     check_data_sources(None if nothing else sources, _at(config, "data.reward_fn_key") or "data_source")
+    truths.check_truths(function, holders, describe)
     if any(map(runs_programs, sources or ())):
         code_runner(**_sandbox(config)).check()
 
@@ -165,6 +182,8 @@ def _limits(config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Limits from the ``reward`` section; those among the manager's own arguments win and are taken out of them."""
     found = {name: _at(config, f"reward.{name}") for name in LIMIT_NAMES}
     found |= {name: kwargs.pop(name) for name in LIMIT_NAMES if name in kwargs}
+    by_model = bool(_at(config, "reward.reward_model.enable"))
+    found["needs_truth"] = _at(config, truths.SETTING) == "needed" and not by_model
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -42,6 +42,8 @@ class Limits:
     without a time limit, for breakpoints."""
     num_workers: int = 8
     """Most processes (never more than cores) or threads."""
+    needs_truth: bool = False
+    """Whether a row without a ground truth is an error where the function names one."""
     max_per_minute: float | None = None
     """Most calls that begin in a minute, evenly spread; None: no limit. For scorers that ask a service."""
 

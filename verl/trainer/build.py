@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,7 +135,17 @@ def check_rewards(config: PPOTrainerConfig, dataset: Any) -> None:
     if isinstance(dataset, RLHFDataset) and loop in ("single_turn_agent", "tool_agent"):
         key = config.data.reward_fn_key
         columns = dataset.dataframe.column_names
-        check_reward_data(config, list(dataset.dataframe[key]) if key in columns else None)
+        sources = list(dataset.dataframe[key]) if key in columns else None
+        holders = one_by_one(dataset.dataframe, "reward_model") if "reward_model" in columns else [None] * len(dataset)
+        makes_own = type(dataset) is not RLHFDataset  # may fill that column when a row is asked for
+        check_reward_data(config, sources, () if makes_own else holders, dataset.describe)
+
+
+def one_by_one(table: Any, column: str, at_once: int = 1000) -> Iterator[Any]:
+    """The cells of a column, of which only a part is in memory at a time: tests of programs are megabytes."""
+    alone = table.select_columns([column])
+    for start in range(0, len(alone), at_once):
+        yield from alone[start : start + at_once][column]
 
 
 def report_validation(config: PPOTrainerConfig, tracking: Tracking | None, seen: Sampled, step: int) -> None:

@@ -21,6 +21,7 @@ from verl.rewards.function import RewardFunction, load_reward_function
 from verl.rewards.programs import code_runner
 from verl.rewards.samples import RewardFailure, RewardResult, RewardSample
 from verl.rewards.scoring import Limits, Scorer
+from verl.rewards.truths import check_truths
 from verl.trainer import evaluation
 from verl.trainer.command import report
 from verl.trainer.evaluation import Answers
@@ -65,6 +66,8 @@ def _scored(config: EvaluationConfig, scorer: Scorer, path: str, key: str) -> tu
     if builtin:
         sources = [sample.data_source for sample in answers.samples]
         check_data_sources(sources, config.data.data_source_key)
+        truths = [{"ground_truth": sample.ground_truth} for sample in answers.samples]
+        check_truths(scorer.function, truths, lambda row: f"{path}, row {answers.samples[row].row}")
         if any(map(runs_programs, sources)):
             given = scorer.function.reward_kwargs
             places = given.get("max_concurrent", 64)

@@ -55,7 +55,8 @@ def make(function, tmp_path):
     children: list[Child] = []
 
     def child(timeout: float = WAIT) -> Child:
-        start = {"origin": function.origin, "name": function.name, "timeout": timeout, "memory_mb": None}
+        start = {"origin": function.origin, "name": function.name, "timeout": timeout}
+        start |= {"memory_mb": None, "cpu_seconds": None}
         children.append(Child({**start, "reward_kwargs": {"folder": str(tmp_path)}}, timeout, []))
         return children[-1]
 

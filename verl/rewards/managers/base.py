@@ -20,6 +20,7 @@ from verl.rewards.managers.abstract import AbstractRewardManager
 from verl.rewards.managers.rows import RM_SCORE, Row, given, known_results, prompt_text, read_rows, tensor
 from verl.rewards.samples import RewardResult, RewardSample
 from verl.rewards.scoring import Isolation, Limits, Scorer
+from verl.rewards.truths import needs_truth, notice_numbers
 
 log = logging.getLogger("verl.rewards")
 
@@ -64,6 +65,8 @@ class RewardManager(AbstractRewardManager):
         """Set time limit, isolation and what a failure does; before the first batch."""
         self.limits = replace(limits, isolation=self.isolation) if limits.isolation == "auto" else limits
         self._scorer = Scorer(self._function, self.limits)
+        needed = self._function.is_builtin or (limits.needs_truth and needs_truth(self._function))
+        self._needed_by = self._function if needed else None
 
     def __call__(self, data: DataProto, return_dict: bool = True) -> torch.Tensor | dict[str, Any]:
         """Score a batch; the tensor alone with ``return_dict=False``.
@@ -75,12 +78,13 @@ class RewardManager(AbstractRewardManager):
             found = given_scores(data)
             return found if return_dict else found["reward_tensor"]
         by_model = self._function.is_builtin and RM_SCORE in data.non_tensor_batch
-        rows = read_rows(data, self.tokenizer, self.reward_fn_key, self._function.is_builtin and not by_model)
+        rows = read_rows(data, self.tokenizer, self.reward_fn_key, None if by_model else self._needed_by)
         samples = [row.sample for row in rows]
         if by_model:
             raw = [result_of(score) for score in data.non_tensor_batch[RM_SCORE]]
         else:
             raw = self._score(samples, known_results(data), self.reward_fn_key in data.non_tensor_batch)
+            notice_numbers(self._function, samples, raw)
         results = [
             result if result.failure else self.adjust(row, result) for row, result in zip(rows, raw, strict=True)
         ]
@@ -120,7 +124,7 @@ class RewardManager(AbstractRewardManager):
 
         Does not block the event loop.
         """
-        (row,) = read_rows(data, self.tokenizer, self.reward_fn_key, self._function.is_builtin)
+        (row,) = read_rows(data, self.tokenizer, self.reward_fn_key, self._needed_by)
         return await self._scorer.score_async(row.sample)
 
     def adjust(self, row: Row, result: RewardResult) -> RewardResult:

@@ -13,8 +13,10 @@ import torch
 from verl.errors import DataError
 from verl.protocol import DataProto
 from verl.rewards import wire
+from verl.rewards.function import RewardFunction
 from verl.rewards.invoke import result_of
 from verl.rewards.samples import RewardResult, RewardSample
+from verl.rewards.truths import is_missing, missing_truth, truth_of
 
 RM_SCORE = "rm_score"
 """Column (B,): what a reward model says of each sample, before a function has its say."""
@@ -44,22 +46,23 @@ class Row:
     length: int
 
 
-def read_rows(data: DataProto, tokenizer: Any, reward_fn_key: str, needs_truth: bool) -> list[Row]:
+def read_rows(data: DataProto, tokenizer: Any, reward_fn_key: str, needed_by: RewardFunction | None) -> list[Row]:
     """All rows of a batch with decoded responses (special tokens skipped).
 
     Args:
         data: tensors ``responses (B, T)`` and ``attention_mask (B, P+T)`` or ``response_mask (B, T)``.
-        needs_truth: whether a row without a ground truth is an error (it is for the built-in scorers).
+        needed_by: the function for which a row without a ground truth is an error; None where it is none. Rows that
+            are scored already need none.
 
     Raises:
-        DataError: a row has no ground truth, or its ``reward_model`` is no dict.
+        DataError: a row has no ground truth.
     """
     responses = tensor(data, "responses").cpu()
     there, sampled = _masks(data, responses)
     last = _last_positions(sampled)
     lengths = there.sum(-1).tolist()
     tokens = iter(responses[there].tolist())  # those of all rows in one go
-    columns = data.non_tensor_batch
+    columns, known = data.non_tensor_batch, known_results(data)
     eos = getattr(tokenizer, "eos_token", None)  # tests and users bring tokenizers that only decode
     rows = []
     for i, length in enumerate(lengths):
@@ -67,7 +70,7 @@ def read_rows(data: DataProto, tokenizer: Any, reward_fn_key: str, needs_truth: 
         sample = RewardSample(
             data_source=_cell(columns, reward_fn_key, i),
             solution_str=text.removesuffix(eos) if isinstance(eos, str) and eos else text,
-            ground_truth=_ground_truth(columns, i, needs_truth),
+            ground_truth=_ground_truth(columns, i, needed_by if known[i] is None else None),
             extra_info=_extra_info(columns, i),
             row=i,
         )
@@ -143,17 +146,11 @@ def _cell(columns: Mapping[str, np.ndarray], name: str, row: int) -> Any:
     return columns[name][row] if name in columns else None
 
 
-def _ground_truth(columns: Mapping[str, np.ndarray], row: int, needed: bool) -> Any:
+def _ground_truth(columns: Mapping[str, np.ndarray], row: int, needed_by: RewardFunction | None) -> Any:
     holder = _cell(columns, "reward_model", row)
-    truth = holder.get("ground_truth") if isinstance(holder, Mapping) else None
-    if truth is None and needed:
-        found = "no such column" if "reward_model" not in columns else holder
-        raise DataError(
-            f"row {row} has no ground truth",
-            key="reward_model.ground_truth",
-            got=found,
-            allowed='a column reward_model with {"ground_truth": ...}',
-        )
+    truth = truth_of(holder)
+    if needed_by is not None and is_missing(truth):
+        raise missing_truth(f"row {row} of the batch", holder, needed_by.label, needed_by.is_builtin)
     return truth
 
 

@@ -44,13 +44,21 @@ class ProcessRunner(Runner):
     Args:
         memory_mb: the address space of a child. A child with a limit is sealed, too: once the function is loaded it can
             start no program, open no connection and write no file.
+        cpu_seconds: processor time of one call, whatever else the machine does; ``timeout`` is the time of a clock.
 
     Raises:
         RewardError: another process could not load the function (a lambda, a method, a closure), or could not be sent
             its ``reward_kwargs``.
     """
 
-    def __init__(self, function: RewardFunction, timeout: float, num_processes: int, memory_mb: int | None = None):
+    def __init__(
+        self,
+        function: RewardFunction,
+        timeout: float,
+        num_processes: int,
+        memory_mb: int | None = None,
+        cpu_seconds: float | None = None,
+    ):
         if function.origin is None:
             raise RewardError(
                 f"{function.label} cannot run in a process of its own: no file or module holds it under its name",
@@ -65,7 +73,7 @@ class ProcessRunner(Runner):
                 allowed="plain values",
             ) from error
         start = {"origin": function.origin, "name": function.name, "reward_kwargs": kwargs, "timeout": timeout}
-        start["memory_mb"] = memory_mb
+        start |= {"memory_mb": memory_mb, "cpu_seconds": cpu_seconds}
         broken: list[RewardFailure] = []
         self._pool = Pool(lambda: Child(start, timeout, broken), num_processes)
         weakref.finalize(self, self._pool.close)
@@ -167,7 +175,11 @@ class Child:
             self._end()
             yield too_slow(timeout, "and was stopped")
         except (OSError, EOFError):  # the pipe broke, or ended
-            yield RewardFailure("died", f"ended its process ({self._end(crashed=True)})")
+            cause = self._end(crashed=True)
+            if process.returncode == -signal.SIGPROF and self._start["cpu_seconds"] is not None:
+                yield too_slow(self._start["cpu_seconds"], "of processor time and was stopped")
+            else:
+                yield RewardFailure("died", f"ended its process ({cause})")
 
     def _receive(self, process: subprocess.Popen[bytes], deadline: float) -> Any:
         """The child's next message.

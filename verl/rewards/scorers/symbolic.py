@@ -17,6 +17,7 @@ from verl.rewards.samples import RewardSample
 from verl.rewards.scorers.expression import UnreadableError, parse
 
 TIMEOUT = 5.0
+CPU_SECONDS = 1.0
 MEMORY_MB = 1024
 PROCESSES = 2
 _lock = threading.Lock()
@@ -25,7 +26,7 @@ _runner: Any = None
 
 @lru_cache(maxsize=8192)  # the answers of a group are often the same
 def equal(first: str, second: str) -> bool:
-    """Whether the two are proved equal, by a process that is given `TIMEOUT` seconds. Safe to call from any thread."""
+    """Whether the two are proved equal, by a process that is given `CPU_SECONDS`. Safe to call from any thread."""
     try:
         if parse(first) == parse(second):
             return True
@@ -43,7 +44,7 @@ def start(timeout: float = TIMEOUT) -> Any:
     from verl.rewards.runners.process import ProcessRunner
     from verl.rewards.scorers.formulas import compute_score  # loads sympy
 
-    return ProcessRunner(RewardFunction.of(compute_score), timeout, PROCESSES, memory_mb=MEMORY_MB)
+    return ProcessRunner(RewardFunction.of(compute_score), timeout, PROCESSES, MEMORY_MB, CPU_SECONDS)
 
 
 def _process() -> Any:

@@ -89,7 +89,8 @@ class RayPPOTrainer:
             train_dataset = build.dataset(self.config, self.tokenizer, self.processor, is_train=True)
         if val_dataset is None:
             val_dataset = build.dataset(self.config, self.tokenizer, self.processor, is_train=False)
-        build.check_rewards(self.config, train_dataset)
+        for rows in (train_dataset, val_dataset):
+            build.check_rewards(self.config, rows)
         loader = stateful_loader(
             train_dataset,
             batch_size=prompts_at_once(data),
