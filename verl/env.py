@@ -8,6 +8,12 @@ from collections.abc import Mapping
 FORWARDED_PREFIXES = ("NCCL_", "HF_", "WANDB_", "TORCH_", "CUDA_", "HIP_", "ROCR_", "OMP_", "VERL_", "VLLM_", "MLFLOW_")
 """Variables of the shell with these prefixes reach every worker process as they are."""
 
+HARMLESS = frozenset(
+    ("HOME", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH", "PYTHONHASHSEED", "PYTHONHOME",
+     "TMPDIR", "TZ", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+)  # fmt: skip
+"""All that a process which reads untrusted text gets of the shell's variables."""
+
 
 def get(name: str, default: str | None = None) -> str | None:
     """The variable's value, or ``default`` where it is unset or empty."""
@@ -43,6 +49,11 @@ def forwarded(environment: Mapping[str, str] | None = None) -> dict[str, str]:
 def expand(path: str) -> str:
     """``~`` and ``$VARIABLES`` in a path, expanded."""
     return os.path.expandvars(os.path.expanduser(path))
+
+
+def harmless() -> dict[str, str]:
+    """What an interpreter needs to start and to compute as ever; no key and no password of the run."""
+    return {name: value for name, value in os.environ.items() if name in HARMLESS}
 
 
 def whole() -> dict[str, str]:

@@ -119,6 +119,43 @@ def test_hostile_answers_run_nothing_and_cost_a_second_together(name, tmp_path):
     assert all("18" in text or "⑱" in text for text in right), [text[:60] for text in right]
 
 
+SAID = "\nif got < 0: raise PermissionError('not permitted')"
+PAST_THE_HOOK = {
+    "a program by the module below subprocess": """if True:
+        import _posixsubprocess, os
+        r, w = os.pipe()
+        _posixsubprocess.fork_exec(
+            [b'touch', b'CANARY'], [b'/usr/bin/touch', b'/bin/touch'], True, (w,), None, None,
+            -1, -1, -1, -1, -1, -1, r, w, False, False, 0, None, None, None, -1, None, True)
+        import time; time.sleep(0.2)
+        assert b'OSError' not in os.read(r, 100), 'not permitted'
+        """,
+    "a fork in C": "import ctypes; got = ctypes.pythonapi.fork(); got == 0 and ctypes.pythonapi._exit(0)" + SAID,
+    "a file in C": "import ctypes; got = ctypes.pythonapi.creat(b'CANARY', 0o600)" + SAID,
+    "a file opened in C": "import ctypes; got = ctypes.pythonapi.open(b'CANARY', 0o101, 0o600)" + SAID,
+    "a command in C": "import ctypes; got = -ctypes.pythonapi.system(b'touch CANARY')" + SAID,
+    "a connection in C": "import ctypes; got = ctypes.pythonapi.socket(2, 1, 0)" + SAID,
+    "a signal in C": "import ctypes, os; got = ctypes.pythonapi.kill(os.getppid(), 0)" + SAID,
+    "a file of the machine": "got = open('/etc/passwd').read()",
+    "the environment of the run": "import os; got = open(f'/proc/{os.getppid()}/environ', 'rb').read()",
+}
+
+
+def test_a_grader_has_no_key_of_the_run_in_its_environment(tmp_path, monkeypatch):
+    from verl.rewards.function import load_reward_function
+    from verl.rewards.runners.process import ProcessRunner
+    from verl.rewards.samples import RewardSample
+
+    monkeypatch.setenv("WANDB_API_KEY", "secret-of-the-run")
+    monkeypatch.setenv("MY_PASSWORD", "secret-of-the-run")
+    file = tmp_path / "grader.py"
+    file.write_text("import os\ndef compute_score(solution_str):\n    return float('secret' in str(os.environ))\n")
+    runner = ProcessRunner(load_reward_function(str(file)), 20.0, 1, memory_mb=1024)
+    (result,) = runner.submit([RewardSample(None, "", "")]).result(60)
+    runner.close()
+    assert result.score == 0.0
+
+
 def test_a_grader_that_is_made_to_run_code_can_neither_start_nor_write_nor_connect(tmp_path):
     from verl.rewards.function import load_reward_function
     from verl.rewards.runners.process import ProcessRunner
@@ -138,6 +175,10 @@ def test_a_grader_that_is_made_to_run_code_can_neither_start_nor_write_nor_conne
     ):
         (result,) = runner.submit([RewardSample(None, text, "")]).result(60)
         assert result.failure is not None and "a grader may not do this" in result.failure.message, text
+    for name, text in PAST_THE_HOOK.items():
+        (result,) = runner.submit([RewardSample(None, text.replace("CANARY", str(canary)), "")]).result(60)
+        assert result.failure is not None, f"{name} came through"
+        assert "not permitted" in result.failure.message or "denied" in result.failure.message, (name, result.failure)
     (result,) = runner.submit([RewardSample(None, "x = bytearray(4 << 30)", "")]).result(60)
     assert result.failure is not None and "MemoryError" in result.failure.message
     runner.close()

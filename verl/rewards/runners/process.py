@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import IO, Any
 
+from verl import env
 from verl.errors import RewardError
 from verl.rewards import wire
 from verl.rewards.function import RewardFunction
@@ -43,7 +44,8 @@ class ProcessRunner(Runner):
 
     Args:
         memory_mb: the address space of a child. A child with a limit is sealed, too: once the function is loaded it can
-            start no program, open no connection and write no file.
+            start no program, open no connection, write no file and read none but libraries, and has no variables of the
+            shell but harmless ones. One without is the user's own code, and has what this process has.
         cpu_seconds: processor time of one call, whatever else the machine does; ``timeout`` is the time of a clock.
 
     Raises:
@@ -145,6 +147,7 @@ class Child:
             [sys.executable, "-c", BOOT, json.dumps([entry or os.getcwd() for entry in sys.path])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env=None if self._start["memory_mb"] is None else env.harmless(),
             start_new_session=True,  # so that whatever the function starts is killed with it
         )
         if self._stopped:

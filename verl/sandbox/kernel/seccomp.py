@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import platform
 import struct
 from dataclasses import dataclass, field
@@ -39,6 +40,11 @@ _SET_FLAGS, _O_ASYNC = 4, 0x2000
 _MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x1, 0x20, 0x40000
 _MADVICE = (0, 1, 2, 3, 4, 8, 9, 10, 11, 14, 15, 16, 17, 18, 19, 22, 23, 102, 103)
 """All but paging out (the pages stay, and no longer count as resident), merging with pages of others, and poison."""
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_FOLDER_CHANGES = (
+    "creat", "link", "linkat", "mkdir", "mkdirat", "rename", "renameat", "renameat2", "rmdir", "symlink", "symlinkat",
+    "unlink", "unlinkat", "truncate", "fallocate",
+)  # fmt: skip
 _NEW_PROCESSES = ("fork", "vfork", "execve", "execveat")
 _SIGNALS = ("kill", "tkill", "tgkill")
 _FILE_CHANGES = ("chmod", "fchmod", "fchmodat", "fchmodat2", "utime", "utimes", "utimensat", "truncate")
@@ -66,10 +72,11 @@ class _Program:
         return b"".join(struct.pack("=HBBI", *one) for one in self.code)
 
 
-@lru_cache(maxsize=1)
-def build(pid: int | None = None) -> bytes:
+@lru_cache(maxsize=2)
+def build(pid: int | None = None, read_only: bool = False) -> bytes:
     """The filter for this machine. With ``pid`` it makes up for missing namespaces: a program cannot start processes,
-    signals only this one, and cannot change modes and times of files.
+    signals only this one, and cannot change modes and times of files. ``read_only``: it opens no file to write, and
+    makes, renames and removes none.
 
     Raises OSError where the numbers of this machine are unknown.
     """
@@ -85,6 +92,8 @@ def build(pid: int | None = None) -> bytes:
     program.add(_JGE, _X32_BIT, 0, 1)
     program.answer(_ERRNO | errno.ENOSYS)
     special = _special_rules(numbers, pid)
+    if read_only:
+        special |= _read_only_rules(numbers)
     for number, rule in special.items():
         program.when(number, rule)
     plain = [number for number in numbers.values() if number not in special]
@@ -94,14 +103,20 @@ def build(pid: int | None = None) -> bytes:
     return program.packed()
 
 
-def install(program: bytes) -> None:
+def install(program: bytes, all_threads: bool = False) -> None:
     """Put the filter on this thread and all it will start. Needs `PR_SET_NO_NEW_PRIVS`; cannot be undone.
 
-    Raises OSError where the kernel has no filters.
+    Args:
+        all_threads: on the other threads of this process, too.
+
+    Raises:
+        OSError: the kernel has no filters, or a thread has one of its own.
     """
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("@HxxxxxxQ", len(program) // 8, ctypes.addressof(code))
-    calls.syscall("seccomp", _SECCOMP[platform.machine()], _SET_MODE_FILTER, 0, ctypes.create_string_buffer(header))
+    number, flags = _SECCOMP[platform.machine()], int(all_threads)
+    if calls.syscall("seccomp", number, _SET_MODE_FILTER, flags, ctypes.create_string_buffer(header)):
+        raise OSError(errno.ESRCH, "seccomp: a thread of this process does not take the filter")
 
 
 def _special_rules(numbers: dict[str, int], pid: int | None) -> dict[int, list[tuple[int, int, int, int]]]:
@@ -147,6 +162,16 @@ def _special_rules(numbers: dict[str, int], pid: int | None) -> dict[int, list[t
         ]
         rules |= {numbers[name]: [deny] for name in (*_NEW_PROCESSES, *_FILE_CHANGES) if name in numbers}
         rules |= {numbers[name]: [first, (_JEQ, 0, 1, pid), allow, deny] for name in _SIGNALS}
+    return rules
+
+
+def _read_only_rules(numbers: dict[str, int]) -> dict[int, list[tuple[int, int, int, int]]]:
+    allow, deny = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERRNO | errno.EPERM)
+    rules = {numbers[name]: [deny] for name in _FOLDER_CHANGES if name in numbers}
+    for name, place in (("open", 1), ("openat", 2)):
+        if name in numbers:
+            flags = (_LOAD, 0, 0, _ARGUMENTS + 8 * place)
+            rules[numbers[name]] = [flags, (_JSET, 1, 0, _WRITING), allow, deny]
     return rules
 
 
