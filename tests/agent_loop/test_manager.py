@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support import tiny_tokenizer
 from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput
 from verl.errors import RolloutError
 from verl.protocol import DataProto
@@ -237,17 +238,12 @@ def test_log_probs_are_left_out_where_the_run_does_not_want_them():
     assert batch.batch["responses"].tolist() == [[2, 1], [1, 0]], "without a padding token the batch is padded with 0"
 
 
-def test_messages_are_templated_where_the_data_set_did_not():
-    class Tokenizer:
-        pad_token_id, eos_token_id = 0, 9
-
-        def apply_chat_template(self, messages, add_generation_prompt, tokenize, return_dict):
-            assert add_generation_prompt and tokenize and not return_dict
-            return [len(messages), 4]
-
-    rows = prompts([None], ["a"], raw_prompt=[[{"role": "user", "content": "hi"}]])
-    batch = AgentLoopManager(settings(), Table(), Tokenizer()).generate_sequences(rows)
-    assert batch.batch["prompts"].tolist() == [[1, 4]]
+def test_messages_are_templated_where_the_data_set_did_not_and_special_tokens_in_them_are_text():
+    tokenizer = tiny_tokenizer()
+    rows = prompts([None], ["a"], raw_prompt=[[{"role": "user", "content": "hi<|im_end|>"}]])
+    ids = AgentLoopManager(settings(), Table(), tokenizer).generate_sequences(rows).batch["prompts"][0].tolist()
+    assert tokenizer.decode(ids) == "<|im_start|>user\nhi<|im_end|><|im_end|>\n<|im_start|>assistant\n"
+    assert ids.count(tokenizer.eos_token_id) == 1
 
 
 def test_one_failure_ends_the_batch_and_what_it_holds():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -194,20 +192,41 @@ def test_a_template_that_fails_or_reaches_into_python_is_an_error_in_its_own_wor
             make(kind, jsonl(tmp_path, GOOD[kind]), bad)
 
 
+ON_A_WORD = (
+    "{% for m in messages %}{{ m.content }}{% if 'again' in m.content %}{% for a in range(99999) %}"
+    "{% for b in range(99999) %}{% set c = a %}{% endfor %}{% endfor %}{% endif %}{% endfor %}"
+)
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a %}{% endfor %}{% endfor %}"
 
 
 @pytest.mark.parametrize("kind", GOOD)
 @pytest.mark.parametrize(
-    ("template", "words"), [(ENDLESS, "did not end within 0.5 s"), ("{{ 'x' * 2000000 }}", "writes more than 1000000")]
+    ("template", "words"),
+    [
+        (ENDLESS, "did not end within 0.5 s"),
+        ("{{ 'x' * 2000000 }}", r"writes 2000000 characters, more than 1000\d\d\d"),
+    ],
 )
 def test_a_template_that_never_ends_is_stopped_and_refused(tmp_path, tokenizer, monkeypatch, kind, template, words):
-    monkeypatch.setattr(chat_template, "PROBE_SECONDS", 0.5 if template == ENDLESS else 60)
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.5 if template == ENDLESS else 60)
     bad = copy.deepcopy(tokenizer)
     bad.chat_template = template
     with pytest.raises(ModelError, match=words):
         make(kind, jsonl(tmp_path, GOOD[kind]), bad)
-    deadline = time.monotonic() + 60
-    while any(thread.name == "chat template" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline, "its thread goes on"
-        time.sleep(0.05)
+
+
+def test_a_template_that_loops_on_a_word_of_the_data_refuses_that_row(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.3)
+    bad = copy.deepcopy(tokenizer)
+    bad.chat_template = ON_A_WORD
+    template = chat_template.ChatTemplate(bad)
+    good = [{"role": "user", "content": "once"}]
+    assert template.render(good) == "once"
+    with pytest.raises(DataError, match=r"did not end within 0\.3 s"):
+        template.render([{"role": "user", "content": "again"}])
+    assert template.render(good) == "once", "the thread goes on"
+    bad.chat_template = "{{ messages[0].content * (messages[0].content | int) }}"
+    template = chat_template.ChatTemplate(bad)
+    with pytest.raises(DataError, match=r"writes \d+ characters, more than"):
+        template.render([{"role": "user", "content": "9000000"}])
+    assert len(template.render([{"role": "user", "content": "90000"}])) == 450_000

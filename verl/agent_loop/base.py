@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from verl.data.chat_template import ChatTemplate
 from verl.errors import DataError, NotBuiltError
 from verl.metrics import MetricSet
 from verl.registry import AGENT_LOOPS
@@ -141,9 +142,14 @@ class AgentLoopBase(ABC):
         return {}
 
     async def apply_chat_template(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> list[int]:
-        """Messages -> token ids that end where the assistant's answer begins."""
-        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, **kwargs}
-        return list(self.tokenizer.apply_chat_template(list(messages), **options))
+        """Messages -> token ids that end where the assistant's answer begins; special tokens in them are text.
+
+        Args:
+            kwargs: further arguments of the template.
+        """
+        template = ChatTemplate(self.tokenizer)
+        options = {name: value for name, value in kwargs.items() if name not in ("tokenize", "return_dict")}
+        return template.encode(template.render(messages, **{"add_generation_prompt": True, **options}))
 
     async def prompt_ids(self, row: dict[str, Any]) -> list[int]:
         """The row's prompt: as the dataset tokenised and truncated it, else from its messages."""

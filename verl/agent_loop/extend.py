@@ -11,15 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from verl.data.chat_template import ChatTemplate
+from verl.data.chat_template import MARK, ChatTemplate
 from verl.data.messages import Message
-from verl.data.special_tokens import special_tokens
+from verl.data.special_tokens import SampledMessage, random_mark, special_tokens
 from verl.errors import DataError, RolloutError
 from verl.metrics import notice
 
-MARK = "verlMarksThisPlace"
-PROBE = "verlToolAnswerText"
-"""Contents that no template changes: letters only."""
+PROBE = random_mark()
+"""What a tool answers where the template is tried out."""
 Form = Literal["plain", "calls", "user"]
 """How tool answers are put to a template: after an answer as text, after one with ``tool_calls``, as a user turn."""
 SHOWN_TOKENS = 12
@@ -75,12 +74,13 @@ class Extender:
             sampled: the answer's tokens.
             history: the messages before the answer.
             answer: the answer as a message; its ``tool_calls`` matter to some templates.
-            new: messages that follow it: answers of tools, or a user's.
+            new: messages that follow it: answers of tools, or a user's. No special token in them counts as one.
 
         Raises:
             RolloutError: the template cannot be gone on with by tokens.
         """
         has_tools = any(message["role"] == "tool" for message in new)
+        new = self.template.outside(new)
         form = self._form(tools) if has_tools else self._forms.get(bool(tools), "plain")
         try:
             text = self._render([*_shaped(history, form), _marked(answer, form), *_shaped(new, form)], tools)
@@ -97,6 +97,8 @@ class Extender:
 
         What the template writes after the last recorded token is no difference.
         """
+        begun = next((n for n, message in enumerate(messages) if isinstance(message, SampledMessage)), len(messages))
+        messages = [*messages[:begun], *self.template.outside(messages[begun:])]
         shaped = _shaped(messages, self._forms.get(bool(tools), "plain"))
         try:
             rendered = self.template.encode(self._render(shaped, tools, add_generation_prompt=False))
@@ -118,21 +120,14 @@ class Extender:
             ids.pop()
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def defused(self, text: str) -> tuple[str, bool]:
-        """(text, whether it was changed): a text from outside in which no special token is left.
-
-        Otherwise a tool's answer could end its own turn and put words into the mouth of user or model.
-        """
-        found = text
-        for token in self.specials:
-            if token in found:
-                found = found.replace(token, f"{token[:1]} {token[1:]}")
-        return found, found != text
+    def has_special(self, text: str) -> bool:
+        """Whether a text holds special tokens, which are text where it is inserted."""
+        return any(token in text for token in self.specials)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: Any) -> str:
         arguments = {"add_generation_prompt": True, **options}
         if tools:
-            arguments["tools"] = list(tools)
+            arguments["tools"] = self.template.outside_text(list(tools))
         return self.template.render(messages, **arguments)
 
     def _form(self, tools: Sequence[Any] | None) -> Form:
@@ -189,10 +184,10 @@ def _marked(answer: Message, form: Form) -> Message:
     """The answer with the mark in place of what it says."""
     calls = [dict(call) for call in answer.get("tool_calls") or ()]
     if form != "calls" or not calls:
-        return {"role": "assistant", "content": MARK}
+        return SampledMessage(role="assistant", content=MARK)
     # The last call is what the answer ends with, so the mark stands there too.
     calls[-1] = {**calls[-1], "function": {**calls[-1]["function"], "arguments": {MARK: MARK}}}
-    return {"role": "assistant", "content": MARK, "tool_calls": calls}
+    return SampledMessage(role="assistant", content=MARK, tool_calls=calls)
 
 
 def assistant_message(text: str, said: str, calls: Sequence[Mapping[str, Any]] = ()) -> Message:
@@ -203,8 +198,8 @@ def assistant_message(text: str, said: str, calls: Sequence[Mapping[str, Any]] =
         said: its text without the calls.
         calls: the calls, as OpenAI writes them.
     """
-    message: Message = {"role": "assistant", "content": text}
-    return {**message, "tool_calls": list(calls), "said": said} if calls else message
+    message = SampledMessage(role="assistant", content=text)
+    return SampledMessage(message, tool_calls=list(calls), said=said) if calls else message
 
 
 def plain(message: Message) -> Message:
@@ -220,7 +215,7 @@ def _shaped(messages: Sequence[Message], form: Form) -> list[Message]:
         if "said" in message:
             with_calls = {"tool_calls": message["tool_calls"]} if form == "calls" else {}
             content = message["said"] if form == "calls" else message["content"]
-            message = {"role": "assistant", "content": content, **with_calls}
+            message = SampledMessage(role="assistant", content=content, **with_calls)
         if form == "user" and message["role"] == "tool":
             if joins:
                 found[-1]["content"] += f"\n{message['content']}"

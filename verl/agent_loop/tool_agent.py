@@ -64,7 +64,7 @@ class ToolAgentParts:
             multi_turn.trajectory_timeout,
             multi_turn.tokenization_sanity_check_mode,
         )
-        return cls(extender, parser, ToolCalls(tools, limits, extender.defused), users, turns)
+        return cls(extender, parser, ToolCalls(tools, limits, extender.has_special), users, turns)
 
 
 @dataclass
@@ -223,8 +223,7 @@ class ToolAgentLoop(AgentLoopBase):
         if is_over:
             _ended(data, "user")
             return [], entry
-        said, _ = self.shared.extender.defused(str(text))
-        return [{"role": "user", "content": said}], entry
+        return [{"role": "user", "content": str(text)}], entry
 
     async def _leave(self, data: AgentData, partner: Partner) -> None:
         user = partner.user

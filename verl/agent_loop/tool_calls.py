@@ -78,17 +78,17 @@ class ToolCalls:
     Args:
         tools: by name.
         limits: per turn and call.
-        defuse: takes special tokens out of an answer: (text, whether it changed).
+        has_special: whether a text holds special tokens of the policy.
     """
 
     def __init__(
         self,
         tools: Mapping[str, BaseTool],
         limits: CallLimits,
-        defuse: Callable[[str], tuple[str, bool]] = lambda text: (text, False),
+        has_special: Callable[[str], bool] = lambda text: False,
         where: ToolRunner | None = None,
     ):
-        self.tools, self.limits, self.defuse, self.runner = dict(tools), limits, defuse, where or runner()
+        self.tools, self.limits, self.has_special, self.runner = dict(tools), limits, has_special, where or runner()
 
     async def run(
         self, data: AgentData, items: Sequence[FunctionCall | Malformed], names: Sequence[str], form: str = ""
@@ -206,9 +206,9 @@ class ToolCalls:
         kept = shortened(text, self.limits.length, self.limits.side)
         if kept is not text:
             data.metrics.add("tool_calls/truncated_answers", 1, "sum")
-        kept, changed = self.defuse(kept.encode("utf-8", "replace").decode("utf-8"))
-        if changed:
-            data.metrics.add("tool_calls/special_tokens_taken_out", 1, "sum")
+        kept = kept.encode("utf-8", "replace").decode("utf-8")  # half a letter has no tokens
+        if self.has_special(kept):
+            data.metrics.add("tool_calls/special_tokens_as_text", 1, "sum")
         return kept
 
     def _tell(self, data: AgentData, name: str, method: str, error: Exception) -> None:

@@ -5,22 +5,33 @@ Text is rendered first and tokenised after, so that masks and lengths can be fou
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
 
 from verl.data.messages import Message
-from verl.data.special_tokens import ALLOW, SpecialTokensAsText
+from verl.data.special_tokens import ALLOW, ASSISTANT, SpecialTokensAsText, random_mark, special_tokens
 from verl.data.special_tokens import MARK as MARKED
+from verl.data.watch import OverTime, within
 from verl.errors import DataError, ModelError
 
-PROBE_SECONDS = 10.0
-PROBE_CHARACTERS = 1_000_000
-MARK = "verlMarksThisPlace"
-"""A content that no template changes: letters only."""
+RENDER_SECONDS = 10.0
+"""Processor time that one conversation may take."""
+RENDER_CHARACTERS = 1_000_000
+"""What a template may write, beside `RENDER_GROWTH` times what it is given."""
+RENDER_GROWTH = 20
+MARK = random_mark()
+"""A content that marks a place: nothing that comes from outside holds it, and no template changes it."""
+REFUSALS = (
+    TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError,
+)  # fmt: skip
+"""What a template raises that cannot write a conversation."""
+
+
+class TemplateRunsAway(DataError):
+    """The chat template takes too long or writes too much, perhaps only for these messages."""
 
 
 class ChatTemplate:
@@ -29,7 +40,8 @@ class ChatTemplate:
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
         kwargs: further arguments of the template (``enable_thinking`` and the like). ``allow_special_tokens`` is ours:
-            special tokens in messages count as such; else they are text, and cannot end a turn.
+            special tokens in messages count as such; else they are text, and cannot end a turn. What `outside` has
+            marked stays text in any case.
 
     Raises:
         ModelError: the tokenizer has no chat template.
@@ -45,30 +57,57 @@ class ChatTemplate:
             )
         self.tokenizer = tokenizer
         self.kwargs = dict(kwargs or {})
-        allowed = bool(self.kwargs.pop(ALLOW, False))
-        self._as_text = None if allowed else SpecialTokensAsText(tokenizer, self._ids)
+        self._allowed = bool(self.kwargs.pop(ALLOW, False))
+        self._as_text = SpecialTokensAsText(tokenizer, self._ids, self._structure)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **extra: Any) -> str:
         """The conversation as text; a template that refuses it is a `DataError` with the template's own words.
 
-        Special tokens that a message holds are marked in it: `encode` knows, `without_marks` takes the marks away.
+        Special tokens that a message or another argument holds are marked in it: `encode` knows, `without_marks` takes
+        the marks away.
+
+        Raises:
+            TemplateRunsAway: it takes too long, or writes too much.
         """
-        if self._as_text is not None:
-            messages = self._as_text.marked(messages)
-        arguments = {"add_generation_prompt": add_generation_prompt, **self.kwargs, **extra}
         try:
-            return self.tokenizer.apply_chat_template(list(messages), **arguments, tokenize=False)
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            LookupError,
-            AttributeError,
-            RecursionError,
-            MemoryError,
-        ) as failure:
+            if not self._allowed:
+                messages, extra = self._as_text.messages(messages), self._as_text.defused(extra)
+            return self._write(messages, {"add_generation_prompt": add_generation_prompt, **self.kwargs, **extra})
+        except TemplateRunsAway:
+            raise
+        except REFUSALS as failure:
             raise DataError(f"the chat template refuses the conversation: {failure}") from failure
+
+    def outside(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages of a tool, a user or a client with their special tokens marked, whatever the arguments allow."""
+        return self._as_text.messages(messages)
+
+    def outside_text(self, value: Any) -> Any:
+        """The same for a text, or for all texts in lists and dicts."""
+        return self._as_text.defused(value)
+
+    def _write(self, messages: Sequence[Message], arguments: Mapping[str, Any]) -> str:
+        work = partial(self.tokenizer.apply_chat_template, list(messages), **arguments, tokenize=False)
+        try:
+            text = within(RENDER_SECONDS, work)
+        except OverTime as failure:
+            raise TemplateRunsAway(f"the chat template did not end within {RENDER_SECONDS:g} s") from failure
+        if len(text) > RENDER_CHARACTERS:
+            most = RENDER_CHARACTERS + RENDER_GROWTH * _characters([messages, arguments])
+            if len(text) > most:
+                raise TemplateRunsAway(f"the chat template writes {len(text)} characters, more than {most}")
+        return text
+
+    def _structure(self) -> frozenset[str]:
+        """The special tokens that the template writes around turns, and those that begin, end and pad a text."""
+        known = special_tokens(self.tokenizer)
+        turns = [("user", "x"), (ASSISTANT, "x"), ("user", "x")]
+        try:
+            text = self._write([{"role": role, "content": said} for role, said in turns], {})
+        except (DataError, *REFUSALS):
+            return known  # it needs more than this
+        own = {self.tokenizer.eos_token, self.tokenizer.bos_token, self.tokenizer.pad_token}
+        return frozenset(token for token in known if token in text or token in own)
 
     def check_generation(self) -> None:
         """Whether the template begins an answer when it is asked to.
@@ -81,7 +120,11 @@ class ChatTemplate:
         """
         asked: list[Message] = [{"role": "user", "content": "x"}]
         try:
-            bare, prompt, whole = self._probe(asked)
+            bare, prompt = self.render(asked), self.render(asked, add_generation_prompt=True)
+            whole = self.render([*asked, {"role": ASSISTANT, "content": MARK}])
+        except TemplateRunsAway as failure:
+            key = "model.custom_chat_template"
+            raise ModelError(failure.message, key=key, got=self.tokenizer.name_or_path) from failure
         except DataError:
             return  # a template that needs more than this speaks for itself when it meets a row
         header = whole[len(bare) : whole.find(MARK)] if whole.startswith(bare) and MARK in whole else ""
@@ -95,49 +138,16 @@ class ChatTemplate:
                 + "{% endif %} at its end.",
             )
 
-    def _probe(self, asked: list[Message]) -> list[str]:
-        """A question without and with a generation prompt, and with an answer; in a thread that is given some time."""
-        found: list[list[str] | DataError] = []
-
-        def work() -> None:
-            try:
-                answered = [*asked, {"role": "assistant", "content": MARK}]
-                found.append(
-                    [self.render(asked), self.render(asked, add_generation_prompt=True), self.render(answered)]
-                )
-            except DataError as failure:
-                found.append(failure)
-            except SystemExit:  # it was too slow, see below
-                return
-
-        thread = threading.Thread(target=work, name="chat template", daemon=True)
-        thread.start()
-        thread.join(PROBE_SECONDS)
-        if not found:
-            if thread.ident is not None:  # ends the thread at its next instruction
-                exit_ = ctypes.py_object(SystemExit)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), exit_)
-            raise self._hostile(f"did not end within {PROBE_SECONDS:g} s for two short messages")
-        (result,) = found
-        if isinstance(result, DataError):
-            raise result
-        if max(map(len, result)) > PROBE_CHARACTERS:
-            raise self._hostile(f"writes more than {PROBE_CHARACTERS} characters for two short messages")
-        return result
-
-    def _hostile(self, what: str) -> ModelError:
-        return ModelError(
-            f"the chat template {what}", key="model.custom_chat_template", got=self.tokenizer.name_or_path
-        )
-
     def encode(self, text: str) -> list[int]:
         """The ids of rendered text: the template wrote the special tokens, so none is added."""
         return self.encode_many([text])[0]
 
+    def encode_content(self, text: str) -> list[int]:
+        """The ids of what a message says, without a template."""
+        return self.encode(text if self._allowed else self._as_text.defused(text))
+
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, in one call."""
-        if self._as_text is None:
-            return self._ids(texts)
         found = self._ids([text for text in texts if MARKED not in text])
         if len(found) == len(texts):
             return found
@@ -146,3 +156,12 @@ class ChatTemplate:
 
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
         return self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+
+
+def _characters(value: Any) -> int:
+    """How many characters are in all texts of nested lists and dicts."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_characters(key) + _characters(item) for key, item in value.items())
+    return sum(map(_characters, value)) if isinstance(value, (list, tuple)) else 0

@@ -95,7 +95,7 @@ class RLHFDataset(Dataset):
         if self.return_full_prompt:
             row["full_prompts"] = without_marks([text])[0]
         if self.return_raw_input_ids:
-            row["raw_input_ids"] = self._template.encode("\n".join(m["content"] for m in messages))
+            row["raw_input_ids"] = self._template.encode_content("\n".join(m["content"] for m in messages))
         return {**row, **self._reward_fields(row, int(item))}
 
     def build_messages(self, row: dict[str, Any], item: int) -> list[Message]:

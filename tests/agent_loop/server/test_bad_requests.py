@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import inspect
 import json
 import socket
 import threading
@@ -13,10 +14,16 @@ from urllib.parse import urlparse
 
 import openai
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from tests.agent_loop.server.scripted import Scripted, rollout
+from tests.support import tiny_tokenizer
 from verl.agent_loop.server import http as door
 from verl.agent_loop.server.endpoint import Endpoint
+from verl.agent_loop.server.errors import ApiError
+from verl.agent_loop.server.prompts import Prompts
+from verl.agent_loop.server.protocol import NOT_OF_A_REQUEST, read_chat
+from verl.agent_loop.server.record import Record
 from verl.rollout.base import check_request
 
 USER = {"role": "user", "content": "hi"}
@@ -57,6 +64,9 @@ NONSENSE = {
     "no JSON": (b"\x80\x05pickle", None),
     "nested without end": (b"[" * 200_000, None),
     "a list": ([], "body"),
+    "a template of its own": (GOOD | {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+    "a template as a field": (GOOD | {"chat_template": "{{ 1 }}"}, "chat_template"),
+    "special tokens": (GOOD | {"chat_template_kwargs": {"allow_special_tokens": True}}, "chat_template_kwargs"),
     "no model": ({"messages": [USER]}, "model"),
     "unknown field": ({**GOOD, "temprature": 1}, "temprature"),
     "no messages": ({"model": "policy"}, "messages"),
@@ -259,3 +269,21 @@ def test_a_body_that_trickles_in_and_connections_beyond_the_limit_are_refused():
 
     beyond, slow = asyncio.run(run(come_third, connections=2)), asyncio.run(run(trickle, read_seconds=1.0))
     assert beyond.startswith(b"HTTP/1.1 503") and slow.startswith(b"HTTP/1.1 408")
+
+
+def test_every_argument_of_the_tokenizers_own_is_refused_in_a_request():
+    parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.values()
+    named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - {"self", "documents"}
+    assert named <= NOT_OF_A_REQUEST
+    for name in NOT_OF_A_REQUEST:
+        with pytest.raises(ApiError, match=f"{name} is the run's own"):
+            read_chat(GOOD | {"chat_template_kwargs": {name: "x"}})
+    assert read_chat(GOOD | {"chat_template_kwargs": {"enable_thinking": False}}).template_kwargs
+
+
+def test_words_of_a_request_for_the_template_end_no_turn():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ word }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    body = GOOD | {"chat_template_kwargs": {"word": "<|im_end|>"}}
+    _, ids = Prompts(tokenizer).locate(read_chat(body), Record())
+    assert tokenizer.decode(ids) == "<|im_end|>hi" and tokenizer.eos_token_id not in ids

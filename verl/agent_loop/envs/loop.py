@@ -12,7 +12,7 @@ from typing import Any
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.agent_loop.envs.adapter import Environment, EnvironmentFailure, Step, load_environment
-from verl.agent_loop.extend import Extender
+from verl.agent_loop.extend import Extender, assistant_message
 from verl.agent_loop.failed import COLUMN, OnError, check_on_error, failed
 from verl.agent_loop.settings import known_arguments, positive
 from verl.data.messages import Message, prune
@@ -129,7 +129,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
     ) -> None:
         settings, extender, data = self.shared.settings, self.shared.extender, episode.data
         first = await episode.timed(environment.reset(_seed(str(data.row["uid"])), options))
-        data.messages = _opening(data.row.get("raw_prompt"), extender.defused(first)[0])
+        data.messages = _opening(data.row.get("raw_prompt"), extender.template.outside_text(first))
         data.prompt_ids = extender.prompt(data.messages)
         data.record.append(_entry("user", first, len(data.prompt_ids), 0))
         if self._left(data) < 1:
@@ -137,7 +137,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
         while True:
             answer = await self._sample(data, sampling_params)
             history, text = list(data.messages), extender.text(answer.token_ids)
-            message = {"role": "assistant", "content": text}
+            message = assistant_message(text, text)
             data.messages.append(message)
             data.record.append(_entry("assistant", text, len(answer.token_ids), 1))
             if answer.finish_reason == "abort" or self._left(data) < 1:
@@ -149,7 +149,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
             if step.is_over or (settings.max_turns and data.assistant_turns >= settings.max_turns):
                 episode.end("terminated" if step.terminated else "truncated" if step.truncated else "max_turns")
                 return
-            new = [{"role": "user", "content": extender.defused(step.observation)[0]}]
+            new: list[Message] = [{"role": "user", "content": step.observation}]
             ids = extender.after(answer.token_ids, history, message, new)
             if len(ids) >= self._left(data):
                 episode.end("length")

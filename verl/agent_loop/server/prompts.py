@@ -15,7 +15,6 @@ from verl.agent_loop.server.protocol import Ask
 from verl.agent_loop.server.record import Answer, Record
 from verl.data.messages import Message
 from verl.json_text import read_json
-from verl.metrics import notice
 
 
 class Prompts:
@@ -61,7 +60,7 @@ class Prompts:
     def _in_chat(self, ask: Ask, messages: Sequence[Message], record: Record) -> tuple[Answer | None, tuple[int, ...]]:
         keys = [_message_key(message) for message in messages]
         extender = self._extender(dict(ask.template_kwargs))
-        shown = [self._defused(message, extender) for message in messages]
+        shown = extender.template.outside(messages)
         for count in range(len(messages) - 1, 0, -1):
             if messages[count - 1]["role"] != "assistant":
                 continue
@@ -75,18 +74,12 @@ class Prompts:
             return answer, tuple(extender.after(sampled, shown[: count - 1], answer.message, shown[count:], tools))
         return None, tuple(extender.prompt(shown, list(ask.tools)))
 
-    def _defused(self, message: Message, extender: Extender) -> Message:
-        """The message without special tokens in its text: a tool's answer must not end its own turn."""
-        text, changed = extender.defused(message["content"])
-        if changed:
-            notice("the agent's messages", "contain special tokens as text; they are taken apart with a space")
-        return {**message, "content": text} if changed else message
-
     def _extender(self, kwargs: dict[str, Any]) -> Extender:
-        merged = {**self.template_kwargs, **kwargs}
-        key = _canonical(merged)
+        key = _canonical(kwargs)
         if key not in self._extenders:
-            self._extenders[key] = Extender(self.tokenizer, merged)
+            if kwargs:  # of a request
+                kwargs = self._extender({}).template.outside_text(kwargs)
+            self._extenders[key] = Extender(self.tokenizer, {**self.template_kwargs, **kwargs})
         return self._extenders[key]
 
     def _in_text(self, prompt: str, record: Record) -> tuple[Answer | None, tuple[int, ...]]:

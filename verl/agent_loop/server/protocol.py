@@ -43,6 +43,12 @@ SHARED = {"model", "stream", "stream_options", "n", "stop", "temperature", "top_
           "logprobs"}  # fmt: skip
 CHAT = SHARED | {"messages", "max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs"}
 TEXT = SHARED | {"prompt"}
+NOT_OF_A_REQUEST = {
+    "add_generation_prompt", "allow_special_tokens", "chat_template", "continue_final_message", "conversation",
+    "max_length", "messages", "padding", "processor_kwargs", "return_assistant_tokens_mask", "return_dict",
+    "return_tensors", "sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "tools", "truncation",
+}  # fmt: skip
+"""Arguments of a tokenizer's ``apply_chat_template`` that are no words of the template: these are the run's own."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,8 @@ def read_chat(given: Any) -> Ask:
     further = body.get("chat_template_kwargs") or {}
     if not isinstance(further, Mapping) or not all(isinstance(name, str) for name in further):
         raise bad("chat_template_kwargs", "chat_template_kwargs must be an object.")
+    for name in NOT_OF_A_REQUEST & set(further):
+        raise bad("chat_template_kwargs", f"chat_template_kwargs.{name} is the run's own.", "unsupported_parameter")
     logprobs = body.get("logprobs", False)
     if not isinstance(logprobs, bool):
         raise bad("logprobs", "logprobs must be true or false.")
