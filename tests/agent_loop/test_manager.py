@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,10 +11,13 @@ import pytest
 import torch
 
 from tests.support import tiny_tokenizer
-from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput
-from verl.errors import RolloutError
+from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput, register
+from verl.agent_loop.failed import RunStops
+from verl.errors import ConfigError, DataError, RolloutError
+from verl.metrics import notices, reset_notices
 from verl.protocol import DataProto
 from verl.rollout.base import Completion, Request
+from verl.rollout.lost import EngineLostError
 
 
 class Table:
@@ -97,6 +101,7 @@ def test_validation_samples_with_its_own_settings():
     assert (val.temperature, val.top_p, val.do_sample, val.max_tokens) == (0.0, 1.0, False, 8)
 
 
+@register("two turns")
 class TwoTurns(AgentLoopBase):
     """Samples, inserts token 6, samples again."""
 
@@ -110,9 +115,9 @@ class TwoTurns(AgentLoopBase):
         )
 
 
-def test_a_row_picks_its_loop_by_dotted_path_and_later_turns_have_keys_of_their_own():
+def test_a_row_picks_its_loop_by_name_and_later_turns_have_keys_of_their_own():
     sampler = Table()
-    rows = prompts([[2], [2]], ["a", "b"], agent_name=[f"{__name__}:TwoTurns", None])
+    rows = prompts([[2], [2]], ["a", "b"], agent_name=["two turns", None])
     batch = manager(sampler).generate_sequences(rows)
     assert batch.batch["responses"].tolist() == [[2, 1, 6, 1], [2, 1, 0, 0]]
     assert batch.batch["response_mask"].tolist() == [[1, 1, 0, 1], [1, 1, 0, 0]]
@@ -121,16 +126,64 @@ def test_a_row_picks_its_loop_by_dotted_path_and_later_turns_have_keys_of_their_
     assert {r.uid for r in sampler.requests} == {"a", "a/1", "b"}
 
 
+@register("failing")
 class Failing(AgentLoopBase):
     async def run(self, sampling_params, **row):
-        raise ZeroDivisionError("a bug of mine")
+        raise row.get("fault") or ZeroDivisionError("a bug of mine")
 
 
-def test_a_loop_that_raises_is_named_with_its_row_and_cause():
-    rows = prompts([[2], [2]], ["a", "b"], agent_name=[None, f"{__name__}:Failing"])
-    with pytest.raises(RolloutError, match=r"Failing.*row 1.*uid b.*a bug of mine") as caught:
-        manager(Table()).generate_sequences(rows)
+FAULTS = [
+    ZeroDivisionError("x"),
+    RecursionError("deep"),
+    DataError("a bad row"),
+    RolloutError("refused"),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
+def test_a_loop_that_raises_costs_its_own_row_which_is_masked_counted_and_shown(fault):
+    reset_notices()
+    rows = prompts([[2], [3], [1]], ["a", "b", "c"], agent_name=[None, "failing", None], fault=[None, fault, None])
+    batch = manager(Table()).generate_sequences(rows)
+    assert batch.batch["responses"].tolist() == [[2, 1], [0, 0], [1, 0]]
+    assert batch.batch["prompts"].tolist() == [[2], [3], [1]]
+    assert batch.batch["response_mask"].sum(-1).tolist() == [2, 0, 1]
+    assert batch.non_tensor_batch["finish_reason"].tolist() == ["stop", "abort", "stop"]
+    assert batch.meta_info["metrics"]["rollout/agent/failed"].value == 1
+    assert "row 1 of the batch, uid b" in batch.non_tensor_batch["agent_error"][1]
+    (told,) = (text for who, text in notices().items() if "failing" in who)
+    assert "row 1 of the batch, uid b" in told and str(fault) in told
+
+
+def test_the_line_of_a_users_loop_is_shown_and_if_every_row_fails_the_run_stops_with_its_exception():
+    reset_notices()
+    with pytest.raises(RolloutError, match=r"all 2 rollouts.*row 0.*a bug of mine \(.*test_manager.py, line") as caught:
+        manager(Table()).generate_sequences(prompts([[2], [2]], ["a", "b"], agent_name=["failing"] * 2))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("fault", [EngineLostError("gone"), ConfigError("a wrong setting"), RunStops("stop")])
+def test_what_every_row_would_have_stops_the_run(fault):
+    rows = prompts([[2], [2]], ["a", "b"], agent_name=[None, "failing"], fault=[None, fault])
+    with pytest.raises(RolloutError, match=r"failing.*row 1.*uid b") as caught:
+        manager(Table()).generate_sequences(rows)
+    assert caught.value.__cause__ is fault
+
+
+@pytest.mark.parametrize("name", ["os:system", "tests.agent_loop.planted:Loop", "tests.agent_loop.planted.Loop", "a.b"])
+def test_a_rows_agent_name_imports_nothing(name):
+    with pytest.raises(ConfigError, match=r"agent_name: unknown agent loop.*A row imports no code"):
+        manager(Table()).generate_sequences(prompts([[2]], ["a"], agent_name=[name]))
+    assert "tests.agent_loop.planted" not in sys.modules
+
+
+def test_the_configured_default_may_be_a_dotted_path_and_a_row_may_repeat_it():
+    path = f"{__name__}:TwoTurns"
+    agent = SimpleNamespace(default_agent_loop=path, agent_loop_config_path=None)
+    loops = AgentLoopManager(settings(agent=agent), Table(), SimpleNamespace(pad_token_id=0, eos_token_id=9))
+    batch = loops.generate_sequences(prompts([[2], [2]], ["a", "b"], agent_name=[path, None]))
+    assert batch.non_tensor_batch["turns"].tolist() == [2, 2]
 
 
 def test_a_trajectory_is_scored_as_soon_as_it_ends():
@@ -162,6 +215,7 @@ def test_an_unknown_sampling_parameter_is_refused_with_the_nearest_name():
         asyncio.run(client_loop.run({}))
 
 
+@register("overlong")
 class Overlong(AgentLoopBase):
     """More tokens than the budget of 8, the last ones from a tool."""
 
@@ -172,21 +226,22 @@ class Overlong(AgentLoopBase):
 
 
 def test_a_response_beyond_the_budget_is_cut_and_says_so():
-    batch = manager(Table()).generate_sequences(prompts([[3]], ["a"], agent_name=[f"{__name__}:Overlong"]))
+    batch = manager(Table()).generate_sequences(prompts([[3]], ["a"], agent_name=["overlong"]))
     assert batch.batch["responses"].tolist() == [list(range(10, 18))]
     assert batch.batch["rollout_log_probs"].shape == (1, 8)
     assert batch.non_tensor_batch["finish_reason"].tolist() == ["length"]
     assert batch.meta_info["metrics"]["timing_s/agent_loop/tool_calls/max"].value == 0.5
 
 
+@register("uneven")
 class Uneven(AgentLoopBase):
     async def run(self, sampling_params, **row):
         return AgentLoopOutput([1], [1, 2], [1], num_turns=2)
 
 
 def test_columns_of_different_lengths_are_an_error():
-    with pytest.raises(RolloutError, match=r"Uneven.*row 0.*response_mask.*Got 1.*Allowed: 2"):
-        manager(Table()).generate_sequences(prompts([[3]], ["a"], agent_name=[f"{__name__}:Uneven"]))
+    with pytest.raises(RolloutError, match=r"row 0.*response_mask.*Got 1.*Allowed: 2"):
+        manager(Table()).generate_sequences(prompts([[3]], ["a"], agent_name=["uneven"]))
 
 
 def test_the_tokenizers_end_token_and_the_runs_seed_reach_every_request():
@@ -224,7 +279,7 @@ def test_scores_lie_on_the_last_sampled_token():
     async def score(row, output):
         return {"a": 2.0, "b": -1.0}[row["uid"]]
 
-    rows = prompts([[3], [2]], ["a", "b"], agent_name=[None, f"{__name__}:Overlong"])
+    rows = prompts([[3], [2]], ["a", "b"], agent_name=[None, "overlong"])
     scores = manager(Table(), score=score).generate_sequences(rows).batch["rm_scores"]
     assert scores.tolist() == [[0, 0, 2, 0, 0, 0, 0, 0], [0] * 7 + [-1]]
 
@@ -258,7 +313,9 @@ def test_one_failure_ends_the_batch_and_what_it_holds():
                 raise
 
     sampler = Slow()
-    rows = prompts([[2], [2], [2]], ["a", "b", "c"], agent_name=[None, f"{__name__}:Failing", None])
+    rows = prompts(
+        [[2], [2], [2]], ["a", "b", "c"], agent_name=[None, "failing", None], fault=[None, RunStops("x"), None]
+    )
     with pytest.raises(RolloutError, match="row 1"):
         manager(sampler).generate_sequences(rows)
     assert sampler.cancelled == 2

@@ -20,9 +20,12 @@ from tests.agent_loop.scripted import (
     tool_file,
     user_file,
 )
+from tests.agent_loop.test_parser_limits import CALLS
 from tests.support import tiny_tokenizer
 from verl.agent_loop import AgentLoopBase, AgentLoopOutput
+from verl.agent_loop.parsers import FunctionCall, ToolParser
 from verl.errors import ConfigError, DataError, RolloutError
+from verl.metrics import notices, reset_notices
 from verl.registry import AGENT_LOOPS
 
 ASK = [{"role": "user", "content": "hi"}]
@@ -227,7 +230,7 @@ def test_the_total_length_ends_a_conversation_too(tokenizer, tmp_path):
     assert batch.batch["input_ids"].shape[1] <= 256 and count(batch, "agent_loop/ended/length") == 1
 
 
-def test_a_trajectory_over_its_time_is_masked_and_the_others_are_kept(tokenizer, tmp_path):
+def test_a_trajectory_over_its_time_is_scored_as_it_is_and_the_others_are_kept(tokenizer, tmp_path):
     waiting = schema("wait", seconds={"type": "number"})
     settings = {
         "multi_turn__tool_config_path": tool_file(tmp_path, ("Waiting", waiting)),
@@ -240,7 +243,8 @@ def test_a_trajectory_over_its_time_is_masked_and_the_others_are_kept(tokenizer,
     script = Script(answers(0.01), of={"u0": answers(60)})
     loops = manager(rollout(multi_turn__enable=True, **settings), script, tokenizer)
     batch = loops.generate_sequences(rows(ASK, ASK))
-    assert batch.non_tensor_batch["finish_reason"].tolist() == ["abort", "stop"]
+    reasons = batch.non_tensor_batch["finish_reason"].tolist()
+    assert reasons == ["length", "stop"], "a call that is slow on purpose does not get its row out of the loss"
     assert count(batch, "agent_loop/ended/time_limit") == 1
     assert batch.batch["response_mask"][0].sum() > 0, "what was sampled until then is there"
 
@@ -405,3 +409,69 @@ def turn_lengths(mask: list[bool]) -> list[int]:
 
     runs = [(value, len(list(same))) for value, same in groupby(mask)]
     return [length for value, length in runs[: len(runs) - (not runs[-1][0])]]
+
+
+def test_a_conversation_over_its_time_before_its_first_answer_is_masked(tokenizer, tmp_path):
+    script = Script([ids(tokenizer, "ok<|im_end|>")], delay=30)
+    settings = {"multi_turn__tool_config_path": tool_file(tmp_path, ("Echo", ECHO))}
+    loops = manager(
+        rollout(multi_turn__enable=True, multi_turn__trajectory_timeout=0.05, **settings), script, tokenizer
+    )
+    assert loops.generate_sequences(rows(ASK)).non_tensor_batch["finish_reason"].tolist() == ["abort"]
+
+
+class Fragile(ToolParser):
+    async def extract_tool_calls(self, responses_ids, tools=None):
+        text = self.text(responses_ids)
+        if "boom" in text:
+            raise RecursionError("too deep for me")
+        return "", [FunctionCall("{not json", "echo")] if "call" in text else []
+
+
+def test_a_parser_that_fails_is_a_wrong_turn_and_no_way_out_of_the_loss(tokenizer, tmp_path):
+    reset_notices()
+    settings = {
+        "multi_turn__tool_config_path": tool_file(tmp_path, ("Echo", ECHO)),
+        "multi_turn__format": f"{__name__}.Fragile",
+    }
+    batch, _, text = play(tokenizer, ["boom<|im_end|>", "call<|im_end|>", "ok<|im_end|>"], settings)
+    assert "Error: the tool call could not be read: it is in no form that is known" in text
+    assert "Error: the arguments are not valid JSON" in text and text.endswith("ok<|im_end|>")
+    assert (
+        batch.non_tensor_batch["finish_reason"].tolist() == ["stop"] and count(batch, "tool_calls/parser_failed") == 1
+    )
+    assert "RecursionError: too deep for me" in notices()["the tool-call parser Fragile"]
+
+
+DEEP = "[" * 700 + "1" + "]" * 700
+REFUSING = (
+    "{% for m in messages %}{% if 'bad' in m.content and m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm", "gemma4", "deepseek_v4", "llama3_json"])
+def test_a_call_nested_hundreds_deep_costs_its_turn_and_not_the_batch(tokenizer, tmp_path, name):
+    said = CALLS[name].format(DEEP) + "<|im_end|>"
+    tools = tool_file(tmp_path, ("Echo", schema("f", p={"type": "object"})))
+    settings = {"multi_turn__tool_config_path": tools, "multi_turn__format": name, "response_length": 4000}
+    script = Script(
+        [ids(tokenizer, "fine<|im_end|>")], of={"u0": [ids(tokenizer, said), ids(tokenizer, "ok<|im_end|>")]}
+    )
+    loops = manager(rollout(multi_turn__enable=True, **settings), script, tokenizer)
+    batch = loops.generate_sequences(rows(ASK, ASK))
+    assert batch.non_tensor_batch["finish_reason"].tolist() == ["stop", "stop"], "it is trained on as what it is"
+    assert batch.batch["response_mask"][0].sum() == len(ids(tokenizer, said)) + len(ids(tokenizer, "ok<|im_end|>"))
+
+
+def test_an_answer_after_which_the_template_refuses_ends_its_conversation_and_is_scored(tokenizer, tmp_path):
+    tokenizer.chat_template = REFUSING
+    settings = {"multi_turn__tool_config_path": tool_file(tmp_path, ("Echo", ECHO))}
+    script = Script(
+        [ids(tokenizer, "fine<|im_end|>")], of={"u0": [ids(tokenizer, call("echo", text="bad") + "<|im_end|>")]}
+    )
+    loops = manager(rollout(multi_turn__enable=True, **settings), script, tokenizer)
+    batch = loops.generate_sequences(rows(ASK, ASK))
+    assert batch.non_tensor_batch["finish_reason"].tolist() == ["stop", "stop"]
+    assert count(batch, "agent_loop/ended/template") == 1 and batch.batch["response_mask"][0].sum() > 10

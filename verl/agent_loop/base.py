@@ -46,6 +46,7 @@ class AgentLoopOutput:
         finish_reason: why the last request ended: stop, length or abort.
         extra_fields: further values of this row; each becomes a column of the batch.
         measures: metrics of this trajectory; over the batch each is reduced its own way.
+        failure: the exception of a trajectory that failed; it stays in this process.
     """
 
     prompt_ids: list[int]
@@ -64,6 +65,7 @@ class AgentLoopOutput:
     finish_reason: str = "stop"
     measures: MetricSet = field(default_factory=MetricSet)
     step_rewards: list[tuple[int, float]] | None = None
+    failure: Exception | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.metrics, Mapping):

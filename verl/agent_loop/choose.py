@@ -1,4 +1,7 @@
-"""Which loop runs a row: by name, out of the YAML file ``agent_loop_config_path``, or by dotted path."""
+"""Which loop runs a row: a registered name, one of the YAML file ``agent_loop_config_path``, or the configured default.
+
+Only the configuration can name code by its dotted path: a row's ``agent_name`` imports nothing.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +62,13 @@ class Loops:
     def _find(self, name: str) -> Chosen:
         if self._entries is None:
             self._entries = read_loops(self.config.agent.agent_loop_config_path)
-        if name not in self._entries and "." not in name and ":" not in name and name not in AGENT_LOOPS.names():
-            known = [*self._entries, *AGENT_LOOPS.names()]
-            raise ConfigError("unknown agent loop", key="agent_name", got=name, allowed=known, fix=suggest(name, known))
+        known = [*self._entries, *AGENT_LOOPS.names()]
+        if name not in known and name != default_name(self.config):
+            fix = suggest(name, known)
+            if "." in name or ":" in name:
+                fix = "A row imports no code: name its class in the YAML file of rollout.agent.agent_loop_config_path, "
+                fix += "or set rollout.agent.default_agent_loop to it."
+            raise ConfigError("unknown agent loop", key="agent_name", got=name, allowed=known, fix=fix)
         kwargs = dict(self._entries.get(name, {}))
         target = kwargs.pop("_target_", None)
         loop_class = AGENT_LOOPS.get(name) if target is None else load_object(target)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from verl.agent_loop.failed import RunStops
 from verl.data.chat_template import MARK, ChatTemplate
 from verl.data.messages import Message
 from verl.data.special_tokens import SampledMessage, random_mark, special_tokens
@@ -22,6 +23,10 @@ PROBE = random_mark()
 Form = Literal["plain", "calls", "user"]
 """How tool answers are put to a template: after an answer as text, after one with ``tool_calls``, as a user turn."""
 SHOWN_TOKENS = 12
+
+
+class TemplateRefuses(RolloutError):
+    """The template cannot write this conversation on: it ends with the answer that it has."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,8 @@ class Extender:
             new: messages that follow it: answers of tools, or a user's. No special token in them counts as one.
 
         Raises:
-            RolloutError: the template cannot be gone on with by tokens.
+            RunStops: the template cannot be gone on with by tokens.
+            TemplateRefuses: it can, but not after these messages.
         """
         has_tools = any(message["role"] == "tool" for message in new)
         new = self.template.outside(new)
@@ -85,7 +91,7 @@ class Extender:
         try:
             text = self._render([*_shaped(history, form), _marked(answer, form), *_shaped(new, form)], tools)
         except DataError as error:
-            raise _cannot(str(error)) from error
+            raise TemplateRefuses(str(error)) from error
         if text.count(MARK) == 0:
             raise _cannot("it leaves the last answer out")
         return self._tokens(sampled, text[text.rindex(MARK) + len(MARK) :], form)
@@ -228,8 +234,8 @@ def _shaped(messages: Sequence[Message], form: Form) -> list[Message]:
     return found
 
 
-def _cannot(reason: str) -> RolloutError:
-    return RolloutError(
+def _cannot(reason: str) -> RunStops:
+    return RunStops(
         f"the chat template cannot be gone on with after an answer, so there can be no further turn: {reason}",
         key="actor_rollout_ref.model.custom_chat_template",
         fix="Set it to a template that writes user and tool turns after an assistant's turn.",

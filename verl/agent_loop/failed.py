@@ -1,22 +1,33 @@
-"""A trajectory that went wrong by what a user's code did: masked, counted and shown, unless the user wants a stop."""
+"""A trajectory that went wrong alone: masked or given 0, counted and shown, unless the user wants a stop.
+
+What the policy can bring about must not pay. What it writes (a call that cannot be read, an answer that a template
+refuses, a conversation over its time) is an ordinary answer and is scored; only what a user's code, a row or the
+sampler does is masked, and ``on_error: zero`` gives it 0 where an action may be the cause.
+"""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
 from verl.agent_loop.base import AgentLoopOutput
-from verl.errors import ConfigError, RolloutError, suggest
+from verl.errors import ConfigError, RolloutError, VerlError, suggest
 from verl.metrics import notice
 
-OnError = Literal["mask", "raise"]
+OnError = Literal["mask", "zero", "raise"]
+HINT = "on_error in the loop's YAML: raise stops the run instead, zero gives the score 0."
 COLUMN = "agent_error"
 """Column of a batch that says what went wrong in a row, None where nothing did."""
 
 
+class RunStops(RolloutError):
+    """A failure for which no row is masked: each would have it, or it is to stop the run."""
+
+
 def check_on_error(value: str) -> OnError:
-    """The value, if it is one of the two."""
+    """The value, if it is a known one."""
     if value not in get_args(OnError):
         raise ConfigError(
             "unknown value", key="on_error", got=value, allowed=get_args(OnError), fix=suggest(value, get_args(OnError))
@@ -24,23 +35,35 @@ def check_on_error(value: str) -> OnError:
     return value  # type: ignore[return-value]
 
 
-def failed(output: AgentLoopOutput, who: str, error: Exception, on_error: OnError) -> AgentLoopOutput:
-    """The output marked as failed: its tokens are in the batch, masked, and it is in no baseline.
+def failed(output: AgentLoopOutput, who: str, error: Exception, on_error: OnError, where: str = "") -> AgentLoopOutput:
+    """The output marked as failed: masked and in no baseline, or with the score 0.
+
+    Args:
+        who: what failed, for the message; ``where`` names the row.
 
     Raises:
-        RolloutError: ``on_error`` is ``raise``.
+        RunStops: ``on_error`` is ``raise``.
     """
-    text = f"{type(error).__name__}: {error}" if not isinstance(error, RolloutError) else str(error)
+    text = str(error) if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}{place_of(error)}"
+    text = f"{where}: {text}" if where else text
     if on_error == "raise":
-        raise RolloutError(f"{who} failed: {text}", fix="on_error: mask leaves such rows out.") from error
+        raise RunStops(f"{who} failed: {text}", fix="on_error: mask leaves such rows out.") from error
+    done = "gets the score 0" if on_error == "zero" else "is masked"
     notice(
         who,
-        f"failed: {text}. The row is masked and counted as rollout/agent/failed; further failures are only counted. "
-        "on_error: raise in the loop's YAML stops the run instead.",
+        f"failed: {text}. The row {done} and counts as rollout/agent/failed; further failures are only counted. {HINT}",
     )
     fields = {**output.extra_fields, COLUMN: text[:2000]}
     output.measures.add("rollout/agent/failed", 1.0, "sum")
-    return replace(output, finish_reason="abort", reward_score=0.0, step_rewards=None, extra_fields=fields)
+    reason = "abort" if on_error == "mask" else "length" if output.finish_reason == "length" else "stop"
+    changed = {"finish_reason": reason, "reward_score": 0.0, "step_rewards": None, "extra_fields": fields}
+    return replace(output, failure=error, **changed)
+
+
+def place_of(error: BaseException) -> str:
+    """Where an exception of a user's code comes from: `` (file.py, line 3)``; nothing for errors of our own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and not isinstance(error, VerlError) else ""
 
 
 def check_some_worked(outputs: Sequence[AgentLoopOutput]) -> None:
@@ -51,4 +74,5 @@ def check_some_worked(outputs: Sequence[AgentLoopOutput]) -> None:
     """
     reasons = [output.extra_fields.get(COLUMN) for output in outputs]
     if reasons and all(reasons):
-        raise RolloutError(f"all {len(reasons)} rollouts of a batch failed. The first: {reasons[0]}")
+        text = f"all {len(reasons)} rollouts of a batch failed. The first: {reasons[0]}"
+        raise RolloutError(text) from outputs[0].failure

@@ -14,11 +14,12 @@ from verl.agent_loop.beside import ScoreRow, ScoringBeside
 from verl.agent_loop.choose import Loops
 from verl.agent_loop.client import SamplerClient
 from verl.agent_loop.early_stop import Stop, gather_most
-from verl.agent_loop.failed import check_some_worked
-from verl.errors import RolloutError
+from verl.agent_loop.failed import RunStops, check_some_worked, failed
+from verl.errors import ConfigError, RolloutError
 from verl.protocol import DataProto
 from verl.rollout.base import Sampler
 from verl.rollout.from_sync import run_now
+from verl.rollout.lost import EngineLostError
 
 Score = Callable[[dict[str, Any], AgentLoopOutput], Awaitable[float]]
 
@@ -52,6 +53,8 @@ class AgentLoopManager:
         self.config, self.sampler, self.score, self.score_row = config, sampler, score, score_row
         self.tokenizer, self.processor, self.data_config = tokenizer, processor, data_config
         self.loops = Loops(config, tokenizer, data_config)
+        ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+        self.pad = int(next((number for number in ids if number is not None), 0))
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """A batch of trajectories in the order of the rows.
@@ -62,7 +65,8 @@ class AgentLoopManager:
                 ``meta_info["validate"]`` samples with ``val_kwargs``; ``meta_info["do_sample"]`` overrides both.
 
         Raises:
-            RolloutError: a loop failed; the message names the row and the loop, the cause is the loop's own exception.
+            RolloutError: all rows failed, the sampler is gone, or a loop says that its failure stops the run; the
+                message names the row. A row that fails alone is masked and counted as ``rollout/agent/failed``.
         """
         return run_now(self.generate(prompts))
 
@@ -71,10 +75,7 @@ class AgentLoopManager:
         rows = [{name: values[i] for name, values in prompts.non_tensor_batch.items()} for i in range(len(prompts))]
         parameters = self.sampling_params(prompts.meta_info)
         stop = Stop()
-        pad = self.tokenizer.pad_token_id
-        pad = self.tokenizer.eos_token_id if pad is None else pad
-        pad = 0 if pad is None else int(pad)
-        beside = None if self.score_row is None else ScoringBeside(self.score_row, rows, pad)
+        beside = None if self.score_row is None else ScoringBeside(self.score_row, rows, self.pad)
         tasks = [
             asyncio.ensure_future(self._scored(number, row, stream, parameters, stop, beside))
             for number, (row, stream) in enumerate(zip(rows, sample_streams(rows, prompts.meta_info)))
@@ -82,14 +83,14 @@ class AgentLoopManager:
         try:
             outputs = await gather_most(tasks, self._may_give_up(prompts.meta_info), self.sampler, stop)
         except BaseException:
-            for task in tasks:  # one failure ends the batch; what is left must not go on sampling
+            for task in tasks:  # the batch ends; what is left must not go on sampling
                 task.cancel()
             if beside is not None:
                 beside.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
         check_some_worked(outputs)
-        batch = to_batch(outputs, pad, with_log_probs=self.config.calculate_log_probs)
+        batch = to_batch(outputs, self.pad, with_log_probs=self.config.calculate_log_probs)
         scoring = {} if beside is None else await beside.finish(outputs, batch)
         batch.meta_info["metrics"] = {**loop_metrics(outputs), **scoring}
         return batch
@@ -136,6 +137,7 @@ class AgentLoopManager:
         client = SamplerClient(
             self.sampler, *stream, self.config.seed, budget, () if end is None else (int(end),), stop
         )
+        where = f"row {number} of the batch, uid {stream[0]}"
         try:
             loop = chosen.make(self.config, client, self.tokenizer, self.processor, self.data_config)
             output = checked(await loop.run(dict(parameters), **{**row, "uid": stream[0]}), budget)
@@ -144,12 +146,17 @@ class AgentLoopManager:
                 start = time.perf_counter()
                 output.reward_score = float(await self.score(row, output))
                 output.metrics.compute_score += time.perf_counter() - start
-        except Exception as error:  # boundary: a user's loop or scorer, reported with the row it failed on
-            raise RolloutError(
-                f"the agent loop {chosen} failed on row {number} of the batch, uid {stream[0]}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        except (ConfigError, EngineLostError, RunStops) as error:
+            raise RolloutError(f"the agent loop {chosen} failed on {where}: {type(error).__name__}: {error}") from error
+        except Exception as error:  # boundary: a user's loop or scorer; the row is masked, the first error shown
+            return failed(self._nothing(row), f"the agent loop {chosen}", error, "mask", where)
         return output
+
+    def _nothing(self, row: Mapping[str, Any]) -> AgentLoopOutput:
+        """The output of a row whose loop gave none: its prompt, if it is known in tokens, and no response."""
+        known = row.get("raw_prompt_ids")
+        prompt = [self.pad] if known is None or not len(known) else [int(token) for token in known]
+        return AgentLoopOutput(prompt, [], [], response_logprobs=[], token_versions=[], num_turns=1)
 
 
 def sample_streams(rows: Sequence[Mapping[str, Any]], meta_info: Mapping[str, Any]) -> list[tuple[str, int]]:

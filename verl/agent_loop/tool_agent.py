@@ -14,8 +14,9 @@ from typing import Any
 
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
-from verl.agent_loop.extend import Extender, assistant_message, plain
-from verl.agent_loop.parsers import Parsed, ToolParser
+from verl.agent_loop.extend import Extender, TemplateRefuses, assistant_message, plain
+from verl.agent_loop.failed import place_of
+from verl.agent_loop.parsers import Malformed, Parsed, ToolParser
 from verl.agent_loop.tool_calls import CallLimits, ToolCalls, openai_call
 from verl.errors import DataError, RolloutError, suggest
 from verl.interactions.base import BaseInteraction, load_interactions
@@ -100,7 +101,8 @@ class ToolAgentLoop(AgentLoopBase):
             partner = await self._partner(data)
             turns = self._turns(data, sampling_params, names, schemas, partner)
             if not await within(turns, parts.limits.seconds):
-                _ended(data, "time_limit", "abort")
+                # An answer that asks for something slow must not get its row out of the loss.
+                _ended(data, "time_limit", "length" if data.assistant_turns else "abort")
         except UserFailed as error:
             notice(
                 f"interaction {error.name}", f"failed: {error}. Such rows are masked; further ones are only counted."
@@ -136,7 +138,7 @@ class ToolAgentLoop(AgentLoopBase):
         parts = self.shared
         while True:
             answer = await self._sample(data, sampling_params)
-            parsed = await parts.parser.parse(answer.token_ids, schemas) if names else Parsed("")
+            parsed = await self._parse(data, answer, schemas) if names else Parsed("")
             history, message = list(data.messages), self._message(answer, parsed)
             data.messages.append(message)
             data.record.append(entry_of("assistant", parts.extender.text(answer.token_ids), answer.token_ids, 1))
@@ -152,7 +154,13 @@ class ToolAgentLoop(AgentLoopBase):
             if not new:
                 data.record.append(entry)
                 return
-            ids = parts.extender.after(answer.token_ids, history, message, new, schemas)
+            try:
+                ids = parts.extender.after(answer.token_ids, history, message, new, schemas)
+            except TemplateRefuses as error:
+                data.record.append({**entry, "left_out": str(error)})
+                notice("the chat template", f"a conversation ends because of it and is scored as it is: {error}")
+                _ended(data, "template")
+                return
             if not self._fits(data, ids):
                 data.record.append({**entry, "left_out": "it does not fit into the response"})
                 _ended(data, "length", "length")
@@ -170,6 +178,17 @@ class ToolAgentLoop(AgentLoopBase):
         )
         data.add_sampled(answer)
         return answer
+
+    async def _parse(self, data: AgentData, answer: Completion, schemas: Sequence[Any]) -> Parsed:
+        """The answer's calls; one on which the parser fails is an answer with a malformed call."""
+        parser = self.shared.parser
+        try:
+            return await parser.parse(answer.token_ids, schemas)
+        except Exception as error:  # boundary: a user's parser
+            name = type(parser).__name__
+            notice(f"the tool-call parser {name}", f"failed: {type(error).__name__}: {error}{place_of(error)}")
+            data.metrics.add("tool_calls/parser_failed", 1, "sum")
+            return Parsed("", [Malformed("it is in no form that is known")])
 
     def _message(self, answer: Completion, parsed: Parsed) -> dict[str, Any]:
         calls = [openai_call(call, number) for number, call in enumerate(parsed.calls)]

@@ -12,11 +12,12 @@ from typing import Any
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.agent_loop.envs.adapter import Environment, EnvironmentFailure, Step, load_environment
-from verl.agent_loop.extend import Extender, assistant_message
+from verl.agent_loop.extend import Extender, TemplateRefuses, assistant_message
 from verl.agent_loop.failed import COLUMN, OnError, check_on_error, failed
 from verl.agent_loop.settings import known_arguments, positive
 from verl.data.messages import Message, prune
 from verl.errors import ConfigError
+from verl.metrics import notice
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class EnvironmentSettings:
         max_tokens_per_turn: most tokens of one action; None: what is left of the response.
         step_timeout: seconds of one call of the environment.
         timeout: seconds of a whole episode; None: no limit.
-        on_error: ``mask`` leaves a failed row out of training and counts it, ``raise`` stops the run.
+        on_error: ``mask`` leaves a failed row out of training and counts it, ``zero`` gives it the score 0, ``raise``
+            stops the run.
         template_kwargs: arguments of the chat template.
     """
 
@@ -150,7 +152,12 @@ class EnvironmentAgentLoop(AgentLoopBase):
                 episode.end("terminated" if step.terminated else "truncated" if step.truncated else "max_turns")
                 return
             new: list[Message] = [{"role": "user", "content": step.observation}]
-            ids = extender.after(answer.token_ids, history, message, new)
+            try:
+                ids = extender.after(answer.token_ids, history, message, new)
+            except TemplateRefuses as error:
+                notice("the chat template", f"an episode ends because of it: {error}; its rewards count")
+                episode.end("template")
+                return
             if len(ids) >= self._left(data):
                 episode.end("length")
                 return
@@ -179,7 +186,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
             data.prompt_ids = await self.prompt_ids(row)
         data.tool_seconds = episode.seconds
         data.metrics.add("rollout/environment/steps", len(episode.rewards), "mean")
-        for why in ("terminated", "truncated", "max_turns", "length"):
+        for why in ("terminated", "truncated", "max_turns", "length", "template"):
             data.metrics.add(f"rollout/environment/{why}", float(episode.ended == why), "mean")
         data.metrics.add("rollout/agent/failed", 0, "sum")
         data.finish_reason = {"length": "length", "abort": "abort"}.get(episode.ended, "stop")

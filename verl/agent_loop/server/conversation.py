@@ -185,8 +185,13 @@ class Conversation:
         return Choice(answer, text, calls, reason)
 
     async def _calls(self, tokens: Sequence[int], tools: Sequence[Any], text: str) -> tuple[str, tuple[ToolCall, ...]]:
-        found = self.parser.extract_tool_calls(list(tokens), list(tools))
-        rest, calls = await found if inspect.isawaitable(found) else found
+        try:
+            found = self.parser.extract_tool_calls(list(tokens), list(tools))
+            rest, calls = await found if inspect.isawaitable(found) else found
+        except Exception as error:  # boundary: a user's parser
+            name = type(self.parser).__name__
+            notice(f"the tool-call parser {name}", f"failed: {type(error).__name__}: {error}. The answer is its text.")
+            return text, ()
         if not calls:
             return text, ()  # what looks like a broken call stays visible
         made = (ToolCall(f"call_{secrets.token_hex(12)}", str(call.name), str(call.arguments)) for call in calls)

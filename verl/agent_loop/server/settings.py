@@ -22,7 +22,8 @@ class AgentSettings:
     Args:
         agent: ``file.py:name``, ``file.py`` or ``my_pkg.mod:name``; a plain or an async function.
         timeout: seconds for one agent; then the row has failed.
-        on_error: ``mask`` leaves a failed row out of training and counts it, ``raise`` stops the run.
+        on_error: ``mask`` leaves a failed row out of training and counts it, ``zero`` gives it the score 0, ``raise``
+            stops the run.
         branches: what becomes of calls that do not go on from one another: ``error`` fails the row, ``last`` trains on
             the last conversation and counts the sampled tokens that are left out.
         sampling: ``run`` samples with the run's settings whatever a request asks for, ``request`` follows requests.
