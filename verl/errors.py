@@ -8,10 +8,22 @@ from __future__ import annotations
 
 import difflib
 import heapq
+import re
 from collections.abc import Iterable
 from itertools import takewhile
 from operator import eq
 from typing import Any
+
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """The text as a terminal may be shown it: what is neither a letter nor a line break nor a tab is written out.
+
+    What a model, a tool or a row says could otherwise clear the screen, rename the window, or change the direction of a
+    line: ``\\x1b``, ``\\u202e``.
+    """
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def suggest(name: str, choices: Iterable[str], limit: int = 3) -> str:
@@ -55,7 +67,7 @@ class VerlError(Exception):
 
     def __init__(self, message: str, *, key: str | None = None, got: Any = None, allowed: Any = None, fix: str = ""):
         self.message, self.key, self.got, self.allowed, self.fix = message, key, got, allowed, fix
-        super().__init__(self._text())
+        super().__init__(printable(self._text()))
 
     def _text(self) -> str:
         parts = [f"{self.key}: {self.message}" if self.key else self.message]

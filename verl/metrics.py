@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verl import env
+from verl.errors import printable
 
 Reduction = Literal["mean", "sum", "max", "min", "last"]
 log = logging.getLogger("verl")
@@ -102,7 +103,15 @@ def start_logging() -> None:
     """Print what the library says: notices, and more with ``VERL_LOGGING_LEVEL=INFO``; every process calls it once."""
     level = (env.get("VERL_LOGGING_LEVEL") or "WARNING").upper()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_escape)
     logging.getLogger("verl").setLevel(level)
+
+
+def _escape(record: logging.LogRecord) -> bool:
+    """Keep control characters of models, tools and rows out of the terminal, in what any package logs."""
+    record.msg, record.args = printable(record.getMessage()), None
+    return True
 
 
 def notice(key: str, message: str) -> None:
@@ -110,7 +119,7 @@ def notice(key: str, message: str) -> None:
     if key in _shown:
         return
     _shown[key] = message
-    log.warning("%s: %s", key, message)
+    log.warning("%s", printable(f"{key}: {message}"))
 
 
 def notices() -> dict[str, str]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import sys
+
 import pytest
 
 from tests.e2e import runs
+from tests.sanity.source_tree import ROOT
 from tests.support import tiny_model_dir, write_prompts
 
 GAME = '''
@@ -62,3 +66,20 @@ def test_a_model_learns_to_play_and_its_steps_are_rewarded(tmp_path):
     for step in steps:
         assert step["rollout/environment/steps"] == 2 and step["rollout/environment/terminated"] == 1
         assert step["training/rollout_probs_diff_max"] < 1e-4
+
+
+@pytest.mark.e2e
+def test_the_page_on_environments_learns_as_it_says(tmp_path):
+    """Its files and its commands as they are printed; only the project's name is added, to read the metrics by."""
+    page = (ROOT / "docs/environments.md").read_text(encoding="utf-8")
+    game, loops, commands = (
+        re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL)[1] for kind in ("python", "yaml", "bash")
+    )
+    for text in (game, loops):
+        (tmp_path / text.split()[1]).write_text(text)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    commands = commands.replace("python ", f"{sys.executable} ").rstrip()
+    commands += " trainer.project_name=games trainer.experiment_name=e 'trainer.logger=[file]'"
+    runs.run(["bash", "-e", "-c", commands], tmp_path)
+    rewards = runs.curve(runs.metrics(tmp_path, "games", "e"), "critic/score/mean")
+    assert len(rewards) == 6 and rewards[0] < 0.3 and rewards[-1] > 0.9, rewards

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from tests.observability.spies import SpyTracker
-from verl.errors import DataError
+from verl.errors import DataError, printable
+from verl.metrics import notice, reset_notices
 from verl.observability.samples import Sample, dump_generations, sample_panel, shorten
 from verl.observability.tracking import Tracking
 from verl.utils.tracking import ValidationGenerationsLogger
@@ -48,6 +51,36 @@ def test_a_long_text_keeps_its_beginning_and_its_end():
     short = shorten("a" * 500 + "b" * 500, limit=100)
     assert short.startswith("a" * 50) and short.endswith("b" * 50) and "900 characters" in short
     assert shorten("abc") == "abc"
+
+
+HOSTILE = "a\x1b[2J\x9b31m\r\x08\x07\x00\u202eb\u2028\ud800\n\tc"
+SHOWN = r"a\x1b[2J\x9b31m\r\x08\x07\x00\u202eb\u2028\ud800" + "\n\tc"
+
+
+def test_what_a_model_says_cannot_steer_the_terminal(capsys):
+    assert printable(HOSTILE) == SHOWN and printable("Grüße 北京 🙂\n") == "Grüße 北京 🙂\n"
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(sample_panel([Sample(HOSTILE, HOSTILE, 1.0, HOSTILE)], "validation"))
+    text = console.export_text()
+    assert text.count(r"\x1b[2J") == 3 and not set(text) & set("\x1b\x9b\r\x08\x07\x00\u202e\ud800")
+    assert str(DataError(HOSTILE, key="row\x1b")) == f"row\\x1b: {SHOWN}"
+
+
+def test_notices_and_logs_of_any_package_are_escaped(caplog, capfd):
+    reset_notices()
+    notice("tool x", HOSTILE)
+    assert caplog.records[-1].getMessage() == f"tool x: {SHOWN}"
+    code = "import logging; from verl.metrics import start_logging; start_logging(); "
+    code += r"logging.getLogger('other').warning('%s of %d', 'a\x1b[2Jb', 3)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert done.stderr == rb"a\x1b[2Jb of 3" + b"\n"
+
+
+def test_half_a_letter_in_a_call_does_not_stop_the_dump(tmp_path):
+    columns = {"trajectory": [[{"arguments": {"text": "a\ud800"}}]]}
+    path = dump_generations(tmp_path, 1, ["q"], ["a\ud800"], [None], [0.0], columns)
+    (row,) = map(json.loads, path.read_text().splitlines())
+    assert row["output"] == "a\ud800" and row["trajectory"][0]["arguments"] == {"text": "a\ud800"}
 
 
 def test_the_generations_logger_reaches_the_open_tracking():

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.errors import DataError
+from verl.errors import DataError, printable
 from verl.observability.tracker import Sample
 from verl.observability.tracking import Tracking, current_tracking
 
@@ -26,13 +26,13 @@ def sample_panel(samples: Sequence[Sample], title: str) -> Panel:
     for i, sample in enumerate(samples):
         if i:
             text.append("\n")
-        text.append(shorten(sample.prompt.strip()), style="dim")
+        text.append(printable(shorten(sample.prompt.strip())), style="dim")
         text.append("  →  ", style="bold")
-        text.append(shorten(sample.response.strip()))
+        text.append(printable(shorten(sample.response.strip())))
         if sample.score is not None:
             text.append(f"   score {sample.score:g}", style="green" if sample.score > 0 else "red")
         if sample.ground_truth is not None:
-            text.append(f"   expected {sample.ground_truth}", style="dim")
+            text.append(printable(f"   expected {sample.ground_truth}"), style="dim")
     return Panel(text, title=title, title_align="left", expand=False)
 
 
@@ -74,7 +74,8 @@ def dump_generations(
     path, fresh = folder / f"{step}.jsonl", folder / f"{step}.jsonl.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with fresh.open("w", encoding="utf-8") as file:
+        # Half a letter of a model's call cannot be written in UTF-8; as JSON's own escape it can.
+        with fresh.open("w", encoding="utf-8", errors="backslashreplace") as file:
             for row in zip(*columns.values()):
                 file.write(json.dumps(dict(zip(columns, row)), ensure_ascii=False, default=_plain) + "\n")
         fresh.replace(path)

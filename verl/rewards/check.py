@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.errors import DataError, VerlError
+from verl.errors import DataError, VerlError, printable
 from verl.rewards import truths
 from verl.rewards.check_data import load_json, read_rows, read_texts
 from verl.rewards.dispatch import check_data_sources, default_compute_score
@@ -143,12 +143,12 @@ def show(function: RewardFunction, trials: Sequence[Trial]) -> None:
     for name in ("row", "data_source", "ground truth", "answer tried", "score", "ms", "error"):
         table.add_column(name, overflow="fold", justify="right" if name in ("row", "score", "ms") else "left")
     for trial in trials:
-        table.add_row(*(Text(cell) for cell in _cells(trial)), style="red" if _failure(trial) else "")
+        table.add_row(*(Text(printable(cell)) for cell in _cells(trial)), style="red" if _failure(trial) else "")
     console.print(table)
     failures = [failure for trial in trials if (failure := _failure(trial))]
     if failures:
-        console.print(Text(f"{len(failures)} of {len(trials)} calls failed. The first: {failures[0].message}"))
-        console.print(Text(failures[0].trace))
+        first = f"{len(failures)} of {len(trials)} calls failed. The first: {failures[0].message}"
+        console.print(Text(printable(f"{first}\n{failures[0].trace}")))
     elif len({trial.result.score for trial in trials}) == 1:
         console.print(Text(f"Note: every answer scored {trials[0].result.score}; a model cannot learn from that."))
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from verl.errors import VerlError
+from verl.errors import VerlError, printable
 
 
 def report(error: VerlError) -> int:
     """Print the message, and what it was caused by; returns the exit status."""
     print(f"error: {error}", file=sys.stderr)
     if error.__cause__ is not None:
-        print(f"  caused by {type(error.__cause__).__name__}: {error.__cause__}", file=sys.stderr)
+        print(printable(f"  caused by {type(error.__cause__).__name__}: {error.__cause__}"), file=sys.stderr)
     return 2

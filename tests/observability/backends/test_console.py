@@ -23,6 +23,13 @@ def test_the_line_keeps_every_digit():
     )
 
 
+def test_a_word_of_the_data_in_a_metrics_name_is_neither_markup_nor_a_control_character():
+    name = "val-core/a[/bold]\x1b[2J\nstep:9 - b/acc"
+    assert step_line({name: 0.5}, 3) == r"step:3 - val-core/a[/bold]\x1b[2J\nstep:9 - b/acc:0.5"
+    text = rendered(step_table({name: 0.5}, "step 3"))
+    assert r"a[/bold]\x1b[2J\nstep:9" in text
+
+
 def test_the_line_is_printed_whole_even_where_it_is_longer_than_the_terminal(capsys):
     tracker = ConsoleTracker("p", "e")
     data = {f"area/some_metric_{i}": i / 7 for i in range(60)}

@@ -12,10 +12,12 @@ from typing import Any
 
 from rich.box import ROUNDED
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from verl.errors import printable
 from verl.observability.samples import sample_panel
 from verl.observability.tracker import Sample, Tracker, numbers
 
@@ -140,7 +142,7 @@ class ConsoleTracker(Tracker):
 
 def step_line(found: Mapping[str, float], step: int) -> str:
     """``step:3 - actor/pg_loss:0.25 - ...`` with every digit of every number."""
-    return " - ".join([f"step:{step}", *(f"{key}:{value!r}" for key, value in found.items())])
+    return " - ".join([f"step:{step}", *(f"{_plain(key)}:{value!r}" for key, value in found.items())])
 
 
 def step_table(found: Mapping[str, float], title: str) -> Group:
@@ -154,11 +156,21 @@ def step_table(found: Mapping[str, float], title: str) -> Group:
             table.add_row(topic, "   ".join(shown))
     for key, value in found.items():
         if key.startswith("val-core/"):
-            table.add_row("validation", f"{key.removeprefix('val-core/')} [bold green]{_short(value)}[/]")
+            table.add_row("validation", f"{_name(key.removeprefix('val-core/'))} [bold green]{_short(value)}[/]")
     if not table.row_count:
         for key, value in list(found.items())[:8]:
-            table.add_row(key, _short(value))
+            table.add_row(_name(key), _short(value))
     return Group(Text(title, style="bold"), table)  # a title of the table itself would wrap at the table's width
+
+
+def _name(key: str) -> str:
+    """A metric's name for the table, where it is no markup."""
+    return escape(_plain(key))
+
+
+def _plain(key: str) -> str:
+    """A metric's name, which may hold a word of the data, without control characters and line breaks."""
+    return printable(key).replace("\n", "\\n")
 
 
 def _short(value: float) -> str:
