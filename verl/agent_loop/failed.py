@@ -56,8 +56,9 @@ def failed(output: AgentLoopOutput, who: str, error: Exception, on_error: OnErro
     fields = {**output.extra_fields, COLUMN: text[:2000]}
     output.measures.add("rollout/agent/failed", 1.0, "sum")
     reason = "abort" if on_error == "mask" else "length" if output.finish_reason == "length" else "stop"
-    changed = {"finish_reason": reason, "reward_score": 0.0, "step_rewards": None, "extra_fields": fields}
-    return replace(output, failure=error, **changed)
+    return replace(
+        output, finish_reason=reason, reward_score=0.0, step_rewards=None, extra_fields=fields, failure=error
+    )
 
 
 def place_of(error: BaseException) -> str:
