@@ -31,6 +31,7 @@ ALONE = (
     "rewards/scorers/test_numina.py",
     "rewards/test_hostile.py",
     "rewards/test_scoring.py",
+    "rewards/test_slow_functions.py",
     "rollout/server/",
     "rollout/test_place.py",
     "sandbox/",

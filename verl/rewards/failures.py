@@ -92,5 +92,5 @@ def _lines(*parts: str) -> str:
 
 def _way_out(failure: RewardFailure) -> str:
     if failure.kind == "timeout":
-        return "reward.timeout sets the time limit."
+        return "reward.timeout sets the time limit, reward.num_workers how many samples are scored at once."
     return "python -m verl.rewards.check <file> --data <data> tries the function without a run."

@@ -17,6 +17,7 @@ from verl.rewards.forms import Form
 from verl.rewards.function import RewardFunction
 from verl.rewards.invoke import invoke, invoke_async
 from verl.rewards.runners import BuiltinRunner, InlineRunner, LoopRunner, ProcessRunner, Runner, ThreadRunner
+from verl.rewards.runners.loop import MOST_AT_ONCE
 from verl.rewards.samples import RewardResult, RewardSample, zeroed
 from verl.rewards.wire import NotPlainError
 
@@ -25,6 +26,8 @@ OnError = Literal["mask", "raise", "zero"]
 
 SAMPLE_TIMEOUT = 30.0
 BATCH_TIMEOUT = 300.0
+SLOW_BATCH = 20.0
+"""Seconds of scoring after sampling from which a notice names the settings that make it faster."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class Scorer:
         self.function, self.limits = function, limits or Limits()
         self.timeout = self.limits.timeout or (SAMPLE_TIMEOUT if function.form is Form.SINGLE else BATCH_TIMEOUT)
         self._pace = Pace(self.limits.max_per_minute)
+        self._at_once: int | None = None  # calls, where a setting says how many
         self._runner = self._make_runner()
         self._threads: ThreadRunner | None = None  # for rows that cannot be sent to a process
 
@@ -155,9 +159,26 @@ class Scorer:
         if isinstance(runner, BuiltinRunner):
             calls = [self._submit([s]) if runner.waits(s) else invoke(self.function, [s])[0] for s in paced]
             return [call if isinstance(call, RewardResult) else call.result()[0] for call in calls]
+        began = time.monotonic()
         waiting = [self._submit([sample]) for sample in paced]
         waiting[-1].result()  # by then most of the others are there, too: this thread is not woken for each of them
-        return [future.result()[0] for future in waiting]
+        results = [future.result()[0] for future in waiting]
+        self._notice_slow(len(samples), time.monotonic() - began)
+        return results
+
+    def _notice_slow(self, count: int, seconds: float) -> None:
+        """Point to what makes scoring faster, once a batch took long."""
+        at_once = self._at_once
+        if seconds < SLOW_BATCH or at_once is None or count <= at_once or self.limits.max_per_minute is not None:
+            return
+        cores = len(os.sched_getaffinity(0))
+        more = f"reward.num_workers={min(cores, count)} scores more at once; " if at_once < cores else ""
+        notice(
+            "reward.num_workers",
+            f"scoring {count} samples took {seconds:.0f} s, {at_once} at once on {cores} cores "
+            f"({self.function.label}). {more}an async def is asked about up to {MOST_AT_ONCE} samples at once, and "
+            "reward.while_sampling=true scores beside sampling.",
+        )
 
     def _paced(self, samples: Sequence[RewardSample]) -> Iterator[RewardSample]:
         """The samples, each as soon as the rate limit allows another call."""
@@ -213,6 +234,7 @@ class Scorer:
             return LoopRunner(lambda samples: invoke_async(function, samples), self.timeout)
         workers = workers if function.form is Form.SINGLE else 1
         cores = min(workers, len(os.sched_getaffinity(0)))
+        self._at_once = cores
         if isolation == "process":
             return ProcessRunner(function, self.timeout, cores)
         if isolation == "auto" and function.is_loaded:
@@ -220,6 +242,7 @@ class Scorer:
                 return ProcessRunner(function, self.timeout, cores)
             except RewardError as error:
                 self._tell_about_threads(error.message)
+        self._at_once = workers
         return ThreadRunner(function, self.timeout, workers)
 
     def _tell_about_threads(self, why: str) -> None:

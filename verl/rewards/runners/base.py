@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -15,6 +16,11 @@ from typing import Any, Protocol
 from verl.rewards.function import RewardFunction
 from verl.rewards.invoke import invoke, raised
 from verl.rewards.samples import RewardFailure, RewardResult, all_failed
+
+PATIENCE = 1.0
+"""Seconds that a call behind one that ran out of its time may run before those that wait get seats of their own."""
+MOST_HANGING = 16
+"""Seats of a pool whose calls run out of their time one after the other, and after how many in a row it gives up."""
 
 Results = list[RewardResult]
 Call = tuple[Sequence[Any], Future[Results]]
@@ -90,10 +96,19 @@ class Pool:
 
     A station that wants several calls gets a part of those that wait, a smaller one the fewer they are, so that all
     seats are done at about the same time (guided self-scheduling, Polychronopoulos and Kuck 1987).
+
+    Calls of a function that hangs run out of their time together, not one after the other: once one did and the next
+    one is not quick either, those that wait get seats beyond the limit; a call that hangs there takes its seat with it.
+    When `MOST_HANGING` in a row ran out of their time, those that wait fail with them. An answer ends all that.
+
+    Args:
+        limit: most threads.
+        timeout: seconds of a call, as far as the pool has to know.
     """
 
-    def __init__(self, make_station: Callable[[], Station], limit: int):
-        self._make_station, self._limit = make_station, limit
+    def __init__(self, make_station: Callable[[], Station], limit: int, timeout: float = math.inf):
+        self._make_station, self._limit, self._usual_limit = make_station, limit, limit
+        self._patience, self._hung, self._relieved = min(PATIENCE, timeout / 4), 0, False
         self._waiting: deque[Call] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()  # rings at least once for each call that waits
         self._seats: set[Seat] = set()
@@ -119,7 +134,10 @@ class Pool:
             return self._unanswered > 0
 
     def give_up_overdue(self, timeout: float, results: Callable[[Sequence[Any]], Results]) -> list[Seat]:
-        """Answer all calls that run longer than ``timeout``, replace their threads; returns the seats left behind."""
+        """Answer all calls that run longer than ``timeout``, replace their threads; returns the seats left behind.
+
+        Also gives seats to calls that wait behind others that hang.
+        """
         now = time.monotonic()
         with self._lock:
             late = [seat for seat in self._seats if seat.calls and now - seat.started > timeout]
@@ -129,10 +147,22 @@ class Pool:
                 self._seats.discard(seat)
                 self._unanswered -= 1
                 self._put_back(seat)
+            for _ in late:
+                answers += self._note_hanging()
             self._grow()
         for samples, future in answers:
             answer(future, results(samples))
+        self.relieve()
         return late
+
+    def relieve(self) -> None:
+        """Seats for the calls that wait behind others that hang; stations call it while they wait for an answer."""
+        now = time.monotonic()
+        with self._lock:
+            slow = any(seat.calls and now - seat.started > self._patience for seat in self._seats)
+            if slow and self._hung and self._waiting and not self._relieved:
+                self._relieved, self._limit = True, max(self._usual_limit, MOST_HANGING)
+                self._grow()
 
     def close(self) -> None:
         """End all threads. Takes no lock: the garbage collector may call it in a thread that holds one."""
@@ -171,6 +201,11 @@ class Pool:
         while True:
             self._bell.get()
             with self._lock:
+                if len(self._seats) > self._limit:
+                    self._seats.discard(seat)
+                    self._idle -= 1
+                    self._bell.put(None)  # for the next seat
+                    return False
                 if self._waiting:
                     count = max(1, min(len(self._waiting) // self._limit, seat.station.most))
                     seat.calls.extend(self._waiting.popleft() for _ in range(count))
@@ -190,7 +225,30 @@ class Pool:
             seat.started = time.monotonic()
             self._unanswered -= 1
             self._idle += not seat.calls
+            given_up = self._note(found)
         answer(future, all_failed(samples, found) if isinstance(found, RewardFailure) else found)
+        for samples, future in given_up:
+            answer(future, all_failed(samples, _not_tried(self._hung)))
+
+    def _note(self, found: Results | RewardFailure) -> list[Call]:
+        """Count calls in a row that ran out of their time; the calls that are given up with them. The lock is held."""
+        if isinstance(found, RewardFailure) and found.kind == "timeout":
+            return self._note_hanging()
+        self._hung, self._relieved, self._limit = 0, False, self._usual_limit
+        for _ in range(len(self._seats) - self._limit):
+            self._bell.put(None)  # each of those beyond the limit wakes and ends
+        return []
+
+    def _note_hanging(self) -> list[Call]:
+        """The same for one that ran out of its time. The lock is held."""
+        self._hung += 1
+        self._limit = max(self._usual_limit, self._limit - 1)
+        if self._hung < MOST_HANGING:
+            return []
+        calls = list(self._waiting)
+        self._waiting.clear()
+        self._unanswered -= len(calls)
+        return calls
 
     def _put_back(self, seat: Seat) -> None:
         """Let the calls that a seat did not come to wait again, before all others. The lock is held."""
@@ -204,6 +262,10 @@ def answer(future: Future[Results], results: Results) -> None:
     """Set the results of a call, unless its caller gave it up meanwhile (a cancelled `Scorer.score_async`)."""
     with suppress(InvalidStateError):
         future.set_result(results)
+
+
+def _not_tried(before: int) -> RewardFailure:
+    return RewardFailure("timeout", f"was not tried: the {before} calls before it all ran out of their time")
 
 
 def too_slow(timeout: float, what: str) -> RewardFailure:

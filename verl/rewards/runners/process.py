@@ -77,8 +77,9 @@ class ProcessRunner(Runner):
         start = {"origin": function.origin, "name": function.name, "reward_kwargs": kwargs, "timeout": timeout}
         start |= {"memory_mb": memory_mb, "cpu_seconds": cpu_seconds}
         broken: list[RewardFailure] = []
-        self._pool = Pool(lambda: Child(start, timeout, broken), num_processes)
-        weakref.finalize(self, self._pool.close)
+        pool = Pool(lambda: Child(start, timeout, broken, pool.relieve), num_processes, timeout)
+        self._pool = pool
+        weakref.finalize(self, pool.close)
 
     def submit(self, samples: Sequence[Any]) -> Future[Results]:
         """Raises `verl.rewards.wire.NotPlainError` where a row holds something that cannot travel."""
@@ -98,10 +99,18 @@ class Child:
         start: what the child needs to load the function.
         broken: shared by all children; holds the failure of the first one that could not load the function, so that
             the others do not try again.
+        waits: called now and then while it waits for an answer.
     """
 
-    def __init__(self, start: dict[str, Any], timeout: float, broken: list[RewardFailure]):
-        self._start, self._timeout, self._broken = start, timeout, broken
+    def __init__(
+        self,
+        start: dict[str, Any],
+        timeout: float,
+        broken: list[RewardFailure],
+        waits: Callable[[], None] = lambda: None,
+    ):
+        self._start, self._timeout, self._broken, self._waits = start, timeout, broken, waits
+        self._tick = min(TICK, timeout / 8)
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = b""
         self._seconds = math.inf  # that a call takes, as far as this process has shown
@@ -197,13 +206,15 @@ class Child:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError
-            if select.select([pipe], [], [], min(left, TICK))[0]:
+            if select.select([pipe], [], [], min(left, self._tick))[0]:
                 piece = os.read(pipe, PIECE)
                 if not piece:
                     raise EOFError
                 self._unread += piece
             elif process.poll() is not None:  # something that the function started may still hold the pipe open
                 raise EOFError
+            else:
+                self._waits()
         message, self._unread = found
         return message
 

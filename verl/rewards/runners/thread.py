@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import time
 import weakref
@@ -45,7 +46,7 @@ class ThreadRunner(Runner):
     """At most ``num_threads`` calls at once; each may take ``timeout`` seconds, None: as long as it likes."""
 
     def __init__(self, function: RewardFunction, timeout: float | None, num_threads: int):
-        self._pool = Pool(lambda: _Here(function), num_threads)
+        self._pool = Pool(lambda: _Here(function), num_threads, timeout or math.inf)
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._timeout = timeout
         self._watched = False
