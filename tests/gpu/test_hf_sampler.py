@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from tests.rollout.builders import prompt, requests, sample, tiny_model
 from verl.models import export_weights
 from verl.rollout import Completion, Request
+from verl.rollout.hf.gate_kernel import silu_gate
 from verl.rollout.hf.graph_runner import GraphRunner
-from verl.rollout.hf.kernels import TritonPagedAttention, silu_gate
+from verl.rollout.hf.kernels import TritonPagedAttention
 from verl.rollout.hf.paged_attention import TorchPagedAttention
 from verl.rollout.hf.sampler import HFSampler
 from verl.weight_sync import chunk_weights

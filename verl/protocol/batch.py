@@ -17,6 +17,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from verl.errors import BatchError
+from verl.protocol import disk, wire
 from verl.protocol.columns import (
     Rows,
     as_column,
@@ -438,21 +439,15 @@ class DataProto:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Tensors and arrays travel as out-of-band buffers where the transport supports them (see `wire`)."""
-        from verl.protocol import wire
-
         return wire.reduce_batch(self)
 
     def save_to_disk(self, filepath: str) -> None:
         """Write one safetensors file (see `disk`); a value that cannot be written is refused with its key and row."""
-        from verl.protocol import disk
-
         disk.save(self, filepath)
 
     @classmethod
     def load_from_disk(cls, filepath: str) -> DataProto:
         """Read a file of `save_to_disk`; nothing in it is executed."""
-        from verl.protocol import disk
-
         return disk.load(cls, filepath)
 
     # ---- internals ---------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,14 +21,12 @@ from verl.env import expand
 from verl.errors import DataError
 from verl.json_text import read_json
 from verl.protocol.codec import DTYPE_CODES, Decoder, Encoder, Refused, tensor_bytes
-
-if TYPE_CHECKING:
-    from verl.protocol.batch import DataProto
+from verl.protocol.parts import BatchKind, BatchParts
 
 FORMAT, VERSION = "verl.DataProto", "1"
 
 
-def save(data: DataProto, filepath: str | os.PathLike[str]) -> None:
+def save(data: BatchParts, filepath: str | os.PathLike[str]) -> None:
     """Write the batch; the file appears whole or not at all."""
     pieces = list(serialize(data))
     path = Path(expand(os.fspath(filepath)))
@@ -43,7 +41,7 @@ def save(data: DataProto, filepath: str | os.PathLike[str]) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def load(kind: type[DataProto], filepath: str | os.PathLike[str]) -> DataProto:
+def load(kind: type[BatchKind], filepath: str | os.PathLike[str]) -> BatchKind:
     """Read a file of `save`.
 
     Raises:
@@ -67,7 +65,7 @@ def load(kind: type[DataProto], filepath: str | os.PathLike[str]) -> DataProto:
     return _from_entries(kind, entries, metadata, str(path))
 
 
-def serialize(data: DataProto) -> Iterator[np.ndarray]:
+def serialize(data: BatchParts) -> Iterator[np.ndarray]:
     """The file's bytes as pieces: the length of the header, the header, then every tensor without a copy."""
     entries = _entries(data)
     header: dict[str, Any] = {"__metadata__": {"format": FORMAT, "version": VERSION}}
@@ -83,7 +81,7 @@ def serialize(data: DataProto) -> Iterator[np.ndarray]:
         yield raw
 
 
-def deserialize(kind: type[DataProto], content: bytes) -> DataProto:
+def deserialize(kind: type[BatchKind], content: bytes) -> BatchKind:
     """The batch from the bytes that `serialize` gave."""
     from safetensors.torch import load as load_bytes
 
@@ -95,7 +93,7 @@ def deserialize(kind: type[DataProto], content: bytes) -> DataProto:
 Entry = tuple[str, list[int], np.ndarray]
 
 
-def _entries(data: DataProto) -> dict[str, Entry]:
+def _entries(data: BatchParts) -> dict[str, Entry]:
     """Name -> dtype code, shape, bytes; wide types first, so that everything stays aligned."""
     entries: dict[str, Entry] = {}
     for key, value in data.batch.items() if data.batch is not None else ():
@@ -140,8 +138,8 @@ _REFUSED_FIX = (
 
 
 def _from_entries(
-    kind: type[DataProto], entries: dict[str, torch.Tensor], metadata: dict[str, str], where: str
-) -> DataProto:
+    kind: type[BatchKind], entries: dict[str, torch.Tensor], metadata: dict[str, str], where: str
+) -> BatchKind:
     if metadata.get("format") != FORMAT or "document" not in entries:
         raise DataError("this safetensors file does not hold a batch", key=where, got=sorted(entries)[:5])
     if metadata.get("version") != VERSION:

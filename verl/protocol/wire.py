@@ -9,21 +9,19 @@ a worker that wants to write into a tensor clones it first.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 from verl.protocol.codec import DTYPE_CODES, DTYPES, Decoder, Encoder, Refused, tensor_bytes, tensor_from_bytes
-
-if TYPE_CHECKING:
-    from verl.protocol.batch import DataProto
+from verl.protocol.parts import BatchKind, BatchParts
 
 Packed = tuple[Any, ...]
 
 
-def reduce_batch(data: DataProto) -> tuple[Any, ...]:
+def reduce_batch(data: BatchParts) -> tuple[Any, ...]:
     """The reduction of a batch: a module-level function and its arguments, in which all memory is numpy's."""
     batch = None if data.batch is None else _pack_tensors(data.batch)
     columns = {key: _pack_column(column) for key, column in data.non_tensor_batch.items()}
@@ -31,8 +29,8 @@ def reduce_batch(data: DataProto) -> tuple[Any, ...]:
 
 
 def rebuild_batch(
-    kind: type[DataProto], batch: Packed | None, columns: dict[str, Packed], meta_info: dict[str, Any]
-) -> DataProto:
+    kind: type[BatchKind], batch: Packed | None, columns: dict[str, Packed], meta_info: dict[str, Any]
+) -> BatchKind:
     return kind(
         batch=None if batch is None else _unpack_tensors(batch),
         non_tensor_batch={key: _unpack_column(packed) for key, packed in columns.items()},

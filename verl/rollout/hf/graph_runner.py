@@ -8,6 +8,7 @@ graph: so the bookkeeping is tested without a GPU.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from verl.errors import RolloutError
 from verl.rollout.hf.attention import PrefillPlan, StepPlan
 from verl.rollout.hf.kv_pool import KVShape
 from verl.rollout.hf.native import NativeModel
-from verl.rollout.hf.paged_attention import PagedAttention, StepBuffers, TorchPagedAttention, best_attention
+from verl.rollout.hf.paged_attention import PagedAttention, StepBuffers, TorchPagedAttention
 from verl.rollout.hf.paged_cache import PAGE, PagedCache, Seat, pages_for
 from verl.rollout.hf.rows import Chunk, Prompt, Row
 
@@ -285,3 +286,14 @@ def _free_bytes(device: torch.device) -> int:
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int((free + unused) * FREE_SHARE)
+
+
+def best_attention(cache: PagedCache) -> type[PagedAttention]:
+    """Triton's where it is installed and the shapes suit it."""
+    shape = cache.shape
+    suits = shape.key_dim == shape.value_dim and shape.key_dim >= 16 and shape.key_dim & (shape.key_dim - 1) == 0
+    if shape.device.type != "cuda" or not suits or importlib.util.find_spec("triton") is None:
+        return TorchPagedAttention
+    from verl.rollout.hf.kernels import TritonPagedAttention
+
+    return TritonPagedAttention

@@ -1,4 +1,4 @@
-"""Triton kernels of a decoding step: rotate and store, attention over pages, the gate of the MLP.
+"""Triton kernels of a decoding step: rotate and store, attention over pages.
 
 Each replaces a handful of launches by one, and the attention reads exactly the pages that a row has, whatever the
 longest row of the batch is. A row's keys are cut over several programs where there are fewer rows than processors
@@ -24,7 +24,6 @@ MIN_GROUP = 16
 MAX_SPLITS = 32
 PROGRAMS_WANTED = 512
 """Programs that keep a large GPU's memory busy."""
-GATE_BLOCK = 1024
 
 
 @triton.jit
@@ -122,25 +121,6 @@ def _join(partial, lse, out, D: tl.constexpr, S: tl.constexpr):
     parts = tl.load(partial + (cell * S + offs_s)[:, None] * D + offs_d[None, :])
     found = tl.sum(parts * weight[:, None], axis=0) / tl.sum(weight, axis=0)
     tl.store(out + cell * D + offs_d, found.to(out.dtype.element_ty))
-
-
-@triton.jit
-def _gate(x, out, size, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < size
-    gate = tl.load(x + row * 2 * size + offs, mask=mask, other=0.0)
-    up = tl.load(x + row * 2 * size + size + offs, mask=mask, other=0.0)
-    wide = gate.to(tl.float32)
-    tl.store(out + row * size + offs, (wide * tl.sigmoid(wide)).to(gate.dtype) * up, mask=mask)
-
-
-def silu_gate(x: torch.Tensor) -> torch.Tensor:
-    """(R, 2 * I), gate before up, contiguous -> ``silu(gate) * up`` (R, I)."""
-    rows, size = x.shape[0], x.shape[1] // 2
-    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    _gate[(rows, triton.cdiv(size, GATE_BLOCK))](x, out, size, BLOCK=GATE_BLOCK)
-    return out
 
 
 class TritonPagedAttention:

@@ -8,7 +8,6 @@ Shapes: R rows, H query heads, h key/value heads, d head dimension, N pages, P t
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,14 +71,3 @@ class TorchPagedAttention:
             hidden |= self._keys <= positions - layer.flavour.window
         probs = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1).to(q.dtype)
         return (probs @ seen_values).flatten(1)
-
-
-def best_attention(cache: PagedCache) -> type[PagedAttention]:
-    """Triton's where it is installed and the shapes suit it."""
-    shape = cache.shape
-    suits = shape.key_dim == shape.value_dim and shape.key_dim >= 16 and shape.key_dim & (shape.key_dim - 1) == 0
-    if shape.device.type != "cuda" or not suits or importlib.util.find_spec("triton") is None:
-        return TorchPagedAttention
-    from verl.rollout.hf.kernels import TritonPagedAttention
-
-    return TritonPagedAttention

@@ -260,9 +260,9 @@ def silu_gate(x: torch.Tensor) -> torch.Tensor:
 def _best_gate(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return silu_gate
-    from verl.rollout.hf import kernels
+    from verl.rollout.hf import gate_kernel
 
-    return kernels.silu_gate
+    return gate_kernel.silu_gate
 
 
 def can_pack(dtype: torch.dtype, num_bytes: int) -> bool:

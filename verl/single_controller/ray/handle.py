@@ -111,6 +111,7 @@ def host_object(
     recipe = Recipe(
         role=name or ray_cls.cls.__name__,
         class_with_init=ray_cls,
+        hosting=host_beside,
         seed=seed,
         share=share,
         detached=detached,

@@ -17,6 +17,7 @@ from ray.exceptions import GetTimeoutError
 from verl import env
 from verl.errors import WorkerError
 from verl.single_controller.base.colocated import ColocatedWorker
+from verl.single_controller.base.hosting import Hosting
 from verl.single_controller.base.worker import DEVICE_VARIABLES, WorkerInfo
 from verl.single_controller.ray import failures, host, transfer
 from verl.single_controller.ray.class_with_args import RayClassWithInitArgs
@@ -37,6 +38,7 @@ class Recipe:
     Args:
         role: name of the group; worker names and seeds derive from it.
         class_with_init: what to build.
+        hosting: how a worker puts an object into a process beside it.
         seed: the run's.
         share: part of a slot's device that each process takes, so that several groups may share the slot.
         detached: the processes outlive the controller and are found again by name.
@@ -49,6 +51,7 @@ class Recipe:
 
     role: str
     class_with_init: RayClassWithInitArgs
+    hosting: Hosting
     seed: int = 0
     share: float = 1.0
     detached: bool = False
@@ -181,7 +184,7 @@ def _introduce(recipe: Recipe, actors: Sequence[Any]) -> tuple[Fleet, tuple[str,
 
 def _build(recipe: Recipe, fleet: Fleet, master: tuple[str, int]) -> None:
     _send_user_modules()
-    boxed = [ray.put(recipe.class_with_init.plain())]
+    boxed = [ray.put((recipe.class_with_init.plain(), recipe.hosting))]
     nodes = [member.node_id for member in fleet.members]
     calls = []
     for rank, member in enumerate(fleet.members):

@@ -20,7 +20,7 @@ from verl.single_controller.base.worker_group import WorkerGroup
 from verl.single_controller.ray import failures, transfer
 from verl.single_controller.ray.class_with_args import RayClassWithInitArgs
 from verl.single_controller.ray.fleet import Fleet, Member
-from verl.single_controller.ray.handle import RayHandle
+from verl.single_controller.ray.handle import RayHandle, host_beside
 from verl.single_controller.ray.launch import REGISTER_SECONDS, Recipe, launch, worker_names
 from verl.single_controller.ray.resource_pool import RayResourcePool, Slot
 
@@ -86,6 +86,7 @@ class RayWorkerGroup(WorkerGroup):
             recipe = Recipe(
                 role=role,
                 class_with_init=ray_cls,
+                hosting=host_beside,
                 seed=seed,
                 share=1 / resource_pool.max_colocate_count if resource_pool is not None else 1.0,
                 detached=detached,

@@ -21,7 +21,6 @@ from verl.single_controller.base.rng import RngState, worker_seed
 from verl.single_controller.base.worker import WorkerInfo, build
 from verl.single_controller.ray import transfer
 from verl.single_controller.ray.failures import fetch, reported
-from verl.single_controller.ray.handle import host_beside
 
 
 class Workplace:
@@ -29,7 +28,7 @@ class Workplace:
 
     Args:
         name: of the worker, for messages.
-        boxed_class: a reference to the `ClassWithInitArgs`, in a list.
+        boxed_class: a reference to the `ClassWithInitArgs` and the `Hosting` of the worker, in a list.
         info: fields of the worker's `WorkerInfo`.
         threads: torch's thread count; None shares the node's cores among its workers.
     """
@@ -42,12 +41,12 @@ class Workplace:
         device.set_threads(threads or max(1, device.usable_cores() // self.info.local_world_size))
         device.keep_freed_memory()
         transfer.install()
-        set_hosting(host_beside)
         self._seat = _Seat()
         self._streams: dict[str, tuple[RngState, Iterator[Any]]] = {}
         rng = RngState(worker_seed(self.info.seed, self.info.role, self.info.rank))
         with reported(f"{name}.__init__"):
-            (class_with_init,) = fetch(boxed_class)
+            ((class_with_init, hosting),) = fetch(boxed_class)
+            set_hosting(hosting)
             self._seat.take(rng)
             worker = build(class_with_init, self.info)
         self._targets: dict[str, tuple[str, Any, RngState]] = {"": (name, worker, rng)}

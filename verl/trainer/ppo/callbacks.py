@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from verl.config import GlobalProfilerConfig, PPOTrainerConfig
 from verl.metrics import notice
@@ -11,35 +11,60 @@ from verl.observability.profiler import ProfiledSteps
 from verl.observability.samples import dump_generations
 from verl.observability.tracker import Sample
 from verl.protocol import DataProto
+from verl.single_controller.base import Roles
+from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.roles import distinct_groups
 from verl.trainer.ppo.signs import signs_of
+from verl.trainer.ppo.validation import Validator
 from verl.trainer.signals import StepDropped
 from verl.trainer.watch import Watch
 
-if TYPE_CHECKING:
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+class Run(Protocol):
+    """What a hook sees of the trainer: `RayPPOTrainer` and trainers like it."""
+
+    config: PPOTrainerConfig
+    ctx: StepContext
+    roles: Roles
+    schedule: Any
+    validator: Validator | None
+
+    def describe_samples(self, batch: DataProto) -> dict[str, Any]:
+        """Prompt, response, score and reward details of every row as text."""
+
+    def show_samples(self, title: str, shown: list[Sample]) -> None:
+        """Send a few completions to the trackers that can show text."""
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Send metrics to the trackers."""
+
+    def save_checkpoint(self) -> None:
+        """Write a checkpoint of this step."""
+
+    def validate(self) -> dict[str, float]:
+        """Validate with the sampler's present weights; returns the metrics."""
 
 
 class Callback:
     """Hooks of a run; every one is optional. A hook may add metrics through ``trainer.ctx.metrics``."""
 
-    def on_fit_begin(self, trainer: RayPPOTrainer) -> None:
+    def on_fit_begin(self, trainer: Run) -> None:
         """Before the first step."""
 
-    def on_step_begin(self, trainer: RayPPOTrainer) -> None:
+    def on_step_begin(self, trainer: Run) -> None:
         """Before prompts are taken; ``trainer.ctx.step`` is the step's number."""
 
-    def on_step_end(self, trainer: RayPPOTrainer, batch: DataProto) -> None:
+    def on_step_end(self, trainer: Run, batch: DataProto) -> None:
         """After the update; the sampler still has the old weights until all callbacks before `Publish` ran."""
 
-    def on_fit_end(self, trainer: RayPPOTrainer) -> None:
+    def on_fit_end(self, trainer: Run) -> None:
         """After the last step, in every orderly end of the run."""
 
 
 class DumpRollouts(Callback):
     """``trainer.rollout_data_dir``: one JSONL file of samples per step."""
 
-    def on_step_end(self, trainer: RayPPOTrainer, batch: DataProto) -> None:
+    def on_step_end(self, trainer: Run, batch: DataProto) -> None:
         folder = trainer.config.trainer.rollout_data_dir
         if not folder:
             return
@@ -51,7 +76,7 @@ class DumpRollouts(Callback):
 class ShowSamples(Callback):
     """A few sampled completions on the console, at the first step and then every ``test_freq`` steps."""
 
-    def on_step_end(self, trainer: RayPPOTrainer, batch: DataProto) -> None:
+    def on_step_end(self, trainer: Run, batch: DataProto) -> None:
         config, step = trainer.config.trainer, trainer.ctx.step
         count = config.log_train_generations
         if count <= 0 or (step != 1 and (config.test_freq <= 0 or step % config.test_freq)):
@@ -67,17 +92,17 @@ class WatchLearning(Callback):
     def __init__(self) -> None:
         self.watch = Watch()
 
-    def on_step_end(self, trainer: RayPPOTrainer, batch: DataProto) -> None:
+    def on_step_end(self, trainer: Run, batch: DataProto) -> None:
         self.watch.step(signs_of(batch, trainer.ctx))
 
-    def on_fit_end(self, trainer: RayPPOTrainer) -> None:
+    def on_fit_end(self, trainer: Run) -> None:
         self.watch.end()
 
 
 class SaveCheckpoint(Callback):
     """Every ``trainer.save_freq`` steps, and at the end of the run when saving is on."""
 
-    def on_step_end(self, trainer: RayPPOTrainer, batch: DataProto) -> None:
+    def on_step_end(self, trainer: Run, batch: DataProto) -> None:
         every, ctx = trainer.config.trainer.save_freq, trainer.ctx
         if every > 0 and (ctx.step % every == 0 or ctx.step == ctx.total_steps):
             with ctx.timed("save_checkpoint"):
@@ -87,14 +112,14 @@ class SaveCheckpoint(Callback):
 class Publish(Callback):
     """Hands the updated weights to the sampler."""
 
-    def on_step_end(self, trainer: RayPPOTrainer, batch: DataProto) -> None:
+    def on_step_end(self, trainer: Run, batch: DataProto) -> None:
         trainer.schedule.publish(trainer.roles, trainer.ctx)
 
 
 class Validate(Callback):
     """Before training, every ``trainer.test_freq`` steps, and after the last one."""
 
-    def on_fit_begin(self, trainer: RayPPOTrainer) -> None:
+    def on_fit_begin(self, trainer: Run) -> None:
         settings, resumed = trainer.config.trainer, trainer.ctx.step > 0
         if trainer.validator is None or not (settings.val_before_train or settings.val_only):
             return
@@ -105,7 +130,7 @@ class Validate(Callback):
             metrics = trainer.validate()
         trainer.log(metrics, trainer.ctx.step)
 
-    def on_step_end(self, trainer: RayPPOTrainer, batch: DataProto) -> None:
+    def on_step_end(self, trainer: Run, batch: DataProto) -> None:
         every, ctx = trainer.config.trainer.test_freq, trainer.ctx
         if trainer.validator is None or every <= 0 or (ctx.step % every and ctx.step != ctx.total_steps):
             return
@@ -121,7 +146,7 @@ class Profile(Callback):
         self.steps = ProfiledSteps(config.steps, config.profile_continuous_steps)
         self.runs = False
 
-    def on_step_begin(self, trainer: RayPPOTrainer) -> None:
+    def on_step_begin(self, trainer: Run) -> None:
         name = self.steps.beginning(trainer.ctx.step)
         if name is not None:
             self.runs = True
@@ -129,16 +154,16 @@ class Profile(Callback):
                 for group in distinct_groups(trainer.roles):
                     group.start_profile(name)
 
-    def on_step_end(self, trainer: RayPPOTrainer, batch: DataProto) -> None:
+    def on_step_end(self, trainer: Run, batch: DataProto) -> None:
         if self.steps.is_end(trainer.ctx.step):
             with trainer.ctx.timed("stop_profile"):
                 self._stop(trainer)
 
-    def on_fit_end(self, trainer: RayPPOTrainer) -> None:
+    def on_fit_end(self, trainer: Run) -> None:
         if self.runs:  # the run ended amid steps that share a recording
             self._stop(trainer)
 
-    def _stop(self, trainer: RayPPOTrainer) -> None:
+    def _stop(self, trainer: Run) -> None:
         self.runs = False
         for group in distinct_groups(trainer.roles):
             group.stop_profile()
