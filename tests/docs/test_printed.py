@@ -1,0 +1,162 @@
+"""What pages print is run as it stands there, and learns where they say so; sizes may shrink, nothing else is swapped.
+
+A block with ``...`` is a part of a command, and a block that is not run here is counted: their number may only fall.
+That every command is made of settings that exist is in `test_statements`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.test_statements import IDS, PAGES, blocks
+from tests.sanity.source_tree import ROOT
+
+RUN = {
+    "README.md": ("make_data.py", "my_reward.py", "GRPO on your own data"),
+    "docs/data.md": ("two columns", "prepared data"),
+    "docs/quickstart.md": ("by hand", "PPO"),
+    "docs/sft.md": ("fine-tuning",),
+}
+"""Blocks that a test below runs."""
+NOT_RUN = {
+    "CONTRIBUTING.md": 1,
+    "README.md": 2,
+    "docs/advance/rollout_is_migration.md": 1,
+    "docs/algorithms.md": 1,
+    "docs/checkpoints.md": 4,
+    "docs/debugging.md": 1,
+    "docs/endpoint.md": 1,
+    "docs/engines.md": 3,
+    "docs/environments.md": 1,
+    "docs/evaluation.md": 2,
+    "docs/extending.md": 8,
+    "docs/gsm8k.md": 4,
+    "docs/install.md": 4,
+    "docs/megatron.md": 1,
+    "docs/multi_turn.md": 1,
+    "docs/quickstart.md": 2,
+    "docs/resharding.md": 1,
+    "docs/rewards.md": 5,
+    "docs/rocm.md": 1,
+    "docs/sampling.md": 1,
+    "docs/sandbox.md": 1,
+    "docs/troubleshooting.md": 1,
+    "docs/weight_sync.md": 1,
+    "examples/rollout_importance_sampling/README.md": 3,
+    "examples/split_placement/README.md": 1,
+}
+"""How many blocks of a page none of them does: they need a hub, GPUs, several machines or other files, or a test of
+their room runs the same thing in another form."""
+WARMED_UP = "outputs/quickstart/sft/global_step_360/model/huggingface"
+
+
+def block(page: str, start: str) -> str:
+    """The block of a page that begins so."""
+    (wanted,) = [one for one in blocks(ROOT / page, "bash", "python") if one.startswith(start)]
+    return wanted
+
+
+def bash(folder: Path, script: str, **shrink: str) -> str:
+    """Run a block in a folder, where ``examples`` are; returns what it printed.
+
+    Args:
+        shrink: settings, by the end of their keys, that are made smaller; each has to be there.
+    """
+    for key, value in shrink.items():
+        script, found = re.subn(rf"(?<=[.]){key}=\S+", f"{key}={value}", script)
+        assert found, f"the block sets no {key}"
+    if not (folder / "examples").exists():
+        (folder / "examples").symlink_to(ROOT / "examples")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    own = {"PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "120", "VERL_FILE_LOGGER_ROOT": str(folder / "logs")}
+    done = subprocess.run(
+        ["bash", "-ec", script], cwd=folder, env={**os.environ, **own}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{script}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def rewards(printed: str) -> list[float]:
+    """The mean reward of each step."""
+    return [float(value) for value in re.findall(r"critic/score/mean:([\d.e-]+)", printed)]
+
+
+def rises(values: list[float], start: int, end: int) -> bool:
+    """From below 0.4 in the first steps to above 0.45, and by more than 0.15, in the last ones."""
+    first, last = sum(values[:start]) / start, sum(values[-end:]) / end
+    return first < 0.4 and last > 0.45 and last - first > 0.15
+
+
+@pytest.fixture(scope="module")
+def by_hand(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The quickstart by hand, to its end: its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("by_hand")
+    return folder, bash(folder, block("docs/quickstart.md", "python -m verl.data.prepare.arithmetic"))
+
+
+@pytest.mark.e2e
+def test_the_quickstart_by_hand_learns_from_reward(by_hand):
+    _, printed = by_hand
+    values = rewards(printed)
+    assert len(values) == 15 and rises(values, 2, 5), values
+
+
+@pytest.mark.e2e
+def test_its_variation_with_a_critic_learns_from_reward(by_hand):
+    folder, _ = by_hand
+    (ppo,) = [one for one in blocks(ROOT / "docs/quickstart.md", "bash") if "adv_estimator=gae" in one]
+    values = rewards(bash(folder, ppo))
+    assert len(values) == 20 and rises(values, 2, 5), values
+
+
+@pytest.mark.e2e
+def test_the_page_of_fine_tuning_goes_on_from_it(by_hand):
+    folder, _ = by_hand
+    sft = block("docs/sft.md", "python -m verl.trainer.sft_trainer")
+    bash(folder, sft, total_training_steps="2", save_freq="2")
+    assert (folder / "my/sft2/global_step_2/model/huggingface/model.safetensors").is_file()
+
+
+def labels(text: str) -> dict[str, list[str]]:
+    """The rows of a step's table: its name, and what stands before each number."""
+    rows = re.findall(r"^│ (\w+) +│ (.*?) *│$", text, re.MULTILINE)
+    return {name: [word for word in re.split(r" *-?\d[\d.e+-]* *", values) if word] for name, values in rows}
+
+
+@pytest.mark.e2e
+def test_the_readme_goes_from_data_to_a_checkpoint_and_shows_what_a_step_prints(by_hand, tmp_path):
+    made, _ = by_hand
+    shutil.copytree(made / "my/sft/global_step_60/model/huggingface", tmp_path / WARMED_UP)
+    (tmp_path / "make_data.py").write_text(block("README.md", "import pandas"))
+    (tmp_path / "my_reward.py").write_text(block("README.md", "def compute_score"))
+    activate = "source .venv/bin/activate\n"
+    script = block("README.md", activate).removeprefix(activate)  # the tests run in it
+    printed = bash(tmp_path, script, total_training_steps="1", save_freq="1")
+    assert (tmp_path / "checkpoints/sums/first/global_step_1/actor/huggingface/model.safetensors").is_file()
+    (sample,) = [one for one in blocks(ROOT / "README.md", "text") if "sampled completions" in one]
+    shown, now = labels(sample), labels(printed)
+    assert set(shown) == {"reward", "actor"} and {name: now[name] for name in shown} == shown
+    assert "sampled completions · step 1" in printed and "step 1/1 · epoch 0" in printed
+
+
+def test_the_page_of_data_writes_what_it_says(tmp_path):
+    script = block("docs/data.md", "import pandas")
+    (tmp_path / "columns.py").write_text(script)
+    bash(tmp_path, f"python columns.py\n{block('docs/data.md', 'python -m verl.data.prepare.arithmetic')}")
+    written = ["train.parquet", *(f"data/arithmetic/{name}.parquet" for name in ("train", "test", "sft"))]
+    assert [name for name in written if not (tmp_path / name).is_file()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_the_blocks_that_are_not_run_become_fewer(page):
+    name = str(page.relative_to(ROOT))
+    whole = [one for one in blocks(page, "bash", "sh", "python") if "..." not in one]
+    left = len(whole) - len(RUN.get(name, ()))
+    assert left == NOT_RUN.get(name, 0), "run a new block above; where one is run or gone, lower the number"
