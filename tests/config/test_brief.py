@@ -485,8 +485,8 @@ SINGLE = {
     "trainer.use_v1=false": Works({}, ("trainer.use_v1",)),
     # settings of features that are not built yet
     f"{A}.fsdp_config.use_orig_params=true": Works({f"{A}.fsdp_config.use_orig_params": True}),
-    f"{A}.fsdp_config.ulysses_sequence_parallel_size=2": Works({f"{A}.fsdp_config.ulysses_sequence_parallel_size": 2}),
-    f"{A}.ulysses_sequence_parallel_size=2": Works({f"{A}.fsdp_config.ulysses_sequence_parallel_size": 2}),
+    f"{A}.fsdp_config.ulysses_sequence_parallel_size=2": wrong("one process cannot share its sequences with others"),
+    f"{A}.ulysses_sequence_parallel_size=2": wrong("one process cannot share its sequences with others"),
     f"{A}.megatron.expert_model_parallel_size=8": Works({}, (f"{A}.megatron.expert_model_parallel_size",)),
     f"{A}.strategy=megatron {A}.megatron.context_parallel_size=2": refused(f"{LATER}context parallelism"),
     f"{R}.expert_parallel_size=8": refused("not built for this sampler: sampling on several ranks"),

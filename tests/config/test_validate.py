@@ -582,16 +582,16 @@ def test_a_number_of_samples_has_one_value(ppo):
         f"{A}.ppo_max_token_len_per_gpu",
         f"{REF}.log_prob_max_token_len_per_gpu",
         f"{R}.log_prob_max_token_len_per_gpu",
-        "critic.ppo_max_token_len_per_gpu",
-        "critic.forward_max_token_len_per_gpu",
+        *(f"critic.{name}_max_token_len_per_gpu" for name in ("ppo", "forward")),
     ],
 )
 def test_a_token_budget_has_to_hold_the_longest_sample(read_ppo, key):
-    used = (f"{A}.use", "critic.use", f"{R}.log_prob_use", f"{REF}.log_prob_use")
-    said = changed(validate, read_ppo, **(switches := {f"{name}_dynamic_bsz": True for name in used}), **{key: 1023})
+    used = [f"{name}_dynamic_bsz" for name in (f"{A}.use", "critic.use", f"{R}.log_prob_use", f"{REF}.log_prob_use")]
+    switches = dict.fromkeys([*used, f"{A}.use_kl_loss"], True)
+    said = changed(validate, read_ppo, **switches, **{key: 1023})
     assert said.startswith(f"{key}: ") and "data.max_prompt_length + data.max_response_length = 1024 tokens" in said
-    validate(replace(read_ppo, **switches, **{key: 1024}))
-    validate(replace(read_ppo, **{key: 1023}))  # without dynamic batching there is no budget
+    for settings in ({**switches, key: 1024}, {key: 1023}):  # without dynamic batching there is no budget
+        validate(replace(read_ppo, **settings))
 
 
 def test_a_token_budget_of_a_supervised_run_has_to_hold_the_longest_row(sft):

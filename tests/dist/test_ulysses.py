@@ -21,7 +21,7 @@ CELLS = {
         cells.ulysses_nan_on_one_rank,
         cells.ulysses_refused,
     ),
-    4: (cells.ulysses, cells.ulysses_in_pairs, cells.ulysses_shares_tokens),
+    4: (cells.ulysses, cells.ulysses_in_pairs, cells.ulysses_shares_tokens, cells.ulysses_same_rows),
 }
 
 
@@ -84,3 +84,12 @@ def test_what_cannot_be_shared_evenly_is_refused_before_training(runs, size, nam
         assert "1 attention heads cannot be shared evenly by 2 processes" in told["heads"]
         assert "2 processes do not divide" in told["ranks"] and "1, 2" in told["ranks"]
         assert "model.use_remove_padding=true" in told["padded"]
+
+
+@cases(cells.ulysses_same_rows)
+def test_neighbours_are_one_data_parallel_rank_and_may_be_handed_the_same_rows(runs, size, name):
+    found = runs[size][name]
+    assert [part["seat"] for part in found] == [[0, 2, True], [0, 2, False], [1, 2, True], [1, 2, False]]
+    own = [row for part in found for row in part["own"]]
+    alike = [row for part in found if part["seat"][2] for row in part["alike"]]
+    assert alike == own and found[0]["alike"] == found[1]["alike"] and found[2]["alike"] == found[3]["alike"]

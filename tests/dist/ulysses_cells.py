@@ -14,6 +14,7 @@ from verl.distributed import Ranks
 from verl.engines.rows import AlignedRows
 from verl.engines.sharding import unwrapped
 from verl.errors import ConfigError
+from verl.protocol import SHARED_ROWS
 
 KEY = "ulysses_sequence_parallel_size"
 
@@ -72,6 +73,16 @@ def ulysses_shares_tokens(ranks: Ranks, folder: Path) -> dict:
         "kv_heads": config.num_key_value_heads,
         "dim": config.head_dim if hasattr(config, "head_dim") else config.hidden_size // config.num_attention_heads,
     }
+
+
+def ulysses_same_rows(ranks: Ranks, folder: Path) -> dict:
+    """Rows of their own, and then the same rows for all, as the dispatch hands them to one data-parallel rank."""
+    engine = sharded(shared_model(ranks, folder, "qwen2"), engine={KEY: 2})
+    batch, seat = ragged_batch(rows=4), engine.seat
+    own = engine.infer(share(ranks, batch))["log_probs"]
+    alike = batch.split(4 // seat.size)[seat.rank]
+    alike.meta_info[SHARED_ROWS] = True
+    return {"seat": list(seat), "own": own.tolist(), "alike": engine.infer(alike)["log_probs"].tolist()}
 
 
 def ulysses_nan_on_one_rank(ranks: Ranks, folder: Path) -> dict:

@@ -106,10 +106,14 @@ def settle_singletons(advantage: Tensor, raw: Tensor, groups: Groups, singleton:
         )
     alone = groups.size() == 1
     if (alone & groups.counted).any():
+        instead = "0" if singleton == "zero" else "its raw score"
+        why = "no prompt has more: set actor_rollout_ref.rollout.n to 2 or more"
+        if bool((groups.size() > 1).any()):
+            why = "others have more, so its other samples could not be scored (reward/unscorable) or were left out"
         notice(
             "algorithm.singleton",
-            f"a prompt has a single scored response, so nothing to compare it with; its advantage is "
-            f"{'0' if singleton == 'zero' else 'its raw score'}. Group estimators need rollout.n of 2 or more.",
+            f"a prompt has a single scored response, so nothing to compare it with; its advantage is {instead}. "
+            f"In this batch {why}.",
         )
     settled = torch.where(alone, raw if singleton == "raw" else torch.zeros_like(raw), advantage)
     return torch.where(groups.counted, settled, 0.0)

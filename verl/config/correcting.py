@@ -43,7 +43,23 @@ def _thresholds(cfg: PPOTrainerConfig) -> Problems:
         found += caught(weight_bounds, newer.rollout_is_threshold)
     if newer.rollout_rs is not None:
         found += caught(rejections, newer.rollout_rs, newer.rollout_rs_threshold)
-    return found
+    return found + ([] if found else _mirror(cfg))
+
+
+def _mirror(cfg: PPOTrainerConfig) -> Problems:
+    """What the loss of the bypass mode is told by itself."""
+    mirror, newer, found = (
+        cfg.actor_rollout_ref.actor.policy_loss.rollout_correction,
+        cfg.algorithm.rollout_correction,
+        [],
+    )
+    if mirror.rollout_is_threshold != newer.rollout_is_threshold:
+        found += caught(weight_bounds, mirror.rollout_is_threshold)
+    if mirror.rollout_rs is not None:
+        found += caught(rejections, mirror.rollout_rs, mirror.rollout_rs_threshold)
+    place = "actor_rollout_ref.actor.policy_loss.rollout_correction"
+    keys = [str(error.key).replace(_NEWER, place) for error in found]
+    return [ConfigError(e.message, key=key, got=e.got, allowed=e.allowed, fix=e.fix) for e, key in zip(found, keys)]
 
 
 def _bypass(cfg: PPOTrainerConfig) -> Problems:

@@ -42,7 +42,9 @@ class GenerationTrainerConfig(ConfigNode):
     n_gpus_per_node: int = setting(
         1, "GPUs per node", upstream=8, planned="batch generation on several GPUs by one command"
     )
-    device: str | None = setting(None, "cpu, cuda or npu; null: what there is", upstream="cuda")
+    device: str | None = setting(
+        None, "cuda, npu or cpu; null or auto: what there is", upstream="cuda", choices=("auto", "cuda", "npu", "cpu")
+    )
     seed: int = setting(1, "seed of this process", upstream=ABSENT)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl import env, registry
-from verl.config import sampler_sizes, torchrun
+from verl.config import sampler_sizes, torchrun, vision
 from verl.config.checks import (
     Problems,
     bad_model_folder,
@@ -20,7 +20,7 @@ from verl.config.checks import (
     one_of,
 )
 from verl.config.node import ConfigNode
-from verl.config.root import PPOTrainerConfig, uses_critic
+from verl.config.root import PPOTrainerConfig, uses_critic, uses_reward_model
 from verl.config.sft import SFTTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
@@ -197,8 +197,13 @@ def files(cfg: PPOTrainerConfig) -> Problems:
         found += missing_files(key, path)
     model = cfg.actor_rollout_ref.model.path
     found += bad_model_folder("actor_rollout_ref.model.path", model, _MODEL_HINT)
+    found += vision.problems("actor_rollout_ref.model.path", model, cfg.actor_rollout_ref.model.external_lib)
     if uses_critic(cfg) and cfg.critic.model.path != model:
         found += bad_model_folder("critic.model.path", cfg.critic.model.path, _MODEL_HINT)
+        found += vision.problems("critic.model.path", cfg.critic.model.path, cfg.critic.model.external_lib)
+    if uses_reward_model(cfg):
+        scorer = reward.reward_model
+        found += vision.problems("reward.reward_model.model_path", scorer.model_path, scorer.external_lib)
     return found
 
 
@@ -206,6 +211,7 @@ def sft_files(cfg: SFTTrainerConfig) -> Problems:
     """The same for a supervised run."""
     found = _data_files(cfg.data, cfg.data.custom_cls.path)
     found += missing_files("data.custom_cls.path", cfg.data.custom_cls.path)
+    found += vision.problems("model.path", cfg.model.path, cfg.model.external_lib)
     return found + bad_model_folder("model.path", cfg.model.path, _MODEL_HINT)
 
 

@@ -9,10 +9,12 @@ from verl.config.optim import OptimizerConfig
 from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
 from verl.config.root import PPOTrainerConfig, uses_critic
 from verl.config.sft import SFTTrainerConfig
-from verl.errors import ConfigError
+from verl.errors import ConfigError, NotBuiltError
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _DTYPES = ("auto", "fp32", "float32", "float", "bf16", "bfloat16", "fp16", "float16", "half")
+_HALF = ("fp16", "float16", "half")
+LOAD_FORMATS = ("dummy", "hf", "safetensors", "auto")
 MOST_SAMPLES = 1 << 16
 """Of a prompt: more than that is a typing error, which would fill the memory before anything is sampled."""
 
@@ -108,7 +110,7 @@ def _sampling(cfg: PPOTrainerConfig) -> Problems:
     bucket = rollout.checkpoint_engine
     found += _at_least(f"{_R}.checkpoint_engine", bucket, 1, "update_weights_bucket_megabytes")
     found += _at_least(_R, rollout, 1, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")
-    return found + _at_least(_R, rollout, 1, "log_prob_max_token_len_per_gpu") + _dtype(f"{_R}.dtype", rollout.dtype)
+    return found + _at_least(_R, rollout, 1, "log_prob_max_token_len_per_gpu") + engine_choices(_R, rollout)
 
 
 def engine_limits(key: str, rollout: Any) -> Problems:
@@ -117,6 +119,12 @@ def engine_limits(key: str, rollout: Any) -> Problems:
     found += _at_least(f"{key}.server", rollout.server, 1, "max_attempts", "max_connections")
     found += _at_least(f"{key}.server", rollout.server, 0, "retry_delay", "max_start_wait_time")
     return found + _above_zero(f"{key}.server", rollout.server, "timeout")
+
+
+def engine_choices(key: str, rollout: Any) -> Problems:
+    """The dtype of an engine, and what vLLM alone may be told."""
+    found = _dtype(f"{key}.dtype", rollout.dtype)
+    return found + (one_of(f"{key}.load_format", rollout.load_format, LOAD_FORMATS) if rollout.name == "vllm" else [])
 
 
 def _conversations(turns: Any) -> Problems:
@@ -138,12 +146,18 @@ def _actor(cfg: PPOTrainerConfig) -> Problems:
     found += _at_least(_A, actor, 0, "kl_loss_coef") + optimizer(f"{_A}.optim", actor.optim)
     names = ("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")
     found += _at_least("actor_rollout_ref.ref", ref, 1, *names)
-    for key, engine in ((_A, actor.fsdp_config), ("actor_rollout_ref.ref", ref.fsdp_config)):
-        found += _engine(f"{key}.fsdp_config", engine)
-    return found
+    model = cfg.reward.reward_model
+    if model.enable:
+        found += _engine("reward.reward_model.fsdp_config", model.fsdp_config, trains=model.implicit.enable)
+    found += _engine(f"{_A}.fsdp_config", actor.fsdp_config)
+    return found + _engine("actor_rollout_ref.ref.fsdp_config", ref.fsdp_config, trains=False)
 
 
-def _engine(key: str, engine: Any) -> Problems:
+def _engine(key: str, engine: Any, trains: bool = True) -> Problems:
+    for name in ("dtype", "model_dtype") if trains else ():
+        if engine[name].removeprefix("torch.") in _HALF:
+            message, fix = "training in float16 needs loss scaling, which is not built yet", "Use bfloat16."
+            return [NotBuiltError(message, key=f"{key}.{name}", got=engine[name], fix=fix)]
     found = _dtype(f"{key}.dtype", engine.dtype) + _dtype(f"{key}.model_dtype", engine.model_dtype, "auto")
     sizes = ("ulysses_sequence_parallel_size", "expert_parallel_size", "tensor_parallel_size")
     found += _at_least(key, engine, 1, *sizes)

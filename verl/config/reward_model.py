@@ -100,15 +100,4 @@ def _limits(cfg: PPOTrainerConfig) -> Problems:
         key = f"{_KEY}.micro_batch_size_per_gpu"
         message = f"{_KEY}.micro_batch_size={total} and {key}={per_gpu} contradict each other"
         found.append(ConfigError(message, key=key, fix="Keep this one and leave the other out."))
-    needed = model.max_length or cfg.data.max_prompt_length + cfg.data.max_response_length
-    if model.use_dynamic_bsz and model.forward_max_token_len_per_gpu < needed:
-        found.append(
-            ConfigError(
-                f"one conversation may have {needed} tokens, which do not fit into a micro-batch",
-                key=f"{_KEY}.forward_max_token_len_per_gpu",
-                got=model.forward_max_token_len_per_gpu,
-                allowed=f"{needed} or more",
-                fix=f"Set it to {needed}.",
-            )
-        )
     return found

@@ -190,6 +190,7 @@ class ServerConfig(ConfigNode):
         upstream=ABSENT,
         planned="requests to servers",
         engines=("server",),
+        choices=("auto", "vllm", "sglang", "tgi", "verl", "openai"),
     )
     model: str | None = setting(
         None,
@@ -318,7 +319,11 @@ class RolloutConfig(ConfigNode):
         planned="raw log-probs of the sampler",
     )
     scheduling_policy: str = setting(
-        "fcfs", "order of waiting requests: fcfs or priority", planned="priority scheduling", engines=("vllm",)
+        "fcfs",
+        "order of waiting requests: fcfs or priority",
+        planned="priority scheduling",
+        engines=("vllm",),
+        choices=("fcfs", "priority"),
     )
     load_format: str = setting(
         "dummy",
@@ -381,7 +386,13 @@ class RolloutConfig(ConfigNode):
         0, "steps between metrics of expert load; 0: none", planned="router replay"
     )
     prometheus: PrometheusConfig = section(PrometheusConfig)
-    quantization: str | None = setting(None, "fp8 or torchao", planned="quantized rollout", engines=("vllm", "sglang"))
+    quantization: str | None = setting(
+        None,
+        "fp8 or torchao",
+        planned="quantized rollout",
+        engines=("vllm", "sglang"),
+        choices=("fp8", "torchao"),
+    )
     quantization_config_file: str | None = setting(
         None, "file with more settings of the quantization", planned="quantized rollout", path=True
     )

@@ -133,7 +133,12 @@ class SFTRunConfig(ConfigNode):
     resume_from_path: str | None = setting(
         None, "folder of a step (.../global_step_20) for resume_mode=resume_path", path=True
     )
-    device: str | None = setting(None, "cuda, npu or cpu; null: the accelerator if there is one", upstream="cuda")
+    device: str | None = setting(
+        None,
+        "cuda, npu or cpu; null or auto: the accelerator if there is one",
+        upstream="cuda",
+        choices=("auto", "cuda", "npu", "cpu"),
+    )
     nnodes: int = setting(1, "number of machines", no_effect=_TORCHRUN)
     n_gpus_per_node: int | None = setting(
         None, "processes per machine, one per GPU; null: what torchrun started", upstream=1, no_effect=_TORCHRUN

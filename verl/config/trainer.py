@@ -153,7 +153,12 @@ class TrainerConfig(ConfigNode):
     ray_wait_register_center_timeout: int = setting(
         300, "seconds that worker processes on a Ray cluster may take to come up"
     )
-    device: str | None = setting(None, "cuda, npu or cpu; null: the accelerator if there is one", upstream="cuda")
+    device: str | None = setting(
+        None,
+        "cuda, npu or cpu; null or auto: the accelerator if there is one",
+        upstream="cuda",
+        choices=("auto", "cuda", "npu", "cpu"),
+    )
     use_v1: bool = setting(
         True,
         "which of two trainers runs",

@@ -15,8 +15,10 @@ from verl.config import (
     losses,
     machine,
     notices,
+    optimizers,
     ranges,
     sampler_sizes,
+    shared_rows,
     validate_megatron,
     validate_profiler,
 )
@@ -25,7 +27,7 @@ from verl.config.node import unrecorded
 from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
 from verl.config.reward_model import reward_model
 from verl.config.rollout import RolloutConfig
-from verl.config.root import ON_VALUES, PPOTrainerConfig, uses_critic, uses_reference
+from verl.config.root import ON_VALUES, PPOTrainerConfig, uses_critic
 from verl.config.sft import SFTTrainerConfig
 from verl.errors import ConfigError
 from verl.metrics import notice
@@ -46,7 +48,7 @@ def validate(cfg: PPOTrainerConfig, served: bool = False) -> None:
     Args:
         served: the program samples by servers that it starts, and has no workers.
     """
-    here = (machine.trackers, machine.rollout_engine, machine.hardware, machine.files)
+    here = (machine.trackers, machine.rollout_engine, machine.hardware, machine.files, optimizers.problems)
     with unrecorded():
         collect((*here, *_rules(served)), cfg)
         notices.tell(cfg)
@@ -63,14 +65,14 @@ def tell_problems(cfg: PPOTrainerConfig) -> None:
 def _rules(served: bool) -> tuple[Rule, ...]:
     """What no machine changes."""
     sampler = sampler_sizes.served_problems if served else sampler_sizes.problems
-    return (_names, _kl, ranges.numbers, losses.problems, _groups, _values, _batches, _ranks, sampler, _micro_batches,
-            _sampling, _mirrors, _budgets, reward_model, implicit_reward.problems, validate_megatron.problems,
+    return (_names, _kl, ranges.numbers, losses.problems, _groups, _values, _batches, sampler, _micro_batches,
+            _sampling, _mirrors, shared_rows.problems, reward_model, implicit_reward.problems, validate_megatron.problems,
             validate_profiler.problems, correcting.rollout, correcting.groups, _plugins, _resume, _validation)  # fmt: skip
 
 
 def validate_sft(cfg: SFTTrainerConfig) -> None:
     """The same for a supervised run."""
-    rules = (machine.trackers, machine.sft_hardware, machine.sft_files, ranges.sft_numbers, _sft_engine, _sft_budget, _two_columns,
+    rules = (machine.trackers, machine.sft_hardware, machine.sft_files, ranges.sft_numbers, optimizers.sft_problems, _sft_engine, shared_rows.sft_budget, _two_columns,
              _custom_dataset, validate_profiler.sft_problems, _resume)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
@@ -79,20 +81,11 @@ def validate_sft(cfg: SFTTrainerConfig) -> None:
 
 def validate_pairs(cfg: DPOTrainerConfig | RMTrainerConfig) -> None:
     """The same for training on pairs of answers."""
-    rules = (machine.trackers, machine.sft_hardware, machine.sft_files, ranges.sft_numbers, _sft_engine, _pair_budget,
+    rules = (machine.trackers, machine.sft_hardware, machine.sft_files, ranges.sft_numbers, optimizers.sft_problems, _sft_engine, shared_rows.pair_budget,
              ranges.pair_numbers, _custom_dataset, validate_profiler.sft_problems, _resume)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
         notices.tell_sft(cfg)
-
-
-def _pair_budget(cfg: DPOTrainerConfig | RMTrainerConfig) -> Problems:
-    data = cfg.data
-    if not data.use_dynamic_bsz:
-        return []
-    return _fits(
-        "data.max_token_len_per_gpu", data.max_token_len_per_gpu, 2 * data.max_length, "two rows of data.max_length"
-    )
 
 
 def _transport(rollout: RolloutConfig) -> Problems:
@@ -213,35 +206,6 @@ def _divides(key: str, mini: int, batch: int) -> Problems:
     ]
 
 
-def _ranks(cfg: PPOTrainerConfig) -> Problems:
-    """Every optimizer step, and every pass over the batch, gives each process as many samples."""
-    trainer = cfg.trainer
-    shared = trainer.nnodes * (trainer.n_gpus_per_node or 1)
-    if shared < 1 or machine.resource_pools(cfg):
-        return []  # said already
-    pool = {role: sum(pool["processes"]) for pool in trainer.resource_pools.values() for role in pool["roles"]}
-    wanted = [(_A, cfg.actor_rollout_ref.actor.ppo_mini_batch_size, shared)]
-    if uses_critic(cfg):
-        wanted.append(("critic", cfg.critic.ppo_mini_batch_size, pool.get("critic", shared)))
-    if uses_reference(cfg) and "ref" in pool:
-        wanted.append(("data", cfg.data.train_batch_size, pool["ref"]))
-    found: Problems = []
-    for section, prompts, processes in wanted:
-        samples = prompts * cfg.actor_rollout_ref.rollout.n
-        key = f"{section}.train_batch_size" if section == "data" else f"{section}.ppo_mini_batch_size"
-        if prompts >= 1 and samples % processes:
-            found.append(
-                ConfigError(
-                    f"{prompts} prompts x {_R}.n = {samples} samples cannot be shared evenly by {processes} processes",
-                    key=key,
-                    got=prompts,
-                    fix="Change it, or the number of processes (trainer.nnodes, trainer.n_gpus_per_node, "
-                    "trainer.resource_pools).",
-                )
-            )
-    return found
-
-
 def _micro_batches(cfg: PPOTrainerConfig) -> Problems:
     a, ref, critic, found = cfg.actor_rollout_ref.actor, "actor_rollout_ref.ref", cfg.critic, []
     pairs = [
@@ -286,35 +250,6 @@ def _mirrors(cfg: PPOTrainerConfig) -> Problems:
         fix = f"Set {_R}.max_model_len={needed} or shorter lengths."
         found.append(ConfigError(message, key=f"{_R}.max_model_len", got=rollout.max_model_len, fix=fix))
     return found
-
-
-def _budgets(cfg: PPOTrainerConfig) -> Problems:
-    a, needed = cfg.actor_rollout_ref, cfg.data.max_prompt_length + cfg.data.max_response_length
-    passes = [
-        (f"{_A}.ppo_max_token_len_per_gpu", a.actor.use_dynamic_bsz, a.actor.ppo_max_token_len_per_gpu),
-        (f"{_R}.log_prob_max_token_len_per_gpu", a.rollout.log_prob_use_dynamic_bsz, a.rollout.log_prob_max_token_len_per_gpu),
-        ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", a.ref.log_prob_use_dynamic_bsz,
-         a.ref.log_prob_max_token_len_per_gpu),
-    ]  # fmt: skip
-    if uses_critic(cfg):
-        names = ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu")
-        passes += [(f"critic.{name}", cfg.critic.use_dynamic_bsz, cfg.critic[name]) for name in names]
-    what = "data.max_prompt_length + data.max_response_length"
-    return [problem for key, is_on, budget in passes if is_on for problem in _fits(key, budget, needed, what)]
-
-
-def _fits(key: str, budget: int, needed: int, what: str) -> Problems:
-    if budget >= needed:
-        return []
-    message = f"one row may have {what} = {needed} tokens, which do not fit into a micro-batch"
-    return [ConfigError(message, key=key, got=budget, allowed=f"{needed} or more", fix=f"Set {key}={needed}.")]
-
-
-def _sft_budget(cfg: SFTTrainerConfig) -> Problems:
-    data = cfg.data
-    if not data.use_dynamic_bsz:
-        return []
-    return _fits("data.max_token_len_per_gpu", data.max_token_len_per_gpu, data.max_length, "data.max_length")
 
 
 def _plugins(cfg: PPOTrainerConfig) -> Problems:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from verl.config import sampler_sizes
+from verl.config import sampler_sizes, vision
 from verl.config.checks import Problems, bad_model_folder, collect, in_range, known_name, missing_files, missing_folder
 from verl.config.generation import GenerationConfig
 from verl.config.node import unrecorded
-from verl.config.ranges import engine_limits
+from verl.config.ranges import engine_choices, engine_limits
 from verl.errors import ConfigError
 from verl.registry import SAMPLERS
 
@@ -34,7 +34,7 @@ def _numbers(cfg: GenerationConfig) -> Problems:
     found += in_range("data.batch_size", cfg.data.batch_size, "1 or more", cfg.data.batch_size >= 1)
     for name in ("prompt_length", "response_length"):
         found += in_range(f"rollout.{name}", cfg.rollout[name], "1 or more", cfg.rollout[name] >= 1)
-    found += engine_limits("rollout", cfg.rollout)
+    found += engine_limits("rollout", cfg.rollout) + engine_choices("rollout", cfg.rollout)
     found += in_range("rollout.top_k", cfg.rollout.top_k, "-1 for all tokens, or 1 or more", cfg.rollout.top_k >= -1)
     found += in_range("rollout.temperature", cfg.rollout.temperature, "0 or more", cfg.rollout.temperature >= 0)
     return found + in_range("rollout.top_p", cfg.rollout.top_p, "above 0, at most 1", 0 < cfg.rollout.top_p <= 1)
@@ -42,6 +42,7 @@ def _numbers(cfg: GenerationConfig) -> Problems:
 
 def _files(cfg: GenerationConfig) -> Problems:
     found = missing_files("data.path", cfg.data.path) + bad_model_folder("model.path", cfg.model.path)
+    found += vision.problems("model.path", cfg.model.path, cfg.model.external_lib)
     if not cfg.data.output_path.endswith(".parquet"):
         fix = "End its name in .parquet."
         found.append(ConfigError("is written as parquet", key="data.output_path", got=cfg.data.output_path, fix=fix))

@@ -117,13 +117,14 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
 
 def supervised_problems(cfg: SFTTrainerConfig) -> Problems:
     """The same for a supervised run, whose processes torchrun starts."""
-    role = _supervised(cfg)
+    role = role_of_supervised(cfg)
     if not role.is_megatron:
         return []
     return missing_or_other("engine.strategy") + (_numbers(role) or _processes(role) + _model(role))
 
 
-def _supervised(cfg: SFTTrainerConfig) -> Role:
+def role_of_supervised(cfg: SFTTrainerConfig) -> Role:
+    """The one model of a supervised run."""
     started = "what torchrun starts (--nproc_per_node)"
     others, world = ("engine", cfg.engine), env.get_int("WORLD_SIZE", 1)
     return Role("engine", cfg.engine, others, cfg.model.path, "", world, started, _adapter("model", cfg.model))
@@ -264,7 +265,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
 
 def tell_supervised(cfg: SFTTrainerConfig) -> None:
     """The same for a supervised run."""
-    role = _supervised(cfg)
+    role = role_of_supervised(cfg)
     if not role.is_megatron:
         why = "has no effect without engine.strategy=megatron"
         _tell("engine.megatron", [name for name in _set(role.sizes) if name not in _FOLLOWING], why)

@@ -21,7 +21,7 @@ from verl.engines.packing import padded
 from verl.engines.rows import MicroBatch
 from verl.errors import ConfigError, NotBuiltError
 from verl.models.attention import PackedPlan
-from verl.protocol import DataProto
+from verl.protocol import SHARED_ROWS, DataProto
 from verl.protocol.codec import tensor_bytes, tensor_from_bytes
 
 KEY = "ulysses_sequence_parallel_size"
@@ -97,6 +97,17 @@ def part_of(micro: MicroBatch, peers: Ranks) -> MicroBatch:
         slopes=None if micro.slopes is None else micro.slopes[here],
         attention=UlyssesPlan(plan, peers),
     )
+
+
+def rows_of_peers(batch: DataProto, peers: Ranks) -> tuple[DataProto, slice]:
+    """The rows that this rank and its peers compute together, and which of them are its own.
+
+    They are handed to all of them alike where the caller knows who computes together (`SHARED_ROWS`); else each has
+    rows of its own.
+    """
+    if peers.size == 1 or batch.meta_info.get(SHARED_ROWS):
+        return batch, slice(None)
+    return pooled(batch, peers)
 
 
 def pooled(batch: DataProto, peers: Ranks) -> tuple[DataProto, slice]:

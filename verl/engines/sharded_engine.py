@@ -18,10 +18,11 @@ from verl.distributed import Ranks, data_parallel_mesh
 from verl.distributed.cuts import Cut
 from verl.distributed.shards import mirror
 from verl.engines import sharding
+from verl.engines.base import Seat
 from verl.engines.expert_parallel import ExpertRanks
 from verl.engines.forward import TokenForward
 from verl.engines.optimizer import move_optimizer_state
-from verl.engines.sequence_parallel import SequenceForward, check_heads, pooled, sequence_peers
+from verl.engines.sequence_parallel import SequenceForward, check_heads, rows_of_peers, sequence_peers
 from verl.engines.torch_engine import TorchEngine
 from verl.errors import ModelError, NotBuiltError
 from verl.metrics import MetricSet, log, notice
@@ -189,16 +190,20 @@ class ShardedEngine(TorchEngine):
         budget = super()._budget(*args, **kwargs)
         return None if budget is None else budget * self.num_sequence_ranks  # a budget is what one rank computes
 
-    def infer(self, batch: DataProto, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    @property
+    def seat(self) -> Seat | None:
+        """Neighbours that compute the same rows are one data-parallel rank."""
         if self.sharers == 1:
-            return super().infer(batch, *args, **kwargs)
-        whole, mine = pooled(batch, self.peers)
+            return None
+        return Seat(self.ranks.rank // self.sharers, self.ranks.size // self.sharers, self.peers.rank == 0)
+
+    def infer(self, batch: DataProto, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        whole, mine = rows_of_peers(batch, self.peers)
         width = batch.tensors["responses"].shape[1]
         return {name: values[mine, :width] for name, values in super().infer(whole, *args, **kwargs).items()}
 
     def train_batch(self, batch: DataProto, *args: Any, **kwargs: Any) -> MetricSet:
-        whole = batch if self.sharers == 1 else pooled(batch, self.peers)[0]
-        return super().train_batch(whole, *args, **kwargs)
+        return super().train_batch(rows_of_peers(batch, self.peers)[0], *args, **kwargs)
 
     # ---- weights -----------------------------------------------------------------------------------------------
 

@@ -104,7 +104,12 @@ def test_a_group_of_one_is_told_once():
     reset_notices()
     rewards, mask, uids = outcome_batch()
     grpo(rewards, mask, uids)
-    assert "rollout.n" in notices()["algorithm.singleton"]
+    said = notices()["algorithm.singleton"]
+    assert "others have more, so its other samples could not be scored (reward/unscorable)" in said
+    assert "rollout.n" not in said, "four samples of a prompt are not too few"
+    reset_notices()
+    grpo(rewards[:2], mask[:2], ["a", "b"])
+    assert "set actor_rollout_ref.rollout.n to 2 or more" in notices()["algorithm.singleton"]
 
 
 def test_an_unknown_treatment_of_a_group_of_one_is_refused_by_key():

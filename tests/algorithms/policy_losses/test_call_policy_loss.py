@@ -51,7 +51,7 @@ def test_a_users_loss_that_calls_agg_loss_is_normalised_over_the_mini_batch():
 def test_a_users_loss_that_averages_by_itself_is_weighted_by_tokens_and_told():
     reset_notices()
     assert over_micro_batches(by_itself)[0] == pytest.approx(PLAIN)
-    assert "token mean" in notices()["actor.policy_loss.loss_mode"]
+    assert "token mean" in notices()["actor_rollout_ref.actor.policy_loss.loss_mode"]
 
 
 def test_junk_outside_the_mask_does_not_reach_a_users_product_with_the_mask():
@@ -90,3 +90,18 @@ def test_metrics_become_metrics_without_prefix_whatever_their_form():
 def test_another_result_is_refused(result):
     with pytest.raises(ConfigError, match=r"\(scalar tensor, dict of metrics\)"):
         over_micro_batches(lambda **kwargs: result)
+
+
+@pytest.mark.parametrize(
+    ("result", "got", "repair"),
+    [
+        (torch.zeros(2, 3), "a tensor of shape (2, 3)", "agg_loss(loss_mat=losses, loss_mask=response_mask"),
+        ((torch.zeros(2), {}), "a tensor of shape (2,)", "agg_loss(loss_mat=losses"),
+        ((torch.tensor(1.0), 0.5), "a tensor of shape ()', 'float'", 'return loss, {"my_metric": number}'),
+        (1.5, "'float'", "End it with: return loss, {}."),
+    ],
+)
+def test_a_result_that_is_no_pair_says_what_to_return(result, got, repair):
+    with pytest.raises(ConfigError) as caught:
+        over_micro_batches(lambda log_prob: result)
+    assert got in str(caught.value) and repair in str(caught.value)

@@ -69,7 +69,7 @@ def call_policy_loss(
     num_tokens = float(response_mask.bool().sum())
     if not takes_norm and not running.used:
         notice(
-            "actor.policy_loss.loss_mode",
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
             f"{name_of(policy_loss)} calls neither agg_loss nor takes a norm: its loss is weighted as a token mean",
         )
         loss = loss * (norm.dp_size * num_tokens / (norm.num_tokens or 1.0))
@@ -93,9 +93,26 @@ def _unpack(policy_loss: PolicyLossFn, result: Any) -> tuple[Tensor, Mapping[str
     raise ConfigError(
         f"the policy loss {name_of(policy_loss)} returned something else than a loss and its metrics",
         key="actor_rollout_ref.actor.policy_loss.loss_mode",
-        got=[type(part).__name__ for part in parts] or type(result).__name__,
+        got=[_shape_of(part) for part in parts] or type(result).__name__,
         allowed="(scalar tensor, dict of metrics)",
+        fix=_repair(parts),
     )
+
+
+def _shape_of(part: Any) -> str:
+    return f"a tensor of shape {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
+
+
+def _repair(parts: tuple[Any, ...]) -> str:
+    """How a result becomes a pair of a scalar and its metrics."""
+    if parts and isinstance(parts[0], Tensor) and parts[0].dim() > 0:
+        return (
+            "Make one number of the tokens' losses: agg_loss(loss_mat=losses, loss_mask=response_mask, "
+            "loss_agg_mode=loss_agg_mode), of verl.trainer.ppo.core_algos."
+        )
+    if len(parts) > 1 and isinstance(parts[0], Tensor):
+        return 'End it with: return loss, {"my_metric": number}.'
+    return "End it with: return loss, {}."
 
 
 def _as_metric(value: Any, num_tokens: float) -> Metric:

@@ -31,7 +31,7 @@ from verl.engines.megatron.routers import StageRouters
 from verl.engines.megatron.weights import WeightTable, check_given, model_templates
 from verl.engines.optimizer import move_optimizer_state
 from verl.engines.rows import MicroBatch
-from verl.engines.sequence_parallel import pooled
+from verl.engines.sequence_parallel import rows_of_peers
 from verl.engines.torch_engine import LOADERS, TorchEngine, Work
 from verl.errors import NotBuiltError
 from verl.metrics import MetricSet, log
@@ -43,7 +43,7 @@ from verl.models.lora import LoraSettings
 from verl.models.megatron import family_of
 from verl.models.slices import SlicedFolder
 from verl.models.weights import named_tensors, names_on_disk
-from verl.protocol import SHARED_ROWS, DataProto
+from verl.protocol import DataProto
 from verl.weight_sync.resharding import Layout, ModelWeights, Plan, Resharder, make_plan
 
 Piece = Callable[[str], Tensor]
@@ -185,7 +185,7 @@ class MegatronEngine(TorchEngine):
     # ---- passes ------------------------------------------------------------------------------------------------
 
     def infer(self, batch: DataProto, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        whole, mine = self._rows_of_peers(batch)
+        whole, mine = rows_of_peers(batch, self.peers)
         width = batch.tensors["responses"].shape[1]
         results = super().infer(whole, *args, **kwargs)  # zeros but on the last stage, so the sum is what that found
         return {name: self.groups.pipeline.sum(values)[mine, :width] for name, values in results.items()}
@@ -204,13 +204,7 @@ class MegatronEngine(TorchEngine):
         return results
 
     def train_batch(self, batch: DataProto, *args: Any, **kwargs: Any) -> MetricSet:
-        return super().train_batch(self._rows_of_peers(batch)[0], *args, **kwargs)
-
-    def _rows_of_peers(self, batch: DataProto) -> tuple[DataProto, slice]:
-        """The rows that this rank and its peers compute together, and which of them are its own."""
-        if self.sharers == 1 or batch.meta_info.get(SHARED_ROWS):
-            return batch, slice(None)
-        return pooled(batch, self.peers)
+        return super().train_batch(rows_of_peers(batch, self.peers)[0], *args, **kwargs)
 
     @property
     def seat(self) -> Seat:

@@ -112,4 +112,4 @@ def apply_bypass_mode(batch: DataProto, rollout_corr_config: Any = None, policy_
     if isinstance(policy_loss_config, dict):
         policy_loss_config.update(loss_mode="bypass_mode", rollout_correction=rollout_corr_config)
     elif policy_loss_config is not None and policy_loss_config.get("loss_mode") not in ("vanilla", "bypass_mode"):
-        raise ConfigError("the bypass mode brings its own loss", key="actor.policy_loss.loss_mode")
+        raise ConfigError("the bypass mode brings its own loss", key="actor_rollout_ref.actor.policy_loss.loss_mode")

@@ -1,0 +1,136 @@
+"""Every setting that is one of a few names refuses any other before anything is allocated, and lists them."""
+
+from __future__ import annotations
+
+import json
+import typing
+
+import pytest
+
+from verl.config import load_config
+from verl.config.groups import NAMES
+from verl.config.optimizers import classes
+from verl.config.schema import schema_of
+from verl.errors import ConfigError, NotBuiltError
+
+A, R, RM = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "reward.reward_model"
+PROGRAMS = ("ppo_trainer", "sft_trainer", "dpo_trainer", "rm_trainer", "generation", "evaluation")
+FREE = (
+    # Names that only the person knows: of columns, functions, modules, projects, addresses, runs.
+    "_key", ".name", "_name", "external_lib", "custom_backend_module", "url", "server.model", "api_key_env",
+    "wandb_proxy", "ray_init.address", "py_executable", "filter_groups.metric",
+    # Text, regular expressions over the model's modules, and numbers that may be written as text.
+    "custom_chat_template", "target_modules", "exclude_modules", "_threshold",
+)  # fmt: skip
+NAMED = ("rollout.name", "reward_manager.name", "reward_model.rollout.name")
+"""Of the free ending ``.name``, those that are one of a few."""
+WITH = {
+    "critic.": ["critic.enable=true"],
+    f"{RM}.": [f"{RM}.enable=true", f"{RM}.model_path=model"],
+    f"{RM}.implicit.": [f"{RM}.implicit.enable=true"],
+    "quantization": [f"{R}.name=vllm"],
+    "scheduling_policy": [f"{R}.name=vllm"],
+    "load_format": [f"{R}.name=vllm"],
+    "server.api": [f"{R}.name=server", f"{R}.server.url=http://localhost:1"],
+}
+"""What makes a setting count, by the beginning or the end of its key."""
+OTHERS_DUTY = ("generation:rollout.multi_turn.format", "generation:rollout.agent.default_agent_loop",
+               "generation:rollout.checkpoint_engine.backend", "dpo_trainer:data.pad_mode")  # fmt: skip
+"""A notice says behind the work that this program has no use for them."""
+
+
+def names_of(program: str):
+    """Settings of a program that hold text and may be a name out of a few."""
+    for key, leaf in schema_of(NAMES[program][0].root).leaves.items():
+        kinds = typing.get_args(leaf.type) or (leaf.type,)
+        passive = (leaf.planned and not leaf.engines) or (leaf.no_effect and not leaf.engines) or leaf.path
+        if str not in kinds or passive or f"{program}:{key}" in OTHERS_DUTY:
+            continue
+        if leaf.choices is None and key.endswith(FREE) and not key.endswith(NAMED):
+            continue
+        yield key
+
+
+def conditions(program: str, key: str) -> list[str]:
+    found = [word for part, words in WITH.items() if key.startswith(part) or key.endswith(part) for word in words]
+    if key.endswith("megatron.dtype"):
+        found.append(f"{key.removesuffix('.megatron.dtype')}.strategy=megatron")
+    if f"{A}.strategy" in key or key == "actor_rollout_ref.ref.megatron.dtype":
+        found.append(f"{A}.use_kl_loss=true")
+    return [word.replace("actor_rollout_ref.", "") for word in found] if program == "generation" else found
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    (tmp_path / "rows.parquet").touch()
+    data = ["data.train_files=rows.parquet", "data.val_files=rows.parquet", "trainer.device=cpu"]
+    usual = {
+        "ppo_trainer": [*data, "actor_rollout_ref.model.path=model", "algorithm.adv_estimator=grpo", f"{R}.n=2"],
+        "generation": ["data.path=rows.parquet", "data.output_path=out.parquet", "model.path=model"],
+        "evaluation": ["data.path=rows.parquet"],
+    }
+    return lambda program, *words: load_config(program, [*usual.get(program, [*data, "model.path=model"]), *words])
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_name_that_does_not_exist_is_refused_with_those_that_do(load, program):
+    taken = {}
+    for key in names_of(program):
+        try:
+            load(program, *conditions(program, key), f"{key}=nonsense")
+        except NotBuiltError as error:
+            taken[key] = f"is said to come later: {error}"
+        except ConfigError as error:
+            said = str(error)
+            if "nonsense" not in said or not ("Allowed:" in said or "no such module" in said):
+                taken[key] = said
+        else:
+            taken[key] = "is accepted"
+    assert taken == {}
+
+
+TRAINED = {"ppo_trainer": (f"{A}.fsdp_config", f"{A}.optim"), "sft_trainer": ("engine", "optim")}
+
+
+@pytest.mark.parametrize("program", TRAINED)
+def test_training_in_float16_is_refused_and_a_frozen_model_may_have_it(load, program):
+    for name in ("dtype", "model_dtype"):
+        with pytest.raises(
+            NotBuiltError, match=f"{TRAINED[program][0]}.{name}: training in float16 needs loss scaling"
+        ):
+            load(program, f"{TRAINED[program][0]}.{name}=float16")
+    if program == "ppo_trainer":
+        load(program, f"{A}.use_kl_loss=true", "actor_rollout_ref.ref.fsdp_config.dtype=float16", f"{R}.dtype=float16")
+        with pytest.raises(NotBuiltError, match=r"critic.fsdp.dtype: training in float16"):
+            load(program, "critic.enable=true", "critic.fsdp.dtype=half")
+
+
+@pytest.mark.parametrize("program", TRAINED)
+def test_optimizers_that_cannot_train_are_refused_with_the_reason(load, program):
+    engine, optim = TRAINED[program][0].removesuffix(".fsdp_config"), TRAINED[program][1]
+    for name, why in (("Muon", "it takes matrices alone"), ("LBFGS", "in one step"), ("SparseAdam", "sparse")):
+        with pytest.raises(ConfigError, match=f"{optim}.optimizer: this optimizer cannot train here: .*{why}"):
+            load(program, f"{optim}.optimizer={name}")
+    load(program, f"{optim}.optimizer=Adafactor")
+    for strategy in ("fsdp", "megatron"):
+        with pytest.raises(ConfigError, match=f"looks at a weight as a whole.* with strategy={strategy}. Got 'Adafac"):
+            load(program, f"{optim}.optimizer=Adafactor", f"{engine}.strategy={strategy}")
+    load(program, f"{optim}.optimizer=adam", f"{engine}.strategy=megatron")
+    with pytest.raises(ConfigError, match=r"unknown value. Got 'adam'. Allowed: .*Did you mean 'Adam'"):
+        load(program, f"{optim}.optimizer=adam")
+    with pytest.raises(ConfigError, match=f"{optim}.optimizer_impl: no such module. Got 'no_such.optim'"):
+        load(program, f"{optim}.optimizer_impl=no_such.optim", f"{optim}.optimizer=AdamW8bit")
+    assert {"AdamW", "SGD", "Muon"} <= set(classes())
+
+
+@pytest.mark.parametrize("facts", [{"vision_config": {"depth": 2}}, {"model_type": "llava", "audio_config": {"x": 1}}])
+@pytest.mark.parametrize("program", ["ppo_trainer", "sft_trainer", "dpo_trainer", "rm_trainer", "generation"])
+def test_a_model_that_sees_or_hears_is_refused_by_name(load, tmp_path, program, facts):
+    (tmp_path / "model" / "config.json").write_text(json.dumps(facts))
+    with pytest.raises(NotBuiltError, match=r"model.path: models that take (images|sounds) are not built yet"):
+        load(program)
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**facts, "model_type": "gemma3"}))
+    load(program)

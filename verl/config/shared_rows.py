@@ -1,0 +1,140 @@
+"""Rules about rows and the processes that compute them: into how many parts a batch is cut, and how long a row may be.
+
+Processes of one copy of a Megatron model, and neighbours that share sequences or linear maps, compute the same rows. A
+token budget is what one process computes: neighbours that share their sequences have the sum of theirs for a row.
+"""
+
+from __future__ import annotations
+
+from verl.config.checks import Problems
+from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
+from verl.config.root import PPOTrainerConfig, uses_critic, uses_reference
+from verl.config.sft import SFTTrainerConfig
+from verl.config.validate_megatron import Role, role_of_supervised, roles
+from verl.errors import ConfigError
+
+_A, _R, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+_ULYSSES = "ulysses_sequence_parallel_size"
+_SHARED = {_ULYSSES: "sequences", "tensor_parallel_size": "linear maps", "expert_parallel_size": "experts"}
+_COUNT = "Change it, or the number of processes (trainer.nnodes, trainer.n_gpus_per_node, trainer.resource_pools)."
+
+
+def problems(cfg: PPOTrainerConfig) -> Problems:
+    """Of an RL run: groups of processes, mini-batches, token budgets."""
+    found = {role.key: role for role in roles(cfg) if role.processes >= 1}
+    return [p for role in found.values() for p in _groups(role)] or _parts(cfg, found) + _budgets(cfg, found)
+
+
+def sft_budget(cfg: SFTTrainerConfig) -> Problems:
+    """The budget of a supervised run."""
+    data = cfg.data
+    if not data.use_dynamic_bsz:
+        return []
+    key, factor = "data.max_token_len_per_gpu", _sequence_ranks(role_of_supervised(cfg))
+    return _fits(key, data.max_token_len_per_gpu, data.max_length, "data.max_length", factor)
+
+
+def pair_budget(cfg: DPOTrainerConfig | RMTrainerConfig) -> Problems:
+    """The same for pairs of answers, which share a micro-batch."""
+    data = cfg.data
+    if not data.use_dynamic_bsz:
+        return []
+    key, factor = "data.max_token_len_per_gpu", _sequence_ranks(role_of_supervised(cfg))
+    return _fits(key, data.max_token_len_per_gpu, 2 * data.max_length, "two rows of data.max_length", factor)
+
+
+def parts_of(role: Role) -> int:
+    """Into how many parts a batch is cut for a role; its processes divide into groups."""
+    if role.is_megatron:
+        sizes = role.sizes
+        together = sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size
+    else:
+        together = max(_sequence_ranks(role), role.others[1]["tensor_parallel_size"])
+    return max(1, role.processes // max(1, together))  # sizes below 1 are refused for themselves
+
+
+def _sequence_ranks(role: Role) -> int:
+    """How many processes a row is shared among."""
+    return 1 if role.is_megatron else max(1, role.others[1][_ULYSSES])
+
+
+def _groups(role: Role) -> Problems:
+    """Neighbours that share something divide the processes."""
+    if role.is_megatron:
+        return []
+    key, engine = role.others
+    for name, what in _SHARED.items():
+        size = engine[name]
+        if size < 1 or (role.processes % size == 0 and (size == 1 or role.section.strategy != "plain")):
+            continue
+        if role.processes == 1 or role.section.strategy == "plain":
+            message, allowed = f"one process cannot share its {what} with others", [1]
+            fix = "Run several processes with strategy=fsdp2, or leave it out."
+        else:
+            message = f"{role.processes} processes do not divide into groups of {size} that share their {what}"
+            allowed, fix = [n for n in range(1, role.processes + 1) if role.processes % n == 0], _COUNT
+        return [ConfigError(message, key=f"{key}.{name}", got=size, allowed=allowed, fix=fix)]
+    return []
+
+
+def _parts(cfg: PPOTrainerConfig, found: dict[str, Role]) -> Problems:
+    """Every optimizer step, and every pass over the batch, gives each part as many samples."""
+    batch = cfg.data.train_batch_size
+    wanted = [(_A, f"{_A}.ppo_mini_batch_size", cfg.actor_rollout_ref.actor.ppo_mini_batch_size)]
+    if uses_critic(cfg):
+        wanted.append(("critic", "critic.ppo_mini_batch_size", cfg.critic.ppo_mini_batch_size))
+    if uses_reference(cfg):
+        wanted.append((_REF, "data.train_batch_size", batch))
+    problems: Problems = []
+    for section, key, prompts in wanted:
+        role = found.get(section)
+        if role is None or prompts < 1:
+            continue
+        samples, parts = prompts * cfg.actor_rollout_ref.rollout.n, parts_of(role)
+        if samples % parts:
+            problems.append(_uneven(key, prompts, samples, role, parts))
+    return problems
+
+
+def _uneven(key: str, prompts: int, samples: int, role: Role, parts: int) -> ConfigError:
+    among = f"{parts} processes"
+    if parts < role.processes:
+        among = f"{parts} groups, of {role.processes // parts} processes each that compute the same rows"
+    message = f"{prompts} prompts x {_R}.n = {samples} samples cannot be shared evenly by {among}"
+    return ConfigError(message, key=key, got=prompts, fix=_COUNT)
+
+
+def _budgets(cfg: PPOTrainerConfig, found: dict[str, Role]) -> Problems:
+    a, needed = cfg.actor_rollout_ref, cfg.data.max_prompt_length + cfg.data.max_response_length
+    passes = [
+        (_A, f"{_A}.ppo_max_token_len_per_gpu", a.actor.use_dynamic_bsz, a.actor.ppo_max_token_len_per_gpu),
+        (_A, f"{_R}.log_prob_max_token_len_per_gpu", a.rollout.log_prob_use_dynamic_bsz,
+         a.rollout.log_prob_max_token_len_per_gpu),
+        (_REF, f"{_REF}.log_prob_max_token_len_per_gpu", a.ref.log_prob_use_dynamic_bsz,
+         a.ref.log_prob_max_token_len_per_gpu),
+    ]  # fmt: skip
+    if uses_critic(cfg):
+        names = ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu")
+        passes += [("critic", f"critic.{name}", cfg.critic.use_dynamic_bsz, cfg.critic[name]) for name in names]
+    what = "data.max_prompt_length + data.max_response_length"
+    model = cfg.reward.reward_model
+    problems = [
+        problem
+        for section, key, is_on, budget in passes
+        if is_on and section in found
+        for problem in _fits(key, budget, needed, what, _sequence_ranks(found[section]))
+    ]
+    if model.enable and model.use_dynamic_bsz and "reward.reward_model" in found:
+        longest = ("reward.reward_model.max_length", model.max_length) if model.max_length else (what, needed)
+        key, budget = "reward.reward_model.forward_max_token_len_per_gpu", model.forward_max_token_len_per_gpu
+        problems += _fits(key, budget, longest[1], longest[0], _sequence_ranks(found["reward.reward_model"]))
+    return problems
+
+
+def _fits(key: str, budget: int, needed: int, what: str, factor: int) -> Problems:
+    """A row has the budgets of all processes that share it."""
+    if budget * factor >= needed:
+        return []
+    least, shared = -(-needed // factor), f" of {factor} processes that share it" if factor > 1 else ""
+    message = f"one row may have {what} = {needed} tokens, which do not fit into a micro-batch{shared}"
+    return [ConfigError(message, key=key, got=budget, allowed=f"{least} or more", fix=f"Set {key}={least}.")]
