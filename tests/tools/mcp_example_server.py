@@ -44,6 +44,14 @@ def die() -> str:
 
 
 @server.tool()
+def shout(count: int) -> str:
+    """Writes much to standard error."""
+    for _ in range(count):
+        sys.stderr.write("x" * 1_000_000)
+    return "shouted"
+
+
+@server.tool()
 def much(count: int) -> str:
     """A long text."""
     return "x" * count

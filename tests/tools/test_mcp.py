@@ -11,12 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+from mcp.types import ListToolsResult
 
 from verl.errors import ConfigError
 from verl.metrics import notices, reset_notices
 from verl.ports import free_port
 from verl.tools.loading import load_tools
 from verl.tools.mcp_base_tool import MCPBaseTool, text_of
+from verl.tools.mcp_server import LAST_WORDS, McpFailure, McpServer, ServerSpec
 
 pytestmark = pytest.mark.dist
 
@@ -50,7 +52,7 @@ def tools(tmp_path_factory):
 
 
 def test_the_tools_of_a_server_are_found_with_their_schemas(tools):
-    assert list(tools) == ["multiply", "who", "fail", "sleep", "die", "much"]
+    assert list(tools) == ["multiply", "who", "fail", "sleep", "die", "shout", "much"]
     schema = tools["multiply"].get_openai_tool_schema().for_template()["function"]
     assert schema["description"] == "The product of two numbers."
     assert {n: p["type"] for n, p in schema["parameters"]["properties"].items()} == {"a": "integer", "b": "integer"}
@@ -166,3 +168,38 @@ def test_parts_that_are_no_text_are_named():
              {"type": "resource", "resource": {"uri": "u", "text": "b"}}]  # fmt: skip
     assert text_of({"content": parts}) == "a\n[image: image/png]\nb"
     assert text_of({"content": [], "structuredContent": {"x": 1}}) == '{"x": 1}'
+
+
+def test_what_a_server_writes_to_its_standard_error_is_read_and_not_kept(tools):
+    text, metrics = call(tools["shout"], count=30)
+    assert text == "shouted" and metrics["mcp_failed"] == 0.0
+    assert len(tools["shout"].server._words._kept) == 4 * LAST_WORDS
+
+
+class Pages:
+    """A session whose list of tools goes on and on."""
+
+    def __init__(self, per_page: int, last: int | None = None):
+        self.per_page, self.last, self.asked = per_page, last, 0
+
+    async def list_tools(self, params=None):
+        self.asked += 1
+        cursor = None if self.asked == self.last else str(self.asked)
+        tools = [{"name": f"t{self.asked}-{n}", "inputSchema": {"type": "object"}} for n in range(self.per_page)]
+        return ListToolsResult.model_validate({"tools": tools, "nextCursor": cursor})
+
+
+@pytest.mark.parametrize(
+    ("pages", "words"),
+    [(Pages(1), "more than 64 pages"), (Pages(0), "more than 64 pages"), (Pages(500), "more than 1024 tools")],
+)
+def test_a_list_of_tools_without_end_is_refused(monkeypatch, pages, words):
+    async def ask(self, what, make, timeout):
+        return (await make(pages)).model_dump(mode="json", by_alias=True)
+
+    monkeypatch.setattr(McpServer, "_ask", ask)
+    with pytest.raises(McpFailure, match=words):
+        asyncio.run(McpServer(ServerSpec("example", command="x")).tools())
+    assert pages.asked <= 64
+    pages.asked, pages.last, pages.per_page = 0, 3, 2
+    assert len(asyncio.run(McpServer(ServerSpec("example", command="x")).tools())) == 6

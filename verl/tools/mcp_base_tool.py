@@ -11,6 +11,7 @@ from typing import Any
 
 from verl.config.user_files import read_user_yaml
 from verl.errors import ConfigError, suggest
+from verl.json_text import check_depth
 from verl.tools.base import BaseTool, Executed
 from verl.tools.mcp_server import McpFailure, McpServer, ServerSpec
 from verl.tools.runner import runner
@@ -146,10 +147,17 @@ def text_of(result: Mapping[str, Any]) -> str:
 
 
 def _offered(server: McpServer) -> list[dict[str, Any]]:
+    key, seconds = f"mcpServers.{server.spec.name}", 2 * server.spec.start_timeout + 20.0
     try:
-        return runner().call(server.tools, timeout=2 * server.spec.start_timeout + 20.0)
+        offered = runner().call(server.tools, timeout=seconds)
+        check_depth(offered)
     except McpFailure as failure:
-        raise ConfigError(str(failure), key=f"mcpServers.{server.spec.name}") from failure
+        raise ConfigError(str(failure), key=key) from failure
+    except TimeoutError as failure:
+        raise ConfigError(f"its tools were not told within {seconds:g} seconds", key=key) from failure
+    except ValueError as failure:
+        raise ConfigError(f"what it tells of its tools is {failure}", key=key) from failure
+    return offered
 
 
 def _selected(names: Any, offered: Iterable[str]) -> set[str] | None:

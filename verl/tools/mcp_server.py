@@ -7,7 +7,8 @@ package's (extra ``mcp``): https://modelcontextprotocol.io.
 from __future__ import annotations
 
 import asyncio
-import tempfile
+import os
+import threading
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ STDIO = ("command", "args", "env", "cwd")
 HTTP = ("url", "headers", "auth_token")
 BOTH = ("type", "transport", "timeout", "description", "disabled", "name")
 LAST_WORDS = 500
+MOST_PAGES, MOST_TOOLS = 64, 1024
+"""Most pages of a server's list of tools that are asked for, and most tools of a server."""
 
 
 class McpFailure(Exception):
@@ -82,6 +85,36 @@ class ServerSpec:
         )
 
 
+class LastWords:
+    """What a process writes to its standard error: all of it is read, the end is kept.
+
+    Attributes:
+        file: where it writes; nothing of it lies on a disk.
+    """
+
+    def __init__(self) -> None:
+        self._source, target = os.pipe()
+        self.file = os.fdopen(target, "w")
+        self._kept = b""
+        self._is_over = threading.Event()
+        threading.Thread(target=self._read, name="last words", daemon=True).start()
+
+    def close(self) -> None:
+        """Let go of this process's end; what the other one still writes is read."""
+        self.file.close()
+
+    def text(self) -> str:
+        """Its last words; after its end, all that it wrote is seen."""
+        self._is_over.wait(0.2)
+        return self._kept.decode("utf-8", "replace").strip()[-LAST_WORDS:]
+
+    def _read(self) -> None:
+        while piece := os.read(self._source, 1 << 16):
+            self._kept = (self._kept + piece)[-4 * LAST_WORDS :]
+        os.close(self._source)
+        self._is_over.set()
+
+
 @dataclass
 class _Link:
     """An open connection, held open by a task of its own until ``stop`` is set."""
@@ -104,23 +137,26 @@ class McpServer:
         self.restarts = 0
         self._link: _Link | None = None
         self._opening: asyncio.Lock | None = None
-        self._words = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (lives as long as the server)
+        self._words: LastWords | None = None
         self._was_up = False
 
     async def tools(self) -> list[dict[str, Any]]:
         """What it offers: ``name``, ``description`` and ``inputSchema`` of each tool.
 
         Raises:
-            McpFailure: it cannot be reached.
+            McpFailure: it cannot be reached, or its list has no end.
         """
         found: list[dict[str, Any]] = []
         cursor: str | None = None
-        while True:
+        for _ in range(MOST_PAGES):
             page = await self._ask("tools/list", partial(_list_tools, cursor), self.spec.start_timeout)
             found += page.get("tools", [])
             cursor = page.get("nextCursor")
+            if len(found) > MOST_TOOLS:
+                raise McpFailure(f"the server {self.spec.name!r} offers more than {MOST_TOOLS} tools")
             if not cursor:
                 return found
+        raise McpFailure(f"the list of tools of the server {self.spec.name!r} has more than {MOST_PAGES} pages")
 
     async def call(self, tool: str, arguments: dict[str, Any], timeout: float) -> dict[str, Any]:
         """The result of a call: ``content``, ``isError``, ``structuredContent``.
@@ -220,7 +256,9 @@ class McpServer:
 
         assert spec.command is not None
         words = StdioServerParameters(command=spec.command, args=list(spec.args), env=dict(spec.env), cwd=spec.cwd)
-        return stdio_client(words, errlog=self._words)
+        self._words = LastWords()
+        stack.callback(self._words.close)
+        return stdio_client(words, errlog=self._words.file)
 
     def _why(self, error: BaseException) -> str:
         while inner := getattr(error, "exceptions", ()):  # a group; Python 3.10 has the class in a backport only
@@ -230,10 +268,8 @@ class McpServer:
     def _last_words(self) -> str:
         if self.spec.url is not None:
             return f"it was reached at {self.spec.url}"
-        self._words.flush()
-        self._words.seek(0)
-        text = self._words.read().strip()
-        return f"it said {text[-LAST_WORDS:]!r}" if text else "it said nothing"
+        text = self._words.text() if self._words is not None else ""
+        return f"it said {text!r}" if text else "it said nothing"
 
 
 async def _list_tools(cursor: str | None, session: Any) -> Any:
