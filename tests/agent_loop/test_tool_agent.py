@@ -443,7 +443,8 @@ def test_a_parser_that_fails_is_a_wrong_turn_and_no_way_out_of_the_loss(tokenize
     assert "RecursionError: too deep for me" in notices()["the tool-call parser Fragile"]
 
 
-DEEP = "[" * 700 + "1" + "]" * 700
+DEPTHS = [65, 300, 700, 900, *range(950, 1000, 4), 3000]
+"""Also those that Python's own limit lets through to the next reader or writer."""
 REFUSING = (
     "{% for m in messages %}{% if 'bad' in m.content and m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -453,16 +454,16 @@ REFUSING = (
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm", "gemma4", "deepseek_v4", "llama3_json"])
 def test_a_call_nested_hundreds_deep_costs_its_turn_and_not_the_batch(tokenizer, tmp_path, name):
-    said = CALLS[name].format(DEEP) + "<|im_end|>"
+    said = [CALLS[name].format("[" * depth + "1" + "]" * depth) + "<|im_end|>" for depth in DEPTHS]
     tools = tool_file(tmp_path, ("Echo", schema("f", p={"type": "object"})))
-    settings = {"multi_turn__tool_config_path": tools, "multi_turn__format": name, "response_length": 4000}
-    script = Script(
-        [ids(tokenizer, "fine<|im_end|>")], of={"u0": [ids(tokenizer, said), ids(tokenizer, "ok<|im_end|>")]}
-    )
+    settings = {"multi_turn__tool_config_path": tools, "multi_turn__format": name, "response_length": 9000}
+    deep = {f"u{n}": [ids(tokenizer, text), ids(tokenizer, "ok<|im_end|>")] for n, text in enumerate(said)}
+    script = Script([ids(tokenizer, "fine<|im_end|>")], of=deep)
     loops = manager(rollout(multi_turn__enable=True, **settings), script, tokenizer)
-    batch = loops.generate_sequences(rows(ASK, ASK))
-    assert batch.non_tensor_batch["finish_reason"].tolist() == ["stop", "stop"], "it is trained on as what it is"
-    assert batch.batch["response_mask"][0].sum() == len(ids(tokenizer, said)) + len(ids(tokenizer, "ok<|im_end|>"))
+    batch = loops.generate_sequences(rows(*[ASK] * (len(said) + 1)))
+    assert set(batch.non_tensor_batch["finish_reason"]) == {"stop"}, "it is trained on as what it is"
+    sampled = batch.batch["response_mask"].sum(-1).tolist()
+    assert sampled[:-1] == [len(ids(tokenizer, text)) + len(ids(tokenizer, "ok<|im_end|>")) for text in said]
 
 
 def test_an_answer_after_which_the_template_refuses_ends_its_conversation_and_is_scored(tokenizer, tmp_path):

@@ -183,6 +183,14 @@ def test_remote_code_is_not_run_unless_trusted(copy):
         load_causal_lm(str(copy))
 
 
+@pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation", "_experts_implementation"])
+def test_a_configuration_that_names_kernels_of_the_hub_fetches_none(copy, name):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {name: "somebody/kernels"}))
+    with pytest.raises(ModelError, match=r"names code of the hub.*'somebody/kernels'"):
+        load_causal_lm(str(copy))
+
+
 def test_a_pretrained_llama_loads(shared):
     model = load_causal_lm(str(shared / "models" / "tinystories-260k"))
     assert type(model).__name__ == "LlamaForCausalLM"

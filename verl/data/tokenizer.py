@@ -74,6 +74,7 @@ def hf_processor(name_or_path: str | Path, *, key: str = "model.path", **kwargs:
         return None
     from transformers import AutoProcessor, PreTrainedTokenizerBase
 
+    kwargs.setdefault("trust_remote_code", False)
     try:
         processor = AutoProcessor.from_pretrained(source, **kwargs)
     except (OSError, ValueError, ImportError, KeyError) as failure:

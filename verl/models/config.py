@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 from transformers import logging as transformers_logging
 
 from verl.errors import ConfigError, ModelError, suggest
@@ -47,8 +47,25 @@ def load_model_config(
     folder.check(where, weights=False)
     with quiet_transformers(), readable_errors(where):
         config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
+    if not trust_remote_code:
+        _refuse_foreign_kernels(config, where)
     apply_overrides(config, override_config or {}, strict=not trust_remote_code)
     return config
+
+
+def _refuse_foreign_kernels(config: Any, where: str) -> None:
+    """A configuration may name kernels of the hub, which transformers would fetch and run."""
+    parts = [config, *(part for part in vars(config).values() if isinstance(part, PretrainedConfig))]
+    for part in parts:
+        for name in ("_attn_implementation", "_experts_implementation"):
+            value = getattr(part, name, None)
+            if isinstance(value, str) and "/" in value:
+                raise ModelError(
+                    f"its config.json names code of the hub as {name.lstrip('_')}",
+                    got=value,
+                    key=where,
+                    fix="Take it out of config.json. If you trust it: model.trust_remote_code=True.",
+                )
 
 
 def apply_overrides(config: Any, override: Mapping[str, Any], strict: bool = True) -> None:
