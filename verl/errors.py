@@ -54,6 +54,25 @@ def _likely(name: str, known: list[str]) -> list[str]:
     return heapq.nlargest(MANY, near, key=in_common)
 
 
+HIDDEN = "<hidden>"
+"""Stands where a secret was."""
+_USER = re.compile(r"(?<=://)[^/?#\s'\"]+@")
+_QUERY = re.compile(
+    r"([?&;][\w.-]*(?:token|key|secret|password|passwd|pwd|signature|sig|auth|credential)=)[^&#;\s'\"]+", re.IGNORECASE
+)
+_KEY = re.compile(
+    r"\b(?:sk-[\w-]{16,}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|xox[a-z]-[\w-]{10,}|AKIA[0-9A-Z]{16})"
+    r"|(?<=\bBearer )[\w.~+/=-]{8,}"
+)
+
+
+def hide_in_text(text: str) -> str:
+    """The text without the secrets that its own form shows."""
+    if "://" in text:
+        text = _USER.sub(f"{HIDDEN}@", text)
+    return _KEY.sub(HIDDEN, _QUERY.sub(rf"\g<1>{HIDDEN}", text))
+
+
 class VerlError(Exception):
     """Base of all errors that this library raises on purpose.
 
@@ -80,7 +99,7 @@ class VerlError(Exception):
             parts.append(self.fix)
         if len(parts) > 1 and not parts[0].endswith((".", "!", "?", ":")):
             parts[0] += "."
-        return " ".join(parts)
+        return hide_in_text(" ".join(parts))
 
     def __reduce__(self):
         return _rebuild, (type(self), self.message, self.key, self.got, self.allowed, self.fix)

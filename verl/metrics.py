@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verl import env
-from verl.errors import printable
+from verl.errors import hide_in_text, printable
 
 Reduction = Literal["mean", "sum", "max", "min", "last"]
 log = logging.getLogger("verl")
@@ -118,6 +118,7 @@ def notice(key: str, message: str) -> None:
     """Tell the person something once per process: ``key`` names the setting or the event."""
     if key in _shown:
         return
+    message = hide_in_text(message)
     _shown[key] = message
     log.warning("%s", printable(f"{key}: {message}"))
 

@@ -50,3 +50,12 @@ def test_a_damaged_file_is_a_value_error(tmp_path, change):
 def test_a_file_without_numbers_has_empty_tensors(tmp_path):
     save_file({"a": torch.empty(0, 3)}, tmp_path / "x.safetensors")
     assert read_tensor_file(tmp_path / "x.safetensors")["a"].shape == (0, 3)
+
+
+def test_a_state_of_a_generator_that_was_read_can_be_set(tmp_path):
+    before = torch.get_rng_state()
+    save_file({"a": torch.zeros(3, dtype=torch.uint8), "rng": before}, tmp_path / "x.safetensors")
+    state = read_tensor_file(tmp_path / "x.safetensors")["rng"]
+    drawn = torch.rand(3)
+    torch.set_rng_state(state)
+    assert torch.equal(torch.rand(3), drawn) and state.storage_offset() == 0

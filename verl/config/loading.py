@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from verl.config.node import ConfigNode, to_dict
 from verl.config.overrides import CommandLine, parse_command_line
 from verl.config.resolve import resolve
 from verl.config.schema import schema_of
+from verl.config.secrets import hide
 from verl.errors import ConfigError
 
 FirstLook = Callable[[Any], None]
@@ -66,10 +68,13 @@ def read_config(name: str, command: CommandLine | list[str]) -> ConfigNode:
 
 
 def to_yaml(config: ConfigNode) -> str:
-    """The resolved configuration as YAML that loads back to the same configuration."""
+    """The resolved configuration as YAML that loads back to the same configuration, secrets left out.
+
+    What was left out is refused when it is loaded: it has to be given again.
+    """
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(to_dict(config))))
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(hide(to_dict(config)))))
 
 
 def save_config(config: ConfigNode, path: str | Path) -> None:
@@ -81,7 +86,7 @@ def save_config(config: ConfigNode, path: str | Path) -> None:
     file = Path(path)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(to_yaml(config))
+        write_private(file, to_yaml(config))
     except OSError as error:
         raise ConfigError(
             f"this folder cannot be written: {error}",
@@ -96,6 +101,13 @@ def _tell_problems(program: Program, config: ConfigNode) -> None:
         from verl.config import validate
 
         validate.tell_problems(config)  # type: ignore[arg-type]
+
+
+def write_private(file: Path, text: str) -> None:
+    """Write a text file that the user alone can read."""
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as opened:
+        os.fchmod(opened.fileno(), 0o600)  # of a file that was there
+        opened.write(text)
 
 
 def _check_whole(program: Program, config: ConfigNode, served: bool) -> None:

@@ -10,6 +10,7 @@ from verl.config.merge import Merge, where
 from verl.config.node import ConfigNode, place
 from verl.config.planned import ROLLOUT_ENGINES, check_built, check_choices, for_engine, tell_no_effect
 from verl.config.schema import Leaf
+from verl.config.secrets import is_hidden
 from verl.errors import ConfigError, NotBuiltError
 
 
@@ -56,6 +57,13 @@ def _finished(leaf: Leaf, value: Any) -> Any:
     """The value in its declared type, paths expanded."""
     if value == "???":
         raise ConfigError("has to be given a value", key=leaf.key)
+    if is_hidden(value):
+        raise ConfigError(
+            "a secret was left out here when this configuration was written",
+            key=leaf.key,
+            got=value,
+            fix="Give the value again, on the command line or in a file of your own.",
+        )
     try:
         value = convert(value, leaf.type)
     except TypeError:

@@ -34,6 +34,9 @@ class Tracker(ABC):
         config: the resolved configuration as a plain nested dict, or None.
     """
 
+    hides_secrets = False
+    """It gets the configuration as it is, and leaves secrets out of what it stores by itself."""
+
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any] | None = None):
         self.project_name, self.experiment_name, self.config = project_name, experiment_name, config
 

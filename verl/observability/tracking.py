@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from verl.config.secrets import hide
 from verl.errors import VerlError
 from verl.metrics import notice
 from verl.observability.tracker import Sample, Tracker
@@ -24,7 +25,7 @@ class Tracking:
     Args:
         default_backend: one name or several; built in are console, file, tensorboard, wandb, mlflow and swanlab, and a
             dotted path ``my_pkg.my_mod:MyTracker`` (a subclass of `verl.observability.tracker.Tracker`) works as well.
-        config: the resolved configuration as a plain dict, for trackers that store it.
+        config: the resolved configuration as a plain dict, for trackers that store it; they get it without secrets.
 
     Raises:
         ConfigError: a name is unknown.
@@ -51,7 +52,9 @@ class Tracking:
             TRACKERS.check(name)
         for name in names:
             try:
-                self.logger[name] = TRACKERS.get(name)(project_name, experiment_name, config)
+                tracker = TRACKERS.get(name)
+                given = config if getattr(tracker, "hides_secrets", False) or config is None else hide(config)
+                self.logger[name] = tracker(project_name, experiment_name, given)
             except VerlError:
                 raise
             except Exception as error:  # boundary: a third-party tracker that cannot start

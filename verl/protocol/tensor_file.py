@@ -1,4 +1,4 @@
-"""All tensors of a safetensors file at a few microseconds each, as views of one mapping of the file.
+"""All tensors of a safetensors file at a few microseconds each, the large ones as views of one mapping of the file.
 
 The library's own reading takes fifty for each, which a file of some hundred thousand tensors makes seconds. The format
 is still checked by the library.
@@ -15,6 +15,9 @@ from torch import Tensor
 
 from verl.json_text import read_json
 from verl.protocol.codec import DTYPES
+
+SMALL = 1 << 16
+"""Bytes up to which a tensor has memory of its own."""
 
 
 def read_tensor_file(path: str | Path) -> dict[str, Tensor]:
@@ -44,8 +47,8 @@ def _tensor(content: Tensor, name: str, entry: dict[str, Any], aligned: bool) ->
     first, last = entry["data_offsets"]
     dtype = _dtype(name, entry)
     raw = content[first:last]
-    if not aligned or first % dtype.itemsize:
-        raw = raw.clone()
+    if last - first <= SMALL or not aligned or first % dtype.itemsize:
+        raw = raw.clone()  # torch's generators read a state from the beginning of its storage, whatever its offset
     return raw.view(dtype).view(entry["shape"])
 
 

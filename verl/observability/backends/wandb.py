@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl.config.secrets import hide
 from verl.errors import MissingDependencyError
 from verl.observability.tracker import Sample, Tracker, numbers
 
 
 class WandbTracker(Tracker):
     """One wandb run; completions go into a table per step."""
+
+    hides_secrets = True  # its proxy may need one
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any] | None = None):
         super().__init__(project_name, experiment_name, config)
@@ -30,7 +33,7 @@ class WandbTracker(Tracker):
         self.run = wandb.init(
             project=project_name,
             name=experiment_name,
-            config=dict(config or {}),
+            config=hide(config or {}),
             settings=settings,
             reinit="finish_previous",
         )
