@@ -35,6 +35,7 @@ ALONE = (
     "rollout/server/",
     "rollout/test_place.py",
     "sandbox/",
+    "serving/",
     "single_controller/ray/",
     "tools/test_function_tool.py",
     "trainer/on_ray/",

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from verl import env
 from verl.config.sampler_sizes import devices_of
-from verl.ports import free_port
 from verl.rollout.base import Sampler
 from verl.rollout.from_sync import run_now
-from verl.rollout.server.process import END_WITH_STDIN, ServerProcess
+from verl.rollout.server.process import HostProcess
 from verl.rollout.server.sampler import ServerSampler, over_addresses
+from verl.serving import secret
 
 
 @contextlib.contextmanager
@@ -27,17 +26,15 @@ def served(rollout: Any, model: Any, count: int, device: str, argv: Sequence[str
     if rollout.server.url:
         yield ServerSampler.from_config(rollout, model)
         return
-    started: list[ServerProcess] = []
+    key = secret.new_key()
+    started: list[HostProcess] = []
     try:
         for number in range(count):
-            port = free_port()
-            command = [sys.executable, "-m", "verl.rollout.server.host", "--port", str(port), "--device", device]
-            command += [END_WITH_STDIN, *argv]
             own = devices_of_server(number, devices_of(rollout), device)
-            started.append(ServerProcess(command, port, own, name=f"server {number}"))
+            started.append(HostProcess(argv, device, f"server {number}", key=key, environment=own))
         for process in started:
             run_now(process.wait_until_up(rollout.server.max_start_wait_time))
-        yield over_addresses([process.url for process in started], rollout, model, api="verl")
+        yield over_addresses([process.url for process in started], rollout, model, "verl", key)
     finally:
         for process in started:
             process.close()

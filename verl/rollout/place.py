@@ -40,7 +40,7 @@ def make_sampler(rollout: Any, model: Any, device: str, name: str = "sampler") -
         sampler: Sampler = SAMPLERS.get(rollout.name).from_config(rollout, model, device=device)
         return sampler
     chosen = link(rollout, model, device)
-    hosted = HostedSampler(_callee(rollout, model, device, name), chosen)
+    hosted = HostedSampler(_callee(rollout, model, device, name, chosen.kind), chosen)
     atexit.register(hosted.close)
     return hosted
 
@@ -98,10 +98,10 @@ def _check_options(kind: str, below: str, options: Mapping[str, Any]) -> None:
             )
 
 
-def _callee(rollout: Any, model: Any, device: str, name: str) -> Callee:
+def _callee(rollout: Any, model: Any, device: str, name: str, transport: str) -> Callee:
     host = hosting()
     if host is None:
-        return ChildCallee(rollout, model, device)
+        return ChildCallee(rollout, model, device, transport)
     return host(ClassWithInitArgs(EngineHost, rollout, model, device), name)
 
 

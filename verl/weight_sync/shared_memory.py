@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -31,6 +32,8 @@ many streams it has asked for, which the reader alone writes."""
 HEADER_SHARE = 1 << 20
 """Bytes of a slot for the header."""
 SLOTS = 3
+PREFIX = "verl-weights-"
+"""How the names of such memory begin."""
 PIECE_BYTES = 2 << 20
 """A slot is handed over as soon as it holds so much; the same cached memory is used again and again."""
 
@@ -67,9 +70,9 @@ class SharedMemoryTransport(Transport):
         self._next, self._unlinks = 0, False
         if path is None:
             folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
-            handle, self.path = tempfile.mkstemp(prefix="verl-weights-", dir=folder)
+            handle, self.path = tempfile.mkstemp(prefix=PREFIX, dir=folder)
         else:
-            self.path, handle = path, os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            self.path, handle = path, _open_theirs(path)
         try:
             if self._is_owner:
                 reserve(handle, self.path, SLOTS * self._slot_bytes)
@@ -203,6 +206,22 @@ class SharedMemoryTransport(Transport):
 
     def _set(self, number: int, word: int, value: int) -> None:
         self._words[number * self._slot_bytes // 8 + word] = value
+
+
+def _open_theirs(path: str) -> int:
+    """A handle of the other end's memory, which may be removed by its name: nothing else is taken for it.
+
+    Raises:
+        RolloutError: it is no such memory, or not this user's alone.
+    """
+    if not Path(path).name.startswith(PREFIX):
+        raise RolloutError("not the name of a memory for weights", key="path", got=path)
+    handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    there = os.fstat(handle)
+    if not stat.S_ISREG(there.st_mode) or there.st_uid != os.geteuid() or there.st_mode & 0o077:
+        os.close(handle)
+        raise RolloutError("the memory for weights is not this user's alone", key="path", got=path)
+    return handle
 
 
 def reserve(handle: int, path: str, num_bytes: int) -> None:

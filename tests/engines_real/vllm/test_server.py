@@ -35,7 +35,7 @@ def server(folder):
     command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"]
     command += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    process = ServerProcess(command, port, environment, name="vLLM's server")
+    process = ServerProcess.foreign(command, port, environment, name="vLLM's server")
     run_now(process.wait_until_up(START_SECONDS))
     yield process
     process.close()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
-from verl.rollout.server.wire import Message, read_message, render
+import h11
 
 ALIVE = {"/health": (200, {}), "/version": (200, {"version": "0.32.0"}),
          "/v1/models": (200, {"data": [{"id": "tiny", "max_model_len": 64}]})}  # fmt: skip
@@ -75,19 +75,21 @@ class ScriptedServer:
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            while (message := await read_message(reader, is_answer=False)) is not None:
-                if not await self._reply(message, writer):
+            line = h11.Connection(h11.SERVER)
+            while (found := await read_request(line, reader)) is not None:
+                if not await self._reply(*found, writer):
                     break
+                line = h11.Connection(h11.SERVER)  # what was answered may be no HTTP: it goes past h11
         except (ConnectionError, asyncio.CancelledError):
             pass
         finally:
             writer.close()
 
-    async def _reply(self, message: Message, writer: asyncio.StreamWriter) -> bool:
-        path = message.start[1]
-        payload = message.json() if message.body else None
-        self.seen.append((message.start[0], path, payload))
-        self.headers.append(message.headers)
+    async def _reply(self, request: h11.Request, body: bytes, writer: asyncio.StreamWriter) -> bool:
+        path = request.target.decode()
+        payload = json.loads(body) if body else None
+        self.seen.append((request.method.decode(), path, payload))
+        self.headers.append({name.decode(): value.decode() for name, value in request.headers})
         found = self.paths.get(path.partition("?")[0], (404, {"error": "no such path"}))
         if callable(found):
             found = found(payload)
@@ -105,8 +107,28 @@ class ScriptedServer:
         return True
 
 
+async def read_request(line: h11.Connection, reader: asyncio.StreamReader) -> tuple[h11.Request, bytes] | None:
+    """The next request and its body; None at the end of the connection."""
+    request, body = None, b""
+    while True:
+        event = line.next_event()
+        if event is h11.NEED_DATA:
+            line.receive_data(await reader.read(1 << 16))
+        elif isinstance(event, h11.Request):
+            request = event
+        elif isinstance(event, h11.Data):
+            body += event.data
+        elif isinstance(event, h11.EndOfMessage):
+            return request, body
+        else:
+            return None
+
+
 def raw(status: int, body: Any, **headers: str) -> bytes:
-    return render(f"HTTP/1.1 {status} X", {**JSON, **headers}, json.dumps(body).encode())
+    text = json.dumps(body).encode()
+    head = {**JSON, **headers, "content-length": str(len(text))}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
+    return f"HTTP/1.1 {status} X\r\n{lines}\r\n".encode() + text
 
 
 @contextmanager

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from tests.rollout.server.servers import completion, raw, serving
+from tests.rollout.server.servers import Hangup, completion, raw, serving
 from verl.errors import RolloutError
 from verl.rollout.lost import EngineBusyError, EngineLostError
 from verl.rollout.server.client import Breaker, HttpClient, Retrying, accepted
-from verl.rollout.server.wire import Message, WireError, read_message, render
+from verl.serving.client import Client, Reply, WireError
 
 
 class Clock:
@@ -112,12 +112,12 @@ def test_who_makes_one_attempt_only_does_not_wait_for_an_open_breaker(pauses):
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
 def test_these_answers_are_asked_again(status):
     with pytest.raises(EngineLostError, match=f"there answered {status}: ill"):
-        accepted(Message(("HTTP/1.1", str(status), "X"), {}, b'{"error": {"message": "ill"}}'), "there")
+        accepted(Reply(status, {}, b'{"error": {"message": "ill"}}'), "there")
 
 
 def test_the_seconds_that_a_busy_server_asks_for_are_read():
     with pytest.raises(EngineBusyError) as caught:
-        accepted(Message(("HTTP/1.1", "503", "X"), {"retry-after": "12"}, b""), "there")
+        accepted(Reply(503, {"retry-after": "12"}), "there")
     assert caught.value.got == 12.0
 
 
@@ -154,39 +154,34 @@ def test_no_more_connections_are_open_than_allowed():
     assert most == 3
 
 
-def message(data: bytes, is_answer: bool = True):
-    async def run():
-        reader = asyncio.StreamReader(limit=1 << 16)
-        reader.feed_data(data)
-        reader.feed_eof()
-        return await read_message(reader, is_answer=is_answer)
-
-    return asyncio.run(run())
+def answered(data: bytes):
+    """What a client makes of these bytes."""
+    with serving({"/a": Hangup(data)}) as server:
+        return asyncio.run(Client(server.url).ask("GET", "/a"))
 
 
 def test_bodies_with_a_length_in_chunks_and_up_to_the_end_of_the_connection():
-    assert message(render("HTTP/1.1 200 OK", {"X-A": "b"}, b"body")).body == b"body"
+    assert answered(raw(200, "body")).body == b'"body"'
     chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4;x=y\r\nbody\r\n1\r\n!\r\n0\r\n\r\n"
-    assert message(chunked).body == b"body!"
-    open_end = message(b"HTTP/1.0 200 OK\r\n\r\nall of it")
-    assert open_end.body == b"all of it" and not open_end.keeps_alive
-    assert message(b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n", is_answer=False).start == ("GET", "/a", "HTTP/1.1")
-    assert message(b"") is None
+    assert answered(chunked).body == b"body!"
+    assert answered(b"HTTP/1.0 200 OK\r\n\r\nall of it").body == b"all of it"
 
 
 @pytest.mark.parametrize(
     "data",
     [
+        b"",
         b"HTTP/1.1 2",
         b"SSH-2.0-OpenSSH\r\n\r\n",
         b"HTTP/1.1 abc\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n",
         b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\nshort",
         b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999\r\n\r\n",
+        "HTTP/1.1 200 OK\r\ncontent-length: ²\r\n\r\n".encode("latin-1"),
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n-1\r\n",
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nffffffffff\r\n",
     ],
 )
 def test_what_is_no_whole_message_is_an_error_and_nothing_else(data):
     with pytest.raises(WireError):
-        message(data)
+        answered(data)

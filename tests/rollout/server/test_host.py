@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 
 import pytest
 
@@ -13,8 +11,10 @@ from verl.rollout.base import Request, SamplingParams
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.server import own
 from verl.rollout.server.host import Host
-from verl.rollout.server.wire import Message, read_message, render
+from verl.serving import loopback
+from verl.serving.client import Client, Reply
 
+KEY = "the key of this test"
 GOOD = own.to_json(Request("good", (5, 6), SamplingParams(max_tokens=4)))
 
 
@@ -23,38 +23,29 @@ def sampler(tmp_path_factory):
     return HFSampler(str(tiny_model_dir(tmp_path_factory.mktemp("model"))), device="cpu")
 
 
-def asked(sampler, *raw: bytes) -> list[Message | None]:
-    """The answers to raw messages that come at the same time, each over a connection of its own."""
+def asked(sampler, *requests: tuple[str, object]) -> list[Reply]:
+    """The answers to requests that come at the same time, each over a connection of its own."""
 
-    async def one(port, data):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(data)
-        try:
-            return await asyncio.wait_for(read_message(reader, is_answer=True), 30)
-        finally:
-            writer.close()
+    async def one(address, path, payload):
+        return await Client(address, key=KEY).ask("POST", path, payload, 30)
 
     async def run():
         address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        serving = asyncio.ensure_future(Host(sampler).serve("127.0.0.1", 0, address.set_result))
+        host = Host(sampler, KEY, transport="gloo")
+        serving = asyncio.ensure_future(host.serve(loopback(), address.set_result))
         try:
-            port = int((await address).rpartition(":")[2])
-            return await asyncio.gather(*(one(port, data) for data in raw))
+            where = await address
+            return await asyncio.gather(*(one(where, *request) for request in requests))
         finally:
             serving.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await serving
+            await asyncio.gather(serving, return_exceptions=True)
 
     return asyncio.run(run())
 
 
-def post(path: str, payload) -> bytes:
-    return render(f"POST {path} HTTP/1.1", {"host": "x"}, json.dumps(payload).encode())
-
-
 def generate(**changes) -> bytes:
     sampling = {**GOOD["sampling"], **changes.pop("sampling", {})}
-    return post(own.GENERATE, {**GOOD, "id": "bad", **changes, "sampling": sampling})
+    return own.GENERATE, {**GOOD, "id": "bad", **changes, "sampling": sampling}
 
 
 @pytest.mark.parametrize(
@@ -75,30 +66,24 @@ def generate(**changes) -> bytes:
         (generate(token_ids=[5, 7.5]), r"token ids (5, 7.5)"),
         (generate(token_ids=[5, 10**30]), "outside the vocabulary"),
         (generate(token_ids=[]), "the prompt is empty"),
-        (post(own.GENERATE, [1]), "not a request"),
-        (post(own.ABORT, {"request_ids": 5}), "Allowed: a list"),
-        (post(own.SLEEP, {"level": 9}), "no such sleep level"),
-        (post(own.TAKE, {"kind": "pigeon", "address": {}, "version": 1}), "unknown transport of weights"),
+        ((own.GENERATE, [1]), "not a request"),
+        ((own.ABORT, {"request_ids": 5}), "Allowed: a list"),
+        ((own.SLEEP, {"level": 9}), "no such sleep level"),
+        ((own.TAKE, {"kind": "pigeon", "address": {}, "version": 1}), "does not take weights by it"),
+        ((own.TAKE, {"kind": "os:system", "address": {"x": "true"}, "version": 1}), "does not take weights by it"),
+        ((own.UPDATE, {"folder": "/", "version": "../1"}), "not a whole number"),
+        ((own.UPDATE, {"folder": "/", "version": 99}), "no weights in this folder"),
     ],
 )
 def test_a_bad_request_is_refused_by_name_and_the_one_beside_it_is_answered(sampler, bad, said):
-    refused, good = asked(sampler, bad, post(own.GENERATE, GOOD))
-    assert refused.status == 400 and said in refused.json()["error"]
+    refused, good = asked(sampler, bad, (own.GENERATE, GOOD))
+    assert refused.status == 400 and said in refused.json()["error"]["message"]
     assert good.status == 200 and len(good.json()["token_ids"]) == 4
-
-
-@pytest.mark.parametrize(
-    "raw", [b"\r\n\r\n", b"GET\r\n\r\n", b"\x00\xff\r\n\r\n", b"GET / HTTP/1.1\r\nno colon\r\n\r\n"]
-)
-def test_what_is_no_request_ends_its_connection_and_nothing_else(sampler, raw, caplog):
-    nothing, good = asked(sampler, raw, post(own.GENERATE, GOOD))
-    assert nothing is None and good.status == 200
-    assert not caplog.records  # no task died of it
 
 
 def test_an_abort_of_no_requests_ends_none_and_one_that_names_none_ends_all(sampler):
     async def run():
-        host = Host(sampler)
+        host = Host(sampler, KEY)
         sampling = SamplingParams(max_tokens=60, ignore_eos=True)
         running = asyncio.ensure_future(sampler.generate(Request("long", (5, 6), sampling)))
         await asyncio.sleep(0)

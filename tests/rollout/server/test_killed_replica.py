@@ -17,11 +17,13 @@ from tests.support import tiny_model_dir
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.replicas import Replicas
 from verl.rollout.server.host import LISTENING
+from verl.rollout.server.process import KEY
 from verl.rollout.server.sampler import ServerSampler
 from verl.weight_sync import chunk_weights
 
 COUNT = 2
 SAMPLES = 8
+SECRET = "a key that both sides know"
 TIMEOUT = 240.0
 """Seconds a request may take, which nobody has to wait for when its connection breaks."""
 
@@ -35,7 +37,8 @@ def folder(tmp_path_factory):
 def hosts(folder):
     """Samplers in processes of their own, with their addresses."""
     command = [sys.executable, "-m", "verl.rollout.server.host", f"actor_rollout_ref.model.path={folder}"]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(COUNT)]
+    environment = {**os.environ, KEY: SECRET}
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(COUNT)]
     try:
         yield [(process, process.stdout.readline().removeprefix(LISTENING).strip()) for process in started]
     finally:
@@ -45,7 +48,7 @@ def hosts(folder):
 
 
 def over(url, folder):
-    return ServerSampler(url, model=str(folder), timeout=TIMEOUT, max_attempts=1, retry_delay=0.05)
+    return ServerSampler(url, model=str(folder), timeout=TIMEOUT, max_attempts=1, retry_delay=0.05, api_key=SECRET)
 
 
 @pytest.mark.dist

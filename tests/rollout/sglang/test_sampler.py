@@ -91,13 +91,15 @@ def test_a_server_is_started_asked_and_ended(model, monkeypatch, tmp_path):
 
 def test_a_server_that_does_not_start_leaves_its_last_words_in_the_error():
     port = free_port()
-    process = ServerProcess([sys.executable, "-c", "raise SystemExit('no kernels for this GPU')"], port, name="it")
+    process = ServerProcess.foreign(
+        [sys.executable, "-c", "raise SystemExit('no kernels for this GPU')"], port, name="it"
+    )
     with pytest.raises(EngineLostError, match="it ended with status 1; it said last: no kernels for this GPU"):
         run_now(process.wait_until_up(20.0))
 
 
 def test_a_server_that_never_comes_up_is_given_up_in_time():
-    process = ServerProcess([sys.executable, "-c", "import time; time.sleep(60)"], free_port(), name="it")
+    process = ServerProcess.foreign([sys.executable, "-c", "import time; time.sleep(60)"], free_port(), name="it")
     with pytest.raises(EngineLostError, match=r"did not come up within 0.5 s"):
         run_now(process.wait_until_up(0.5))
     process.close()

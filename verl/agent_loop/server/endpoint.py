@@ -13,9 +13,8 @@ from typing import Any
 from verl.agent_loop.server import replies
 from verl.agent_loop.server.conversation import Conversation
 from verl.agent_loop.server.errors import unknown_model
-from verl.agent_loop.server.http import Answered, Handle, Limits, Server
 from verl.agent_loop.server.protocol import Ask, read_chat, read_text
-from verl.rollout.server.wire import Message
+from verl.serving import Answered, Asked, Handle, Limits, Server
 
 
 class Endpoint:
@@ -28,7 +27,7 @@ class Endpoint:
             ("POST", "/v1/chat/completions"): self._chat,
             ("POST", "/v1/completions"): self._text,
             ("GET", "/v1/models"): self._models,
-            ("GET", "/v1/models/*"): self._model,
+            ("GET", "/v1/models/{name:path}"): self._model,
         }
         self.server = Server(routes, self._owner, limits or Limits())
 
@@ -40,7 +39,7 @@ class Endpoint:
                 await self.server.start()
             self._conversations[conversation.key] = conversation
         try:
-            yield self.server.base_url
+            yield f"{self.server.address}/v1"
         finally:
             async with self._lock:
                 del self._conversations[conversation.key]
@@ -55,11 +54,11 @@ class Endpoint:
                 found = conversation
         return found
 
-    async def _chat(self, owner: Conversation, message: Message) -> Answered:
-        return await self._complete(owner, read_chat(message.json()))
+    async def _chat(self, asked: Asked) -> Answered:
+        return await self._complete(asked.owner, read_chat(asked.json()))
 
-    async def _text(self, owner: Conversation, message: Message) -> Answered:
-        return await self._complete(owner, read_text(message.json()))
+    async def _text(self, asked: Asked) -> Answered:
+        return await self._complete(asked.owner, read_text(asked.json()))
 
     async def _complete(self, owner: Conversation, ask: Ask) -> Answered:
         reply = await owner.answer(ask)
@@ -71,13 +70,13 @@ class Endpoint:
             answered.payload = replies.whole(reply, owner.prompts)
         return answered
 
-    async def _models(self, owner: Conversation, message: Message) -> Answered:
-        return Answered(replies.models(owner.models))
+    async def _models(self, asked: Asked) -> Answered:
+        return Answered(replies.models(asked.owner.models))
 
-    async def _model(self, owner: Conversation, message: Message) -> Answered:
-        name = message.start[1].partition("?")[0].removeprefix("/v1/models/")
-        if name not in owner.models:
-            raise unknown_model(name, owner.models)
+    async def _model(self, asked: Asked) -> Answered:
+        name = asked.parameters["name"]
+        if name not in asked.owner.models:
+            raise unknown_model(name, asked.owner.models)
         return Answered(replies.model(name))
 
 

@@ -1,35 +1,9 @@
-"""What a client is told when a request is refused: HTTP status and a body in OpenAI's form."""
+"""What a client is told when a request is refused, in OpenAI's words."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from verl.errors import RolloutError, suggest
-
-
-class ApiError(Exception):
-    """A request that is refused.
-
-    Args:
-        status: of HTTP.
-        message: what is wrong, for the person who wrote the client.
-        code: OpenAI's word for it (``invalid_api_key``, ``model_not_found``, ...).
-        param: the field of the request that is at fault.
-    """
-
-    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None):
-        super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
-
-    @property
-    def kind(self) -> str:
-        if self.status == 401:
-            return "authentication_error"
-        return "invalid_request_error" if self.status < 500 else "server_error"
-
-    def body(self) -> dict[str, Any]:
-        """The answer's JSON."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+from verl.serving import ApiError
 
 
 def bad(param: str, message: str, code: str = "invalid_value") -> ApiError:

@@ -9,25 +9,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import shutil
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from verl.config import to_dict
 from verl.errors import RolloutError
-from verl.ports import free_port
 from verl.rollout.base import Completion, Request
 from verl.rollout.from_sync import run_now
 from verl.rollout.lost import EngineLostError
 from verl.rollout.server import own
-from verl.rollout.server.client import HttpClient
-from verl.rollout.server.process import END_WITH_STDIN, ServerProcess
+from verl.rollout.server.client import HttpClient, reason
+from verl.rollout.server.process import TRANSPORT, HostProcess
 
 ANSWER_SECONDS = 24 * 3600.0
 """The process is watched; how long an answer takes is its own affair."""
-FILE = "sampler"
+FILE = "sampler.yaml"
 CALLS = {
     "abort": (own.ABORT, ("request_ids",)),
     "sleep": (own.SLEEP, ("level",)),
@@ -44,26 +39,24 @@ class ChildCallee:
     Args:
         rollout, model: sections of the configuration.
         device: of the sampler.
+        transport: by which its weights come.
 
     Raises:
         EngineLostError: it did not come up.
     """
 
-    def __init__(self, rollout: Any, model: Any, device: str):
+    def __init__(self, rollout: Any, model: Any, device: str, transport: str):
         # Its own sampler is an ordinary one in its process: the transport is between that process and this one.
         plain = dataclasses.replace(rollout, checkpoint_engine=type(rollout.checkpoint_engine)())
         sections = {"actor_rollout_ref": {"rollout": to_dict(plain), "model": to_dict(model)}}
-        folder = Path(tempfile.mkdtemp(prefix="verl-sampler-"))
+        file = (FILE, json.dumps(sections))
+        self.process = HostProcess([TRANSPORT, transport], device, "the sampler's process", file)
         try:
-            (folder / f"{FILE}.yaml").write_text(json.dumps(sections))
-            port = free_port()
-            command = [sys.executable, "-m", "verl.rollout.server.host", "--port", str(port), "--device", device]
-            command += [END_WITH_STDIN, f"--config-path={folder}", f"--config-name={FILE}"]
-            self.process = ServerProcess(command, port, name="the sampler's process")
             run_now(self.process.wait_until_up(rollout.server.max_start_wait_time))
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        self._client = HttpClient(self.process.url)
+        except BaseException:
+            self.process.close()
+            raise
+        self._client = HttpClient(self.process.url, key=self.process.key)
 
     async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """As `Handle.call` for the methods of a `SamplerHost`."""
@@ -93,14 +86,14 @@ class ChildCallee:
 
     async def _ask(self, path: str, payload: Any) -> Any:
         try:
-            answer = await self._client.ask("POST", path, payload, ANSWER_SECONDS)
+            answer = await self._client.ask("GET" if path == own.INFO else "POST", path, payload, ANSWER_SECONDS)
         except EngineLostError as error:
             if not await self._has_ended():
                 raise
             raise EngineLostError(self.process.obituary) from error
         found = answer.json()
         if answer.status >= 300:
-            raise RolloutError(str(found.get("error", found)))
+            raise RolloutError(reason(answer))
         return found
 
     async def _has_ended(self) -> bool:

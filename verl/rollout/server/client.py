@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import ssl
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
-from weakref import WeakKeyDictionary
 
-from verl.errors import ConfigError, RolloutError
+from verl.errors import RolloutError
 from verl.rollout.lost import EngineBusyError, EngineLostError
-from verl.rollout.server.wire import MAX_HEAD, Message, WireError, read_message, render
+from verl.serving.client import Client, Reply, WireError
 
 T = TypeVar("T")
 BUSY = (408, 425, 429, 502, 503, 504)
@@ -23,99 +18,32 @@ LONGEST_DELAY = 30.0
 SHOWN = 300
 
 
-@dataclass
-class _Connection:
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    is_fresh: bool = True
+class HttpClient(Client):
+    """A `Client` of a server that samples."""
 
-
-class _Pool:
-    """The connections of one event loop."""
-
-    def __init__(self, size: int):
-        self.seats = asyncio.Semaphore(size)
-        self.idle: list[_Connection] = []
-
-
-class HttpClient:
-    """JSON over HTTP to one server.
-
-    Args:
-        url: ``http://host:port`` or ``https://...``, with a path if everything lies below one.
-        max_connections: open at once; further requests wait.
-        headers: sent with every request.
-    """
-
-    def __init__(self, url: str, max_connections: int = 1000, headers: Mapping[str, str] | None = None):
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(
-                "not the address of a server", key="actor_rollout_ref.rollout.server.url", got=url,
-                allowed="http://host:port",
-            )  # fmt: skip
-        self.url = url
-        self._host, self._port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
-        self._base = parts.path.rstrip("/")
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._headers = {"host": parts.netloc, "content-type": "application/json", **(headers or {})}
-        self._size = max_connections
-        self._pools: WeakKeyDictionary[asyncio.AbstractEventLoop, _Pool] = WeakKeyDictionary()
-
-    async def ask(self, method: str, path: str, payload: Any = None, timeout: float = 60.0) -> Message:
+    async def ask(self, method: str, path: str, payload: Any = None, timeout: float = 60.0) -> Reply:
         """One attempt.
 
         Raises:
             EngineLostError: no answer, or none in time.
         """
-        body = b"" if payload is None else json.dumps(payload).encode()
-        raw = render(f"{method} {self._base}{path} HTTP/1.1", self._headers, body)
+        return await self._heard(super().ask(method, path, payload, timeout), path, timeout)
+
+    async def proves(self, key: str, timeout: float = 60.0) -> bool:
+        """As the base class.
+
+        Raises:
+            EngineLostError: no answer, none in time, or a wrong proof.
+        """
+        return await self._heard(super().proves(key, timeout), "", timeout)
+
+    async def _heard(self, work: Awaitable[T], path: str, timeout: float) -> T:
         try:
-            return await asyncio.wait_for(self._exchange(raw), timeout)
+            return await work
         except (asyncio.TimeoutError, TimeoutError) as error:
             raise EngineLostError(f"{self.url}{path} did not answer within {timeout:g} s") from error
         except (OSError, WireError) as error:
             raise EngineLostError(f"{self.url}{path} is not answering: {error or type(error).__name__}") from error
-
-    async def _exchange(self, raw: bytes) -> Message:
-        loop = asyncio.get_running_loop()
-        pool = self._pools.get(loop)
-        if pool is None:
-            pool = self._pools[loop] = _Pool(self._size)
-        async with pool.seats:
-            while True:
-                connection = pool.idle.pop() if pool.idle else await self._connect()
-                answer = await self._over(connection, raw, pool)
-                if answer is not None:
-                    return answer
-                if connection.is_fresh:
-                    raise WireError("the server closed the connection without an answer")
-
-    async def _over(self, connection: _Connection, raw: bytes, pool: _Pool) -> Message | None:
-        """The answer; None if a connection that had been idle turns out to be closed."""
-        is_kept = False
-        try:
-            connection.writer.write(raw)
-            await connection.writer.drain()
-            answer = await read_message(connection.reader, is_answer=True)
-            is_kept = answer is not None and answer.keeps_alive
-            return answer
-        except (ConnectionResetError, BrokenPipeError):
-            if connection.is_fresh:
-                raise
-            return None
-        finally:
-            # A request that was given up must not leave its answer to the next one: the server sees the end of the
-            # connection and stops sampling.
-            if is_kept:
-                connection.is_fresh = False
-                pool.idle.append(connection)
-            else:
-                connection.writer.close()
-
-    async def _connect(self) -> _Connection:
-        reader, writer = await asyncio.open_connection(self._host, self._port, limit=MAX_HEAD, ssl=self._tls)
-        return _Connection(reader, writer)
 
 
 class Breaker:
@@ -208,7 +136,7 @@ class Retrying:
         return min(LONGEST_DELAY, max(asked, grown * self._random.uniform(0.5, 1.5)))
 
 
-def accepted(answer: Message, where: str) -> Any:
+def accepted(answer: Reply, where: str) -> Any:
     """The JSON of an answer with a good status.
 
     Raises:
@@ -231,7 +159,7 @@ def accepted(answer: Message, where: str) -> Any:
     raise RolloutError(f"{where} refuses the request ({answer.status}): {said}", got=None)
 
 
-def reason(answer: Message) -> str:
+def reason(answer: Reply) -> str:
     """What an error says, in the forms in which servers say it."""
     try:
         found = answer.json()

@@ -69,6 +69,10 @@ class Dialect(ABC):
         """Ask the server to end requests now, so that they answer with what they have; False if it cannot."""
         return False
 
+    async def weights_folder(self) -> str | None:
+        """Where the server wants new weights to be put; None leaves it to the client."""
+        return None
+
     async def update(self, folder: str, version: int) -> None:
         """Load the weights in a folder.
 

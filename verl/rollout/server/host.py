@@ -1,98 +1,97 @@
 """A sampler in a process of its own, behind HTTP: ``python -m verl.rollout.server.host --port 8000 key=value ...``.
 
-The keys are those of `main_ppo`; ``actor_rollout_ref.rollout.name`` says which engine is hosted. The address is printed
-once it is up. Whoever can reach the port can sample and, by a path, load weights: it listens on this machine only
-unless ``--host`` says otherwise.
+The keys are those of `main_ppo`; ``actor_rollout_ref.rollout.name`` says which engine is hosted. Every request needs
+the host's key, and the host proves to its clients that it knows it. What it loads is not a request's to say: weights
+come from a folder of its own, or by the transport that its command line names.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import json
+import atexit
+import hmac
 import os
+import shutil
 import signal
+import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 from safetensors import safe_open
 
+from verl import env
 from verl.config import PPOTrainerConfig, replace
 from verl.config.loading import read_config
-from verl.errors import RolloutError, VerlError
+from verl.errors import ConfigError, RolloutError, VerlError
 from verl.registry import SAMPLERS
 from verl.rollout.base import Sampler
 from verl.rollout.hosted import SamplerHost
 from verl.rollout.server import own
-from verl.rollout.server.process import END_WITH_STDIN
-from verl.rollout.server.wire import Message, WireError, read_message, render
+from verl.rollout.server.process import ANNOUNCE, END_WITH_STDIN, KEY, TRANSPORT
+from verl.rollout.server.weights import version_of
+from verl.serving import Answered, ApiError, Asked, Handle, Limits, Server, loopback, secret, unix
 from verl.storage import copy_to_local
 from verl.weight_sync import chunk_weights
 
 BUCKET_BYTES = 256 << 20
 LISTENING = "listening on "
+EVERYWHERE = ("0.0.0.0", "::")
+LIMITS = Limits(body=64 << 20)
 
 
 class Host:
-    """Answers requests by a sampler; each connection is a task, and its end ends the request on it."""
+    """Answers requests by a sampler; the end of a connection ends the request on it.
 
-    def __init__(self, sampler: Sampler, device: str = "cpu"):
-        self.sampler, self._host = sampler, SamplerHost(sampler, device)
-        self._calls: dict[str, Callable[[Any], Awaitable[Any]]] = {
+    Args:
+        key: what every request has to show.
+        transport: by which weights may come; None takes them from ``weights_dir`` alone.
+        weights_dir: where clients put new weights, a folder for each version.
+    """
+
+    def __init__(
+        self, sampler: Sampler, key: str, device: str = "cpu", transport: str | None = None, weights_dir: str = ""
+    ):
+        self.sampler, self.key, self.transport = sampler, key, transport
+        self.weights_dir, self._host = Path(weights_dir), SamplerHost(sampler, device)
+
+    async def serve(self, on: socket.socket, ready: Callable[[str], None], names: tuple[str, ...] = ()) -> None:
+        """Answer for ever.
+
+        Args:
+            on: where; see `verl.serving`.
+            ready: gets the address.
+            names: what else requests may call this machine.
+        """
+        calls: dict[str, Callable[[Any], Awaitable[Any]]] = {
             own.GENERATE: self._generate,
             own.ABORT: self._abort,
             own.UPDATE: self._update,
             own.TAKE: self._take,
             own.SLEEP: self._sleep,
             own.WAKE: self._wake,
-            own.INFO: self._info,
-            "/health": self._info,
         }
-
-    async def serve(self, host: str, port: int, told: Callable[[str], None]) -> None:
-        """Listen for ever; ``told`` gets the address."""
-        server = await asyncio.start_server(self._connection, host, port)
-        name, number = server.sockets[0].getsockname()[:2]
-        told(f"http://{name}:{number}")
-        async with server:
-            await server.serve_forever()
-
-    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, WireError):
-            while (message := await read_message(reader, is_answer=False)) is not None:
-                answer = await self._unless_gone(self._answer(message), reader)
-                if answer is None:
-                    break
-                writer.write(answer)
-                await writer.drain()
-        writer.close()
-
-    async def _unless_gone(self, work: Any, reader: asyncio.StreamReader) -> bytes | None:
-        """The answer, or None if whoever asked has gone; then the work is cancelled."""
-        task = asyncio.ensure_future(work)
+        routes: dict[tuple[str, str], Handle] = {("POST", path): answering(call) for path, call in calls.items()}
+        routes |= {("GET", path): answering(self._info) for path in (own.INFO, "/health")}
+        expected = self.key.encode()
+        server = Server(
+            routes,
+            authorize=lambda token: True if hmac.compare_digest(token.encode(), expected) else None,
+            limits=LIMITS,
+            names=names,
+            key=self.key,
+        )
+        await server.start(on)
+        ready(server.address)
         try:
-            while not task.done():
-                await asyncio.wait({task}, timeout=0.25)
-                if reader.at_eof() and not task.done():
-                    return None
-            return task.result()
+            await asyncio.get_running_loop().create_future()
         finally:
-            task.cancel()
-
-    async def _answer(self, message: Message) -> bytes:
-        call = self._calls.get(message.start[1].partition("?")[0])
-        if call is None:
-            return _raw(404, {"error": f"no such path: {message.start[1]}"})
-        try:
-            return _raw(200, await call(message.json() if message.body else {}))
-        except (VerlError, WireError) as error:
-            return _raw(400, {"error": str(error)})
-        except Exception as error:  # boundary: one request's failure must not end the host
-            return _raw(500, {"error": f"{type(error).__name__}: {error}"})
+            await server.close()
 
     async def _generate(self, payload: Any) -> Any:
         return own.completion_json(await self.sampler.generate(own.from_json(payload)))
@@ -104,15 +103,22 @@ class Host:
         return {"aborted": await self.sampler.abort(wanted)}
 
     async def _update(self, payload: Any) -> Any:
-        folder, version = Path(payload["folder"]), int(payload["version"])
+        version = number(payload, "version")
+        folder = version_of(self.weights_dir, version)
+        if not folder.is_dir():
+            raise RolloutError("no weights in this folder", key="folder", got=str(folder))
         await self.sampler.update_weights(chunk_weights(tensors_of(folder), BUCKET_BYTES, version), version)
         return {"version": self.sampler.version}
 
     async def _take(self, payload: Any) -> Any:
-        return await self._host.take_weights(str(payload["kind"]), payload["address"], int(payload["version"]))
+        kind = payload.get("kind")
+        if self.transport is None or kind != self.transport:
+            allowed = [self.transport or "none, weights come from its folder"]
+            raise RolloutError("this host does not take weights by it", key="kind", got=kind, allowed=allowed)
+        return await self._host.take_weights(self.transport, payload["address"], number(payload, "version"))
 
     async def _sleep(self, payload: Any) -> Any:
-        await self.sampler.sleep(int(payload.get("level", 1)))
+        await self.sampler.sleep(number(payload, "level") if "level" in payload else 1)
         return {}
 
     async def _wake(self, payload: Any) -> Any:
@@ -120,7 +126,35 @@ class Host:
         return {}
 
     async def _info(self, payload: Any) -> Any:
-        return {"version": self.sampler.version, "stats": self.sampler.stats()}
+        found = {"version": self.sampler.version, "stats": self.sampler.stats()}
+        return {**found, "weights_dir": str(self.weights_dir)}
+
+
+def answering(call: Callable[[Any], Awaitable[Any]]) -> Handle:
+    """The handler of a call; what the sampler refuses is the client's to mend."""
+
+    async def handle(asked: Asked) -> Answered:
+        payload = asked.json()
+        if not isinstance(payload, dict):
+            raise ApiError(400, f"not a request: an object is wanted, this is a {type(payload).__name__}")
+        try:
+            return Answered(await call(payload))
+        except VerlError as error:
+            raise ApiError(400, str(error)) from error
+
+    return handle
+
+
+def number(payload: Any, name: str) -> int:
+    """A whole number of a payload.
+
+    Raises:
+        RolloutError: it is none.
+    """
+    value = payload.get(name)
+    if type(value) is not int:
+        raise RolloutError("not a whole number", key=name, got=value)
+    return value
 
 
 def tensors_of(folder: Path) -> Any:
@@ -141,9 +175,35 @@ def make_sampler(config: PPOTrainerConfig, device: str = "cpu") -> Sampler:
     return SAMPLERS.get(policy.rollout.name).from_config(policy.rollout, model, device=device)
 
 
-def _raw(status: int, found: Any) -> bytes:
-    return render(f"HTTP/1.1 {status} {'OK' if status < 300 else 'Error'}",
-                  {"content-type": "application/json"}, json.dumps(found).encode())  # fmt: skip
+def names_of(host: str) -> tuple[str, ...]:
+    """What clients on other machines call this one, if it listens for them."""
+    if host not in EVERYWHERE:
+        return (f"[{host}]" if ":" in host else host, socket.gethostname())
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = [entry.address.partition("%")[0] for entries in psutil.net_if_addrs().values() for entry in entries
+             if entry.family in families]  # fmt: skip
+    return (socket.gethostname(), *(f"[{name}]" if ":" in name else name for name in found))
+
+
+def _own_folder(below: str | None) -> str:
+    """A folder of this host's alone, which goes with it."""
+    if below is not None and not Path(below).is_dir():
+        raise ConfigError("no such folder", key="--weights-dir", got=below)
+    folder = tempfile.mkdtemp(prefix="verl-host-", dir=below)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _key(folder: str) -> str:
+    """The key that the environment holds; without one a new key, in a file that only this user can read."""
+    found = env.get(KEY)
+    if found is not None:
+        return found
+    made, file = secret.new_key(), Path(folder) / "key"
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+        out.write(made)
+    print(f"the key is in {file}", flush=True)
+    return made
 
 
 def _end_with_stdin() -> None:
@@ -152,20 +212,41 @@ def _end_with_stdin() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def _leave(*_: Any) -> None:
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def _announce(address: str, pipe: int | None) -> None:
+    print(f"{LISTENING}{address}", flush=True)
+    if pipe is not None:
+        with open(pipe, "w") as out:
+            out.write(f"{address}\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m verl.rollout.server.host", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=0, help="port; 0 takes one that is free")
+    parser.add_argument("--socket", help="path of a unix socket, in place of a port")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--weights-dir", help="where to make the folder for new weights, which clients must see, too")
+    parser.add_argument(TRANSPORT, help="by which weights may come, beside that folder")
+    parser.add_argument(ANNOUNCE, type=int, help="number of an open pipe that is told the address")
     parser.add_argument(END_WITH_STDIN, action="store_true", help="end when the standard input does")
     known, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    signal.signal(signal.SIGTERM, _leave)
     if known.end_with_stdin:
         threading.Thread(target=_end_with_stdin, name="end with stdin", daemon=True).start()
     try:
         config = cast(PPOTrainerConfig, read_config("ppo_trainer", rest))
-        host = Host(make_sampler(config, known.device), known.device)
-        asyncio.run(host.serve(known.host, known.port, lambda url: print(f"{LISTENING}{url}", flush=True)))
+        on = unix(known.socket) if known.socket else loopback(known.port, known.host)
+        if known.socket:
+            atexit.register(Path(known.socket).unlink, missing_ok=True)
+        folder = _own_folder(known.weights_dir)
+        host = Host(make_sampler(config, known.device), _key(folder), known.device, known.transport, folder)
+        names = () if known.socket else names_of(known.host)
+        asyncio.run(host.serve(on, lambda address: _announce(address, known.announce), names))
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -38,8 +38,11 @@ class OwnDialect(Dialect):
         await self.ask("POST", ABORT, {"request_ids": list(keys)})
         return True
 
+    async def weights_folder(self) -> str:
+        return str((await self.ask("GET", INFO))["weights_dir"])
+
     async def update(self, folder: str, version: int) -> None:
-        await self.ask("POST", UPDATE, {"folder": folder, "version": version})
+        await self.ask("POST", UPDATE, {"version": version})
 
     async def sleep(self, level: int) -> bool:
         await self.ask("POST", SLEEP, {"level": level})

@@ -6,21 +6,32 @@ import asyncio
 import atexit
 import collections
 import contextlib
+import os
+import select
+import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from verl import env
+from verl import env, lifeline
 from verl.rollout.lost import EngineLostError
 from verl.rollout.server.client import HttpClient
+from verl.serving import secret
+from verl.serving.listener import private_folder
 
 POLL_SECONDS = 0.2
 LAST_LINES = 12
 KILL_SECONDS = 10.0
-END_WITH_STDIN = "--end-with-stdin"
-"""Makes a host of ours end when its standard input does: the system closes it however this process ends."""
+END_WITH_STDIN, ANNOUNCE, TRANSPORT = "--end-with-stdin", "--announce", "--transport"
+"""Arguments of a host of ours. The first makes it end when its standard input does: the system closes that however this
+process ends."""
+KEY = "VERL_SERVER_KEY"
+"""Variable that holds the key of a host, which its environment does not show to other users."""
+_START = "actor_rollout_ref.rollout.server.max_start_wait_time"
 
 
 class ServerProcess:
@@ -28,13 +39,21 @@ class ServerProcess:
 
     Args:
         command: starts it.
-        port: on this machine, on which it will listen.
+        url: where it will listen.
         environment: beside this process's own.
         name: for messages.
+        pipes: descriptors that it keeps.
     """
 
-    def __init__(self, command: Sequence[str], port: int, environment: Mapping[str, str] | None = None, name: str = ""):
-        self.url = f"http://127.0.0.1:{port}"
+    def __init__(
+        self,
+        command: Sequence[str],
+        url: str,
+        environment: Mapping[str, str] | None = None,
+        name: str = "",
+        pipes: Sequence[int] = (),
+    ):
+        self.url = url
         self.name = name or command[0]
         self._said: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
         self.process = subprocess.Popen(
@@ -45,9 +64,17 @@ class ServerProcess:
             text=True,
             errors="replace",
             env={**env.whole(), **(environment or {})},
+            pass_fds=pipes,
         )
         threading.Thread(target=self._listen, name=f"output of {self.name}", daemon=True).start()
         atexit.register(self.close)
+
+    @classmethod
+    def foreign(
+        cls, command: Sequence[str], port: int, environment: Mapping[str, str] | None = None, name: str = ""
+    ) -> ServerProcess:
+        """A server that is not of this library, on a port of loopback; it ends with everything that it started."""
+        return cls(lifeline.guarded(command), f"http://127.0.0.1:{port}", environment, name or command[0])
 
     @property
     def is_alive(self) -> bool:
@@ -57,27 +84,34 @@ class ServerProcess:
         """Return once it answers.
 
         Raises:
-            EngineLostError: it ended, or did not come up in time; with the last lines of its output.
+            EngineLostError: it ended, or did not come up in time, with the last lines of its output; or a process of
+                another user answers in its place.
         """
         client = HttpClient(self.url)
         deadline = time.monotonic() + seconds
         while True:
             with contextlib.suppress(EngineLostError):
                 if (await client.ask("GET", "/health", timeout=5.0)).status < 500:
-                    return
-            if not self.is_alive:
-                raise EngineLostError(self.obituary)
-            if time.monotonic() > deadline:
-                raise EngineLostError(
-                    f"{self.name} did not come up within {seconds:g} s: {self.last_words}",
-                    key="actor_rollout_ref.rollout.server.max_start_wait_time",
-                )
+                    return self._check_owner()
+            self._check(deadline, seconds)
             await asyncio.sleep(POLL_SECONDS)
+
+    def _check(self, deadline: float, seconds: float) -> None:
+        if not self.is_alive:
+            raise EngineLostError(self.obituary)
+        if time.monotonic() > deadline:
+            raise EngineLostError(f"{self.name} did not come up within {seconds:g} s: {self.last_words}", key=_START)
+
+    def _check_owner(self) -> None:
+        port = int(self.url.rpartition(":")[2])
+        strangers = owners_of(port) - {os.geteuid()}
+        if strangers:
+            raise EngineLostError(f"user {min(strangers)} listens on port {port}, which was chosen for {self.name}")
 
     @property
     def obituary(self) -> str:
         """Of a process that has ended: how, and what it said last."""
-        status = self.process.returncode
+        status = self.process.wait()
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         return f"{self.name} ended with {how}; it said last: {self.last_words}"
 
@@ -101,3 +135,81 @@ class ServerProcess:
         with contextlib.suppress(ValueError, OSError):
             for line in self.process.stdout:
                 self._said.append(line.rstrip())
+
+
+class HostProcess(ServerProcess):
+    """A host of this library: on a unix socket in a folder of this user's alone, with a key of its own.
+
+    Args:
+        arguments: of its command line.
+        file: of its configuration, by name and text; it is there until the host is up.
+        key: that several hosts share; None makes one.
+        environment: beside this process's own.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        device: str,
+        name: str,
+        file: tuple[str, str] | None = None,
+        key: str | None = None,
+        environment: Mapping[str, str] | None = None,
+    ):
+        self.folder, self.key = private_folder("verl-host-"), key or secret.new_key()
+        self._file = None if file is None else self.folder / file[0]
+        path = self.folder / "socket"
+        command = [sys.executable, "-m", "verl.rollout.server.host", "--socket", str(path), "--device", device]
+        self._pipe, theirs = os.pipe()
+        try:
+            if file is not None and self._file is not None:
+                self._file.write_text(file[1])
+                arguments = [*arguments, f"--config-path={self.folder}", f"--config-name={self._file.stem}"]
+            command += [END_WITH_STDIN, ANNOUNCE, str(theirs), *arguments]
+            super().__init__(command, f"unix:{path}", {**(environment or {}), KEY: self.key}, name, (theirs,))
+        except BaseException:
+            os.close(self._pipe)
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+        finally:
+            os.close(theirs)
+
+    async def wait_until_up(self, seconds: float) -> None:
+        try:
+            await asyncio.to_thread(self._hear, seconds)
+        finally:
+            os.close(self._pipe)
+            if self._file is not None:
+                self._file.unlink(missing_ok=True)
+
+    def _hear(self, seconds: float) -> None:
+        """Wait for the line that says where it listens, or for its end."""
+        deadline, said = time.monotonic() + seconds, b""
+        while not said.endswith(b"\n"):
+            if select.select([self._pipe], [], [], POLL_SECONDS)[0]:
+                piece = os.read(self._pipe, 4096)
+                if not piece:
+                    raise EngineLostError(self.obituary)
+                said += piece
+            else:
+                self._check(deadline, seconds)
+
+    def close(self) -> None:
+        super().close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def owners_of(port: int) -> set[int]:
+    """The users whose processes listen on a port of this machine."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == LISTENS:
+                    found.add(int(fields[7]))
+    return found
+
+
+LISTENS = "0A"
+"""A socket's state in the system's tables."""

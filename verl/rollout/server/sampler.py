@@ -52,15 +52,15 @@ class ServerSampler(GatedSampler):
     """Samples by requests to a server.
 
     Args:
-        url: ``http://host:port`` of the server.
+        url: ``http://host:port`` or ``unix:/path`` of the server.
         model: the folder of the model that it serves, for what is checked here and for its tokenizer.
-        api: ``vllm``, ``sglang``, ``tgi``, ``openai``, or ``auto``, which asks the server.
+        api: ``vllm``, ``sglang``, ``tgi``, ``verl``, ``openai``, or ``auto``, which asks the server.
         served_model: the name under which it serves it; None asks the server.
         timeout: seconds of one attempt.
         max_attempts, retry_delay: see `Retrying`.
         max_start_wait: seconds to wait for a server that is not up yet.
         cooldown: seconds for which a server that failed several times in a row is left alone; see `Breaker`.
-        api_key: sent as a bearer token.
+        api_key: sent as a bearer token; to a host of this library only once it has proved that it knows it, too.
         weights_dir: where new weights are put down for the server; None makes a folder.
         wants_log_probs: refuse to sample where the server's log-probs are not those of the distribution it draws from;
             False leaves them out there.
@@ -100,7 +100,7 @@ class ServerSampler(GatedSampler):
         )
         self.url, self.model, self.api, self.served_model = url, model, api, served_model
         self.timeout, self.max_start_wait = timeout, max_start_wait
-        self._client = HttpClient(url, max_connections, _authorization(api_key))
+        self._client, self._api_key = HttpClient(url, max_connections, _authorization(api_key)), api_key
         self._retrying = Retrying(max_attempts, retry_delay, Breaker(cooldown=cooldown))
         self._wants_log_probs, self._tokenizer = wants_log_probs, tokenizer
         self._weights_dir = weights_dir
@@ -123,9 +123,20 @@ class ServerSampler(GatedSampler):
 
     @classmethod
     def one_of(
-        cls, rollout: Any, model: Any, url: str, *, api: str | None = None, max_attempts: int | None = None
+        cls,
+        rollout: Any,
+        model: Any,
+        url: str,
+        *,
+        api: str | None = None,
+        max_attempts: int | None = None,
+        api_key: str | None = None,
     ) -> ServerSampler:
-        """The sampler over one address, connected."""
+        """The sampler over one address, connected.
+
+        Args:
+            api_key: of a server that was started here; None is what ``server.api_key_env`` names.
+        """
         server = rollout.server
         sampler = cls(
             url,
@@ -137,7 +148,7 @@ class ServerSampler(GatedSampler):
             retry_delay=server.retry_delay,
             max_connections=server.max_connections,
             max_start_wait=server.max_start_wait_time,
-            api_key=_api_key(server.api_key_env),
+            api_key=api_key or _api_key(server.api_key_env),
             weights_dir=server.weights_dir,
             wants_log_probs=rollout.calculate_log_probs,
         )
@@ -228,7 +239,7 @@ class ServerSampler(GatedSampler):
             await dialect.update("", version)
         await self._verify(dialect)
         check = StreamCheck(version, self._shapes)
-        folder = self._folder()
+        folder = await self._folder(dialect)
         whole = folder.write(check.watched(chunks), version)
         self._shapes = check.finished()
         await dialect.update(str(whole), version)
@@ -244,7 +255,7 @@ class ServerSampler(GatedSampler):
             reload_check.check_same(before, await dialect.prompt_log_probs(probe) or [])
             if self.facts.is_tied and self._shapes is not None:
                 chunk = WeightChunk(0, list(reload_check.with_one_embedding(self.model)), True)
-                await dialect.update(str(self._folder().write([chunk], 0)), 0)
+                await dialect.update(str((await self._folder(dialect)).write([chunk], 0)), 0)
                 reload_check.check_uniform(
                     await dialect.prompt_log_probs(probe) or [], self.vocab_size, dialect.fix_of_reload
                 )
@@ -300,10 +311,18 @@ class ServerSampler(GatedSampler):
         await self._until_up()
         if self.api != "auto":
             return self.api
+        if self._client.key is not None:
+            return "verl"
         for name, path in MARKS.items():
             answer = await self._client.ask("GET", path, timeout=self.timeout)
             if 200 <= answer.status < 300:
                 return name
+            if answer.status == 401:
+                raise RolloutError(
+                    f"{self.url} asks for a key{' that is another one' if self._api_key else ''}",
+                    key=f"{_S}.api_key_env",
+                    fix="Name the variable that holds it. A host of this library prints where its key lies.",
+                )
         return "openai"
 
     async def _served(self, kind: str) -> str:
@@ -318,10 +337,16 @@ class ServerSampler(GatedSampler):
             raise EngineLostError(f"{self.url}/v1/models answered with nonsense: {str(found)[:200]}") from error
 
     async def _until_up(self) -> None:
-        deadline = time.monotonic() + self.max_start_wait
+        """Return once it answers; one of this library before it is told the key, another one only where it may be."""
+        deadline, seconds = time.monotonic() + self.max_start_wait, min(5.0, self.timeout)
         while True:
             try:
-                answer = await self._client.ask("GET", "/health", timeout=min(5.0, self.timeout))
+                if self._api_key and self.api in ("auto", "verl") and await self._client.proves(self._api_key, seconds):
+                    self._client.key = self._api_key
+                    return
+                if self._api_key and self.api == "verl":
+                    raise EngineLostError("whoever listens there does not say that it knows the key")
+                answer = await self._client.ask("GET", "/health", timeout=seconds)
                 if answer.status < 500:
                     return
                 last = f"it answered {answer.status}"
@@ -349,7 +374,15 @@ class ServerSampler(GatedSampler):
             self._tokenizer = hf_tokenizer(self.model)
         return self._tokenizer
 
-    def _folder(self) -> WeightFolder:
+    async def _folder(self, dialect: Dialect) -> WeightFolder:
+        theirs = await dialect.weights_folder()
+        if theirs is not None:
+            if self._weights_dir is not None:
+                raise ConfigError(
+                    "this server names the folder itself", key=f"{_S}.weights_dir", got=self._weights_dir,
+                    fix="Leave it out here and start the host with --weights-dir.",
+                )  # fmt: skip
+            return WeightFolder(theirs, self.model)
         if self._weights_dir is None:
             self._weights_dir = tempfile.mkdtemp(prefix="verl-weights-")
             atexit.register(shutil.rmtree, self._weights_dir, ignore_errors=True)
@@ -374,12 +407,14 @@ def addresses(url: Any) -> list[str]:
     return [str(one) for one in found]
 
 
-def over_addresses(urls: Sequence[str], rollout: Any, model: Any, api: str | None = None) -> Sampler:
-    """One sampler over all these servers."""
+def over_addresses(
+    urls: Sequence[str], rollout: Any, model: Any, api: str | None = None, api_key: str | None = None
+) -> Sampler:
+    """One sampler over all these servers, which share a key if they have one."""
     if len(urls) == 1:
-        return ServerSampler.one_of(rollout, model, urls[0], api=api)
+        return ServerSampler.one_of(rollout, model, urls[0], api=api, api_key=api_key)
     # Another replica answers sooner than one that is asked again.
-    samplers = [ServerSampler.one_of(rollout, model, url, api=api, max_attempts=1) for url in urls]
+    samplers = [ServerSampler.one_of(rollout, model, url, api=api, max_attempts=1, api_key=api_key) for url in urls]
     return Replicas(samplers, urls, max_resends=rollout.server.max_attempts)
 
 

@@ -17,6 +17,11 @@ SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 INDEX = "model.safetensors.index.json"
 
 
+def version_of(root: Path, version: int) -> Path:
+    """The folder of a version, as both sides name it."""
+    return root / f"version-{version}"
+
+
 class WeightFolder:
     """Writes versions below one folder and keeps the last of them, which the server may read again when it restarts.
 
@@ -45,7 +50,7 @@ class WeightFolder:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        whole = self.root / f"version-{version}"
+        whole = version_of(self.root, version)
         shutil.rmtree(whole, ignore_errors=True)
         partial.rename(whole)
         return whole

@@ -38,7 +38,7 @@ class SGLangSampler(ServerSampler):
                 fix=f"pip install sglang, or name a server that runs: {_R}.server.url=http://host:30000.",
             )
         port = free_port()
-        process = ServerProcess(command(rollout, model, device, port), port, name="sglang.launch_server")
+        process = ServerProcess.foreign(command(rollout, model, device, port), port, name="sglang.launch_server")
         try:
             run_now(process.wait_until_up(rollout.server.max_start_wait_time))
             sampler = cls.one_of(rollout, model, process.url, api="sglang")

@@ -1,0 +1,296 @@
+"""The one HTTP server: who gets in, how much one may take, and what becomes of those who come to do harm."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import stat
+import time
+
+import psutil
+import pytest
+
+from verl.errors import ConfigError
+from verl.serving import Answered, Limits, Server, loopback, secret, unix
+from verl.serving.client import Client, WireError
+from verl.serving.listener import private_folder
+
+KEY = "right"
+HEAD = f"POST /a HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n"
+
+
+async def echo(asked):
+    return Answered(asked.json())
+
+
+def server(**options) -> Server:
+    return Server({("POST", "/a"): echo}, authorize=lambda token: token == KEY or None, **options)
+
+
+def visited(visit, on=None, limits=None, **options):
+    """What ``visit(server)`` returns in a thread of its own, while the server answers."""
+
+    async def run():
+        here = server(limits=limits or Limits(), **options)
+        await here.start(on)
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(visit, here), 60)
+        finally:
+            await here.close()
+
+    return asyncio.run(run())
+
+
+def said(here: Server, data: bytes | str, half: bool = False) -> bytes:
+    """All that comes back for some bytes."""
+    with socket.create_connection(("127.0.0.1", here.port), timeout=20) as line:
+        line.sendall(data.encode("latin-1") if isinstance(data, str) else data)
+        if half:
+            line.shutdown(socket.SHUT_WR)
+        found = b""
+        while piece := line.recv(1 << 16):
+            found += piece
+        return found
+
+
+def works(here: Server) -> bool:
+    found = said(here, HEAD + "connection: close\r\ncontent-length: 2\r\n\r\n{}")
+    return found.startswith(b"HTTP/1.1 200") and found.endswith(b"{}")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"\x00\xff\r\n\r\n",
+        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+        HEAD + "content-length: ²\r\n\r\n",
+        HEAD + "content-length: -1\r\n\r\n",
+        HEAD + "content-length: 1e3\r\n\r\n",
+        HEAD + "content-length: " + "9" * 5000 + "\r\n\r\n",
+        HEAD + "content-length: 3\r\ncontent-length: 4\r\n\r\n",
+        HEAD + "transfer-encoding: chunked, gzip\r\n\r\n",
+        HEAD + "transfer-encoding: chunked\r\n\r\n-5\r\n",
+        HEAD + "x: " + "y" * 200_000 + "\r\n\r\n",
+        HEAD + "".join(f"x{i}: y\r\n" for i in range(20_000)) + "\r\n",
+        HEAD + "upgrade: websocket\r\nconnection: upgrade\r\ncontent-length: 1\r\n\r\n[",
+    ],
+)
+def test_what_is_no_request_gets_an_answer_and_the_next_one_is_served(data, caplog, capfd):
+    def visit(here):
+        found = said(here, data, half=True)
+        assert not found or found.startswith((b"HTTP/1.1 400", b"HTTP/1.1 413", b"HTTP/1.1 501")), found[:80]
+        return works(here)
+
+    assert visited(visit)
+    assert not caplog.records and capfd.readouterr() == ("", ""), "strangers write no logs"
+
+
+@pytest.mark.parametrize(
+    "head, status",
+    [
+        ("host: evil.example\r\nauthorization: Bearer right\r\n", 403),
+        ("host: localhost\r\norigin: http://localhost\r\nauthorization: Bearer right\r\n", 403),
+        ("host: localhost\r\n", 401),
+        ("host: localhost\r\nauthorization: Bearer wrong\r\n", 401),
+        ("host: localhost\r\nauthorization: Basic right\r\n", 401),
+        ("host: localhost\r\nauthorization: Bearer right\r\ncontent-length: 99999999999\r\n", 413),
+    ],
+)
+def test_who_does_not_get_in_is_told_before_a_body_is_read_and_the_connection_ends(head, status):
+    found = visited(lambda here: said(here, f"POST /a HTTP/1.1\r\n{head}\r\n"))
+    assert found.startswith(f"HTTP/1.1 {status}".encode()) and b"connection: close" in found.lower()
+
+
+def test_a_body_that_trickles_in_is_refused_and_its_sender_reads_why():
+    found = visited(lambda here: said(here, HEAD + "content-length: 9\r\n\r\n{"), limits=Limits(read_seconds=0.3))
+    assert found.startswith(b"HTTP/1.1 408")
+
+
+def test_a_sender_of_too_much_reads_the_refusal():
+    body = b"%x\r\n" % (1 << 20) + b" " * (1 << 20) + b"\r\n0\r\n\r\n"
+    found = visited(
+        lambda here: said(here, (HEAD + "transfer-encoding: chunked\r\n\r\n").encode() + body), limits=Limits(body=1000)
+    )
+    assert found.startswith(b"HTTP/1.1 413")
+
+
+def test_heads_that_come_slowly_and_connections_that_say_nothing_are_ended():
+    def visit(here):
+        begin, lines = time.monotonic(), []
+        for _ in range(3):
+            lines.append(socket.create_connection(("127.0.0.1", here.port), timeout=20))
+        lines[1].sendall(b"POST /a HT")
+        for _ in range(8):  # a byte now and then does not put the end off
+            time.sleep(0.05)
+            lines[2].send(b"x")
+        ended = [line.recv(10) for line in lines]
+        return ended, time.monotonic() - begin
+
+    ended, seconds = visited(visit, limits=Limits(head_seconds=0.6))
+    assert ended == [b""] * 3 and seconds < 10
+
+
+def test_a_connection_between_two_requests_is_ended_after_a_while():
+    def visit(here):
+        with socket.create_connection(("127.0.0.1", here.port), timeout=20) as line:
+            line.sendall((HEAD + "content-length: 2\r\n\r\n{}").encode())
+            found = line.recv(1000)
+            while piece := line.recv(1000):
+                found += piece
+            return found
+
+    found = visited(visit, limits=Limits(idle_seconds=0.2))
+    assert found.startswith(b"HTTP/1.1 200") and found.endswith(b"{}")
+
+
+def test_programs_without_a_key_keep_nobody_out_and_take_few_descriptors():
+    def visit(here):
+        before = psutil.Process().num_fds()
+        lines = [socket.create_connection(("127.0.0.1", here.port), timeout=20) for _ in range(200)]
+        assert works(here)
+        taken = psutil.Process().num_fds() - before - len(lines)
+        for line in lines:
+            line.close()
+        return taken
+
+    assert visited(visit, limits=Limits(strangers=20)) <= 22
+
+
+def test_a_connection_too_many_is_told_so_unless_one_that_is_idle_can_make_room():
+    def visit(here):
+        async def run():
+            busy = [Client(here.address) for _ in range(3)]
+            held = [await asyncio.open_connection("127.0.0.1", here.port) for _ in range(2)]
+            for _, writer in held:  # let in, and in the middle of a body
+                writer.write((HEAD + "content-length: 10\r\n\r\n{").encode())
+            await asyncio.sleep(0.1)
+            refused = await busy[0].ask("POST", "/a", {})
+            for reader, writer in held:
+                writer.write(b'"a": 123}')
+                assert (await reader.read(15)).startswith(b"HTTP/1.1 200")
+            await asyncio.sleep(0.1)  # both are idle now
+            again = await asyncio.open_connection("127.0.0.1", here.port)
+            again[1].write((HEAD + "connection: close\r\ncontent-length: 2\r\n\r\n{}").encode())
+            return refused, await again[0].read(15)
+
+        return asyncio.run(run())
+
+    refused, served = visited(visit, limits=Limits(connections=2))
+    assert refused.status == 503 and "ulimit" in refused.json()["error"]["message"]
+    assert served.startswith(b"HTTP/1.1 200")
+
+
+def test_the_number_of_connections_follows_what_the_process_may_open(monkeypatch):
+    monkeypatch.setattr("verl.serving.connection.resource.getrlimit", lambda which: (1024, 4096))
+    assert Limits().most == 512 and Limits(connections=7).most == 7
+
+
+def test_a_client_that_leaves_its_answer_unread_is_dropped():
+    async def long(asked):
+        return Answered("x" * (32 << 20))
+
+    async def run():
+        here = Server({("POST", "/a"): long}, authorize=lambda token: True, limits=Limits(write_seconds=0.3))
+        await here.start()
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(unread, here), 60)
+        finally:
+            await here.close()
+
+    def unread(here):
+        with socket.create_connection(("127.0.0.1", here.port), timeout=20) as line:
+            line.sendall((HEAD + "content-length: 2\r\n\r\n{}").encode())
+            while not here._state.tasks:
+                time.sleep(0.01)
+            deadline = time.monotonic() + 20
+            while here._state.connections and time.monotonic() < deadline:
+                time.sleep(0.02)
+            return len(here._state.connections)
+
+    assert asyncio.run(run()) == 0
+
+
+def test_a_unix_socket_is_its_users_alone(tmp_path):
+    folder = private_folder("verl-test-")
+    try:
+        place = folder / "socket"
+        listener = unix(place)
+        found = place.lstat()
+        assert stat.S_ISSOCK(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o600
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and found.st_uid == os.geteuid()
+
+        def visit(here):
+            assert here.address == f"unix:{place}"
+            return asyncio.run(Client(here.address, key=KEY).ask("POST", "/a", {"b": 1}))
+
+        assert visited(visit, on=listener, key=KEY).json() == {"b": 1}
+        with pytest.raises(ConfigError, match="cannot listen there"):
+            unix(place)  # somebody's already
+    finally:
+        (folder / "socket").unlink(missing_ok=True)
+        folder.rmdir()
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"only this user can enter.*chmod 700"):
+        unix(tmp_path / "socket")
+
+
+def test_a_port_that_is_taken_is_an_error():
+    with loopback() as holder, pytest.raises(ConfigError, match="cannot listen there"):
+        loopback(holder.getsockname()[1])
+
+
+def test_a_server_that_does_not_know_the_key_hears_nothing_of_it_and_is_not_believed():
+    heard = []
+
+    async def impostor(reader, writer):
+        heard.append(await reader.readuntil(b"\r\n\r\n"))
+        body = json.dumps({"proof": "0" * 64, "token_ids": [1]}).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        writer.close()
+
+    async def run():
+        there = await asyncio.start_server(impostor, "127.0.0.1", 0)
+        port = there.sockets[0].getsockname()[1]
+        async with there:
+            with pytest.raises(WireError, match="does not know the key: another program has its address"):
+                await Client(f"http://127.0.0.1:{port}", key=KEY).ask("POST", "/a", {})
+
+    asyncio.run(run())
+    assert heard and KEY.encode() not in heard[0]
+
+
+def test_a_server_that_comes_later_to_an_address_is_not_believed_either():
+    async def run():
+        first = server(key=KEY)
+        await first.start()
+        client = Client(first.address, key=KEY)
+        assert (await client.ask("POST", "/a", {"c": 2})).json() == {"c": 2}
+        await first.close()
+        other = server(key="another one")  # takes the same port, and lets anybody in who knows the old key
+        await other.start(loopback(int(client.url.rpartition(":")[2])))
+        try:
+            with pytest.raises(WireError, match=r"not by whoever knows the key|does not know the key"):
+                await client.ask("POST", "/a", {})
+            with pytest.raises(WireError, match="does not know the key"):
+                await client.ask("POST", "/a", {})
+        finally:
+            await other.close()
+
+    asyncio.run(run())
+
+
+def test_a_proof_belongs_to_one_number_one_status_and_one_body():
+    proofs = {
+        secret.of_server(KEY, "n"),
+        secret.of_server(KEY, "m"),
+        secret.of_server("other", "n"),
+        secret.of_answer(KEY, "n", 200, b"a"),
+        secret.of_answer(KEY, "n", 200, b"b"),
+        secret.of_answer(KEY, "n", 400, b"a"),
+    }
+    assert len(proofs) == 6

@@ -1,0 +1,9 @@
+"""The one way in which this library listens for HTTP: a socket of its own making, and nobody in without a secret."""
+
+from verl.serving import secret
+from verl.serving.answers import Answered, ApiError, Asked, Handle
+from verl.serving.connection import Limits
+from verl.serving.listener import loopback, unix
+from verl.serving.server import Server
+
+__all__ = ["Answered", "ApiError", "Asked", "Handle", "Limits", "Server", "loopback", "secret", "unix"]
