@@ -1,33 +1,24 @@
 """Write ``docs/configuration.md`` and ``verl/trainer/config/*.yaml`` from the declarations of the settings.
 
-    python scripts/generate_config_docs.py [--check]
-
-Which test covers a setting stands in ``tests/config/coverage.json``: ``{"ppo_trainer": {key: test id}, ...}``.
+python scripts/generate_config_docs.py [--check]
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 from verl.config import views
-from verl.config.docs import Coverage, page
+from verl.config.docs import page
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "configuration.md"
-COVERAGE = ROOT / "tests" / "config" / "coverage.json"
-
-
-def read_coverage() -> Coverage:
-    """The tests by program and key; empty where there is no such file."""
-    return json.loads(COVERAGE.read_text(encoding="utf-8")) if COVERAGE.is_file() else {}
 
 
 def made() -> dict[Path, str]:
     """Every file and what it has to say."""
     shown = {ROOT / "verl" / "trainer" / "config" / name: text for name, text in views.files().items()}
-    return {PAGE: page(read_coverage()), **shown}
+    return {PAGE: page(), **shown}
 
 
 def main(argv: list[str] | None = None) -> int:

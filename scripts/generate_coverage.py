@@ -66,7 +66,7 @@ def page() -> str:
 
 def features() -> list[str]:
     """The features that settings wait for with every sampler, sorted; which settings, docs/configuration.md says."""
-    leaves = [leaf for program in (PPO, SFT) for leaf in schema_of(program.root).leaves.values()]
+    leaves = [leaf for program in (PPO, SFT) for leaf in schema_of(program.root).every.values()]
     return sorted({leaf.planned for leaf in leaves if leaf.planned and not leaf.engines}, key=str.lower)
 
 

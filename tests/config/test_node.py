@@ -14,7 +14,9 @@ from verl.config import (
     replace,
     to_dict,
     unread,
+    upstream_only,
 )
+from verl.config.groups import NAMES
 from verl.config.loading import read_config
 from verl.config.schema import schema_of
 
@@ -149,3 +151,22 @@ def test_every_leaf_says_what_it_means():
 def test_single_sections_can_be_made_alone():
     assert ActorConfig(ppo_epochs=2).ppo_epochs == 2
     assert OptimizerConfig(lr=0.1).lr == 0.1
+
+
+def test_every_row_of_upstreams_settings_belongs_to_a_section_class_and_is_not_declared():
+    roots = {program.root for program, _ in NAMES.values()}
+    classes = [cls for root in roots for cls in [root, *schema_of(root).sections.values()]]
+    ancestors = {base.__name__: base for cls in classes for base in cls.__mro__}
+    for section, own in upstream_only.rows().items():
+        assert section in ancestors, f"{section} is no section"
+        declared = {key for key, _ in leaves(ancestors[section])}
+        names = [row.name for row in own]
+        assert len(set(names)) == len(names) and not declared & set(names), section
+        assert all((row.feature is None) != (row.no_effect is None) for row in own), section
+
+
+def test_most_of_what_is_declared_works_and_what_does_not_is_data():
+    declared = schema_of(PPOTrainerConfig).leaves.values()
+    works = [leaf for leaf in declared if leaf.engines or (leaf.planned is None and leaf.no_effect is None)]
+    assert all(leaf.engines for leaf in declared if leaf.planned is not None), "settings that nothing follows are data"
+    assert len(declared) <= 700 and len(works) / len(declared) >= 0.94

@@ -259,7 +259,6 @@ def refusals(ranks, folder):
     path = shared_model(ranks, folder, "qwen2")
     found = {}
     for name, sizes in {
-        "heads": {TENSOR: ranks.size, "pipeline_model_parallel_size": 1, "context_parallel_size": 2},
         "layers": {PIPELINE: ranks.size, "virtual_pipeline_model_parallel_size": 4},
         "experts": {EXPERT: 2},
         "processes": {TENSOR: 3},

@@ -146,7 +146,6 @@ def test_sampling_layouts_get_the_slices_of_the_trained_weights(answers):
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("heads", ("context parallelism", "Transformer Engine")),
         ("layers", ("layers of a stage", "virtual_pipeline_model_parallel_size")),
         ("experts", ("without experts", "expert_model_parallel_size")),
         ("processes", ("2 processes", "1x1, 1x2, 2x1")),

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.checkpoint import CheckpointConfig
-from verl.config.engine import FSDPEngineConfig, QATConfig
+from verl.config.engine import FSDPEngineConfig
 from verl.config.megatron import MegatronEngineBesideActorConfig, MegatronEngineConfig
 from verl.config.node import ABSENT, ConfigNode, section, setting
 from verl.config.optim import OptimizerConfig
 from verl.config.profiler import ProfilerConfig
-from verl.config.torchtitan import TorchtitanEngineConfig
-from verl.config.veomni import VeOmniEngineConfig
 
 _CORRECTION = "algorithm.rollout_correction"
 
@@ -102,7 +100,6 @@ class ActorConfig(ConfigNode):
     dpo_beta: float = setting(
         0.1, "SPIN (recipe.spin): strength of the reference policy in the loss on pairs of answers"
     )
-    freeze_vision_tower: bool = setting(False, "do not train the vision encoder", planned="vision-language models")
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     clip_ratio_c: float = setting(
         3.0, "dual clip: with a negative advantage the loss is at most clip_ratio_c times it; above 1"
@@ -142,7 +139,6 @@ class ActorConfig(ConfigNode):
         follows="actor_rollout_ref.model.use_fused_kernels",
         no_effect="actor_rollout_ref.model.use_fused_kernels is what counts",
     )
-    qat: QATConfig = section(QATConfig)
     grad_clip: float = setting(
         1.0, "largest gradient norm; a larger gradient is scaled down to it", follows=".optim.clip_grad"
     )
@@ -159,22 +155,9 @@ class ActorConfig(ConfigNode):
         follows="actor_rollout_ref.model.use_remove_padding",
         no_effect="actor_rollout_ref.model.use_remove_padding is what counts",
     )
-    use_rollout_log_probs: bool = setting(
-        False, "take the sampler's log-probs as the old ones", planned="training against rollout log-probs"
-    )
-    ppo_infer_micro_batch_size_per_gpu: int | None = setting(
-        None,
-        "samples per pass of one process where log-probs are only computed",
-        planned="training against rollout log-probs",
-    )
-    ppo_infer_max_token_len_per_gpu: int = setting(
-        16384, "tokens per such pass", planned="training against rollout log-probs"
-    )
     optim: OptimizerConfig = section(OptimizerConfig)
     fsdp_config: FSDPEngineConfig = section(FSDPEngineConfig)
     megatron: MegatronEngineConfig = section(MegatronEngineConfig)
-    veomni: VeOmniEngineConfig = section(VeOmniEngineConfig)
-    torchtitan: TorchtitanEngineConfig = section(TorchtitanEngineConfig)
     profiler: ProfilerConfig = section(ProfilerConfig)
 
     @property
@@ -239,6 +222,4 @@ class RefConfig(ConfigNode):
     )
     fsdp_config: FSDPEngineConfig = section(FSDPEngineConfig)
     megatron: MegatronEngineBesideActorConfig = section(MegatronEngineBesideActorConfig)
-    veomni: VeOmniEngineConfig = section(VeOmniEngineConfig)
-    torchtitan: TorchtitanEngineConfig = section(TorchtitanEngineConfig)
     profiler: ProfilerConfig = section(ProfilerConfig)

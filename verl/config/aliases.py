@@ -12,6 +12,7 @@ from typing import Any
 
 from verl.config.engine import FSDPEngineConfig
 from verl.config.megatron import MegatronEngineConfig
+from verl.config.upstream_only import names_of
 
 _A, _R, _M, _REF, _C = (
     "actor_rollout_ref.actor",
@@ -238,8 +239,8 @@ SFT_MOVED: dict[str, Moved] = {
     "trainer.checkpoint": _to("checkpoint"),
     **{
         f"engine.{name}": _to(f"engine.megatron.{name}")
-        for name in MegatronEngineConfig.__dataclass_fields__
-        if name not in FSDPEngineConfig.__dataclass_fields__
+        for name in names_of(MegatronEngineConfig)
+        if name not in names_of(FSDPEngineConfig)
     },
 }
 SFT_REMOVED: dict[str, str] = {}

@@ -11,8 +11,6 @@ from verl.config.model import HFModelConfig
 from verl.config.node import ConfigNode, section, setting
 from verl.config.optim import OptimizerConfig
 from verl.config.profiler import ProfilerConfig
-from verl.config.torchtitan import TorchtitanEngineConfig
-from verl.config.veomni import VeOmniEngineConfig
 
 
 @dataclass(frozen=True)
@@ -96,6 +94,4 @@ class CriticConfig(ConfigNode):
     fsdp: FSDPEngineConfig = section(FSDPEngineConfig)
     model: CriticModelConfig = section(CriticModelConfig)
     megatron: MegatronEngineBesideActorConfig = section(MegatronEngineBesideActorConfig)
-    veomni: VeOmniEngineConfig = section(VeOmniEngineConfig)
-    torchtitan: TorchtitanEngineConfig = section(TorchtitanEngineConfig)
     profiler: ProfilerConfig = section(ProfilerConfig)

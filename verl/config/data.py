@@ -86,7 +86,6 @@ class DataConfig(ConfigNode):
     dataloader_num_workers: int = setting(
         0, "processes that load rows; 0: in the main process, at most one per core", upstream=8
     )
-    image_patch_size: int = setting(14, "side of an image patch in pixels", planned="vision-language models")
     validation_shuffle: bool = setting(False, "shuffle validation rows")
     filter_overlong_prompts: bool = setting(
         False, "drop prompts that are longer than max_prompt_length before training"
@@ -97,21 +96,10 @@ class DataConfig(ConfigNode):
         "what happens to a prompt that is too long: error stops the run, left, right and middle cut there",
         choices=("error", "left", "right", "middle"),
     )
-    image_key: str = setting("images", "column with images", planned="vision-language models")
-    video_key: str = setting("videos", "column with videos", planned="vision-language models")
-    audio_key: str = setting("audios", "column with sounds", planned="vision-language models")
     trust_remote_code: bool = setting(False, "run Python code that comes with the tokenizer")
     custom_cls: CustomClassConfig = section(CustomClassConfig)
-    return_multi_modal_inputs: bool = setting(
-        True, "keep the processor's tensors in each row", planned="vision-language models"
-    )
     apply_chat_template_kwargs: dict = setting({}, "arguments of the chat template, e.g. {enable_thinking: false}")
-    mm_processor_kwargs: dict = setting({}, "arguments of the processor", planned="vision-language models")
     cache_dir: str = setting("~/.cache/verl/rlhf", "folder for local copies of remote files", path=True)
-    filter_prompts: str | None = setting(None, "function that drops rows", planned="prompt filters by function")
     need_tools_kwargs: bool = setting(
         False, "rows carry arguments for tools (extra_info.tools_kwargs); one without them is told"
-    )
-    chat_template_func: str | None = setting(
-        None, "function that renders prompts", planned="prompt filters by function"
     )

@@ -10,11 +10,9 @@ from verl.config.groups import PPO, SFT, Program
 from verl.config.node import ABSENT, UNSET
 from verl.config.outline import Part, parts
 from verl.config.schema import schema_of
+from verl.config.upstream_only import rows
 
-Coverage = Mapping[str, Mapping[str, str]]
-"""Program name -> full key -> the test that covers it."""
-
-HEADER = "| key | default | meaning | upstream's default | status | covered by |\n| --- | --- | --- | --- | --- | --- |"
+HEADER = "| key | default | meaning |\n| --- | --- | --- |"
 INTRO = """\
 # Configuration
 
@@ -35,43 +33,70 @@ Everything a run can be told, for `python -m verl.trainer.main_ppo` (RL) and `py
   today: see [the last table](#older-spellings).
 
 How to read the tables: keys are relative to the heading. **default** `= key` means the value of that key, until this
-one is set. **upstream's default** is given where ours deviates. **status** is *works*; or *no effect* with the reason
-(setting it gives one notice); or *refused* with the name of a feature that is not built yet (any value but the default
-is an error that says so). Some settings work with certain samplers only, which are named. **covered by** is the test
-that shows that it is read.
+one is set. A setting works unless its row says *no effect* with the reason (setting it gives one notice), or names the
+samplers with which it works. Below them stand the settings of features that are not built: any value but the default is
+an error that names the feature.
 """
 
 
-def page(coverage: Coverage | None = None) -> str:
-    """The whole page in Markdown."""
-    tests = coverage or {}
-    whole = parts()
-    built = [part for part in whole if part.is_built]
-    later = [part for part in whole if not part.is_built]
-    rl = [part for part in built if part.places[0].program is PPO]
-    sft = [part for part in built if part.places[0].program is SFT]
-    shared = [place.key for part in whole for place in part.places if place.program is SFT and part not in sft]
+def page() -> str:
+    """The page in Markdown."""
+    every = parts()
+    rl = [part for part in every if part.places[0].program is PPO]
+    sft = [part for part in every if part.places[0].program is SFT]
+    shared = [place.key for part in every for place in part.places if place.program is SFT and part not in sft]
     chapters = [
         INTRO,
-        _deviations(whole),
+        _deviations(every),
         "## RL runs\n",
-        *(_part(part, tests) for part in rl),
+        *(_part(part) for part in rl),
         "## Supervised runs\n",
         f"The sections {_words(key for key in shared if '.' not in key)} are those of RL runs, above and below.\n",
-        *(_part(part, tests) for part in sft),
+        *(_part(part) for part in sft),
         "## Known and not built yet\n",
         "Settings of features that do not exist in this version. They are known by name, so that a script that carries "
-        "them with their defaults runs, and any other value is refused by the name of the feature.\n",
-        *(_part(part, tests) for part in later),
+        "them with upstream's defaults (`verl/config/upstream_only.yaml`) runs, and any other value is refused by the name "
+        "of the feature.\n",
+        _upstream_only("feature"),
+        "## Known and without effect\n",
+        "Settings that have nothing to change here. Setting one gives a notice with the reason.\n",
+        _upstream_only("no_effect"),
         _spellings(),
     ]
     return "\n".join(chapters)
 
 
-def _part(part: Part, tests: Coverage) -> str:
+def _upstream_only(kind: str) -> str:
+    """One row per feature, or per reason: its settings, and the sections they stand in."""
+    said: dict[str, dict[str, list[str]]] = {}
+    for section, own in rows().items():
+        for row in own if _places(section) else ():  # batch generation has no table on this page
+            if (why := getattr(row, kind)) is not None:
+                said.setdefault(why, {}).setdefault(section, []).append(f"`{row.name}`")
+    title = {"feature": "feature", "no_effect": "why it has no effect"}[kind]
+    lines = [f"| {title} | settings |\n| --- | --- |"]
+    for why, sections in sorted(said.items(), key=lambda item: item[0].lower()):
+        blocks = [f"in {_words(_places(section))}: {', '.join(names)}" for section, names in sections.items()]
+        lines.append(_cells(why, "; ".join(blocks)))
+    return "\n".join(lines) + "\n"
+
+
+def _places(section: str) -> list[str]:
+    """Where the sections of a class stand, those of supervised runs only where RL runs have none."""
+    for program in (PPO, SFT):
+        found = [
+            key or "the top"
+            for key, cls in {"": program.root, **schema_of(program.root).sections}.items()
+            if section in (base.__name__ for base in cls.__mro__)
+        ]
+        if found:
+            return found
+    return []
+
+
+def _part(part: Part) -> str:
     lines = [f"### `{part.key}`{_of(part.places[0].program)}\n", f"{_summary(part)}\n", HEADER]
-    order = sorted(part.rows, key=lambda name: _is_refused(part.rows[name].metadata))
-    lines += [_row(part, name, tests) for name in order]
+    lines += [_row(part, name) for name in part.rows]
     return "\n".join(lines) + "\n"
 
 
@@ -89,14 +114,11 @@ def _summary(part: Part) -> str:
     return said
 
 
-def _row(part: Part, name: str, tests: Coverage) -> str:
+def _row(part: Part, name: str) -> str:
     meta, first = part.rows[name].metadata, part.places[0]
     leaf = schema_of(first.program.root).leaves[first.leaf(name)]
     default = f"= `{leaf.follows}`" if leaf.follows else _value(leaf.default)
-    covered = [tests.get(place.program.name, {}).get(place.leaf(name)) for place in part.places]
-    test = next((f"`{test}`" for test in covered if test), "")
-    cells = [f"`{name}`", default, _meaning(meta), _deviation(meta["upstream"]), _status(meta), test]
-    return _cells(*cells)
+    return _cells(f"`{name}`", default, "; ".join(filter(None, (_meaning(meta), _status(meta)))))
 
 
 def _cells(*cells: str) -> str:
@@ -112,18 +134,14 @@ def _meaning(meta: Mapping[str, Any]) -> str:
     return f"{said} ({', '.join(choices)})"
 
 
-def _is_refused(meta: Mapping[str, Any]) -> bool:
-    """Whether no rollout engine follows the setting."""
-    return meta["planned"] is not None and not meta["engines"]
-
-
 def _status(meta: Mapping[str, Any]) -> str:
+    """What is to be known besides the meaning, where the setting does not simply work."""
     on = f"works with rollout.name={' or '.join(meta['engines'])}" if meta["engines"] else ""
     if meta["planned"] is not None:
-        return f"{on}; refused with others" if on else f"refused: {meta['planned']}"
+        return f"*{on}; refused with others*"
     if meta["no_effect"] is None:
-        return "works"
-    return f"no effect: {meta['no_effect']}" + (f"; {on}" if on else "")
+        return ""
+    return f"*no effect: {meta['no_effect']}" + (f"; {on}*" if on else "*")
 
 
 def _deviation(upstream: Any) -> str:
@@ -144,9 +162,9 @@ def _words(names: Iterable[str], quote: bool = True) -> str:
     return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} and {found[-1]}"
 
 
-def _deviations(whole: list[Part]) -> str:
+def _deviations(every: list[Part]) -> str:
     lines = ["## Defaults that deviate from upstream\n", "| key | default | upstream's default |\n| --- | --- | --- |"]
-    for part in whole:
+    for part in every:
         first = part.places[0]
         for name, row in part.rows.items():
             if row.metadata["upstream"] is UNSET:

@@ -18,67 +18,6 @@ class WrapPolicyConfig(ConfigNode):
 
 
 @dataclass(frozen=True)
-class QATConfig(ConfigNode):
-    """Training with the rounding of low-precision weights in the forward pass."""
-
-    enable: bool = setting(False, "train with quantized weights", planned="quantization-aware training")
-    mode: str = setting(
-        "w4a16", "w4a16 (weights in 4 bits) or w4a4 (activations too)", planned="quantization-aware training"
-    )
-    group_size: int = setting(16, "numbers that share one scale; 16 for NVFP4", planned="quantization-aware training")
-    ignore_patterns: list = setting(
-        ["lm_head", "embed_tokens", "re:.*mlp.gate$"],
-        "modules that stay unquantized, by name or re:pattern",
-        planned="quantization-aware training",
-    )
-    activation_observer: str = setting(
-        "static_minmax", "how the range of activations is found (w4a4)", planned="quantization-aware training"
-    )
-    quantization_config_path: str | None = setting(
-        None, "JSON file with the quantization of the sampler", planned="quantization-aware training", path=True
-    )
-
-
-@dataclass(frozen=True)
-class TurboDistributedFsdpPlanConfig(ConfigNode):
-    """Precision and prefetching of the fsdp_turbo engine."""
-
-    param_dtype: str = setting("bf16", "dtype of matrix products", planned="the fsdp_turbo engine")
-    reduce_dtype: str = setting("fp32", "dtype of gradient sums", planned="the fsdp_turbo engine")
-    output_dtype: str = setting("bf16", "dtype of outputs", planned="the fsdp_turbo engine")
-    fsdp_implementation: str = setting("native", "which FSDP implementation runs", planned="the fsdp_turbo engine")
-    num_to_forward_prefetch: int = setting(
-        1, "layers gathered ahead in the forward pass", planned="the fsdp_turbo engine"
-    )
-    num_to_backward_prefetch: int = setting(
-        1, "layers gathered ahead in the backward pass", planned="the fsdp_turbo engine"
-    )
-
-
-@dataclass(frozen=True)
-class TurboDistributedConfig(ConfigNode):
-    """Parallel sizes of the fsdp_turbo engine."""
-
-    fully_shard_parallel_size: int = setting(
-        16, "processes that share one copy of the weights", planned="the fsdp_turbo engine"
-    )
-    tensor_parallel_size: int = setting(1, "tensor-parallel size", planned="the fsdp_turbo engine")
-    expert_parallel_size: int = setting(1, "expert-parallel size", planned="the fsdp_turbo engine")
-    expert_fully_shard_parallel_size: int = setting(
-        1, "processes that share one copy of the experts", planned="the fsdp_turbo engine"
-    )
-    ulysses_parallel_size: int = setting(1, "sequence-parallel size (Ulysses)", planned="the fsdp_turbo engine")
-    fsdp_plan: TurboDistributedFsdpPlanConfig = section(TurboDistributedFsdpPlanConfig)
-
-
-@dataclass(frozen=True)
-class TurboConfig(ConfigNode):
-    """The fsdp_turbo engine."""
-
-    distributed: TurboDistributedConfig = section(TurboDistributedConfig)
-
-
-@dataclass(frozen=True)
 class FSDPEngineConfig(ConfigNode):
     """Training engines that hold a whole model per data-parallel group: plain (one device), FSDP and FSDP2."""
 
@@ -152,13 +91,6 @@ class FSDPEngineConfig(ConfigNode):
         follows="..pad_to_length",
     )
     pad_to_length_bucket: int = setting(1024, "that multiple, in tokens")
-    forward_only: bool = setting(
-        False,
-        "the model is not trained and has no optimizer",
-        no_effect="a reference model never has an optimizer, a trained one always has",
-    )
     dtype: str = setting(
         "auto", "dtype of matrix products; auto: float32 on CPU, bfloat16 on an accelerator", upstream="bfloat16"
     )
-    qat: QATConfig = section(QATConfig)
-    turbo_config: TurboConfig = section(TurboConfig)

@@ -38,10 +38,6 @@ class GenerationDataConfig(ConfigNode):
 class GenerationTrainerConfig(ConfigNode):
     """The machine."""
 
-    nnodes: int = setting(1, "nodes", planned="batch generation over several nodes")
-    n_gpus_per_node: int = setting(
-        1, "GPUs per node", upstream=8, planned="batch generation on several GPUs by one command"
-    )
     device: str | None = setting(
         None, "cuda, npu or cpu; null or auto: what there is", upstream="cuda", choices=("auto", "cuda", "npu", "cpu")
     )

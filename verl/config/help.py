@@ -19,7 +19,7 @@ def usage(program: Program) -> str:
         "",
         *(_line(leaf) for leaf in built),
         "",
-        f"{len(schema.leaves) - len(built)} more settings are known and belong to features that are not built yet.",
+        f"{len(schema.every) - len(built)} more settings are known and belong to features that are not built yet.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -15,7 +15,7 @@ _PLAIN = re.compile(r"[A-Za-z_][\w.]*")
 
 def interpolated(merge: Merge) -> tuple[dict[str, Any], list[ConfigError]]:
     """The value of every leaf, not yet converted, and the interpolations that lead nowhere."""
-    leaves, values = merge.schema.leaves, merge.values
+    leaves, values = merge.schema.every, merge.values
     texts = {key: values.get(key, leaf.default) for key, leaf in leaves.items()}
     texts = {key: value for key, value in texts.items() if "${" in str(value)}
     resolved, problems = _resolve(merge, texts)
@@ -48,7 +48,7 @@ def _resolve(merge: Merge, texts: dict[str, Any]) -> tuple[dict[str, Any], list[
             value = OmegaConf.select(tree, key)
             resolved[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         except OmegaConfBaseException as error:
-            resolved[key] = merge.schema.leaves[key].default
+            resolved[key] = merge.schema.every[key].default
             if key in merge.values:
                 problems.append(_nowhere(merge, key, error))
     return resolved, problems
@@ -56,7 +56,7 @@ def _resolve(merge: Merge, texts: dict[str, Any]) -> tuple[dict[str, Any], list[
 
 def _needed(merge: Merge, texts: dict[str, Any]) -> list[str]:
     """The keys that resolving ``texts`` can look at: all of them once anything but ``${a.b}`` is written."""
-    leaves, found, todo = merge.schema.leaves, set(), list(texts)
+    leaves, found, todo = merge.schema.every, set(), list(texts)
     while todo:
         key = todo.pop()
         if key in found:
@@ -72,7 +72,7 @@ def _needed(merge: Merge, texts: dict[str, Any]) -> list[str]:
 
 
 def _raw(merge: Merge, key: str) -> Any:
-    leaf = merge.schema.leaves[key]
+    leaf = merge.schema.every[key]
     return merge.values.get(key, f"${{{leaf.follows}}}" if leaf.follows else leaf.default)
 
 

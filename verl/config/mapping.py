@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 from verl.config.convert import build, convert, describe
 from verl.config.node import ConfigNode, place
-from verl.config.schema import Schema, holds_mapping, schema_of
+from verl.config.planned import check_built
+from verl.config.schema import Leaf, Schema, holds_mapping, schema_of
 from verl.errors import ConfigError
 
 N = TypeVar("N", bound=ConfigNode)
@@ -55,8 +56,11 @@ def _flat(schema: Schema, config: Mapping[str, Any], prefix: str) -> dict[str, A
         key, leaf = f"{prefix}.{name}".removeprefix("."), schema.leaves.get(f"{prefix}.{name}".removeprefix("."))
         if name in _NOTES:
             continue
+        if key in schema.upstream_only:
+            _check_upstream_only(schema.upstream_only[key], value)
+            continue
         if leaf is None:
-            if key not in schema.sections or not isinstance(value, Mapping | ConfigNode):
+            if not schema.is_section(key) or not isinstance(value, Mapping | ConfigNode):
                 raise _unknown(schema, key, value)
             found |= _flat(schema, value, key)  # type: ignore[arg-type]  # a section has items() too
             continue
@@ -67,8 +71,15 @@ def _flat(schema: Schema, config: Mapping[str, Any], prefix: str) -> dict[str, A
     return found
 
 
+def _check_upstream_only(leaf: Leaf, value: Any) -> None:
+    """Nothing follows the setting, so it may only say what it would be anyway."""
+    problem = check_built(leaf, value, [leaf.default])
+    if problem is not None:
+        raise problem
+
+
 def _unknown(schema: Schema, key: str, value: Any) -> ConfigError:
     near = schema.nearest(key)
     fix = f"Did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
-    kind = "is a section" if key in schema.sections else "unknown setting"
+    kind = "is a section" if schema.is_section(key) else "unknown setting"
     return ConfigError(f"{kind} of {schema.root.__name__}", key=key, got=value, fix=fix)

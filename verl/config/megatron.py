@@ -35,37 +35,6 @@ class MegatronEngineOverrideTransformerConfigConfig(ConfigNode):
 
 
 @dataclass(frozen=True)
-class MegatronEngineRouterReplayConfig(ConfigNode):
-    """Which experts tokens go to in training."""
-
-    mode: str = setting(
-        "disabled",
-        "disabled, R2 (as the trainer's log-prob pass had it) or R3 (as the sampler had it)",
-        planned="router replay",
-    )
-    record_file: str | None = setting(None, "file to write routes to", planned="router replay", path=True)
-    replay_file: str | None = setting(None, "file to read routes from", planned="router replay", path=True)
-
-
-@dataclass(frozen=True)
-class MegatronEngineQatConfig(ConfigNode):
-    """Training with the rounding of low-precision weights in the forward pass."""
-
-    enable: bool = setting(False, "train with quantized weights", planned="quantization-aware training")
-    mode: str = setting("w4a16", "w4a16 or w4a4", planned="quantization-aware training")
-    group_size: int = setting(16, "numbers that share one scale", planned="quantization-aware training")
-    ignore_patterns: list = setting(
-        ["lm_head", "*mlp.gate"], "modules that stay unquantized", planned="quantization-aware training"
-    )
-    activation_observer: str | None = setting(
-        None, "how the range of activations is found (w4a4)", planned="quantization-aware training"
-    )
-    quantization_config_path: str | None = setting(
-        None, "JSON file with the quantization of the sampler", planned="quantization-aware training", path=True
-    )
-
-
-@dataclass(frozen=True)
 class MegatronEngineConfig(ConfigNode):
     """The Megatron-Core engine."""
 
@@ -78,73 +47,20 @@ class MegatronEngineConfig(ConfigNode):
     virtual_pipeline_model_parallel_size: int | None = setting(
         None, "layer groups per pipeline stage (interleaved schedule); null: one"
     )
-    context_parallel_size: int = setting(1, "context-parallel size", planned=_CONTEXT)
     sequence_parallel: bool = setting(True, "shard activations between tensor-parallel layers")
     use_distributed_optimizer: bool = setting(True, "shard the optimizer's state over data-parallel processes")
-    use_dist_checkpointing: bool = setting(False, "read and write Megatron's own checkpoint format", planned=_FORMAT)
-    dist_checkpointing_path: str | None = setting(None, "folder of such a checkpoint", planned=_FORMAT, path=True)
-    dynamic_context_parallel: bool = setting(
-        False, "choose the context-parallel size by the sequence length", planned=_CONTEXT
-    )
-    max_seqlen_per_dp_cp_rank: int | None = setting(
-        None, "tokens per process with dynamic_context_parallel", planned=_CONTEXT
-    )
-    dist_checkpointing_prefix: str = setting("", "prefix of the names in a foreign checkpoint", planned=_FORMAT)
-    dist_ckpt_optim_fully_reshardable: bool = setting(
-        False, "write optimizer states that load at any parallel size", no_effect=_ANY_SIZE
-    )
-    distrib_optim_fully_reshardable_mem_efficient: bool = setting(
-        False, "the same with less GPU memory, over gloo", no_effect=_ANY_SIZE
-    )
-    entropy_from_logits_with_chunking: bool = setting(
-        False,
-        "compute the entropy in chunks of rows",
-        follows="actor_rollout_ref.actor.entropy_from_logits_with_chunking",
-        no_effect="each process computes the entropy from its own part of the logits",
-    )
-    entropy_from_logits_chunk_size: int = setting(
-        2048,
-        "rows per chunk",
-        follows="actor_rollout_ref.actor.entropy_from_logits_chunk_size",
-        no_effect="each process computes the entropy from its own part of the logits",
-    )
     seed: int = setting(42, "seed of the engine", no_effect="a run has one seed: trainer.seed")
-    override_ddp_config: dict = setting(
-        {}, "entries of Megatron's DDP configuration to replace", planned="Megatron's data-parallel wrapper"
-    )
     override_transformer_config: MegatronEngineOverrideTransformerConfigConfig = section(
         MegatronEngineOverrideTransformerConfigConfig
     )
     override_mcore_model_config: dict = setting(
         {}, "fields of Megatron-Core's TransformerConfig to replace, by their names there"
     )
-    use_mbridge: bool = setting(True, "read and write Hugging Face weights through Megatron-Bridge", no_effect=_TABLES)
-    vanilla_mbridge: bool = setting(False, "take the older package mbridge", no_effect=_TABLES)
-    use_remove_padding: bool = setting(
-        True, "pack rows without padding", no_effect="rows are padded: packed attention needs Transformer Engine"
-    )
-    pad_bshd_to_minibatch_max: bool = setting(
-        True,
-        "without packing: pad all micro-batches of a mini-batch to one length",
-        no_effect="a micro-batch is as long as its longest row; pipeline stages tell each other its shape",
-    )
-    pad_to_length: bool = setting(
-        False, "round packed micro-batches up to a multiple of pad_to_length_bucket", planned="padded packing"
-    )
-    pad_to_length_bucket: int = setting(512, "that multiple, in tokens", planned="padded packing")
-    use_megatron_fsdp: bool = setting(False, "shard weights by Megatron-FSDP (ZeRO-3)", planned="Megatron-FSDP")
-    forward_only: bool = setting(
-        False,
-        "the model is not trained and has no optimizer",
-        no_effect="a reference model never has an optimizer, a trained one always has",
-    )
     dtype: str = setting(
         "auto",
         "dtype of weights and matrix products; auto: float32 on CPU, bfloat16 (over float32 copies) on an accelerator",
         upstream="bfloat16",
     )
-    router_replay: MegatronEngineRouterReplayConfig = section(MegatronEngineRouterReplayConfig)
-    qat: MegatronEngineQatConfig = section(MegatronEngineQatConfig)
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class Merge:
     # ---- group choices -----------------------------------------------------------------------------------------------
 
     def _is_choice(self, entry: Entry) -> bool:
-        known = entry.key == self.program.engine_group or entry.key in self.schema.sections
+        known = entry.key == self.program.engine_group or self.schema.is_section(entry.key)
         return known and isinstance(entry.value, str) and not entry.delete
 
     def _choose(self, entry: Entry) -> None:
@@ -94,7 +94,7 @@ class Merge:
         value = entry.value if value is ... else value
         if self.schema.split(key) is not None:
             return [(key, value)]
-        if key in self.schema.sections:
+        if self.schema.is_section(key):
             return self._section(key, entry, value)
         if key.rpartition(".")[2] in _NOTES:
             return self._note(key, value)
@@ -114,7 +114,7 @@ class Merge:
 
     def _section(self, key: str, entry: Entry, value: Any) -> list[tuple[str, Any]]:
         if entry.delete:
-            return [(leaf, None) for leaf in self.schema.leaves if leaf.startswith(f"{key}.")]
+            return [(leaf, None) for leaf in self.schema.every if leaf.startswith(f"{key}.")]
         if value is None and entry.source:
             return []
         if not isinstance(value, dict):
@@ -150,12 +150,11 @@ class Merge:
         raise ConfigError(f"unknown setting{where(entry)}", key=key, got=entry.value, fix=fix)
 
     def _not_a_section(self, key: str, value: Any) -> ConfigError:
-        names = self.schema.sections[key].__dataclass_fields__
         return ConfigError(
             "is a section, not a setting",
             key=key,
             got=value,
-            fix=f"Set what is in it: {', '.join(list(names)[:8])}, ...",
+            fix=f"Set what is in it: {', '.join(self.schema.names_in(key)[:8])}, ...",
         )
 
     # ---- values ------------------------------------------------------------------------------------------------------

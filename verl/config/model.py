@@ -25,62 +25,12 @@ class TiledMLPConfig(ConfigNode):
 
 
 @dataclass(frozen=True)
-class MtpConfig(ConfigNode):
-    """Multi-token-prediction heads, of models that have them."""
-
-    enable: bool = setting(False, "load the heads", planned="multi-token prediction")
-    enable_train: bool = setting(False, "train them", planned="multi-token prediction")
-    enable_rollout: bool = setting(False, "draft tokens with them while sampling", planned="multi-token prediction")
-    detach_encoder: bool = setting(False, "no gradient from the heads into the trunk", planned="multi-token prediction")
-    mtp_loss_scaling_factor: float = setting(0.1, "weight of their loss", planned="multi-token prediction")
-    speculative_algorithm: str = setting("EAGLE", "SGLang: algorithm that drafts", planned="multi-token prediction")
-    speculative_num_steps: int = setting(3, "SGLang: draft steps", planned="multi-token prediction")
-    speculative_eagle_topk: int = setting(1, "SGLang: branches per draft step", planned="multi-token prediction")
-    speculative_num_draft_tokens: int = setting(4, "SGLang: draft tokens", planned="multi-token prediction")
-    method: str = setting("mtp", "vLLM: method that drafts", planned="multi-token prediction")
-    num_speculative_tokens: int = setting(1, "vLLM: draft tokens", planned="multi-token prediction")
-
-
-@dataclass(frozen=True)
 class MegatronLoraConfig(ConfigNode):
     """Adapters of models that Megatron-Core trains; `merge` holds for every backend."""
 
-    type: str = setting(
-        "lora", "kind of adapter: lora, vlm_lora, canonical_lora, dora", planned="Megatron's own LoRA settings"
-    )
     merge: bool = setting(
         False,
         "send the sampler whole weights with the adapter merged in, not the adapter alone; of the policy",
-    )
-    rank: int = setting(0, "rank of the adapter; 0: none", planned="Megatron's own LoRA settings")
-    alpha: int = setting(32, "scale of the adapter, divided by the rank", planned="Megatron's own LoRA settings")
-    dropout: float = setting(0.0, "dropout in the adapter", planned="Megatron's own LoRA settings")
-    target_modules: list = setting(
-        ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
-        "modules that get an adapter, by Megatron's names",
-        planned="Megatron's own LoRA settings",
-    )
-    exclude_modules: list = setting([], "modules that get none", planned="Megatron's own LoRA settings")
-    dropout_position: str = setting(
-        "pre", "dropout before (pre) or after (post) the adapter", planned="Megatron's own LoRA settings"
-    )
-    lora_A_init_method: str = setting("xavier", "how the first factor starts", planned="Megatron's own LoRA settings")
-    lora_B_init_method: str = setting("zero", "how the second factor starts", planned="Megatron's own LoRA settings")
-    a2a_experimental: bool = setting(
-        False, "exchange adapter activations by all-to-all", planned="Megatron's own LoRA settings"
-    )
-    dtype: str | None = setting(
-        None, "dtype of the adapter; null: that of the model", planned="Megatron's own LoRA settings"
-    )
-    adapter_path: str | None = setting(None, "adapter to go on from", planned="Megatron's own LoRA settings", path=True)
-    freeze_vision_model: bool = setting(
-        True, "vlm_lora: do not train the vision encoder", planned="Megatron's own LoRA settings"
-    )
-    freeze_vision_projection: bool = setting(
-        True, "vlm_lora: do not train the projection", planned="Megatron's own LoRA settings"
-    )
-    freeze_language_model: bool = setting(
-        True, "vlm_lora: do not train the language model", planned="Megatron's own LoRA settings"
     )
 
 
@@ -125,11 +75,7 @@ class HFModelConfig(ConfigNode):
     )
     fused_kernel_options: FusedKernelConfig = section(FusedKernelConfig)
     tiled_mlp: TiledMLPConfig = section(TiledMLPConfig)
-    mtp: MtpConfig = section(MtpConfig)
     lora: MegatronLoraConfig = section(MegatronLoraConfig)
-    target_parameters: list | None = setting(
-        None, "single parameters that get an adapter", planned="LoRA on single parameters"
-    )
     model_type: str = setting(
         "language_model",
         "language_model, or value_model for critics",

@@ -45,11 +45,6 @@ class OptimizerConfig(ConfigNode):
         choices=("constant", "linear", "cosine", "inverse_square_root", "WSD"),
     )
     min_lr: float = setting(0.0, "lr_decay_style: the lowest learning rate")
-    weight_decay_incr_style: str = setting(
-        "constant",
-        "how the weight decay changes: constant, linear, cosine",
-        no_effect="the weight decay starts and ends at weight_decay",
-    )
     lr_wsd_decay_style: str = setting(
         "exponential",
         "lr_decay_style=WSD: shape of the last part",
@@ -57,44 +52,4 @@ class OptimizerConfig(ConfigNode):
     )
     lr_wsd_decay_steps: float | None = setting(
         None, "lr_decay_style=WSD: steps of the last part; has to be set with it"
-    )
-    use_checkpoint_opt_param_scheduler: bool = setting(
-        False, "take the schedule from the checkpoint", planned="schedules out of a checkpoint"
-    )
-    use_precision_aware_optimizer: bool = setting(
-        False, "keep the optimizer's state in lower precision", planned=_LOW_PRECISION
-    )
-    main_grads_dtype: str = setting("fp32", "dtype of accumulated gradients", planned=_LOW_PRECISION)
-    exp_avg_dtype: str = setting("fp32", "dtype of Adam's first moment", planned=_LOW_PRECISION)
-    exp_avg_sq_dtype: str = setting("fp32", "dtype of Adam's second moment", planned=_LOW_PRECISION)
-    use_layer_wise_distributed_optimizer: bool = setting(
-        False, "Muon: shard the optimizer by layers", planned="the Muon optimizer"
-    )
-    muon_momentum: float = setting(0.95, "Muon: momentum", planned="the Muon optimizer")
-    muon_nesterov: bool = setting(False, "Muon: Nesterov momentum", planned="the Muon optimizer")
-    muon_split_qkv: bool = setting(True, "Muon: orthogonalize q, k and v each for itself", planned="the Muon optimizer")
-    muon_scale_mode: str = setting("spectral", "Muon: rule that scales an update", planned="the Muon optimizer")
-    muon_coefficient_type: str = setting("quintic", "Muon: Newton-Schulz coefficients", planned="the Muon optimizer")
-    muon_num_ns_steps: int = setting(5, "Muon: Newton-Schulz steps", planned="the Muon optimizer")
-    muon_tp_mode: str = setting(
-        "blockwise", "Muon: how tensor-parallel matrices are treated", planned="the Muon optimizer"
-    )
-    muon_fp32_matmul_prec: str = setting("medium", "Muon: precision of float32 products", planned="the Muon optimizer")
-    muon_extra_scale_factor: float = setting(1.0, "Muon: factor of every update", planned="the Muon optimizer")
-    muon_scalar_optimizer: str = setting(
-        "adam", "Muon: optimizer of parameters that are no matrices", planned="the Muon optimizer"
-    )
-    muon_match_adamw_update_rms: bool = setting(
-        False, "Muon: scale updates to AdamW's size", planned="the Muon optimizer"
-    )
-    lr_min: float = setting(0.0, "VeOmni: the lowest learning rate", planned="the VeOmni engine")
-    lr_start: float = setting(0.0, "VeOmni: learning rate at the start of the warm-up", planned="the VeOmni engine")
-    lr_decay_ratio: float = setting(
-        1.0, "VeOmni: share of the steps over which the learning rate falls", planned="the VeOmni engine"
-    )
-    name: str = setting("AdamW", "TorchTitan: class of the optimizer", planned="the TorchTitan engine")
-    eps: float = setting(1e-08, "TorchTitan: Adam's epsilon", planned="the TorchTitan engine")
-    decay_type: str = setting("linear", "TorchTitan: linear, sqrt or cosine", planned="the TorchTitan engine")
-    min_lr_factor: float = setting(
-        0.0, "TorchTitan: the lowest learning rate, as a share of lr", planned="the TorchTitan engine"
     )

@@ -55,11 +55,6 @@ class Part:
         """One place per class that declares the section: what a repeated section repeats is left out."""
         return list({place.owner: place for place in reversed(self.places)}.values())[::-1]
 
-    @property
-    def is_built(self) -> bool:
-        """Whether any of its settings can be followed in this version."""
-        return any(row.metadata["planned"] is None for row in self.rows.values())
-
 
 def parts() -> list[Part]:
     """Every part of all programs, in order of declaration; RL runs first."""

@@ -20,13 +20,13 @@ def resolve(merge: Merge) -> ConfigNode:
     problems = merge.problems + [_located(error, merge, str(error.key)) for error in nowhere]
     late: list[ConfigError] = []
     values: dict[str, Any] = {}
-    for key, leaf in merge.schema.leaves.items():
+    for key, leaf in merge.schema.every.items():
         try:
             values[key] = _finished(leaf, raw[key])
         except ConfigError as error:
             (problems if key in merge.values else late).append(_located(error, merge, key))
     engine = next((values[key] for key in ROLLOUT_ENGINES if key in values), None)
-    own = [for_engine(merge.schema.leaves[key], engine) for key in merge.origin if key in values]
+    own = [for_engine(merge.schema.every[key], engine) for key in merge.origin if key in values]
     for leaf in own:
         usual = _usual(leaf, values)
         problem = check_built(leaf, values[leaf.key], usual) or check_choices(leaf, values[leaf.key])
@@ -67,6 +67,8 @@ def _finished(leaf: Leaf, value: Any) -> Any:
     try:
         value = convert(value, leaf.type)
     except TypeError:
+        if leaf.planned is not None:
+            return value  # refused by the feature's name, whatever it is
         raise ConfigError("wrong type", key=leaf.key, got=value, allowed=describe(leaf.type)) from None
     return expand_path(value, leaf.key) if leaf.path else value
 

@@ -45,25 +45,6 @@ class RewardManagerConfig(ConfigNode):
 
 
 @dataclass(frozen=True)
-class RewardRolloutDisaggregationConfig(ConfigNode):
-    """Prompts and responses of the reward model on different replicas."""
-
-    enabled: bool = setting(False, "split the two", planned="served reward models")
-    prefill_replicas: int = setting(1, "replicas for prompts", planned="served reward models")
-    decode_replicas: int = setting(1, "replicas for responses", planned="served reward models")
-    decode_tensor_model_parallel_size: int | None = setting(
-        None,
-        "tensor-parallel size of those for responses",
-        planned="served reward models",
-    )
-    transfer_backend: str = setting(
-        "nixl", "transport between them: nixl, mooncake, ascend, mori, fake", planned="served reward models"
-    )
-    bootstrap_port: int | None = setting(None, "port at which they meet", planned="served reward models")
-    ib_device: str | None = setting(None, "InfiniBand device", planned="served reward models")
-
-
-@dataclass(frozen=True)
 class RewardServerConfig(ConfigNode):
     """A server of a generative reward model that runs already."""
 
@@ -83,81 +64,6 @@ class RewardRolloutConfig(ConfigNode):
         upstream="???",
     )
     server: RewardServerConfig = section(RewardServerConfig)
-    dtype: str = setting(
-        "auto",
-        "dtype of the engine; auto: float32 on CPU, bfloat16 on an accelerator",
-        upstream="bfloat16",
-        planned="served reward models",
-    )
-    gpu_memory_utilization: float = setting(0.5, "share of GPU memory for the engine", planned="served reward models")
-    enforce_eager: bool = setting(True, "run without CUDA graphs", planned="served reward models")
-    cudagraph_capture_sizes: list | None = setting(
-        None, "batch sizes that get a CUDA graph", planned="served reward models"
-    )
-    free_cache_engine: bool = setting(
-        True, "free the engine's memory while the policy trains", planned="served reward models"
-    )
-    data_parallel_size: int = setting(1, "data-parallel size of the engine", planned="served reward models")
-    expert_parallel_size: int = setting(1, "expert-parallel size", planned="served reward models")
-    tensor_model_parallel_size: int = setting(1, "tensor-parallel size", upstream=2, planned="served reward models")
-    pipeline_model_parallel_size: int = setting(1, "pipeline-parallel size", planned="served reward models")
-    max_num_batched_tokens: int = setting(
-        8192, "most tokens that the engine computes in one step", planned="served reward models"
-    )
-    max_model_len: int | None = setting(
-        None, "longest prompt with response in tokens; null: what the model allows", planned="served reward models"
-    )
-    max_num_seqs: int = setting(1024, "most responses that are sampled at once", planned="served reward models")
-    load_format: str = setting(
-        "auto",
-        "where the engine's first weights come from: dummy (the trainer), hf, safetensors, auto",
-        planned="served reward models",
-    )
-    layered_summon: bool = setting(
-        False, "gather weights layer by layer when they are handed over", planned="served reward models"
-    )
-    scheduling_policy: str = setting(
-        "fcfs", "order of waiting requests: fcfs or priority", planned="served reward models"
-    )
-    full_determinism: bool = setting(
-        False, "the same bits whatever else is in the batch; slower", planned="served reward models"
-    )
-    seed: int = setting(42, "seed of sampling", planned="served reward models")
-    multi_stage_wake_up: bool = setting(
-        False, "SGLang: wake weights and cache one after the other", planned="served reward models"
-    )
-    engine_kwargs: dict = setting({}, "arguments of the engine", planned="served reward models")
-    limit_images: int | None = setting(None, "most images per prompt", planned="served reward models")
-    enable_chunked_prefill: bool = setting(True, "compute long prompts in pieces", planned="served reward models")
-    enable_prefix_caching: bool = setting(
-        True, "compute a prompt that several samples share once", planned="served reward models"
-    )
-    disable_log_stats: bool = setting(True, "mute the engine's own statistics", planned="served reward models")
-    skip_tokenizer_init: bool = setting(
-        False, "the engine gets and gives token ids only", planned="served reward models"
-    )
-    ignore_eos: bool = setting(
-        False, "go on after the end token until the length is reached", planned="served reward models"
-    )
-    temperature: float = setting(
-        1.0,
-        "temperature of samples; log-probs are those at this temperature everywhere",
-        planned="served reward models",
-    )
-    top_k: int = setting(-1, "keep that many most probable tokens; -1: all", planned="served reward models")
-    top_p: float = setting(
-        1.0, "keep the most probable tokens up to this probability; 1: all", planned="served reward models"
-    )
-    do_sample: bool = setting(True, "sample; false: greedy", planned="served reward models")
-    n: int = setting(1, "responses per prompt; group estimators need 2 or more", planned="served reward models")
-    prompt_length: int = setting(2048, "longest prompt in tokens", planned="served reward models")
-    response_length: int = setting(2048, "most tokens per response", planned="served reward models")
-    quantization: str | None = setting(None, "fp8 or torchao", planned="served reward models")
-    quantization_config_file: str | None = setting(
-        None, "file with more settings of the quantization", planned="served reward models", path=True
-    )
-    mtp: dict | None = setting(None, "multi-token prediction of the reward model", planned="served reward models")
-    disaggregation: RewardRolloutDisaggregationConfig = section(RewardRolloutDisaggregationConfig)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ class EngineKwargsConfig(ConfigNode):
 
     vllm: dict = setting({}, "arguments of vLLM, as they are", planned="arguments of vLLM", engines=("vllm",))
     sglang: dict = setting({}, "arguments of SGLang, as they are", planned="arguments of SGLang", engines=("sglang",))
-    trtllm: dict = setting({}, "arguments of TensorRT-LLM, as they are", planned="the TensorRT-LLM engine")
 
 
 @dataclass(frozen=True)
@@ -50,11 +49,6 @@ class MultiTurnConfig(ConfigNode):
     trajectory_timeout: float | None = setting(
         None, "seconds until a whole conversation is given up, and its row masked; null: never", upstream=ABSENT
     )
-    use_inference_chat_template: bool = setting(
-        False,
-        "render every turn by the chat template instead of going on from recorded tokens",
-        planned="conversations that are rendered anew every turn",
-    )
     tokenization_sanity_check_mode: str = setting(
         "strict",
         "report conversations whose recorded tokens are not those of the conversation rendered anew: strict, "
@@ -75,16 +69,6 @@ class MultiTurnConfig(ConfigNode):
 
 
 @dataclass(frozen=True)
-class CustomAsyncServerConfig(ConfigNode):
-    """A sampling server of your own."""
-
-    path: str | None = setting(
-        None, "Python file with a sampling server of your own", planned="sampling servers from a file", path=True
-    )
-    name: str | None = setting(None, "name of its class", planned="sampling servers from a file")
-
-
-@dataclass(frozen=True)
 class AgentLoopConfig(ConfigNode):
     """What runs for each prompt: one turn, or a loop of turns and tools."""
 
@@ -98,10 +82,6 @@ class AgentLoopConfig(ConfigNode):
         "single_turn_agent", "loop of rows without a column agent_name: a registered name, or a dotted path"
     )
     agent_loop_config_path: str | None = setting(None, "YAML file that lists loops by name and class", path=True)
-    custom_async_server: CustomAsyncServerConfig = section(CustomAsyncServerConfig)
-    agent_loop_manager_class: str | None = setting(
-        None, "class that replaces the manager of all loops", planned="managers of agent loops from a file"
-    )
 
 
 @dataclass(frozen=True)
@@ -116,58 +96,6 @@ class CheckpointEngineConfig(ConfigNode):
     update_weights_bucket_megabytes: int = setting(2048, "weights are handed over in pieces of this many MB")
     engine_kwargs: dict = setting({}, "arguments of that transport")
     custom_backend_module: str | None = setting(None, "module or Python file to import, which registers a transport")
-
-
-@dataclass(frozen=True)
-class TraceConfig(ConfigNode):
-    """Traces of single rollouts."""
-
-    project_name: str | None = setting(
-        None, "project of the traces", follows="trainer.project_name", planned="rollout traces"
-    )
-    experiment_name: str | None = setting(
-        None, "run of the traces", follows="trainer.experiment_name", planned="rollout traces"
-    )
-    backend: str | None = setting(None, "mlflow, weave or trackio", planned="rollout traces")
-    token2text: bool = setting(False, "write tokens as text", planned="rollout traces")
-    max_samples_per_step_per_worker: int | None = setting(
-        None, "most samples traced per step and worker", planned="rollout traces"
-    )
-
-
-@dataclass(frozen=True)
-class PrometheusConfig(ConfigNode):
-    """An endpoint with the sampling engine's own metrics."""
-
-    enable: bool = setting(False, "serve the sampling engine's own metrics", planned="the Prometheus endpoint")
-    port: int = setting(9090, "port of that endpoint", planned="the Prometheus endpoint")
-    served_model_name: str | None = setting(
-        None,
-        "label of these metrics",
-        follows="actor_rollout_ref.model.path",
-        planned="the Prometheus endpoint",
-        path=True,
-    )
-    file: str | None = setting(
-        None, "configuration file of Prometheus to write", planned="the Prometheus endpoint", path=True
-    )
-
-
-@dataclass(frozen=True)
-class DisaggregationConfig(ConfigNode):
-    """Prompts and responses computed on different replicas."""
-
-    enabled: bool = setting(False, "split the two", planned="prefill/decode disaggregation")
-    prefill_replicas: int = setting(1, "replicas for prompts", planned="prefill/decode disaggregation")
-    decode_replicas: int = setting(1, "replicas for responses", planned="prefill/decode disaggregation")
-    decode_tensor_model_parallel_size: int | None = setting(
-        None, "tensor-parallel size of those for responses", planned="prefill/decode disaggregation"
-    )
-    transfer_backend: str = setting(
-        "nixl", "transport between them: nixl, mooncake, ascend, mori, fake", planned="prefill/decode disaggregation"
-    )
-    bootstrap_port: int | None = setting(None, "port at which they meet", planned="prefill/decode disaggregation")
-    ib_device: str | None = setting(None, "InfiniBand device", planned="prefill/decode disaggregation")
 
 
 _SERVERS = ("server", "sglang")
@@ -243,16 +171,6 @@ class RolloutConfig(ConfigNode):
         "how the engine is driven",
         no_effect="every rollout goes through agent loops over an asynchronous sampler",
     )
-    nnodes: int = setting(
-        0, "nodes of a pool of its own; 0: the actor's GPUs", planned="a pool of its own for the rollout"
-    )
-    n_gpus_per_node: int | None = setting(
-        None,
-        "GPUs per node of that pool",
-        follows="trainer.n_gpus_per_node",
-        upstream=8,
-        planned="a pool of its own for the rollout",
-    )
     temperature: float = setting(1.0, "temperature of samples; log-probs are those at this temperature everywhere")
     top_k: int = setting(-1, "keep that many most probable tokens; -1: all")
     top_p: float = setting(1.0, "keep the most probable tokens up to this probability; 1: all")
@@ -294,9 +212,6 @@ class RolloutConfig(ConfigNode):
         planned="sampling on several ranks",
         engines=("hf", "vllm", "sglang"),
     )
-    data_parallel_size: int = setting(
-        1, "data-parallel size of the engine", planned="data parallelism inside the sampler"
-    )
     expert_parallel_size: int = setting(
         1, "expert-parallel size", planned="sampling on several ranks", engines=("vllm",)
     )
@@ -313,11 +228,6 @@ class RolloutConfig(ConfigNode):
         engines=("vllm",),
     )
     enable_prefix_caching: bool = setting(True, "compute a prompt that several samples share once")
-    logprobs_mode: str = setting(
-        "processed_logprobs",
-        "which log-probs the engine reports: those it sampled from (processed_logprobs), or raw ones",
-        planned="raw log-probs of the sampler",
-    )
     scheduling_policy: str = setting(
         "fcfs",
         "order of waiting requests: fcfs or priority",
@@ -366,26 +276,15 @@ class RolloutConfig(ConfigNode):
     )
     engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig)
     val_kwargs: SamplingConfig = section(SamplingConfig)
-    router_config_path: str | None = setting(
-        None, "YAML file of a request router", planned="request routing", path=True
-    )
     multi_turn: MultiTurnConfig = section(MultiTurnConfig)
     calculate_log_probs: bool = setting(True, "keep the log-probs of sampled tokens (rollout_log_probs)")
     agent: AgentLoopConfig = section(AgentLoopConfig)
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig)
-    trace: TraceConfig = section(TraceConfig)
     skip_tokenizer_init: bool = setting(
         True,
         "the engine gets and gives token ids only",
         no_effect="the hf engine takes and gives token ids only",
     )
-    enable_rollout_routing_replay: bool = setting(
-        False, "record which experts a token went to", planned="router replay"
-    )
-    moe_load_balance_metrics_interval: int = setting(
-        0, "steps between metrics of expert load; 0: none", planned="router replay"
-    )
-    prometheus: PrometheusConfig = section(PrometheusConfig)
     quantization: str | None = setting(
         None,
         "fp8 or torchao",
@@ -393,40 +292,16 @@ class RolloutConfig(ConfigNode):
         engines=("vllm", "sglang"),
         choices=("fp8", "torchao"),
     )
-    quantization_config_file: str | None = setting(
-        None, "file with more settings of the quantization", planned="quantized rollout", path=True
-    )
-    mtp: dict | None = setting(
-        None,
-        "multi-token prediction while sampling; null: as actor_rollout_ref.model.mtp",
-        planned="multi-token prediction",
-    )
-    qat: dict | None = setting(
-        None,
-        "quantization while sampling; null: as the actor's",
-        planned="quantization-aware training",
-    )
-    disaggregation: DisaggregationConfig = section(DisaggregationConfig)
-    repetition_penalty: float = setting(
-        1.0, "divides the logits of tokens that were there already", planned="the repetition penalty"
-    )
     standalone_gpu_memory_utilization: float | None = setting(
         None,
         "share of GPU memory of replicas in a pool of their own",
         no_effect="there are no replicas in a pool of their own",
     )
-    limit_images: int | None = setting(None, "most images per prompt", planned="vision-language models")
     enable_sleep_mode: bool = setting(
         True,
         "let the engine give its memory back",
         no_effect="free_cache_engine decides whether memory is given back",
         engines=("vllm",),
-    )
-    moe_tensor_parallel_size: int = setting(
-        1, "TensorRT-LLM: tensor-parallel size of experts", planned="the TensorRT-LLM engine"
-    )
-    layer_name_map: str | None = setting(
-        None, "names of layers for SGLang servers", planned="weights of SGLang by layer names"
     )
     sglang_engine_mode: str = setting(
         "local",
@@ -434,9 +309,4 @@ class RolloutConfig(ConfigNode):
         no_effect="SGLang runs as a server in any case: one that server.url names, or one that is started",
     )
     server: ServerConfig = section(ServerConfig)
-    custom: str | None = setting(None, "settings of a plug-in of your own", planned="rollout plug-ins")
-    checkpoint_manager_class: str | None = setting(
-        None, "class that replaces the hand-over of weights", planned="a manager of the hand-over of your own"
-    )
-    enable_vision: bool = setting(False, "allow images in prompts", planned="vision-language models")
     profiler: ProfilerConfig = section(ProfilerConfig)

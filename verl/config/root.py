@@ -10,7 +10,7 @@ from verl.config.critic import CriticConfig
 from verl.config.data import DataConfig
 from verl.config.model import HFModelConfig
 from verl.config.node import ConfigNode, section, setting
-from verl.config.other import DistillationConfig, RayConfig, SkipConfig, TransferQueueConfig
+from verl.config.other import RayConfig
 from verl.config.profiler import GlobalProfilerConfig
 from verl.config.reward import RewardConfig
 from verl.config.rollout import RolloutConfig
@@ -21,9 +21,6 @@ from verl.config.trainer import TrainerConfig
 class ActorRolloutRefConfig(ConfigNode):
     """Policy, sampler and reference policy."""
 
-    hybrid_engine: bool = setting(
-        True, "actor and rollout share the same devices", planned="actor and rollout on separate GPUs"
-    )
     nccl_timeout: int = setting(600, "seconds after which a process that its peers wait for is an error")
     model: HFModelConfig = section(HFModelConfig)
     actor: ActorConfig = section(ActorConfig)
@@ -42,9 +39,6 @@ class PPOTrainerConfig(ConfigNode):
     algorithm: AlgoConfig = section(AlgoConfig)
     trainer: TrainerConfig = section(TrainerConfig)
     global_profiler: GlobalProfilerConfig = section(GlobalProfilerConfig)
-    distillation: DistillationConfig = section(DistillationConfig)
-    transfer_queue: TransferQueueConfig = section(TransferQueueConfig)
-    skip: SkipConfig = section(SkipConfig)
     ray_kwargs: RayConfig = section(RayConfig)
 
 

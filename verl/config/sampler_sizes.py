@@ -13,12 +13,7 @@ from verl.config.root import PPOTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
 
 _R = "actor_rollout_ref.rollout"
-_T, _P, _E, _D = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_parallel_size",
-    "data_parallel_size",
-)
+_T, _P, _E = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_parallel_size"
 _WORKERS_OF_ITS_OWN = ("vllm", "sglang")
 _MORE = "Change it, or the number of processes (trainer.nnodes, trainer.n_gpus_per_node)."
 
@@ -104,7 +99,7 @@ def one_process(key: str, rollout: Any) -> Problems:
 def sizes(key: str, rollout: Any) -> Problems:
     """What each parallel size may be by itself, and that of the experts beside the others."""
     found: Problems = []
-    for name in (_T, _P, _E, _D):
+    for name in (_T, _P, _E):
         found += in_range(f"{key}.{name}", rollout[name], "1 or more", rollout[name] >= 1)
     if found or rollout.name != "vllm" or rollout[_E] in (1, rollout[_T]):
         return found

@@ -1,13 +1,16 @@
-"""The tree of one configuration class, flat: every leaf and section under its dotted key, with its declaration."""
+"""The tree of one configuration class, flat: every leaf and section under its dotted key, with what is known of it."""
 
 from __future__ import annotations
 
+import copy
 import difflib
 import typing
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from verl.config.node import ConfigNode, leaves, to_dict
+from verl.config.upstream_only import rows
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,11 @@ class Leaf:
 class Schema:
     """All leaves and sections of a root class.
 
+    Attributes:
+        leaves: the declared settings.
+        sections: the declared sections.
+        upstream_only: settings of upstream's tree that nothing follows; a section may have none but these.
+
     Example:
         >>> schema_of(PPOTrainerConfig).leaves["trainer.total_epochs"].default
         30
@@ -38,14 +46,34 @@ class Schema:
     root: type[ConfigNode]
     leaves: dict[str, Leaf] = field(repr=False)
     sections: dict[str, type[ConfigNode]] = field(repr=False)
+    upstream_only: dict[str, Leaf] = field(repr=False)
+
+    @cached_property
+    def every(self) -> dict[str, Leaf]:
+        """Every key that is known, the declared ones first."""
+        return {**self.leaves, **self.upstream_only}
+
+    @cached_property
+    def _upstream_sections(self) -> frozenset[str]:
+        parts = [key.split(".") for key in self.upstream_only]
+        return frozenset(".".join(names[:n]) for names in parts for n in range(1, len(names)))
+
+    def is_section(self, key: str) -> bool:
+        """Whether settings stand below this key, be they declared or upstream's only."""
+        return key in self.sections or key in self._upstream_sections
+
+    def names_in(self, section: str) -> list[str]:
+        """The names directly below a section."""
+        start = f"{section}."
+        return list(dict.fromkeys(key[len(start) :].partition(".")[0] for key in self.every if key.startswith(start)))
 
     def split(self, key: str) -> tuple[Leaf, str] | None:
         """The leaf a key names and the path inside it (``override_config`` and ``a.b``); None if there is no such leaf."""
-        if key in self.leaves:
-            return self.leaves[key], ""
+        if key in self.every:
+            return self.every[key], ""
         parts = key.split(".")
         for cut in range(len(parts) - 1, 0, -1):
-            leaf = self.leaves.get(".".join(parts[:cut]))
+            leaf = self.every.get(".".join(parts[:cut]))
             if leaf is not None:
                 return (leaf, ".".join(parts[cut:])) if holds_mapping(leaf.type) else None
         return None
@@ -53,13 +81,13 @@ class Schema:
     def nearest(self, key: str, limit: int = 3) -> list[str]:
         """Full keys that were probably meant: a misspelt neighbour, a shortened key, the same name elsewhere."""
         section, _, name = key.rpartition(".")
-        siblings = {k.rpartition(".")[2]: k for k in self.leaves if k.rpartition(".")[0] == section}
+        siblings = {k.rpartition(".")[2]: k for k in self.every if k.rpartition(".")[0] == section}
         found = [siblings[n] for n in difflib.get_close_matches(name, siblings, n=limit, cutoff=0.7)]
-        found += [k for k in self.leaves if k.endswith(f".{key}")]
-        same_name = [k for k in self.leaves if k.rpartition(".")[2] == name]
+        found += [k for k in self.every if k.endswith(f".{key}")]
+        same_name = [k for k in self.every if k.rpartition(".")[2] == name]
         found += sorted(same_name, key=lambda k: -difflib.SequenceMatcher(None, key, k).ratio())
         if not found:
-            found = difflib.get_close_matches(key, self.leaves, n=limit, cutoff=0.6)
+            found = difflib.get_close_matches(key, self.every, n=limit, cutoff=0.6)
         return list(dict.fromkeys(found))[:limit]
 
 
@@ -101,7 +129,21 @@ def _make(root: type[ConfigNode]) -> Schema:
             follows if follows in types else None,
             meta["path"],
         )
-    return Schema(root, found, sections)
+    below = {
+        f"{key}.{row.name}".removeprefix("."): row
+        for key, section in {"": root, **sections}.items()
+        for cls in reversed(section.__mro__)
+        for row in rows().get(cls.__name__, ())
+    }
+    upstream_only: dict[str, Leaf] = {}
+    for key, row in below.items():
+        follows = _absolute(row.follows, key)
+        follows = follows if follows in types or follows in below else None
+        is_path = follows in found and found[follows].path
+        wanted = Any if row.default is None else type(row.default)
+        default = copy.deepcopy(row.default)
+        upstream_only[key] = Leaf(key, wanted, default, "", None, row.feature, row.no_effect, (), follows, is_path)
+    return Schema(root, found, sections, upstream_only)
 
 
 def _walk(cls: type[ConfigNode], prefix: str, sections: dict[str, type[ConfigNode]], types: dict[str, Any]) -> None:

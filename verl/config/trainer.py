@@ -8,82 +8,12 @@ from verl.config.node import ABSENT, ConfigNode, section, setting
 
 
 @dataclass(frozen=True)
-class TrainerV1ColocateAsyncConfig(ConfigNode):
-    """Sampling ahead on the trainer's GPUs."""
-
-    num_warmup_batches: int = setting(
-        1, "colocate_async: batches of prompts queued before the first step", planned="asynchronous schedules"
-    )
-
-
-@dataclass(frozen=True)
-class TrainerV1SeparateAsyncHybridRolloutConfig(ConfigNode):
-    """Lending idle trainer GPUs to sampling."""
-
-    enable_switch: bool = setting(False, "lend them", planned="asynchronous schedules")
-    switch_threshold_ratio: float = setting(
-        0.4, "share of a batch that has to be ready before they are taken back", planned="asynchronous schedules"
-    )
-    adaptive_switch_threshold: bool = setting(True, "let this share adapt", planned="asynchronous schedules")
-    switch_threshold_step_up: float = setting(0.05, "by how much it rises", planned="asynchronous schedules")
-    switch_threshold_step_down: float = setting(0.03, "by how much it falls", planned="asynchronous schedules")
-    switch_threshold_release_steps: int = setting(
-        2, "steps of waiting before it falls", planned="asynchronous schedules"
-    )
-    switch_cost_window_size: int = setting(
-        3, "steps over which the cost of switching is averaged", planned="asynchronous schedules"
-    )
-
-
-@dataclass(frozen=True)
-class TrainerV1SeparateAsyncConfig(ConfigNode):
-    """Sampling on GPUs of its own while training goes on."""
-
-    num_warmup_batches: int = setting(
-        1, "batches of prompts queued before the first step", planned="asynchronous schedules"
-    )
-    parameter_sync_step: int = setting(
-        4, "mini-batches between two hand-overs of weights", planned="asynchronous schedules"
-    )
-    hybrid_rollout: TrainerV1SeparateAsyncHybridRolloutConfig = section(TrainerV1SeparateAsyncHybridRolloutConfig)
-
-
-@dataclass(frozen=True)
-class TrainerV1SamplerCustomSamplerConfig(ConfigNode):
-    """A class of your own that picks samples for a batch."""
-
-    path: str | None = setting(
-        None,
-        "Python file with a class of your own that picks samples for a batch",
-        planned="asynchronous schedules",
-        path=True,
-    )
-    name: str | None = setting(None, "name of that class", planned="asynchronous schedules")
-
-
-@dataclass(frozen=True)
-class TrainerV1SamplerConfig(ConfigNode):
-    """Which samples may still be trained on."""
-
-    max_off_policy_threshold: int = setting(
-        8, "versions of the policy that a trajectory may be behind", planned="asynchronous schedules"
-    )
-    max_off_policy_strategy: str = setting("drop", "drop older ones, or wait", planned="asynchronous schedules")
-    sync_refill_failed_groups: bool = setting(False, "replace groups that failed", planned="asynchronous schedules")
-    custom_sampler: TrainerV1SamplerCustomSamplerConfig = section(TrainerV1SamplerCustomSamplerConfig)
-    sampler_kwargs: dict = setting({}, "arguments of a class of your own", planned="asynchronous schedules")
-
-
-@dataclass(frozen=True)
 class TrainerV1Config(ConfigNode):
     """The schedule: how sampling and training take turns."""
 
     trainer_mode: str = setting(
         "sync", "how sampling and training take turns: sync, or the dotted path of a schedule, such as a recipe's"
     )
-    colocate_async: TrainerV1ColocateAsyncConfig = section(TrainerV1ColocateAsyncConfig)
-    separate_async: TrainerV1SeparateAsyncConfig = section(TrainerV1SeparateAsyncConfig)
-    sampler: TrainerV1SamplerConfig = section(TrainerV1SamplerConfig)
 
 
 @dataclass(frozen=True)
@@ -116,9 +46,6 @@ class TrainerConfig(ConfigNode):
         upstream=ABSENT,
     )
     save_freq: int = setting(-1, "steps between checkpoints; -1: never")
-    esi_redundant_time: int = setting(
-        0, "seconds before the end of an elastic instance at which to save", planned="elastic instances"
-    )
     resume_mode: str = setting(
         "auto",
         "auto goes on from the last checkpoint, if there is one; resume_path from resume_from_path; disable starts anew",
@@ -127,9 +54,6 @@ class TrainerConfig(ConfigNode):
     resume_from_path: str | None = setting(
         None, "folder of a step (.../global_step_20) for resume_mode=resume_path", path=True
     )
-    checkpoint_callback_class: str | None = setting(
-        None, "class whose on_save is called after every checkpoint", planned="checkpoint callbacks"
-    )
     val_before_train: bool = setting(True, "validate before the first step")
     val_only: bool = setting(False, "validate and stop")
     ref_update_freq: int | None = setting(
@@ -137,12 +61,6 @@ class TrainerConfig(ConfigNode):
     )
     test_freq: int = setting(-1, "steps between validations; -1: only before training")
     critic_warmup: int = setting(0, "the policy is trained from this step on, the critic from the first")
-    default_hdfs_dir: str | None = setting(
-        None, "remote folder for copies of checkpoints", planned="remote checkpoints", path=True
-    )
-    del_local_ckpt_after_load: bool = setting(
-        False, "delete the local checkpoint after it was resumed from", planned="remote checkpoints"
-    )
     default_local_dir: str = setting(
         "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
         "folder of the run: checkpoints and the resolved configuration",

@@ -26,14 +26,13 @@ from verl.engines.megatron.forward import StageForward
 from verl.engines.megatron.gradients import Gradients
 from verl.engines.megatron.layers import build_chunks, padded_vocabulary
 from verl.engines.megatron.optimizer import ShardedState, optimizer_section
-from verl.engines.megatron.parallel import SECTION, Sizes, check_version, import_megatron, join, mute
+from verl.engines.megatron.parallel import Sizes, check_version, import_megatron, join, mute
 from verl.engines.megatron.routers import StageRouters
 from verl.engines.megatron.weights import WeightTable, check_given, model_templates
 from verl.engines.optimizer import move_optimizer_state
 from verl.engines.rows import MicroBatch
 from verl.engines.sequence_parallel import rows_of_peers
 from verl.engines.torch_engine import LOADERS, TorchEngine, Work
-from verl.errors import NotBuiltError
 from verl.metrics import MetricSet, log
 from verl.models import count_parameters
 from verl.models.config import import_external
@@ -92,7 +91,6 @@ class MegatronEngine(TorchEngine):
         passes: Any = None,
     ):
         self._introduce(model, engine, kind, grad_clip, device)
-        _refuse(model, engine)
         import_external(model.external_lib)
         check_version()
         mute()
@@ -426,22 +424,6 @@ class MegatronEngine(TorchEngine):
                 if master is not parameter:
                     master.data = master.data.to(to, non_blocking=True)
             move_optimizer_state(self.optimizer, moves)
-
-
-def _refuse(model: Any, engine: Any) -> None:
-    if (model.lora or {}).get("rank", 0):
-        message = "Megatron's own section of LoRA settings is not built yet"
-        raise NotBuiltError(message, key="model.lora.rank", fix="Set model.lora_rank.")
-    for name, usual in UNBUILT.items():
-        if engine[name] != usual:
-            raise NotBuiltError("this part of Megatron-Core training is not built yet", key=f"{SECTION}.{name}")
-
-
-UNBUILT = {
-    "use_megatron_fsdp": False,
-    "use_dist_checkpointing": False,
-    "dist_checkpointing_path": None,
-}
 
 
 def _renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.distributed import Ranks
-from verl.errors import ConfigError, EngineError, NotBuiltError
+from verl.errors import ConfigError, EngineError
 from verl.weight_sync.resharding import Layout
 
 SECTION = "megatron"
@@ -33,14 +33,7 @@ class Sizes:
 
         Raises:
             ConfigError: sizes that do not divide the number of processes.
-            NotBuiltError: context parallelism.
         """
-        if section.context_parallel_size > 1 or section.dynamic_context_parallel:
-            raise NotBuiltError(
-                "context parallelism needs Transformer Engine, and is not built yet",
-                key=f"{SECTION}.context_parallel_size",
-                fix="Set it to 1.",
-            )
         tensor, pipeline = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
             if section[name] < 1:

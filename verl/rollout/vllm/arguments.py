@@ -47,7 +47,7 @@ def from_config(rollout: Any, model: Any, device: str, facts: ModelFacts) -> dic
         "scheduling_policy": rollout.scheduling_policy,
         "disable_log_stats": rollout.disable_log_stats,
         "enable_sleep_mode": bool(rollout.enable_sleep_mode) and device != "cpu",
-        "logprobs_mode": rollout.logprobs_mode,
+        "logprobs_mode": "processed_logprobs",
         "skip_tokenizer_init": True,
         "worker_extension_cls": PATH,
         **({} if adapter is None else of_adapter(adapter)),

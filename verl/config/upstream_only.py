@@ -1,0 +1,55 @@
+"""Settings of upstream's tree that nothing here follows: ``upstream_only.yaml`` beside this file, read once.
+
+They are data and no declarations, since no code reads them: a script that carries them with their defaults runs, and any
+other value is refused by the name of the feature that is missing, or has no effect, with a notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).with_name("upstream_only.yaml")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting of a section class: dotted name below the section, upstream's default, and what becomes of it.
+
+    Exactly one of ``feature`` (any value but the default is refused by this name) and ``no_effect`` (why) is set.
+    """
+
+    name: str
+    default: Any
+    follows: str | None
+    feature: str | None
+    no_effect: str | None
+
+
+@cache
+def rows() -> dict[str, tuple[Row, ...]]:
+    """Name of a section class -> its rows, in the order of the file."""
+    import yaml
+
+    found: dict[str, list[Row]] = {}
+    for block in yaml.load(FILE.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        for section in block["sections"]:
+            found.setdefault(section, []).extend(_rows(block))
+    return {section: tuple(own) for section, own in found.items()}
+
+
+def names_of(section: type) -> list[str]:
+    """The names directly in a section class: those that are declared, then upstream's only."""
+    own = [row.name.partition(".")[0] for cls in section.__mro__ for row in rows().get(cls.__name__, ())]
+    return list(dict.fromkeys([*section.__dataclass_fields__, *own]))  # type: ignore[attr-defined]
+
+
+def _rows(block: dict[str, Any]) -> Iterator[Row]:
+    for name, default in block["defaults"].items():
+        follows = None
+        if isinstance(default, dict) and "follows" in default:
+            follows, default = default["follows"], default["default"]
+        yield Row(name, default, follows, block.get("feature"), block.get("no_effect"))
