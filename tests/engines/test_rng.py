@@ -70,3 +70,9 @@ def test_a_rank_that_the_checkpoint_does_not_know_gets_numbers_of_its_own_the_sa
 
 def test_states_of_ranks_that_are_gone_are_left_out():
     assert drawn_on(0, 1, {"rng/cpu": state_of(1), "rng/cpu/1": state_of(2)}) == first_number(1)
+
+
+def test_a_state_is_restored_from_a_view_into_the_memory_of_a_file():
+    file = torch.cat([torch.zeros(64, dtype=torch.uint8), state_of(3)])
+    set_rng_state({"rng/cpu": file[64:]}, "cpu", Ranks())
+    assert torch.rand(1).item() == first_number(3)
