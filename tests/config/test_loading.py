@@ -4,11 +4,12 @@ import typing
 
 import pytest
 
-from verl.config import PPOTrainerConfig, SFTTrainerConfig, load_config, save_config, to_dict
+from verl.config import ActorConfig, PPOTrainerConfig, SFTTrainerConfig, load_config, save_config, to_dict
 from verl.config.convert import convert
 from verl.config.files import Entry
 from verl.config.groups import PPO, SFT
 from verl.config.loading import read_config, to_yaml
+from verl.config.mapping import from_mapping
 from verl.config.merge import Merge
 from verl.config.planned import INSTEAD
 from verl.config.resolve import resolve
@@ -359,3 +360,9 @@ def test_the_script_prints_a_program_and_reports_a_mistake_in_one_line(project_r
     assert "  total_epochs: 4\n" in run("sft_trainer").stdout
     failed = run("trainer.nodes=2")
     assert failed.returncode == 1 and failed.stderr.startswith("error: trainer.nodes: unknown setting")
+
+
+def test_a_section_from_a_mapping_refuses_what_nothing_follows_and_takes_its_default():
+    assert from_mapping(ActorConfig, {"veomni": {"param_offload": False}}) == ActorConfig()
+    with pytest.raises(NotBuiltError, match=r"veomni.param_offload: not built yet: the VeOmni engine"):
+        from_mapping(ActorConfig, {"veomni": {"param_offload": True}})

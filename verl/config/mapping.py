@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 
 from verl.config.convert import build, convert, describe
 from verl.config.node import ConfigNode, place
-from verl.config.planned import check_built
 from verl.config.schema import Leaf, Schema, holds_mapping, schema_of
-from verl.errors import ConfigError
+from verl.errors import ConfigError, NotBuiltError
 
 N = TypeVar("N", bound=ConfigNode)
 _NOTES = ("_target_", "_partial_", "_convert_", "_recursive_")
@@ -73,9 +72,9 @@ def _flat(schema: Schema, config: Mapping[str, Any], prefix: str) -> dict[str, A
 
 def _check_upstream_only(leaf: Leaf, value: Any) -> None:
     """Nothing follows the setting, so it may only say what it would be anyway."""
-    problem = check_built(leaf, value, [leaf.default])
-    if problem is not None:
-        raise problem
+    if leaf.planned is not None and value != leaf.default:
+        allowed = "null" if leaf.default is None else repr(leaf.default)
+        raise NotBuiltError(f"not built yet: {leaf.planned}", key=leaf.key, got=value, allowed=allowed)
 
 
 def _unknown(schema: Schema, key: str, value: Any) -> ConfigError:
