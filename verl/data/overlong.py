@@ -12,6 +12,12 @@ from verl.errors import ConfigError
 
 TRUNCATIONS = ("error", "left", "right", "middle")
 CHUNK = 512
+PART = 100_000
+"""Characters of a text up to which all of it is tokenised; that of 20 MB takes a minute and gigabytes."""
+MARGIN = 100
+MANY = 2**62
+"""The length of a text that was not tokenised to its end."""
+EncodeMany = Callable[[Sequence[str]], list[list[int]]]
 
 
 def check_truncation(how: str, allowed: Sequence[str] = TRUNCATIONS) -> str:
@@ -33,6 +39,53 @@ def truncate(ids: list[int], limit: int, how: str) -> list[int]:
         head = limit // 2
         return ids[:head] + ids[len(ids) - (limit - head) :]
     raise ValueError(f"{len(ids)} ids are more than {limit}")
+
+
+def count_tokens(texts: Sequence[str], limit: int, encode_many: EncodeMany) -> list[int]:
+    """Tokens of each text; `MANY` for one of megabytes whose beginning shows that it has far more than ``limit``.
+
+    Where a text is cut, the last tokens of its beginning may be others than in the whole, but not as many others as
+    are asked for here. A beginning of few tokens (of one word, say) is doubled until it is the whole.
+    """
+    counts = [0] * len(texts)
+    short = [n for n, text in enumerate(texts) if len(text) <= PART]
+    for n, ids in zip(short, encode_many([texts[n] for n in short])):
+        counts[n] = len(ids)
+    for n, text in enumerate(texts):
+        if len(text) > PART:
+            ids, whole = _enough(text, limit, encode_many, from_end=False)
+            counts[n] = len(ids) if whole else MANY
+    return counts
+
+
+def cut_tokens(text: str, limit: int, how: str, encode_many: EncodeMany) -> list[int]:
+    """The ids of a text, cut to ``limit`` as `truncate` does; of megabytes only what is kept is tokenised."""
+    if len(text) <= PART or how == "error":
+        return truncate(encode_many([text])[0], limit, how)
+    ids: list[int] = []
+    for from_end in (False, True):
+        if how in (("right", "middle"), ("left", "middle"))[from_end]:
+            part, whole = _enough(text, limit, encode_many, from_end)
+            if whole:
+                return truncate(part, limit, how)
+            ids = ids + part
+    return truncate(ids, limit, how)
+
+
+def _enough(text: str, limit: int, encode_many: EncodeMany, from_end: bool) -> tuple[list[int], bool]:
+    """The ids of a part of a text that has far more than ``limit``, or of all of it; and whether it is all."""
+    size = PART
+    while size < len(text):
+        (ids,) = encode_many([text[-size:] if from_end else text[:size]])
+        if len(ids) > 2 * limit + MARGIN:
+            return ids, False
+        size *= 2
+    return encode_many([text])[0], True
+
+
+def told_length(length: int, limit: int) -> str:
+    """A length for a message."""
+    return f"more than {2 * limit}" if length == MANY else str(length)
 
 
 def measure(

@@ -12,7 +12,7 @@ import torch
 from verl.data.collate import sft_collate
 from verl.data.columns import SIDES, PairColumns, pair_keys
 from verl.data.messages import Message
-from verl.data.overlong import measure
+from verl.data.overlong import count_tokens, measure
 from verl.data.settings import read
 from verl.data.sft_dataset import MultiTurnSFTDataset
 from verl.errors import DataError
@@ -122,8 +122,8 @@ class PreferenceDataset(MultiTurnSFTDataset):
                 texts += ["", ""]
         sizes = [len(text.encode()) for text in texts]
         long = [n for n, size in enumerate(sizes) if size > self.max_length]
-        for n, ids in zip(long, self._template.encode_many([texts[n] for n in long])):
-            sizes[n] = len(ids)
+        for n, size in zip(long, count_tokens([texts[n] for n in long], self.max_length, self._template.encode_many)):
+            sizes[n] = size
         return [max(sizes[2 * n : 2 * n + 2]) for n in range(len(chunk))]
 
     def _encode_side(self, row: dict[str, Any], item: int, side: str) -> tuple[torch.Tensor, torch.Tensor]:

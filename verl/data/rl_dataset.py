@@ -18,7 +18,7 @@ from verl.data.chat_template import ChatTemplate
 from verl.data.columns import DATA_SOURCE, as_flag, as_object, check_prompts
 from verl.data.files import as_dataset, choose_rows, read_files
 from verl.data.messages import Message, as_messages, prune
-from verl.data.overlong import check_truncation, measure, truncate
+from verl.data.overlong import MANY, check_truncation, count_tokens, cut_tokens, measure, told_length
 from verl.data.settings import read, read_mapping, read_number
 from verl.data.special_tokens import without_marks
 from verl.errors import DataError
@@ -89,7 +89,7 @@ class RLHFDataset(Dataset):
         messages = self.build_messages(row, int(item))
         text = self._render(messages, int(item))
         row.pop(self.prompt_key)
-        row["raw_prompt_ids"] = truncate(self._template.encode(text), self.max_prompt_length, self.truncation)
+        row["raw_prompt_ids"] = cut_tokens(text, self.max_prompt_length, self.truncation, self._template.encode_many)
         if self.return_raw_chat:
             row["raw_prompt"] = messages
         if self.return_full_prompt:
@@ -133,19 +133,21 @@ class RLHFDataset(Dataset):
         long = np.flatnonzero(lengths > self.max_prompt_length)
         if not len(long):
             return
-        first, longest = self.describe(int(long[0])), int(lengths.max())
-        ways = f"Set data.max_prompt_length={longest}, or data.truncation to left, right or middle"
+        first, longest, limit = self.describe(int(long[0])), int(lengths.max()), self.max_prompt_length
+        larger = "" if longest == MANY else f"data.max_prompt_length={longest}, or "
+        ways = f"Set {larger}data.truncation to left, right or middle"
         if not self.filter_overlong_prompts:
             raise DataError(
                 f"{len(long)} of {len(self)} prompts are longer than data.max_prompt_length={self.max_prompt_length}: "
-                f"this, the first, has {lengths[long[0]]} tokens and the longest has {longest}",
+                f"this, the first, has {told_length(lengths[long[0]], limit)} tokens and the longest has "
+                f"{told_length(longest, limit)}",
                 key=first,
                 fix=f"{ways}, or data.filter_overlong_prompts=true, which drops them.",
             )
         if len(long) == len(self):
             raise DataError(
                 f"all {len(self)} prompts are longer than data.max_prompt_length={self.max_prompt_length}; "
-                f"the shortest has {lengths.min()} tokens",
+                f"the shortest has {told_length(lengths.min(), limit)} tokens",
                 key=", ".join(self._origin.files),
                 fix="Set data.max_prompt_length higher.",
             )
@@ -160,7 +162,7 @@ class RLHFDataset(Dataset):
         rows = [{name: values[i] for name, values in columns.items()} for i in range(len(chunk))]
         tools = {"tools": self._tools} if self._tools else {}
         texts = [self._render(self.build_messages(row, item), item, **tools) for row, item in zip(rows, chunk)]
-        return [len(ids) for ids in self._template.encode_many(texts)]
+        return count_tokens(texts, self.max_prompt_length, self._template.encode_many)
 
     def _render(self, messages: list[Message], item: int, **arguments: Any) -> str:
         try:

@@ -19,7 +19,7 @@ from verl.data.collate import sft_collate
 from verl.data.columns import ConversationColumns, as_flag
 from verl.data.files import as_dataset, choose_rows, read_files
 from verl.data.messages import Message, as_tools
-from verl.data.overlong import check_truncation, measure, truncate
+from verl.data.overlong import MANY, PART, check_truncation, count_tokens, measure, told_length, truncate
 from verl.data.settings import read, read_mapping, read_number
 from verl.data.turns import TurnFinder
 from verl.errors import ConfigError, DataError
@@ -97,7 +97,9 @@ class MultiTurnSFTDataset(Dataset):
         """The ids and the loss mask of a row, truncated, in small types."""
         row = self.dataframe[item]
         try:
-            ids, mask = self._turns.encode(self.build_messages(row, item), **self._arguments(row, item))
+            messages, arguments = self.build_messages(row, item), self._arguments(row, item)
+            self._refuse_huge(messages, arguments, item)
+            ids, mask = self._turns.encode(messages, **arguments)
         except DataError as failure:
             raise self._at(failure, item) from failure
         if len(ids) > self.max_length and self.truncation == "error":
@@ -174,6 +176,14 @@ class MultiTurnSFTDataset(Dataset):
         if len(long):
             raise self._too_long(int(long[0]), int(lengths[long[0]]), len(long), int(lengths.max()))
 
+    def _refuse_huge(self, messages: list[Message], arguments: dict[str, Any], item: int) -> None:
+        """A row of megabytes is refused before its turns are found, which tokenises all of it."""
+        if self.truncation != "error" or sum(len(message["content"]) for message in messages) <= PART:
+            return
+        text = self._template.render(messages, **arguments)
+        if count_tokens([text], self.max_length, self._template.encode_many) == [MANY]:
+            raise self._too_long(item, MANY)
+
     def _lengths(self, chunk: range) -> list[int]:
         """Tokens of each row. A token stands for at least one byte, so a row of few bytes need not be tokenised."""
         texts = []
@@ -185,16 +195,19 @@ class MultiTurnSFTDataset(Dataset):
                 raise self._at(failure, item) from failure
         sizes = [len(text.encode()) for text in texts]
         long = [n for n, size in enumerate(sizes) if size > self.max_length]
-        for n, ids in zip(long, self._template.encode_many([texts[n] for n in long])):
-            sizes[n] = len(ids)
+        for n, size in zip(long, count_tokens([texts[n] for n in long], self.max_length, self._template.encode_many)):
+            sizes[n] = size
         return sizes
 
     def _too_long(self, item: int, length: int, count: int = 1, longest: int = 0) -> DataError:
-        more = f"; {count} of {len(self)} rows are too long, the longest has {longest}" if count > 1 else ""
+        most, limit = max(length, longest), self.max_length
+        more = f"; {count} of {len(self)} rows are too long, the longest has {told_length(most, limit)}"
+        larger = "" if most == MANY else f"data.max_length={most}, or "
+        fault = f"the conversation has {told_length(length, limit)} tokens, more than data.max_length={limit}"
         return DataError(
-            f"the conversation has {length} tokens, more than data.max_length={self.max_length}{more}",
+            fault + (more if count > 1 else ""),
             key=self.describe(item),
-            fix=f"Set data.max_length={max(length, longest)}, or data.truncation to left or right.",
+            fix=f"Set {larger}data.truncation to left or right.",
         )
 
     def _tensors(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
