@@ -19,7 +19,8 @@ from verl.config.checks import (
     missing_package,
     one_of,
 )
-from verl.config.node import ConfigNode
+from verl.config.model import HFModelConfig
+from verl.config.node import ConfigNode, was_typed
 from verl.config.root import PPOTrainerConfig, uses_critic, uses_reward_model
 from verl.config.sft import SFTTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
@@ -196,7 +197,7 @@ def files(cfg: PPOTrainerConfig) -> Problems:
     ):
         found += missing_files(key, path)
     model = cfg.actor_rollout_ref.model.path
-    found += bad_model_folder("actor_rollout_ref.model.path", model, _MODEL_HINT)
+    found += _model("actor_rollout_ref.model", cfg.actor_rollout_ref.model)
     found += vision.problems("actor_rollout_ref.model.path", model, cfg.actor_rollout_ref.model.external_lib)
     if uses_critic(cfg) and cfg.critic.model.path != model:
         found += bad_model_folder("critic.model.path", cfg.critic.model.path, _MODEL_HINT)
@@ -212,7 +213,15 @@ def sft_files(cfg: SFTTrainerConfig) -> Problems:
     found = _data_files(cfg.data, cfg.data.custom_cls.path)
     found += missing_files("data.custom_cls.path", cfg.data.custom_cls.path)
     found += vision.problems("model.path", cfg.model.path, cfg.model.external_lib)
-    return found + bad_model_folder("model.path", cfg.model.path, _MODEL_HINT)
+    return found + _model("model", cfg.model)
+
+
+def _model(key: str, section: HFModelConfig) -> Problems:
+    """A folder that is no model; of a path that nobody has set, that none is set."""
+    found, default = bad_model_folder(f"{key}.path", section.path, _MODEL_HINT), HFModelConfig().path
+    if found and section.path == env.expand(default) and not was_typed(section, "path"):
+        return [ConfigError("no model is named", key=f"{key}.path", fix=_MODEL_HINT)]
+    return found
 
 
 def _data_files(data: ConfigNode, custom: str | None) -> Problems:

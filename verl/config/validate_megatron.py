@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,25 @@ def role_of_supervised(cfg: SFTTrainerConfig) -> Role:
 
 def _adapter(key: str, model: HFModelConfig) -> str | None:
     return next((f"{key}.{name}" for name in ("lora_rank", "lora_adapter_path") if model[name]), None)
+
+
+def refuse_without_cuda(chosen: Iterable[Role], device: str, external_lib: str | None) -> None:
+    """Raise `ConfigError` for a role on Megatron-Core where nothing answers its CUDA calls.
+
+    Args:
+        device: of the workers.
+        external_lib: a module of the person's own, which may answer them.
+    """
+    for role in chosen:
+        if role.is_megatron and device != "cuda" and not external_lib:
+            raise ConfigError(
+                f"Megatron-Core calls CUDA, and this run is on {device}",
+                key=f"{role.key}.strategy",
+                got=NAME,
+                allowed=f"plain (one process), fsdp or fsdp2 on {device}",
+                fix="Leave it out, or run on a machine with CUDA. A module that answers these calls instead goes into "
+                "external_lib of the model.",
+            )
 
 
 def missing_or_other(key: str) -> Problems:

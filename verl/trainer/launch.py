@@ -27,18 +27,20 @@ def run(config: Any, build: Build, ranks: Ranks | None = None) -> None:
     Args:
         ranks: the processes of the run, of which this is one; None joins those that torchrun started, or is alone.
     """
+    from verl import device, distributed
+    from verl.config.validate_megatron import refuse_without_cuda, role_of_supervised
     from verl.single_controller.spmd import Spmd
     from verl.trainer import runtime
 
     trainer = config.trainer
     runtime.start(trainer.seed)
+    on = device.resolve_device(trainer.device)
+    refuse_without_cuda([role_of_supervised(config)], on, config.model.external_lib)
     if ranks is not None:
         _fit(config, build, Spmd(ranks, trainer.seed))
         return
-    from verl import device, distributed
-
     several = env.get_int("WORLD_SIZE", 1) > 1
-    ranks = distributed.start(device=device.resolve_device(trainer.device)) if several else distributed.Ranks()
+    ranks = distributed.start(device=on) if several else distributed.Ranks()
     _fit(config, build, Spmd(ranks, trainer.seed))
     if several:
         distributed.stop()  # not behind an error: leaving would wait for ranks that are gone

@@ -15,6 +15,7 @@ import torch
 from verl import device, env
 from verl.checkpoint import RunLock
 from verl.config import PPOTrainerConfig, save_config, to_dict
+from verl.config.validate_megatron import refuse_without_cuda, roles
 from verl.metrics import notice, start_logging
 from verl.trainer.placement import Place, pool_sizes
 
@@ -46,13 +47,17 @@ def enter(config: PPOTrainerConfig) -> Iterator[Place]:
         MissingDependencyError: the run needs Ray, which is not installed.
     """
     start(config.trainer.seed)
+    external_lib = config.actor_rollout_ref.model.external_lib
     if runtime_of(config) == "local":
-        yield Place("local", device.resolve_device(config.trainer.device))
+        on = device.resolve_device(config.trainer.device)
+        refuse_without_cuda(roles(config), on, external_lib)
+        yield Place("local", on)
         return
     from verl.single_controller import ray as cluster  # loads Ray
 
     try:
         place = _on_ray(config)
+        refuse_without_cuda(roles(config), place.device, external_lib)
         random.seed(config.trainer.seed)  # Ray draws from python's generator while it starts
         yield place
     finally:
