@@ -1,14 +1,15 @@
-"""Runs a program that must not outlive whoever started it: ``python verl/lifeline.py command...``.
+"""Runs a program that must not outlive whoever started it: ``python verl/lifeline.py PID command...``.
 
-For programs that do not end by themselves when their caller is killed. The caller holds the other end of the standard
-input; when that is closed, however the caller ended, the program and everything that it started are ended. Only the
-standard library is used, so that this process starts in a moment.
+For programs that do not end by themselves when the process PID is killed. However that process ends, the program and
+everything that it started are ended. Standard input and output are the program's. Only the standard library is used, so
+that this process starts in a moment.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -17,49 +18,59 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 3.0
 DEATH_SIGNAL, SUBREAPER = 1, 36
 """Numbers of ``prctl``: the signal at the parent's death, and that orphans below become children."""
 
 
 def guarded(command: Sequence[str]) -> list[str]:
-    """The command that runs a command under this one; its standard input has to be a pipe of the caller's."""
-    return [sys.executable, "-S", "-E", os.path.abspath(__file__), *command]
+    """The command that runs a command, and ends it with this process; the command itself where there is no Linux."""
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-S", "-E", os.path.abspath(__file__), str(os.getpid()), *command]
 
 
-def die_with_parent() -> None:
-    """Have the system kill this process when the thread that started it ends (Linux)."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-
-
-def main(command: list[str]) -> int:
+def main(caller: int, command: list[str]) -> int:
     """Run a command; its status."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
-    program = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)  # noqa: PLW1509 -- no other thread yet
-    signal.signal(signal.SIGTERM, lambda *_: program.terminate())
-    threading.Thread(target=_end_with_stdin, args=(program,), daemon=True).start()
+    ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+    try:
+        program = subprocess.Popen(command, preexec_fn=_die_with_parent)  # noqa: PLW1509 -- no other thread yet
+    except OSError as error:
+        print(f"{command[0]} cannot be started: {error}", file=sys.stderr)
+        return 127
+    signal.signal(signal.SIGTERM, lambda *_: _end_soon(program))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the program, too
+    threading.Thread(target=_end_with, args=(caller, program), daemon=True).start()
     status = program.wait()
     _end_children()
     return status if status >= 0 else 128 - status
 
 
-def _end_with_stdin(program: subprocess.Popen[bytes]) -> None:
-    while os.read(0, 1024):
-        pass
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+
+
+def _end_soon(program: subprocess.Popen[bytes]) -> None:
+    """Ask it to end, and make it after a while."""
     program.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        program.wait(GRACE_SECONDS)
-    program.kill()
+    killing = threading.Timer(GRACE_SECONDS, program.kill)
+    killing.daemon = True
+    killing.start()
+
+
+def _end_with(caller: int, program: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        watched = os.pidfd_open(caller)
+        if os.getppid() == caller:  # else it ended before, and its number may be another's
+            select.select([watched], [], [])
+    _end_soon(program)
 
 
 def _end_children() -> None:
     """Kill what the program left behind; orphans come here one generation after the other."""
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline:
-        children = _children()
-        for child in children:
+        for child in _children():
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         try:
@@ -71,12 +82,12 @@ def _end_children() -> None:
 
 
 def _children() -> list[int]:
-    found = []
+    listed: list[int] = []
     for task in os.listdir("/proc/self/task"):
-        with suppress(OSError), open(f"/proc/self/task/{task}/children") as listed:
-            found += [int(number) for number in listed.read().split()]
-    return found
+        with suppress(OSError), open(f"/proc/self/task/{task}/children") as file:
+            listed += [int(number) for number in file.read().split()]
+    return listed
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from verl import env
+from verl import env, lifeline
 from verl.errors import ConfigError, suggest
 from verl.metrics import notice
 
@@ -255,7 +255,8 @@ class McpServer:
         from mcp.client.stdio import StdioServerParameters, stdio_client
 
         assert spec.command is not None
-        words = StdioServerParameters(command=spec.command, args=list(spec.args), env=dict(spec.env), cwd=spec.cwd)
+        command, *arguments = lifeline.guarded([spec.command, *spec.args])
+        words = StdioServerParameters(command=command, args=arguments, env=dict(spec.env), cwd=spec.cwd)
         self._words = LastWords()
         stack.callback(self._words.close)
         return stdio_client(words, errlog=self._words.file)

@@ -1,0 +1,93 @@
+"""What a run opens, as the system lists it for its processes, held against the page that says so."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support import tiny_model_dir
+from verl.agent_loop.server.endpoint import Endpoint
+from verl.config import PPOTrainerConfig
+from verl.config.loading import read_config
+from verl.rollout.base import Request, SamplingParams
+from verl.rollout.place import make_sampler
+from verl.weight_sync import BroadcastTransport, DiskTransport, SharedMemoryTransport
+
+SHARED, TEMPORARY = Path("/dev/shm"), Path(tempfile.gettempdir())
+MINE = "verl-"
+
+
+def names() -> set[Path]:
+    """What lies in shared memory and in the folder for temporary files under names of this library."""
+    return {path for place in (SHARED, TEMPORARY) if place.is_dir() for path in place.glob(f"{MINE}*")}
+
+
+def sockets() -> tuple[set[str], set[Path]]:
+    """Addresses on which this process or one below it listens, and the paths of their unix sockets."""
+    addresses, paths = set(), set()
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        for entry in process.net_connections("all"):
+            if entry.status == psutil.CONN_LISTEN:
+                addresses.add(entry.laddr.ip)
+            elif isinstance(entry.laddr, str) and MINE in entry.laddr:
+                paths.add(Path(entry.laddr))
+    return addresses, paths
+
+
+class Conversation:
+    key = "k"
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    """Addresses, unix sockets, and new names with mode and owner, while everything of the first table is open."""
+    before, addresses = names(), sockets()[0]
+    model = tiny_model_dir(tmp_path_factory.mktemp("model"))
+    keys = [f"actor_rollout_ref.model.path={model}"]
+    keys += ["actor_rollout_ref.rollout.checkpoint_engine.backend=shared_memory"]
+    config: PPOTrainerConfig = read_config("ppo_trainer", keys)
+    policy = config.actor_rollout_ref
+    sampler = make_sampler(policy.rollout, policy.model, "cpu")
+    pairs = [BroadcastTransport.begin(0), SharedMemoryTransport(bucket_bytes=1 << 12), DiskTransport.begin(0)]
+    seen = {}
+
+    async def watched():
+        async with Endpoint().open(Conversation()):
+            await sampler.generate(Request("a", (5, 6), SamplingParams(max_tokens=2)))
+            seen["sockets"] = sockets()
+            seen["names"] = {path: path.lstat() for path in names() - before}
+
+    try:
+        asyncio.run(watched())
+    finally:
+        for end in (sampler, *pairs):
+            end.close()
+    return {**seen, "addresses": seen["sockets"][0] - (addresses - {"127.0.0.1"}), "left": names() - before}
+
+
+def test_every_address_is_loopback(opened):
+    assert opened["addresses"] == {"127.0.0.1"}
+
+
+def test_every_unix_socket_and_folder_is_this_users_alone(opened):
+    (path,) = opened["sockets"][1]
+    assert stat.S_IMODE(opened["names"][path.parent].st_mode) == 0o700 and path.parent.parent == TEMPORARY
+    for path, found in opened["names"].items():
+        assert found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode), path
+        assert stat.S_IMODE(found.st_mode) == (0o700 if stat.S_ISDIR(found.st_mode) else 0o600), path
+
+
+def test_nothing_stays_behind(opened):
+    assert not opened["left"]
+
+
+def test_the_page_names_each_of_them(opened, project_root):
+    page = (project_root / "docs/security.md").read_text()
+    patterns = {f"{path.name.rpartition('-')[0]}-*" for path in opened["names"]}
+    assert patterns == {"verl-host-*", "verl-weights-*"} and all(pattern in page for pattern in patterns)

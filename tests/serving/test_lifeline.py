@@ -1,0 +1,62 @@
+"""What the library starts ends with it, however it ends: its caller is killed, and nobody is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN) if sys.argv[1] == "deaf" else None
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=True)
+print(os.getpid(), child.pid, flush=True)
+time.sleep(600)
+"""
+CALLER = """
+import subprocess, sys
+from verl import lifeline
+program = subprocess.Popen(lifeline.guarded([sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]]))
+program.wait()
+"""
+
+
+def ends(pids: list[int], seconds: float = 30.0) -> bool:
+    """Whether these processes are gone after a while; zombies are."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(is_there(pid) for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("kind", ["listening", "deaf"])
+def test_a_program_and_what_it_started_in_a_session_of_its_own_end_when_the_caller_is_killed(kind):
+    caller = subprocess.Popen([sys.executable, "-c", CALLER, STUBBORN, kind], stdout=subprocess.PIPE, text=True)
+    pids = [int(word) for word in caller.stdout.readline().split()]
+    assert len(pids) == 2 and all(is_there(pid) for pid in pids)
+    os.kill(caller.pid, signal.SIGKILL)
+    caller.wait()
+    assert ends(pids)
+
+
+def test_its_standard_input_and_status_are_the_programs():
+    from verl import lifeline
+
+    program = "import sys; print(sys.stdin.read().upper()); sys.exit(7)"
+    done = subprocess.run(lifeline.guarded([sys.executable, "-S", "-c", program]), input="abc", text=True,
+                          capture_output=True, check=False)  # fmt: skip
+    assert (done.stdout, done.returncode) == ("ABC\n", 7)
