@@ -50,9 +50,9 @@ def load_json(text: str, key: str) -> dict[str, Any]:
     try:
         value = read_json(text)
     except ValueError as error:
-        raise DataError(f"is not JSON: {error}", key=key, got=text) from error
+        raise DataError(f"is not JSON: {error}", key=key) from error  # the text may hold secrets
     if not isinstance(value, dict):
-        raise DataError("must be a JSON dict", key=key, got=text)
+        raise DataError("must be a JSON dict", key=key, got=type(value).__name__)
     return value
 
 
