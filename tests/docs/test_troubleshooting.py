@@ -49,7 +49,7 @@ WHILE_RUNNING = {
     "data.max_prompt_length=4": "train.parquet, row 0:",
     "data.train_files=bare.parquet": "data_source: the data has no column",
     "": "data_source: no built-in scorer",
-    "data.train_files=bare.parquet data.train_batch_size=32 mine.name=nothing": "reward_model.ground_truth: bare.parquet",
+    "data.train_files=bare.parquet data.train_batch_size=32 mine.name=nothing": "reward_model.ground_truth: bare",
     "data.train_batch_size=32 mine.name=nothing": "all 64 samples of a batch failed",
     "mine.name=odd": "odd in ...: no parameter says",
     "trainer.default_local_dir=busy trainer.save_freq=1 mine.name=good": "trainer.default_local_dir: another run",

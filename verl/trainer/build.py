@@ -137,7 +137,8 @@ def check_rewards(config: PPOTrainerConfig, dataset: Any) -> None:
         columns = dataset.dataframe.column_names
         sources = list(dataset.dataframe[key]) if key in columns else None
         holders = one_by_one(dataset.dataframe, "reward_model") if "reward_model" in columns else [None] * len(dataset)
-        makes_own = type(dataset) is not RLHFDataset  # may fill that column when a row is asked for
+        # a dataset of the user's may fill that column when a row is asked for; a row's own loop may know its score
+        makes_own = type(dataset) is not RLHFDataset or "agent_name" in columns
         check_reward_data(config, sources, () if makes_own else holders, dataset.describe)
 
 
