@@ -33,7 +33,7 @@ def rng_state(device: str, ranks: Ranks) -> dict[str, Tensor]:
 
 def set_rng_state(tensors: Mapping[str, Tensor], device: str, ranks: Ranks) -> None:
     """Continue from rank 0's `rng_state`; on the other ranks only its names and shapes are read (`mirror`)."""
-    # Copies, since torch reads a generator's state from the start of its storage: a view into a file's would be another.
+    # Copies, since torch reads a generator's state from the start of its storage: a view into a file's is another.
     received = {name: _received(state, ranks).clone() for name, state in tensors.items()}
     if ranks.rank and "rng/cpu" in received and _name("rng/cpu", ranks.rank) not in received:
         seed = _derived(received["rng/cpu"], ranks.rank)
