@@ -228,7 +228,12 @@ def test_every_accepted_setting_of_an_rl_run_is_read(here):
 def test_every_accepted_setting_of_a_supervised_run_is_read(here):
     runs = [
         ["trainer.total_epochs=1", "trainer.profile_interval=[1,1]", "profiler.enable=true"],
-        ["trainer.total_epochs=1", "trainer.resume_mode=auto", "optim.lr_scheduler_type=constant"],
+        [
+            "trainer.total_epochs=1",
+            "trainer.resume_mode=auto",
+            "trainer.resume_changed=accept",
+            "optim.lr_scheduler_type=constant",
+        ],
     ]
     reads: set[str] = set()
     for arguments in runs:

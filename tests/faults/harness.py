@@ -185,7 +185,7 @@ def weights(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
 
 def metrics(folder: Path) -> list[dict[str, float]]:
     """The metrics file without what depends on the clock."""
-    (file,) = [p for p in (folder / "logs").rglob("*.jsonl") if ".previous" not in p.name]
+    file = newest([p for p in (folder / "logs").rglob("*.jsonl") if ".replaced" not in p.name])
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     return [
         {"step": line["step"], **{k: v for k, v in line["data"].items() if not k.startswith(TIMINGS)}} for line in lines
@@ -194,7 +194,12 @@ def metrics(folder: Path) -> list[dict[str, float]]:
 
 def samples(folder: Path) -> dict[str, str]:
     """What was sampled, by step."""
-    return {p.name: p.read_text() for p in sorted((folder / "samples").glob("*.jsonl"))}
+    return {p.name: p.read_text() for p in sorted(newest(list(folder.glob("samples*"))).glob("*.jsonl"))}
+
+
+def newest(places: list[Path]) -> Path:
+    """Of the run that began last: names are numbered."""
+    return max(places, key=lambda place: int(place.stem.partition("-")[2] or 1))
 
 
 def assert_same_end(whole: Path, hit: Path, steps: int = STEPS) -> None:

@@ -101,6 +101,9 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(server: Server, folder
     tiny_model_dir(folder / "model", family, **{"hidden": 16, "layers": 1, "heads": 2, "kv_heads": 1, **change})
     ended = server.start(folder, grpo(2)).wait()
     assert ended.status == 2, ended.output[-2000:]
+    assert "differs from this one" in ended.output and "actor_rollout_ref.model.path" in ended.output
+    ended = server.start(folder, [*grpo(2), "trainer.resume_changed=accept"]).wait()
+    assert ended.status == 2, ended.output[-2000:]
     assert message in errors(ended.output)[0]
     assert newest_step(folder) == 1
 

@@ -43,9 +43,9 @@ def records_of(folder: Path, known: Mapping[str, FileRecord]) -> dict[str, FileR
     return found
 
 
-def write_synced(path: Path, text: str) -> None:
-    """Write a text file and wait until the disk has it."""
-    with open(path, "w", encoding="utf-8") as file:
+def write_synced(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write a text file and wait until the disk has it; ``mode`` is that of a new one, less what the umask takes."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -106,6 +106,7 @@ class CheckpointWriter:
         trainer_state: Mapping[str, Any] | None = None,
         contents: Mapping[str, Sequence[str]] | None = None,
         hold: bool = False,
+        texts: Mapping[str, str] | None = None,
     ) -> Path:
         """Save a step.
 
@@ -114,6 +115,7 @@ class CheckpointWriter:
             hf: role -> writer of its Hugging Face folder.
             trainer_state: the controller's state, as JSON.
             contents: role -> of model, optimizer, extra, hf_model; all but the last by default.
+            texts: name -> text of further files in the step folder, which the user alone may read.
             hold: it becomes the checkpoint at `release` only, so that what belongs to its step can be done before.
 
         Returns:
@@ -133,6 +135,8 @@ class CheckpointWriter:
             beside.mkdir(parents=True)
             self.point("begin")
             write_synced(beside / TRAINER, to_json(trainer_state or {}, TRAINER))
+            for name, text in (texts or {}).items():
+                write_synced(beside / name, text, 0o600)
             for part, source in parts.items():
                 wanted = contents.get(part, DEFAULT_CONTENTS)
                 self._take(part, self._write(part, source, beside / part, wanted, hf.get(part)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +86,23 @@ def save_config(config: ConfigNode, path: str | Path) -> None:
         ConfigError: the folder, which is ``trainer.default_local_dir`` of a run, cannot be written.
     """
     file = Path(path)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+    with writable(file.parent):
         write_private(file, to_yaml(config))
+
+
+@contextmanager
+def writable(folder: Path) -> Iterator[None]:
+    """A folder that is made if it is missing; the same error for one that cannot be written, there and in the block."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+        yield
     except OSError as error:
         raise ConfigError(
             f"this folder cannot be written: {error}",
             key="trainer.default_local_dir",
-            got=str(file.parent),
+            got=str(folder),
             fix="Choose one on a disk that can be written and has room.",
         ) from error
 

@@ -130,6 +130,12 @@ class SFTRunConfig(ConfigNode):
     resume_from_path: str | None = setting(
         None, "folder of a step (.../global_step_20) for resume_mode=resume_path", path=True
     )
+    resume_changed: str = setting(
+        "refuse",
+        "what a run does that goes on with other settings, data or files than its checkpoint was made with, where that "
+        "changes the results: refuse or accept",
+        choices=("refuse", "accept"),
+    )
     device: str | None = setting(
         None,
         "cuda, npu or cpu; null or auto: the accelerator if there is one",

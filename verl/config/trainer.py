@@ -54,6 +54,12 @@ class TrainerConfig(ConfigNode):
     resume_from_path: str | None = setting(
         None, "folder of a step (.../global_step_20) for resume_mode=resume_path", path=True
     )
+    resume_changed: str = setting(
+        "refuse",
+        "what a run does that goes on with other settings, data or files than its checkpoint was made with, where that "
+        "changes the results: refuse or accept",
+        choices=("refuse", "accept"),
+    )
     val_before_train: bool = setting(True, "validate before the first step")
     val_only: bool = setting(False, "validate and stop")
     ref_update_freq: int | None = setting(

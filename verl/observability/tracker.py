@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verl.metrics import as_float
@@ -34,6 +35,10 @@ class Tracker(ABC):
         config: the resolved configuration as a plain nested dict, or None.
     """
 
+    place: Path | None = None
+    """The file or folder of this run alone, known once the run has begun; None where a tracker has none."""
+    before: str | None = None
+    """The name of that in the run that goes on; set before `start`."""
     hides_secrets = False
     """It gets the configuration as it is, and leaves secrets out of what it stores by itself."""
 

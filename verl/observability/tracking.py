@@ -61,9 +61,23 @@ class Tracking:
                 self._switch_off(name, error)
         _current = weakref.ref(self)
 
-    def start(self, total_steps: int, first_step: int = 0) -> None:
-        """Announce the length of the run, for progress bars."""
+    def start(self, total_steps: int, first_step: int = 0, before: Mapping[str, str] | None = None) -> dict[str, str]:
+        """The run begins, or goes on behind ``first_step``; says where it is written.
+
+        Args:
+            before: what this returned in the run that goes on.
+
+        Returns:
+            The name of the file or folder of each tracker that has one of its own for every run.
+        """
+        for name, tracker in self.logger.items():
+            tracker.before = (before or {}).get(name)
         self._each(lambda tracker: tracker.start(total_steps, first_step))
+        places = {name: tracker.place for name, tracker in self.logger.items() if tracker.place is not None}
+        if places:
+            told = ", ".join(f"{place} ({name})" for name, place in places.items())
+            notice("trainer.logger", f"the metrics of this run are in {told}")
+        return {name: place.name for name, place in places.items()}
 
     def log(self, data: Mapping[str, Any], step: int, backend: str | Sequence[str] | None = None) -> None:
         """Log one step to all trackers, or to those named in ``backend``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verl import device
@@ -149,12 +150,14 @@ def one_by_one(table: Any, column: str, at_once: int = 1000) -> Iterator[Any]:
         yield from alone[start : start + at_once][column]
 
 
-def report_validation(config: PPOTrainerConfig, tracking: Tracking | None, seen: Sampled, step: int) -> None:
-    """Write validation samples to ``trainer.validation_data_dir`` and a few of them to the trackers."""
+def report_validation(
+    config: PPOTrainerConfig, tracking: Tracking | None, seen: Sampled, step: int, folder: Path | None
+) -> None:
+    """Write validation samples to ``folder`` (``trainer.validation_data_dir``) and a few of them to the trackers."""
     trainer = config.trainer
-    if trainer.validation_data_dir:
+    if folder is not None:
         sample_output.dump_generations(
-            trainer.validation_data_dir, step, inputs=seen.inputs, outputs=seen.outputs, gts=seen.ground_truths,
+            folder, step, inputs=seen.inputs, outputs=seen.outputs, gts=seen.ground_truths,
             scores=seen.scores, reward_extra_infos={**seen.infos, **seen.conversations},
             key="trainer.validation_data_dir",
         )  # fmt: skip

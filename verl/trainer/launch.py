@@ -51,7 +51,7 @@ def _fit(config: Any, build: Build, ctx: Any) -> None:
     from verl.trainer import runtime
 
     model = config.model
-    ctx.only_main(lambda: runtime.write_config(config))
+    ctx.only_main(lambda: runtime.check_folder(config))
     tokenizer = hf_tokenizer(
         model.tokenizer_path or model.path,
         trust_remote_code=model.trust_remote_code,

@@ -55,11 +55,11 @@ class TaskRunner:
 
 
 def run_ppo(config: PPOTrainerConfig, task_runner_class: type[TaskRunner] | None = None) -> None:
-    """Run a checked configuration; the resolved one is written beside the run's results."""
+    """Run a checked configuration; the resolved one is written beside the run's results when it begins."""
     from verl.trainer import runtime
 
     with runtime.enter(config) as place:
-        runtime.write_config(config)
+        runtime.check_folder(config)
         runner = (task_runner_class or TaskRunner)()
         runner.place = place
         runner.run(config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ import torch
 from verl import device, env
 from verl.checkpoint import RunLock
 from verl.config import PPOTrainerConfig, save_config, to_dict
+from verl.config.loading import writable
 from verl.config.validate_megatron import refuse_without_cuda, roles
 from verl.metrics import notice, start_logging
 from verl.trainer.placement import Place, pool_sizes
@@ -64,18 +65,26 @@ def enter(config: PPOTrainerConfig) -> Iterator[Place]:
         cluster.stop(config.ray_kwargs.timeline_json_file)
 
 
-def write_config(config: Any) -> None:
-    """Write the resolved configuration beside the run's results.
+def check_folder(config: Any) -> None:
+    """Can this run write into its folder? Before anything is loaded; nothing in the folder changes.
 
     Raises:
-        CheckpointError: another run writes into the folder, whose configuration stays as it is.
-        ConfigError: the folder cannot be written.
+        CheckpointError: another run writes into it.
+        ConfigError: it cannot be written.
     """
     folder = Path(config.trainer.default_local_dir)
-    if (folder / ".lock").is_file():
-        with suppress(OSError):  # what cannot be opened cannot be written either, and that is told next
+    with writable(folder):
+        if (folder / ".lock").is_file():
             RunLock(folder).release()
-    save_config(config, folder / "config.yaml")
+
+
+def write_config(config: Any) -> None:
+    """Write the resolved configuration beside the run's results, once nothing can refuse the run any more.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    save_config(config, Path(config.trainer.default_local_dir) / "config.yaml")
 
 
 def runtime_of(config: PPOTrainerConfig) -> str:

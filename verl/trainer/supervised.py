@@ -16,6 +16,7 @@ from verl import device as devices
 from verl.algorithms.losses import LossFn
 from verl.checkpoint import CheckpointReader, CheckpointWriter, EngineState, find_checkpoint
 from verl.config import HFModelConfig, SFTTrainerConfig, to_dict
+from verl.config.provenance import Provenance, check_resume
 from verl.data import stateful_loader
 from verl.distributed import Ranks
 from verl.metrics import notice
@@ -23,7 +24,7 @@ from verl.observability.profiler import ProfiledSteps, RoleProfiler
 from verl.observability.tracking import Tracking
 from verl.protocol import DataProto
 from verl.single_controller.spmd import Spmd
-from verl.trainer import rng
+from verl.trainer import rng, runtime
 from verl.trainer.placement import strategy
 from verl.trainer.signals import StopSignals
 from verl.trainer.watch import Watch, signs_of_supervised
@@ -75,6 +76,8 @@ class SupervisedTrainer:
         self.profiled_steps = ProfiledSteps(list(range(first, last + 1)) if first > 0 else None)
         self.step = 0
         self.writer: CheckpointWriter | None = None
+        self.provenance = Provenance.of(config)
+        self.places: dict[str, str] = {}
 
     @property
     def engine(self) -> Any:
@@ -122,9 +125,10 @@ class SupervisedTrainer:
             self.writer = ctx.only_main(lambda: CheckpointWriter(trainer.default_local_dir, keep=keep))
         try:
             self.load_checkpoint()
+            ctx.only_main(lambda: runtime.write_config(self.config))
             config, logger = to_dict(self.config), trainer.logger if ctx.is_main else []
             with Tracking(trainer.project_name, trainer.experiment_name, logger, config) as tracking:
-                tracking.start(self.total_steps, self.step)
+                self.places |= tracking.start(self.total_steps, self.step, self.places)
                 with StopSignals(drop_at_once=False) as stop:
                     self._run_steps(tracking, stop)
         finally:
@@ -217,17 +221,22 @@ class SupervisedTrainer:
 
         def save() -> None:
             assert self.writer is not None, "saving is off"
-            self.writer.save(self.step, parts, hf=writers, trainer_state=state, contents=contents)
+            self.writer.save(self.step, parts, hf=writers, trainer_state=state, contents=contents,
+                texts=self.provenance.files(self.places))  # fmt: skip
 
         self.ctx.only_main(save)
 
     def load_checkpoint(self) -> None:
         """Continue from the checkpoint that ``trainer.resume_mode`` names, if there is one; only rank 0 reads."""
         trainer, checkpoint, ctx = self.config.trainer, self.config.checkpoint, self.ctx
+        accept = trainer.resume_changed == "accept"
 
         def find() -> CheckpointReader | None:
             folder = find_checkpoint(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
-            return None if folder is None else CheckpointReader(folder)
+            if folder is None:
+                return None
+            self.places = dict(check_resume(self.provenance, folder, accept))
+            return CheckpointReader(folder)
 
         reader = ctx.only_main(find)
         state = ctx.on_main(lambda: reader and reader.trainer_state())

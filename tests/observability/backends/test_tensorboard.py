@@ -30,8 +30,11 @@ def test_scalars_and_completions_can_be_read_back(tmp_path, monkeypatch):
 def test_the_folder_is_named_after_the_run_unless_the_environment_says_otherwise(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
-    TensorboardTracker("p", "e").finish()
-    assert list((tmp_path / "tensorboard_log" / "p" / "e").iterdir())
+    for name in ("e", "e-2"):  # a second run that begins has a folder of its own
+        tracker = TensorboardTracker("p", "e")
+        tracker.start(10)
+        tracker.finish()
+        assert list((tmp_path / "tensorboard_log" / "p" / name).iterdir())
 
 
 def test_without_the_package_the_message_names_both_ways_out(monkeypatch):

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from verl import env
 from verl.json_text import read_json
+from verl.observability.places import file_of_run
 from verl.observability.tracker import Tracker, numbers
 
 
@@ -24,9 +25,9 @@ def metrics_path(project_name: str, experiment_name: str) -> Path:
 class FileTracker(Tracker):
     """One line ``{"step": n, "data": {...}}`` per step, written through at once; NaN and infinity become null.
 
-    A resumed run goes on in the same file behind the step that it resumes from, and so replaces the steps that it
-    repeats. A run that starts from its beginning begins a new file; the former one is kept as
-    ``<experiment>.previous.jsonl``.
+    A run that begins has a file of its own: ``<experiment>.jsonl``, or ``<experiment>-2.jsonl`` and so on where former
+    runs have those. One that goes on does so in its own, behind the step that it resumes from; lines that it will
+    repeat go to ``<its file>.replaced.jsonl``.
     """
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any] | None = None):
@@ -34,15 +35,17 @@ class FileTracker(Tracker):
         self.path = metrics_path(project_name, experiment_name)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file: TextIO | None = None
-        self._done: int | None = None
 
     def start(self, total_steps: int, first_step: int = 0) -> None:
-        self._done = first_step
+        self.path = self.place = file_of_run(self.path, first_step > 0, self.before)
+        if first_step > 0 and self.path.exists():
+            self._set_aside(first_step)
+        self._file = self.path.open("a", encoding="utf-8")
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         if self._file is None:
-            self._make_room(step if self._done is None else self._done + 1 if self._done else 0)
-            self._file = self.path.open("a", encoding="utf-8")
+            self.start(0)
+        assert self._file is not None, "start opens it"
         finite = {k: v if math.isfinite(v) else None for k, v in numbers(data).items()}
         self._file.write(json.dumps({"step": int(step), "data": finite}) + "\n")
         self._file.flush()
@@ -51,21 +54,19 @@ class FileTracker(Tracker):
         if self._file is not None:
             self._file.close()
             self._file = None
+            if not self.path.stat().st_size:
+                self.path.unlink()
 
-    def _make_room(self, first_step: int) -> None:
-        """Keep the earlier steps of this run; set the whole file aside if there are none."""
-        if not self.path.exists():
-            return
+    def _set_aside(self, done: int) -> None:
+        """Leave the lines up to the step ``done`` in the file."""
         lines = [line for line in self.path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        earlier = [line for line in lines if _step_of(line) < first_step]
-        if earlier == lines:
-            return
-        if not earlier:
-            self.path.replace(self.path.with_suffix(".previous.jsonl"))
-            return
-        fresh = self.path.with_suffix(".jsonl.part")
-        fresh.write_text("".join(line + "\n" for line in earlier), encoding="utf-8")
-        fresh.replace(self.path)
+        later = [line for line in lines if _step_of(line) > done]
+        if later:
+            with self.path.with_suffix(f".replaced{self.path.suffix}").open("a", encoding="utf-8") as file:
+                file.writelines(line + "\n" for line in later)
+            fresh = self.path.with_suffix(f"{self.path.suffix}.part")
+            fresh.write_text("".join(line + "\n" for line in lines if _step_of(line) <= done), encoding="utf-8")
+            fresh.replace(self.path)
 
 
 def _step_of(line: str) -> float:

@@ -8,13 +8,15 @@ from typing import Any
 
 from verl import env
 from verl.errors import MissingDependencyError
+from verl.observability.places import folder_of_run
 from verl.observability.tracker import Sample, Tracker, numbers
 
 
 class TensorboardTracker(Tracker):
     """Scalars under the metric's own name, completions as text; every step is written through.
 
-    What an earlier run wrote behind the step that this one resumes from no longer shows.
+    A run that begins has a folder of its own (``<experiment>-2`` and so on where former runs have those); one that goes
+    on does so in its own, and what it wrote behind the step that it resumes from no longer shows.
     """
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any] | None = None):
@@ -30,24 +32,30 @@ class TensorboardTracker(Tracker):
             ) from error
         folder = env.get("TENSORBOARD_DIR")
         self.folder = Path(env.expand(folder)) if folder else Path("tensorboard_log", project_name, experiment_name)
-        self._writer = SummaryWriter(str(self.folder))
-        self._before = len(list(self.folder.glob("events.*"))) > 1
+        self._open: Any = SummaryWriter
+        self._writer: Any = None
 
     def start(self, total_steps: int, first_step: int = 0) -> None:
-        if self._before:
-            self._writer.close()
-            repeated = first_step + 1 if first_step else 0
-            self._writer = type(self._writer)(str(self.folder), purge_step=repeated, filename_suffix=f".{repeated}")
+        self.folder = self.place = folder_of_run(self.folder, first_step > 0, self.before)
+        again = {"purge_step": first_step + 1, "filename_suffix": f".{first_step + 1}"} if first_step else {}
+        self._writer = self._open(str(self.folder), **again)
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
+        writer = self._ready()
         for key, value in numbers(data).items():
-            self._writer.add_scalar(key, value, step)
-        self._writer.flush()
+            writer.add_scalar(key, value, step)
+        writer.flush()
 
     def log_samples(self, title: str, samples: Sequence[Sample], step: int) -> None:
         for i, sample in enumerate(samples):
             text = f"score {sample.score}\n\n```\n{sample.prompt}\n```\n\n```\n{sample.response}\n```"
-            self._writer.add_text(f"{title}/{i}", text, step)
+            self._ready().add_text(f"{title}/{i}", text, step)
 
     def finish(self, exit_code: int = 0) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _ready(self) -> Any:
+        if self._writer is None:
+            self.start(0)
+        return self._writer

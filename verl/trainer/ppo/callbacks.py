@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 from verl.config import GlobalProfilerConfig, PPOTrainerConfig
@@ -38,6 +39,9 @@ class Run(Protocol):
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Send metrics to the trackers."""
 
+    def sample_folder(self, setting: str) -> Path | None:
+        """The folder for samples that ``trainer.<setting>`` names, this run's own; None where it names none."""
+
     def save_checkpoint(self) -> None:
         """Write a checkpoint of this step."""
 
@@ -65,8 +69,8 @@ class DumpRollouts(Callback):
     """``trainer.rollout_data_dir``: one JSONL file of samples per step."""
 
     def on_step_end(self, trainer: Run, batch: DataProto) -> None:
-        folder = trainer.config.trainer.rollout_data_dir
-        if not folder:
+        folder = trainer.sample_folder("rollout_data_dir")
+        if folder is None:
             return
         with trainer.ctx.timed("dump_rollout_generations"):
             rows = trainer.describe_samples(batch)

@@ -13,6 +13,7 @@ from typing import Any
 
 from verl.checkpoint import CheckpointReader, CheckpointWriter, FileRecord, find_checkpoint
 from verl.config import PPOTrainerConfig
+from verl.config.provenance import Provenance, check_resume
 from verl.errors import CheckpointError, VerlError
 from verl.metrics import notice
 from verl.protocol import DataProto
@@ -69,6 +70,10 @@ class RunCheckpoints:
         trainer = config.trainer
         self.folder = Path(trainer.default_local_dir).absolute()  # a worker may run in another directory
         self.writer: CheckpointWriter | None = None
+        self.provenance = Provenance.of(config)
+        self.places: dict[str, str] = {}
+        """What the run writes into beside its checkpoints, by the tracker or setting: names, kept in each of them."""
+        self.resumed = False
         self._boundary: Boundary | None = None
         self._saved: tuple[int, Path] | None = None
         self._reference_moves = config.trainer.ref_update_freq is not None and REFERENCE in roles
@@ -124,16 +129,22 @@ class RunCheckpoints:
         surplus = boundary.surplus
         if surplus is not None:
             parts[SURPLUS] = lambda folder: _save_batch(folder, surplus)
-        folder = self.writer.save(boundary.step, parts, trainer_state=boundary.state, hold=True)
+        folder = self.writer.save(boundary.step, parts, trainer_state=boundary.state, hold=True,
+            texts=self.provenance.files(self.places))  # fmt: skip
         self._saved = (boundary.step, folder)
         return folder
 
     def load(self) -> None:
-        """Continue from the checkpoint that ``trainer.resume_mode`` names, if there is one."""
-        trainer = self.config.trainer
+        """Continue from the checkpoint that ``trainer.resume_mode`` names, if there is one.
+
+        Raises:
+            ConfigError: it belongs to a run of other mathematics, and ``trainer.resume_changed`` does not accept that.
+        """
+        trainer, accept = self.config.trainer, self.config.trainer.resume_changed == "accept"
         folder = find_checkpoint(self.folder, trainer.resume_mode, trainer.resume_from_path)
         if folder is None:
             return
+        self.places = dict(check_resume(self.provenance, folder, accept))
         reader = CheckpointReader(folder)
         for name, handle in self.roles.items():
             if handle.kind == "trainable":
@@ -148,7 +159,7 @@ class RunCheckpoints:
         self.ctx.step = int(state["step"])
         if SURPLUS in reader.parts:
             self.ctx.pool.add(DataProto.load_from_disk(str(folder / SURPLUS / "batch")))
-        self._saved = (self.ctx.step, folder)
+        self._saved, self.resumed = (self.ctx.step, folder), True
         notice("trainer.resume_mode", f"continues from {folder}")
 
     def close(self) -> None:

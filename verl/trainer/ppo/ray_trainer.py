@@ -7,6 +7,7 @@ Subclass it to change a piece: every part is an attribute, made in a method of i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,14 @@ from verl.data import collate_fn as default_collate
 from verl.data import stateful_loader
 from verl.errors import DataError
 from verl.metrics import notice
+from verl.observability.places import folder_of_run
 from verl.observability.tracker import Sample
 from verl.observability.tracking import Tracking
 from verl.protocol import DataProto
 from verl.registry import ADVANTAGE_ESTIMATORS, SCHEDULES
 from verl.single_controller.base import ClassWithInitArgs, ResourcePoolManager, Role, RoleKind, Roles
 from verl.single_controller.local import LocalWorkerGroup, create_colocated_worker_cls
-from verl.trainer import build
+from verl.trainer import build, runtime
 from verl.trainer.ppo import correction, stages
 from verl.trainer.ppo.callbacks import Callback, default_callbacks
 from verl.trainer.ppo.checkpointing import RunCheckpoints
@@ -78,6 +80,7 @@ class RayPPOTrainer:
         self.callbacks: list[Callback] = default_callbacks(config)
         self.schedule = SCHEDULES.get(config.trainer.v1.trainer_mode)()
         self.tracking: Tracking | None = None
+        self._folders: dict[str, Path] = {}
         self._make_data(train_dataset, val_dataset, collate_fn or default_collate, train_sampler)
         self._make_rewards()
 
@@ -170,29 +173,28 @@ class RayPPOTrainer:
 
     def fit(self) -> None:
         """Train to the end: resume if asked, validate, step, log; callbacks run in their order."""
-        trainer = self.config.trainer
         self.ctx = StepContext(self.config, self.reward_fn, self.total_training_steps)
         self.ctx.stop = StopSignals(drop_at_once=self.worker_group_cls is LocalWorkerGroup)
         self.validator = None
         if self.val_loader is not None:
             self.validator = Validator(self.config, self.val_loader, self.val_reward_fn, self.tokenizer)
         self.checkpoints = RunCheckpoints(self.config, self.roles, self.source, self.ctx)
-        self.tracking = Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, to_dict(self.config))
+        self.tracking, self._folders = None, {}
         try:
             with self.ctx.stop:
                 self._run()
-            self.tracking.finish()
+            self._close_trackers()
         except BaseException:
-            self.tracking.finish(exit_code=1)
+            self._close_trackers(exit_code=1)
             raise
         finally:
             self.checkpoints.close()
 
     def _run(self) -> None:
         self.load_checkpoint()
+        runtime.write_config(self.config)
+        self._open_trackers()
         self.checkpoints.remember()
-        assert self.tracking is not None, "fit opens the trackers"
-        self.tracking.start(self.total_training_steps, self.ctx.step)
         self.schedule.publish(self.roles, self.ctx)
         try:
             self._notify("on_fit_begin")
@@ -202,6 +204,26 @@ class RayPPOTrainer:
             self._notify("on_fit_end")
         except StepDropped:
             raise self.ctx.stop.stopped(self.checkpoints.save_boundary()) from None
+
+    def _open_trackers(self) -> None:
+        trainer, places = self.config.trainer, self.checkpoints.places
+        self.tracking = Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, to_dict(self.config))
+        places |= self.tracking.start(self.total_training_steps, self.ctx.step, places)
+
+    def _close_trackers(self, exit_code: int = 0) -> None:
+        if self.tracking is not None:
+            self.tracking.finish(exit_code)
+
+    def sample_folder(self, setting: str) -> Path | None:
+        """The folder that ``trainer.<setting>`` names, or one beside it where that holds the samples of another run."""
+        wanted = self.config.trainer[setting]
+        if wanted and setting not in self._folders:
+            known = self.checkpoints.places.get(setting)
+            folder = self._folders[setting] = folder_of_run(Path(wanted), self.checkpoints.resumed, known)
+            self.checkpoints.places[setting] = folder.name
+            if folder != Path(wanted):
+                notice(f"trainer.{setting}", f"{wanted} holds another run's samples; those of this one go to {folder}")
+        return self._folders.get(setting)
 
     def _run_steps(self) -> None:
         first = self.ctx.step + 1
@@ -271,7 +293,8 @@ class RayPPOTrainer:
 
     def on_validation_samples(self, seen: Sampled) -> None:
         """Dump (``trainer.validation_data_dir``) and log (``trainer.log_val_generations``) what was sampled."""
-        build.report_validation(self.config, self.tracking, seen, self.ctx.step)
+        folder = self.sample_folder("validation_data_dir")
+        build.report_validation(self.config, self.tracking, seen, self.ctx.step, folder)
 
     def describe_samples(self, batch: DataProto) -> dict[str, Any]:
         """Prompt, response, score and reward details of every row as text, for dumps and the console."""

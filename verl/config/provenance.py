@@ -1,0 +1,186 @@
+"""What decided a run: its settings and the content of the files that these name, kept in each of its checkpoints.
+
+A run that goes on from a checkpoint is compared with the run that saved it. What changes the mathematics has to be
+accepted by name (``trainer.resume_changed=accept``); the rest is told. A setting that is not known to be harmless
+counts as mathematics.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl.config.loading import to_yaml
+from verl.config.node import ConfigNode, to_dict
+from verl.config.schema import schema_of
+from verl.config.secrets import hide
+from verl.errors import CheckpointError, ConfigError
+from verl.json_text import read_json
+from verl.metrics import notice
+
+CONFIG, PROVENANCE = "config.yaml", "provenance.json"
+KEY = "trainer.resume_changed"
+SAMPLE = 1 << 20
+"""Bytes at the beginning and at the end of a large file that stand for its content."""
+HARMLESS = (
+    # where a run is, what it writes, how long it is
+    r"trainer\.(?!seed$|critic_warmup$|ref_update_freq$|v1\.)",
+    r"(.*\.)?(global_)?profiler\.|ray_kwargs\.|transfer_queue\.|skip\.|(.*\.)?checkpoint\.",
+    # what validates
+    r"data\.val_|data\.validation_|.*\.val_kwargs\.",
+    # how work is cut and placed, on which results depend in their last bits alone
+    r".*micro_batch_size(_per_gpu)?$|.*max_token_len(_per_gpu)?$|.*use_dynamic_bsz$|.*balance_dp_token$",
+    r".*(num_workers|num_cpus|nccl_timeout|cache_dir|use_shm|max_per_minute|max_concurrent|while_sampling)$",
+    r".*strategy$|.*parallel_(size|degree)$|.*_offload$|.*offload_policy$|.*gradient_checkpointing.*|.*activation_offload$",
+    r"(actor_rollout_ref\.)?model\.(use_remove_padding|use_liger|use_fused_kernels|fused_kernel_options\.|tiled_mlp\.)",
+    r".*fsdp_config\.(?!.*dtype|mixed_precision|.*seed|full_determinism)|engine\.(?!.*dtype|mixed_precision|.*seed)",
+    # how a sampler does what it does
+    r".*rollout\.(name|mode|gpu_memory_utilization|max_num_seqs|max_num_batched_tokens|enforce_eager|free_cache_engine)$",
+    r".*rollout\.(load_format|enable_chunked_prefill|enable_prefix_caching|disable_log_stats|cudagraph_capture_sizes)$",
+    r".*rollout\.(engine_kwargs|checkpoint_engine|server|agent\.num_workers|prometheus|trace)",
+)
+_HARMLESS = re.compile("|".join(f"(?:{pattern})" for pattern in HARMLESS))
+
+
+def is_harmless(key: str) -> bool:
+    """Whether a setting changes no result of a run, or only where sums run in another order."""
+    return _HARMLESS.match(key) is not None
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting, or the content behind it, that is not what it was."""
+
+    key: str
+    was: Any
+    now: Any
+    harmless: bool
+
+    def __str__(self) -> str:
+        return f"{self.key}: was {self.was!r}, is {self.now!r}"
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """See the module.
+
+    Args:
+        settings: dotted key -> value, without secrets.
+        content: dotted key of a file or folder -> a digest of what lies there.
+        places: what a run that goes on writes into: the names of its metrics file and the like.
+        yaml: the configuration for people; empty where it was read back.
+    """
+
+    settings: Mapping[str, Any]
+    content: Mapping[str, str]
+    places: Mapping[str, str] = field(default_factory=dict)
+    yaml: str = ""
+
+    @classmethod
+    def of(cls, config: ConfigNode) -> Provenance:
+        """Of a run that begins."""
+        schema, settings = schema_of(type(config)), dict(_flat(hide(to_dict(config))))
+        raw = dict(_flat(to_dict(config)))
+        named = [key for key, leaf in schema.leaves.items() if leaf.path and not is_harmless(key)]
+        content = {key: _digest_of_all(raw.get(key)) for key in named}
+        found = {key: digest for key, digest in content.items() if digest}
+        return cls(json.loads(json.dumps(settings)), found, yaml=to_yaml(config))
+
+    @classmethod
+    def read(cls, folder: Path) -> Provenance | None:
+        """Of the run that saved a checkpoint; None where the checkpoint is older than this.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        if not (folder / PROVENANCE).is_file():
+            return None
+        try:
+            found = read_json((folder / PROVENANCE).read_text(encoding="utf-8"))
+            return cls(dict(found["settings"]), dict(found["content"]), dict(found["places"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"its {PROVENANCE} is damaged", got=str(folder)) from error
+
+    def files(self, places: Mapping[str, str]) -> dict[str, str]:
+        """Name -> text of what a checkpoint keeps."""
+        content = {"settings": self.settings, "content": self.content, "places": dict(places)}
+        return {CONFIG: self.yaml, PROVENANCE: json.dumps(content, indent=1) + "\n"}
+
+    def changes(self, before: Provenance) -> Iterator[Change]:
+        """What differs from an earlier run, in the order of the settings; a setting it did not know is left out."""
+        for key, now in self.settings.items():
+            was = before.settings.get(key, now)
+            digest, other = self.content.get(key), before.content.get(key)
+            if digest is not None and other is not None and digest != other:
+                yield Change(key, f"{was} with the content {other}", f"{now} with the content {digest}", False)
+            elif was != now:
+                yield Change(key, was, now, is_harmless(key) or (digest is not None and digest == other))
+
+
+def check_resume(now: Provenance, folder: Path, accept: bool) -> Mapping[str, str]:
+    """Tell what differs from the run that saved a checkpoint, before anything of it is loaded.
+
+    Args:
+        accept: ``trainer.resume_changed`` is ``accept``.
+
+    Returns:
+        The places of that run.
+
+    Raises:
+        ConfigError: something differs that changes the mathematics.
+    """
+    before = Provenance.read(folder)
+    if before is None:
+        notice(KEY, f"{folder} holds no copy of its run's configuration, so what has changed since then is not known")
+        return {}
+    changes = list(now.changes(before))
+    told = [f"\n  - {change}" for change in changes if change.harmless or accept]
+    serious = [f"\n  - {change}" for change in changes if not change.harmless]
+    if serious and not accept:
+        raise ConfigError(
+            f"the run that saved {folder} differs from this one in what decides the results:{''.join(serious)}",
+            key=KEY,
+            fix="Give the settings of before, or trainer.resume_changed=accept to go on all the same, or another "
+            "trainer.default_local_dir (or trainer.resume_mode=disable) for a run of its own.",
+        )
+    if told:
+        end = ", which was accepted" if serious else " in what changes no result"
+        notice(KEY, f"the run that saved {folder} differs from this one{end}:{''.join(told)}")
+    return before.places
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _flat(inner, f"{key}.{name}".removeprefix("."))
+    else:
+        yield key, value
+
+
+def _digest_of_all(value: Any) -> str:
+    """Of a path or several; empty where one is not on this machine."""
+    paths = [Path(str(path)) for path in (value if isinstance(value, list) else [value] if value else [])]
+    if not paths or not all(path.exists() for path in paths):
+        return ""
+    total = hashlib.sha256()
+    for path in paths:
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file():
+                total.update(file.relative_to(path).as_posix().encode() + b"\0" + _digest(file))
+    return total.hexdigest()[:16]
+
+
+def _digest(file: Path) -> bytes:
+    with open(file, "rb") as opened:
+        size = os.fstat(opened.fileno()).st_size
+        found = hashlib.sha256(f"{size}:".encode() + opened.read(SAMPLE))
+        if size > SAMPLE:
+            opened.seek(max(SAMPLE, size - SAMPLE))
+            found.update(opened.read(SAMPLE))
+    return found.digest()

@@ -1,0 +1,55 @@
+"""Files and folders that belong to one run: one that begins takes a free name, one that goes on its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+
+def file_of_run(wanted: Path, goes_on: bool = False, before: str | None = None) -> Path:
+    """``wanted``, or ``<stem>-2<suffix>`` and so on where other runs have a file of that name; made empty if new.
+
+    Args:
+        goes_on: the run goes on.
+        before: the name of its file so far; None where that is not known.
+    """
+    return _of_run(wanted, goes_on, before, _new_file)
+
+
+def folder_of_run(wanted: Path, goes_on: bool = False, before: str | None = None) -> Path:
+    """The same for a folder, which may be there already while it is empty."""
+    return _of_run(wanted, goes_on, before, _new_folder)
+
+
+def _of_run(wanted: Path, goes_on: bool, before: str | None, take: Callable[[Path], bool]) -> Path:
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    numbered = rf"{re.escape(wanted.stem)}(-\d+)?{re.escape(wanted.suffix)}"
+    if goes_on and (before is None or re.fullmatch(numbered, before)):
+        return wanted.with_name(before or wanted.name)
+    for number in count(1):
+        place = wanted if number == 1 else wanted.with_name(f"{wanted.stem}-{number}{wanted.suffix}")
+        if take(place):
+            return place
+    raise AssertionError("numbers do not end")
+
+
+def _new_file(place: Path) -> bool:
+    try:
+        place.open("x").close()
+    except FileExistsError:
+        return False
+    return True
+
+
+def _new_folder(place: Path) -> bool:
+    if place.is_dir():
+        return not any(place.iterdir())
+    if place.exists():
+        return True  # a file: whoever writes there says so
+    try:
+        place.mkdir()
+    except FileExistsError:
+        return False
+    return True
