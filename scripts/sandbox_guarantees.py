@@ -1,0 +1,96 @@
+"""Write the table of docs/sandbox.md: what the sandbox guarantees on which kernel, as its tests find it here.
+
+    PYTHONPATH=. python scripts/sandbox_guarantees.py [--measure] [--suite]
+
+``--measure`` tries every guarantee on every kernel that this one can be taken for; ``--suite`` runs all tests of
+the sandbox for each version of Landlock. Results are kept in docs/sandbox_guarantees.json; without either option, only
+the page is made of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, RESULTS = ROOT / "docs" / "sandbox.md", ROOT / "docs" / "sandbox_guarantees.json"
+BEGIN, END = "<!-- guarantees: scripts/sandbox_guarantees.py -->\n", "<!-- end of guarantees -->\n"
+SUITE = "all tests of the sandbox"
+VERSIONS = range(8)
+OWN = "tests/sandbox/test_guarantees.py"
+"""It tries kernels of its own."""
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results as Markdown: a row for each guarantee, a column for each kernel."""
+    kernels = results["kernels"]
+    rows = [["", *kernels], ["---"] * (len(kernels) + 1)]
+    rows += [[name, *(cell(column[name]) for column in kernels.values())] for name in next(iter(kernels.values()))]
+    if results["suite"]:
+        rows.append([SUITE, *(results["suite"].get(name, "") for name in kernels)])
+    where = f"\nMade on Linux {results['release']}.\n"
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows) + where
+
+
+def cell(said: str) -> str:
+    return "**no**" if said == "no" else said
+
+
+def page(results: dict[str, Any]) -> str:
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + table(results) + END + rest.split(END)[1]
+
+
+def measure() -> dict[str, dict[str, str]]:
+    from tests.sandbox.guarantees import KERNELS, measure
+
+    found = {}
+    for kernel in KERNELS:
+        found[kernel.name] = measure(kernel)
+        print(kernel.name, found[kernel.name], flush=True)
+    return found
+
+
+def run_suite(version: int) -> str:
+    """The tests of the sandbox on a kernel with this version of Landlock: how many passed, and how many did not."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/sandbox", f"--ignore={OWN}"]
+    given = {**os.environ, "TEST_SANDBOX_LANDLOCK": str(version)}
+    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, check=False)
+    last = done.stdout.strip().splitlines()[-1]
+    print(version, last, flush=True)
+    for line in done.stdout.splitlines():
+        if line.startswith(("FAILED", "ERROR")):
+            print(line, flush=True)
+    counts = [f"{number} {word}" for number, word in re.findall(r"(\d+) (passed|failed|error)", last)]
+    return ", ".join(counts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--suite", action="store_true")
+    asked = parser.parse_args()
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"suite": {}}
+    if asked.measure:
+        results["kernels"], results["release"] = measure(), platform.release().partition("-")[0]
+    write(results)
+    for version in VERSIONS if asked.suite else ():
+        results["suite"][f"Landlock {version}" if version else "no Landlock"] = run_suite(version)
+        write(results)
+
+
+def write(results: dict[str, Any]) -> None:
+    RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    PAGE.write_text(page(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
