@@ -47,7 +47,7 @@ class MultiTurnConfig(ConfigNode):
         60.0, "seconds until a call of a tool or of a simulated user is given up; null: never", upstream=ABSENT
     )
     trajectory_timeout: float | None = setting(
-        None, "seconds until a whole conversation is given up, and its row masked; null: never", upstream=ABSENT
+        None, "seconds until a conversation ends, and is scored as it stands; null: never", upstream=ABSENT
     )
     tokenization_sanity_check_mode: str = setting(
         "strict",
