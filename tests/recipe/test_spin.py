@@ -121,7 +121,8 @@ def test_the_reference_becomes_the_policy_every_so_many_steps_and_a_run_goes_on_
     spin(4, "cut", "trainer.save_freq=4")
     (saved,) = (here / "cut/global_step_4/ref/huggingface").glob("*.safetensors")
     assert equal(dict(read_tensors(saved)), watch.reference[3]), "neither the first model nor the policy of this step"
-    resumed = spin(5, "cut", "trainer.save_freq=5", "trainer.resume_mode=auto", f"{FREQ}=null")
+    changed = [f"{FREQ}=null", "trainer.resume_changed=accept"]
+    resumed = spin(5, "cut", "trainer.save_freq=5", "trainer.resume_mode=auto", *changed)
     clocks = ("timing", "perf/")
     assert {k: v for k, v in resumed.metrics[-1].items() if not k.startswith(clocks)} == {
         k: v for k, v in whole.metrics[-1].items() if not k.startswith(clocks)
