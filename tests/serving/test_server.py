@@ -264,24 +264,62 @@ def test_a_server_that_does_not_know_the_key_hears_nothing_of_it_and_is_not_beli
     assert heard and KEY.encode() not in heard[0]
 
 
-def test_a_server_that_comes_later_to_an_address_is_not_believed_either():
+def test_a_server_that_comes_later_to_an_address_hears_nothing_of_the_key_and_is_not_believed():
+    heard = []
+
+    def lets_anybody_in(token):
+        heard.append(token)
+        return True
+
     async def run():
         first = server(key=KEY)
         await first.start()
         client = Client(first.address, key=KEY)
         assert (await client.ask("POST", "/a", {"c": 2})).json() == {"c": 2}
-        await first.close()
-        other = server(key="another one")  # takes the same port, and lets anybody in who knows the old key
+        await first.close()  # its connection is left in the client's pool
+        other = Server({("POST", "/a"): echo}, authorize=lets_anybody_in, key="another one")
         await other.start(loopback(int(client.url.rpartition(":")[2])))
         try:
-            with pytest.raises(WireError, match=r"not by whoever knows the key|does not know the key"):
-                await client.ask("POST", "/a", {})
-            with pytest.raises(WireError, match="does not know the key"):
-                await client.ask("POST", "/a", {})
+            for _ in range(2):
+                with pytest.raises(WireError, match="does not know the key"):
+                    await client.ask("POST", "/a", {})
         finally:
             await other.close()
 
     asyncio.run(run())
+    assert heard == []
+
+
+def test_the_proof_and_the_request_with_the_key_go_over_one_connection():
+    seen = []
+
+    async def count(asked):
+        seen.append(len(here._state.connections))
+        return Answered({})
+
+    here = Server({("POST", "/a"): count}, authorize=lambda token: token == KEY or None, key=KEY)
+
+    async def run():
+        await here.start()
+        try:
+            client = Client(here.address, key=KEY)
+            await asyncio.gather(*(client.ask("POST", "/a", {}) for _ in range(3)))
+            await client.ask("POST", "/a", {})
+        finally:
+            await here.close()
+
+    asyncio.run(run())
+    assert len(seen) == 4 and max(seen) <= 3
+
+
+def test_a_connection_that_was_told_the_proof_and_then_says_nothing_is_ended():
+    def visit(here):
+        return said(here, f"GET {secret.PATH} HTTP/1.1\r\nhost: localhost\r\n{secret.NONCE}: n\r\n\r\n")
+
+    begun = time.monotonic()
+    answer = visited(visit, limits=Limits(head_seconds=0.2, idle_seconds=15.0), key=KEY)
+    assert secret.of_server(KEY, "n").encode() in answer
+    assert time.monotonic() - begun < 10
 
 
 def test_a_proof_belongs_to_one_number_one_status_and_one_body():

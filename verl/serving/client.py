@@ -103,7 +103,7 @@ class Client:
         self._base = parts.path.rstrip("/")
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._headers = {"host": parts.netloc, "content-type": "application/json", **(headers or {})}
-        self._size, self._is_proved = max_connections, False
+        self._size = max_connections
         self._pools: WeakKeyDictionary[asyncio.AbstractEventLoop, _Pool] = WeakKeyDictionary()
 
     async def ask(self, method: str, path: str, payload: Any = None, timeout: float = 60.0) -> Reply:
@@ -120,41 +120,30 @@ class Client:
         Raises:
             WireError: it claims to, and does not. As `ask` besides.
         """
-        nonce = secret.new_nonce()
-        plain = {name: value for name, value in self._headers.items() if name != "authorization"}
-        asked = self._exchange("GET", secret.PATH, {**plain, secret.NONCE: nonce}, b"")
-        reply = await asyncio.wait_for(asked, timeout)
-        if reply.status != 200:
-            return False
-        told = reply.json()
-        if not isinstance(told, dict) or not secret.same(str(told.get("proof")), secret.of_server(key, nonce)):
-            raise WireError("whoever listens there does not know the key: another program has its address")
-        return True
+
+        async def ask() -> bool:
+            line = await self._open()
+            try:
+                return await self._has_proved(line, key)
+            finally:
+                line.writer.close()
+
+        return await asyncio.wait_for(ask(), timeout)
 
     async def _ask(self, method: str, path: str, payload: Any) -> Reply:
         body = b"" if payload is None else json.dumps(payload).encode()
         if self.key is None:
             return await self._exchange(method, self._base + path, self._headers, body)
-        if not self._is_proved and not await self.proves(self.key):
-            raise WireError("whoever listens there does not say that it knows the key")
-        self._is_proved = True
         nonce = secret.new_nonce()
         headers = {**self._headers, "authorization": f"Bearer {self.key}", secret.NONCE: nonce}
-        try:
-            reply = await self._exchange(method, self._base + path, headers, body)
-        except (OSError, WireError):
-            self._is_proved = False  # another one may come to its address
-            raise
+        reply = await self._exchange(method, self._base + path, headers, body)
         proof = secret.of_answer(self.key, nonce, reply.status, reply.body)
         if not secret.same(reply.headers.get(secret.PROOF, ""), proof):
-            self._is_proved = False
             raise WireError("the answer is not by whoever knows the key")
         return reply
 
     async def _exchange(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Reply:
-        question = h11.Request(
-            method=method, target=target, headers=[*headers.items(), ("content-length", str(len(body)))]
-        )
+        question = _request(method, target, headers, body)
         loop = asyncio.get_running_loop()
         pool = self._pools.get(loop)
         if pool is None:
@@ -172,13 +161,8 @@ class Client:
         """The answer; None if a connection that had been idle turns out to be closed."""
         is_kept = False
         try:
-            events = (question, h11.Data(data=body), h11.EndOfMessage()) if body else (question, h11.EndOfMessage())
-            line.writer.write(b"".join(line.state.send(event) or b"" for event in events))
-            await line.writer.drain()
-            reply = await _read(line)
-            if line.state.our_state is line.state.their_state is h11.DONE:
-                line.state.start_next_cycle()
-                is_kept = True
+            reply = await _round(line, question, body)
+            is_kept = reply is not None and line.state.our_state is h11.IDLE
             return reply
         except (ConnectionResetError, BrokenPipeError):
             if line.is_fresh:
@@ -196,11 +180,56 @@ class Client:
                 line.writer.close()
 
     async def _connect(self) -> _Line:
+        """A new connection; whoever is at its other end has proved that it knows the key, if there is one.
+
+        Each has to: another program may have come to the address since the last one was opened.
+        """
+        line = await self._open()
+        try:
+            if self.key is not None and not await self._has_proved(line, self.key):
+                raise WireError("whoever listens there does not say that it knows the key")
+        except BaseException:
+            line.writer.close()
+            raise
+        return line
+
+    async def _has_proved(self, line: _Line, key: str) -> bool:
+        nonce = secret.new_nonce()
+        plain = {name: value for name, value in self._headers.items() if name != "authorization"}
+        try:
+            reply = await _round(line, _request("GET", secret.PATH, {**plain, secret.NONCE: nonce}, b""), b"")
+        except h11.ProtocolError as error:
+            raise WireError(f"not an HTTP answer: {error}") from error
+        if reply is None:
+            raise WireError("the server closed the connection without an answer")
+        if reply.status != 200:
+            return False
+        told = reply.json()
+        if not isinstance(told, dict) or not secret.same(str(told.get("proof")), secret.of_server(key, nonce)):
+            raise WireError("whoever listens there does not know the key: another program has its address")
+        return True
+
+    async def _open(self) -> _Line:
         if self._unix is None:
             return _Line(*await asyncio.open_connection(self._host, self._port, ssl=self._tls))
         line = _Line(*await asyncio.open_unix_connection(self._unix))
         _check_peer(line.writer)
         return line
+
+
+def _request(method: str, target: str, headers: Mapping[str, str], body: bytes) -> h11.Request:
+    return h11.Request(method=method, target=target, headers=[*headers.items(), ("content-length", str(len(body)))])
+
+
+async def _round(line: _Line, question: h11.Request, body: bytes) -> Reply | None:
+    """One request and its answer; None if the connection ended before it began."""
+    events = (question, h11.Data(data=body), h11.EndOfMessage()) if body else (question, h11.EndOfMessage())
+    line.writer.write(b"".join(line.state.send(event) or b"" for event in events))
+    await line.writer.drain()
+    reply = await _read(line)
+    if line.state.our_state is line.state.their_state is h11.DONE:
+        line.state.start_next_cycle()
+    return reply
 
 
 async def _read(line: _Line) -> Reply | None:

@@ -178,7 +178,10 @@ class Connection(H11Protocol):
             if not self._is_in_head:
                 self._is_in_head = True
                 self._wait(self._guests.limits.head_seconds, self.drop)
-        elif not self._is_in_head and self not in self._guests.strangers:
+        elif self in self._guests.strangers:
+            if self._timer is None:  # it was told the proof; a request with the key has to follow
+                self._wait(self._guests.limits.head_seconds, self.drop)
+        elif not self._is_in_head:
             self._guests.idle[self] = None
 
     def _refuse(self, error: ApiError) -> None:

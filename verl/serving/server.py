@@ -150,7 +150,8 @@ class Server:
             return self.refusal(ApiError(400, f"The header {secret.NONCE} holds a number that is used once."), request)
         assert self.key is not None
         body = as_json({"proof": secret.of_server(self.key, nonce)})
-        return Response(body, 200, {"connection": "close"}, JSON)
+        has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+        return Response(body, 200, {"connection": "close"} if has_body else None, JSON)  # the key comes on the same one
 
     def refusal(self, error: ApiError, request: Request) -> Response:
         """An answer after which the connection ends."""
