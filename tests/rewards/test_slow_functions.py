@@ -15,6 +15,7 @@ from verl.rewards import Limits, RewardFunction, Scorer, load_reward_function, s
 from verl.rewards.managers.naive import NaiveRewardManager
 from verl.rewards.runners.base import MOST_HANGING, Pool
 from verl.rewards.samples import RewardFailure, RewardResult
+from verl.rewards.scorers import symbolic
 
 HANGS = """
     import time
@@ -135,6 +136,25 @@ def test_after_many_in_a_row_those_that_wait_fail_unasked_and_the_next_answer_en
     assert "was not tried" in failures[-1].message and failures[-1].kind == "timeout"
     assert pool.submit(["good"]).result(60)[0].score == 1.0 and not pool.busy()
     pool.close()
+
+
+def test_a_text_behind_many_that_ran_out_of_their_time_is_tried_where_the_texts_decide():
+    go_on, begun = threading.Event(), []
+    pool = Pool(lambda: Desk(go_on, begun), 1, timeout=0.0, gives_up=False)
+    futures = [pool.submit(["bad"]) for _ in range(MOST_HANGING + 1)] + [pool.submit(["good"])]
+    go_on.set()
+    assert futures[-1].result(60)[0].score == 1.0 and len(begun) == MOST_HANGING + 2
+    pool.relieve()
+    assert pool._limit == 1
+    pool.close()
+
+
+def test_the_grader_of_formulas_tries_every_one_of_them():
+    runner = symbolic.start()
+    try:
+        assert not runner._pool._gives_up
+    finally:
+        runner.close()
 
 
 RAISES = """

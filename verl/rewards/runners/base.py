@@ -104,10 +104,15 @@ class Pool:
     Args:
         limit: most threads.
         timeout: seconds of a call, as far as the pool has to know.
+        gives_up: False where the text of a call decides how long it takes, so that one which runs out of its time says
+            nothing about the next one: nothing of the above is then done.
     """
 
-    def __init__(self, make_station: Callable[[], Station], limit: int, timeout: float = math.inf):
+    def __init__(
+        self, make_station: Callable[[], Station], limit: int, timeout: float = math.inf, gives_up: bool = True
+    ):
         self._make_station, self._limit, self._usual_limit = make_station, limit, limit
+        self._gives_up = gives_up
         self._patience, self._hung, self._relieved = min(PATIENCE, timeout / 4), 0, False
         self._waiting: deque[Call] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()  # rings at least once for each call that waits
@@ -241,6 +246,8 @@ class Pool:
 
     def _note_hanging(self) -> list[Call]:
         """The same for one that ran out of its time. The lock is held."""
+        if not self._gives_up:
+            return []
         self._hung += 1
         self._limit = max(self._usual_limit, self._limit - 1)
         if self._hung < MOST_HANGING:

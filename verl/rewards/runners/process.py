@@ -77,7 +77,8 @@ class ProcessRunner(Runner):
         start = {"origin": function.origin, "name": function.name, "reward_kwargs": kwargs, "timeout": timeout}
         start |= {"memory_mb": memory_mb, "cpu_seconds": cpu_seconds}
         broken: list[RewardFailure] = []
-        pool = Pool(lambda: Child(start, timeout, broken, pool.relieve), num_processes, timeout)
+        is_grader = memory_mb is not None
+        pool = Pool(lambda: Child(start, timeout, broken, pool.relieve), num_processes, timeout, not is_grader)
         self._pool = pool
         weakref.finalize(self, pool.close)
 
