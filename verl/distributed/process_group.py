@@ -118,9 +118,10 @@ def _store(place: Placed, timeout: timedelta) -> dist.Store:
     """Where the processes meet; torchrun holds the store itself, and whoever is alone needs none that is reached."""
     if place.world_size == 1:
         return dist.HashStore()
-    keep_gloo_on(place.master_addr)
+    host = place.master_addr.strip("[]")
+    keep_gloo_on(host)
     is_first = place.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return meet(place.master_addr.strip("[]"), place.master_port, place.world_size, is_first, timeout)
+    return meet(host, place.master_port, place.world_size, is_first, timeout)
 
 
 def _joined(place: Placed | None) -> Ranks:
