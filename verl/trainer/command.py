@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from verl.errors import VerlError, printable
+from verl.errors import VerlError, hide_in_text, printable
 
 
 def report(error: VerlError) -> int:
     """Print the message, and what it was caused by; returns the exit status."""
     print(f"error: {error}", file=sys.stderr)
     if error.__cause__ is not None:
-        print(printable(f"  caused by {type(error.__cause__).__name__}: {error.__cause__}"), file=sys.stderr)
+        cause = f"  caused by {type(error.__cause__).__name__}: {error.__cause__}"
+        print(printable(hide_in_text(cause)), file=sys.stderr)
     return 2
