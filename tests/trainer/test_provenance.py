@@ -11,7 +11,8 @@ import pytest
 from tests.support import tiny_model_dir, write_prompts
 from verl.checkpoint import find_checkpoint
 from verl.config.groups import NAMES
-from verl.config.provenance import is_harmless
+from verl.config.loading import read_config
+from verl.config.provenance import Provenance, is_harmless
 from verl.config.schema import schema_of
 from verl.metrics import notices, reset_notices
 from verl.trainer import main_ppo, sft_trainer
@@ -179,3 +180,18 @@ def test_settings_are_harmless_by_what_they_are():
     assert set(HARMLESS + MATHEMATICS) <= set(known)
     assert [key for key in HARMLESS if not is_harmless(key)] == []
     assert [key for key in MATHEMATICS if is_harmless(key)] == []
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "actor_rollout_ref.model.override_config.attention_dropout=0.5",
+        "reward.custom_reward_function.reward_kwargs.scale=2",
+        "data.apply_chat_template_kwargs.enable_thinking=false",
+    ],
+)
+def test_a_key_that_a_mapping_of_the_users_own_gets_or_loses_changes_the_mathematics(here, word):
+    without, with_it = (Provenance.of(read_config("ppo_trainer", [*GRPO, *more])) for more in ([], [word]))
+    for before, now in ((without, with_it), (with_it, without)):
+        (change,) = now.changes(before)
+        assert not change.harmless and change.key == word.partition("=")[0].rpartition(".")[0]

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,8 +85,9 @@ class Provenance:
     @classmethod
     def of(cls, config: ConfigNode) -> Provenance:
         """Of a run that begins."""
-        schema, settings = schema_of(type(config)), dict(_flat(hide(to_dict(config))))
-        raw = dict(_flat(to_dict(config)))
+        schema = schema_of(type(config))
+        raw = dict(_flat(to_dict(config), schema.leaves))
+        settings = dict(_flat(hide(to_dict(config)), schema.leaves))
         named = [key for key, leaf in schema.leaves.items() if leaf.path and not is_harmless(key)]
         content = {key: _digest_of_all(raw.get(key)) for key in named}
         found = {key: digest for key, digest in content.items() if digest}
@@ -155,10 +156,11 @@ def check_resume(now: Provenance, folder: Path, accept: bool) -> Mapping[str, st
     return before.places
 
 
-def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
+def _flat(value: Any, whole: Container[str], key: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by their dotted keys; a mapping of the user's own is one setting, so that a new key in it is a change."""
+    if isinstance(value, Mapping) and value and key not in whole:
         for name, inner in value.items():
-            yield from _flat(inner, f"{key}.{name}".removeprefix("."))
+            yield from _flat(inner, whole, f"{key}.{name}".removeprefix("."))
     else:
         yield key, value
 
