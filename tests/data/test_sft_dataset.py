@@ -181,7 +181,7 @@ def test_a_tokenizer_without_chat_template_says_what_to_set(tmp_path, tokenizer)
 
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = None
-    with pytest.raises(ModelError, match=r"model\.custom_chat_template"):
+    with pytest.raises(ModelError, match=r"^custom_chat_template"):
         dataset(tmp_path, bare, [{"messages": TURN}])
 
 

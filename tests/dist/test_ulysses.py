@@ -83,7 +83,7 @@ def test_what_cannot_be_shared_evenly_is_refused_before_training(runs, size, nam
     for told in runs[size][name]:
         assert "1 attention heads cannot be shared evenly by 2 processes" in told["heads"]
         assert "2 processes do not divide" in told["ranks"] and "1, 2" in told["ranks"]
-        assert "model.use_remove_padding=true" in told["padded"]
+        assert "use_remove_padding=true in the model's section" in told["padded"]
 
 
 @cases(cells.ulysses_same_rows)

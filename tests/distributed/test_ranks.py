@@ -179,7 +179,7 @@ class TestFourProcesses:
 
     def test_a_shard_group_must_divide_the_ranks(self, four):
         for found in four["meshes"]:
-            assert "fsdp_config.fsdp_size" in found["told"] and "1, 2, 4" in found["told"] and found["more"] == [4]
+            assert "fsdp_size" in found["told"] and "1, 2, 4" in found["told"] and found["more"] == [4]
 
 
 class TestOneProcess:

@@ -161,7 +161,7 @@ def test_an_unknown_override_is_an_error_with_the_nearest_name(path):
 
 
 def test_a_missing_external_library_is_named(path):
-    with pytest.raises(ConfigError, match=r"model.external_lib.*no_such_lib"):
+    with pytest.raises(ConfigError, match=r"external_lib.*no_such_lib"):
         load_model_config(str(path), external_lib="no_such_lib")
 
 

@@ -98,5 +98,5 @@ def test_an_engine_trains_with_tiles_as_without_them(tmp_path):
 
 
 def test_less_than_one_tile_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"model\.tiled_mlp\.num_shards"):
+    with pytest.raises(ConfigError, match=r"tiled_mlp\.num_shards"):
         make_engine(model_dir(tmp_path), model={"tiled_mlp": {"enabled": True, "num_shards": 0}})

@@ -156,7 +156,8 @@ def test_a_run_that_failed_before_its_first_answer_is_in_nobodys_way(here, capsy
     assert run("rollout.response_length=100000") == 2
     said = capsys.readouterr().err
     assert (
-        "prompt 0 of the file was refused" in said and "Lower rollout.prompt_length or rollout.response_length" in said
+        "prompt 0 of the file was refused" in said
+        and "Lower prompt_length or response_length of the rollout section" in said
     )
     assert not Path("out.parquet.partial").exists()
     write_partial([])

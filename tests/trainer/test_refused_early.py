@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import re
+
 import pytest
 
 from tests.support import tiny_model_dir, write_prompts
 from verl.config import PPOTrainerConfig, load_config, replace
-from verl.errors import ConfigError
+from verl.config.node import full_keys, place
+from verl.data import tokenizer_of
+from verl.distributed import Ranks
+from verl.engines.sequence_parallel import sequence_peers
+from verl.errors import ConfigError, ModelError
+from verl.metrics import notices
 from verl.trainer import main_ppo, sft_trainer
 from verl.workers.part import layout, make_engine
 
@@ -52,8 +60,6 @@ def test_an_engine_names_settings_by_their_place_in_the_program(words):
     _, path = words
     cfg = load_config("generation", ["data.path=rows.parquet", "data.output_path=out.parquet", f"model.path={path}"])
     whole = PPOTrainerConfig()
-    from verl.config.node import place
-
     place(whole)
     for key, section in (("critic.fsdp", whole.critic.fsdp), ("actor_rollout_ref.ref.fsdp_config",
                                                               whole.actor_rollout_ref.ref.fsdp_config)):  # fmt: skip
@@ -61,3 +67,61 @@ def test_an_engine_names_settings_by_their_place_in_the_program(words):
         rest = layout("plain", cfg.model, engine, whole.critic.megatron, share_prompts=False)
         with pytest.raises(ConfigError, match=f"^{key}.ulysses_sequence_parallel_size: one process cannot share"):
             make_engine("plain", model=cfg.model, kind="causal_lm", device="cpu", seed=0, **rest)
+
+
+@pytest.mark.parametrize("key", ["critic.fsdp", "actor_rollout_ref.actor.fsdp_config"])
+def test_what_an_engine_says_of_a_setting_without_effect_has_its_full_key(words, key):
+    _, path = words
+    whole = PPOTrainerConfig()
+    place(whole)
+    engine = functools.reduce(getattr, key.split("."), whole)
+    model = replace(whole.actor_rollout_ref.model, path=str(path), enable_activation_offload=True)
+    changed = replace(engine, param_offload=True, fsdp_size=2)
+    make_engine("plain", engine=changed, model=model, kind="causal_lm", optim=whole.critic.optim, device="cpu", seed=0)
+    assert {
+        f"{key}.param_offload",
+        f"{key}.fsdp_size",
+        "actor_rollout_ref.model.enable_activation_offload",
+    } <= set(notices())
+
+
+def test_errors_from_below_a_section_get_the_full_key(words):
+    _, path = words
+    whole = PPOTrainerConfig()
+    place(whole)
+    rl = replace(whole.actor_rollout_ref.model, path=str(path))
+    sft = load_config("sft_trainer", ["data.train_files=talks.parquet", f"model.path={path}"]).model
+    for model, key in ((rl, "actor_rollout_ref.model"), (sft, "model")):
+        for change, name in (
+            ({"override_config": {"no_such": 1}}, "override_config.no_such"),
+            ({"external_lib": "no_such_lib"}, "external_lib"),
+            ({"lora_rank": -1}, "lora_rank"),
+            ({"tiled_mlp.enabled": True, "tiled_mlp.num_shards": 0}, "tiled_mlp.num_shards"),
+        ):
+            with pytest.raises(ConfigError, match=rf"^{re.escape(f'{key}.{name}')}: "):
+                make_engine(
+                    "plain", engine=whole.critic.fsdp, model=replace(model, **change), kind="causal_lm", device="cpu"
+                )
+        for change, name in (({"custom_chat_template": "none.jinja"}, "custom_chat_template"), ({"path": "."}, "path"),
+                             ({"tokenizer_path": "./none"}, "tokenizer_path")):  # fmt: skip
+            with pytest.raises(ModelError, match=rf"^{re.escape(f'{key}.{name}')}: "):
+                tokenizer_of(replace(model, **change))
+
+
+def test_ulysses_that_does_not_divide_the_ranks_has_its_full_key():
+    whole = PPOTrainerConfig()
+    place(whole)
+    engine = replace(whole.critic.fsdp, ulysses_sequence_parallel_size=4)
+    with (
+        pytest.raises(ConfigError, match=r"^critic\.fsdp\.ulysses_sequence_parallel_size: 6 processes") as caught,
+        full_keys(engine),
+    ):
+        sequence_peers(Ranks(0, 6), engine.ulysses_sequence_parallel_size)
+    assert caught.value.allowed == [1, 2, 3, 6]
+
+
+def test_the_batch_generator_takes_the_keys_that_samplers_name(words):
+    _, path = words
+    given = ["data.path=rows.parquet", "data.output_path=out.parquet", f"actor_rollout_ref.model.path={path}"]
+    cfg = load_config("generation", [*given, "actor_rollout_ref.rollout.max_num_seqs=3"])
+    assert (cfg.model.path, cfg.rollout.max_num_seqs) == (str(path), 3)

@@ -66,8 +66,9 @@ class Loops:
         if name not in known and name != default_name(self.config):
             fix = suggest(name, known)
             if "." in name or ":" in name:
-                fix = "A row imports no code: name its class in the YAML file of rollout.agent.agent_loop_config_path, "
-                fix += "or set rollout.agent.default_agent_loop to it."
+                fix = "A row imports no code: name its class in the YAML file of "
+                fix += "actor_rollout_ref.rollout.agent.agent_loop_config_path, "
+                fix += "or set actor_rollout_ref.rollout.agent.default_agent_loop to it."
             raise ConfigError("unknown agent loop", key="agent_name", got=name, allowed=known, fix=fix)
         kwargs = dict(self._entries.get(name, {}))
         target = kwargs.pop("_target_", None)

@@ -48,6 +48,7 @@ class Job:
         max_prompt_length, truncation: what happens to longer ones, as in `RLHFDataset`.
         sampling: of every answer.
         identity: what else the answers depend on (model, engine), for a run that goes on.
+        files_key, length_key: the settings of ``files`` and ``max_prompt_length``, for messages.
     """
 
     files: str | Sequence[str]
@@ -59,6 +60,8 @@ class Job:
     max_prompt_length: int = 1536
     truncation: str = "left"
     identity: Mapping[str, Any] = None  # type: ignore[assignment]
+    files_key: str = "data.path"
+    length_key: str = "rollout.prompt_length"
 
     def fingerprint(self, table: pa.Table) -> dict[str, Any]:
         """The settings on which the answers depend.
@@ -90,7 +93,7 @@ def generate_file(job: Job, sampler: Sampler, tokenizer: Any) -> Path:
             settings lies beside it.
         RolloutError: a prompt was refused (it is named), or the engine is lost; what is done so far is kept.
     """
-    table, _ = read_files(job.files, required=[job.prompt_key], key="data.path", column_key="data.prompt_key")
+    table, _ = read_files(job.files, required=[job.prompt_key], key=job.files_key, column_key="data.prompt_key")
     settings = {"prompt_key": job.prompt_key, "max_prompt_length": job.max_prompt_length, "truncation": job.truncation}
     prompts = RLHFDataset(job.files, tokenizer, settings)
     output = Path(job.output)
@@ -120,7 +123,7 @@ async def _answer_all(job: Job, sampler: Sampler, tokenizer: Any, prompts: RLHFD
             for number in left:
                 prompt = prompts[number]["raw_prompt_ids"]
                 if len(prompt) == job.max_prompt_length and job.truncation != "error":
-                    notice("rollout.prompt_length", f"prompt {number} and perhaps others: cut to {len(prompt)} tokens")
+                    notice(job.length_key, f"prompt {number} and perhaps others: cut to {len(prompt)} tokens")
                 done.add(number, await _answer(job, sampler, tokenizer, prompt, number))
                 finished.put_nowait(number)
         except RolloutError as error:

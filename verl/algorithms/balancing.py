@@ -120,7 +120,7 @@ def balance_within_mini_batches(
                 f"a mini-batch of {len(piece)} rows cannot be dealt out evenly to {num_ranks} data-parallel ranks",
                 key="actor_rollout_ref.actor.ppo_mini_batch_size",
                 got=len(piece),
-                allowed=f"a multiple of {num_ranks} rows (prompts x rollout.n)",
+                allowed=f"a multiple of {num_ranks} rows (prompts x actor_rollout_ref.rollout.n)",
             )
         units = _whole_groups(group_ids[start : start + len(piece)], num_ranks) if group_ids is not None else None
         units = units or [[row] for row in range(len(piece))]

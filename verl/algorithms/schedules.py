@@ -201,7 +201,7 @@ def build_schedule(optimizer: Optimizer, optim: Any, total_training_steps: int) 
         )
     raise ConfigError(
         "unknown learning-rate schedule",
-        key="optim.lr_scheduler_type",
+        key="lr_scheduler_type",
         got=kind,
         allowed=SCHEDULES,
         fix=suggest(str(kind), SCHEDULES),

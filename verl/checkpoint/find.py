@@ -144,5 +144,5 @@ def _refuse_foreign(folder: Path) -> None:
         raise CheckpointError(
             f"this is a checkpoint in upstream's format ({shards[0].relative_to(folder)})",
             got=str(folder),
-            fix="Merge it to a Hugging Face folder for model.path, or choose another trainer.default_local_dir.",
+            fix="Merge it to a Hugging Face folder and train that, or choose another trainer.default_local_dir.",
         )

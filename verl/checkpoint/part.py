@@ -83,7 +83,7 @@ def read_part(folder: Path, contents: Sequence[str] = DEFAULT_CONTENTS) -> Engin
         if section not in scalars:
             raise CheckpointError(
                 f"the checkpoint holds no {section!r} of {folder.name!r}",
-                key="checkpoint.load_contents",
+                key="load_contents",
                 got=list(contents),
                 allowed=sorted(scalars),
                 fix="Leave it out of load_contents, or save it next time.",
@@ -98,7 +98,7 @@ def check_contents(contents: Sequence[str]) -> None:
         if name not in CONTENTS:
             raise ConfigError(
                 "unknown content of a checkpoint",
-                key="checkpoint.save_contents",
+                key="save_contents",
                 got=name,
                 allowed=CONTENTS,
                 fix=suggest(name, CONTENTS),

@@ -265,7 +265,7 @@ PPO_ALIASES = Aliases(PPO_MOVED, PPO_REMOVED, PPO_IGNORED)
 SFT_ALIASES = Aliases(SFT_MOVED, SFT_REMOVED, SFT_IGNORED)
 _NOT_TRAINED = "has no effect: batch generation trains nothing"
 GENERATION_ALIASES = Aliases(
-    {"rollout.tensor_parallel_size": _to("rollout.tensor_model_parallel_size"), "model.external_libs": _to("model.external_lib")},
+    {_R: _to("rollout"), _M: _to("model"), "rollout.tensor_parallel_size": _to("rollout.tensor_model_parallel_size"), "model.external_libs": _to("model.external_lib")},
     {},
     {"actor": _NOT_TRAINED, "critic": _NOT_TRAINED, "ray_init": "has no effect: it runs in this process",
      "ray_kwargs": "has no effect: it runs in this process", "hydra": PPO_IGNORED["hydra"]},

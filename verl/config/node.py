@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from verl.errors import VerlError
+
 N = TypeVar("N", bound="ConfigNode")
 
 
@@ -166,6 +168,35 @@ def place(node: ConfigNode, path: str = "", typed: frozenset[str] = frozenset())
             place(value, key, typed)
         elif key in typed:
             object.__setattr__(node, "_typed", (*node.__dict__.get("_typed", ()), name))
+
+
+def key_of(section: Any, name: str) -> str:
+    """The dotted key of a setting of ``section`` in this program; of a section that was built by hand, the name alone.
+
+    Example:
+        >>> key_of(cfg.critic.fsdp, "param_offload")
+        'critic.fsdp.param_offload'
+    """
+    return f"{getattr(section, '_path', '')}.{name}".removeprefix(".")
+
+
+@contextmanager
+def full_keys(*sections: Any) -> Iterator[None]:
+    """An error of the block whose key is that of a setting inside one of these sections gets the full key, see `key_of`.
+
+    So code below the sections names a setting by its last name, whatever program it serves.
+    """
+    try:
+        yield
+    except VerlError as error:
+        head = (error.key or "").partition(".")[0]
+        owner = next((node for node in sections if isinstance(node, ConfigNode) and head in node), None)
+        if owner is None or error.key is None:
+            raise
+        named = type(error)(
+            error.message, key=key_of(owner, error.key), got=error.got, allowed=error.allowed, fix=error.fix
+        )
+        raise named.with_traceback(error.__traceback__) from error.__cause__
 
 
 def was_typed(node: ConfigNode, name: str) -> bool:

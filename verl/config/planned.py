@@ -49,12 +49,13 @@ def check_built(leaf: Leaf, value: Any, usual: list[Any]) -> ConfigError | None:
     if leaf.planned is None or value in usual:
         return None
     default, engines = usual[0], " or ".join(leaf.engines)
+    above = leaf.key.partition("rollout.")[0]
     return NotBuiltError(
         f"not built for this sampler: {leaf.planned}" if engines else f"not built yet: {leaf.planned}",
         key=leaf.key,
         got=value,
         allowed="null" if default is None else f"{default!r}",
-        fix=f"It works with rollout.name={engines}." if engines else INSTEAD.get(leaf.planned, "Leave it out."),
+        fix=f"It works with {above}rollout.name={engines}." if engines else INSTEAD.get(leaf.planned, "Leave it out."),
     )
 
 

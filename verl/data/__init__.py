@@ -19,6 +19,7 @@ _HOMES = {
     "eos_token_ids": "verl.data.tokenizer",
     "hf_processor": "verl.data.tokenizer",
     "hf_tokenizer": "verl.data.tokenizer",
+    "tokenizer_of": "verl.data.tokenizer",
     "normalize_token_ids": "verl.data.tokenizer",
 }
 __all__ = list(_HOMES)

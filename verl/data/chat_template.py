@@ -51,9 +51,9 @@ class ChatTemplate:
         if not tokenizer.chat_template:
             raise ModelError(
                 "the tokenizer has no chat template, so messages cannot be turned into a prompt",
-                key="model.custom_chat_template",
+                key="custom_chat_template",
                 got=tokenizer.name_or_path,
-                fix="Set it (actor_rollout_ref.model.custom_chat_template in main_ppo) to a Jinja template or a file.",
+                fix="Set it in the model's section to a Jinja template or a file.",
             )
         self.tokenizer = tokenizer
         self.kwargs = dict(kwargs or {})
@@ -123,7 +123,7 @@ class ChatTemplate:
             bare, prompt = self.render(asked), self.render(asked, add_generation_prompt=True)
             whole = self.render([*asked, {"role": ASSISTANT, "content": MARK}])
         except TemplateRunsAway as failure:
-            key = "model.custom_chat_template"
+            key = "custom_chat_template"
             raise ModelError(failure.message, key=key, got=self.tokenizer.name_or_path) from failure
         except DataError:
             return  # a template that needs more than this speaks for itself when it meets a row
@@ -131,7 +131,7 @@ class ChatTemplate:
         if prompt == bare and header.strip():
             raise ModelError(
                 f"the chat template has no generation prompt, but writes {header!r} before an answer",
-                key="model.custom_chat_template",
+                key="custom_chat_template",
                 got=self.tokenizer.name_or_path,
                 fix="Give it one: {% if add_generation_prompt %}"
                 + header.replace("\n", "\\n")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from verl import env
+from verl.config.node import full_keys
 from verl.errors import ModelError
 from verl.metrics import notice
 from verl.storage import copy_to_local, expand, is_hub_name, is_remote, missing_path
@@ -25,7 +26,7 @@ def hf_tokenizer(
     correct_gemma2: bool = True,
     *,
     custom_chat_template: str | None = None,
-    key: str = "model.path",
+    key: str = "name_or_path",
     **kwargs: Any,
 ) -> Any:
     """The tokenizer of a model folder or a hub name.
@@ -66,7 +67,19 @@ def hf_tokenizer(
     return tokenizer
 
 
-def hf_processor(name_or_path: str | Path, *, key: str = "model.path", **kwargs: Any) -> Any | None:
+def tokenizer_of(model: Any) -> Any:
+    """The tokenizer of a ``model`` section: of its tokenizer_path, or of its path. Errors name these settings."""
+    chosen = "tokenizer_path" if model.tokenizer_path else "path"
+    with full_keys(model):
+        return hf_tokenizer(
+            model[chosen],
+            key=chosen,
+            trust_remote_code=model.trust_remote_code,
+            custom_chat_template=model.custom_chat_template,
+        )
+
+
+def hf_processor(name_or_path: str | Path, *, key: str = "name_or_path", **kwargs: Any) -> Any | None:
     """The image and video processor of a model, or None for a model that reads only text."""
     source = _source(name_or_path, key)
     folder = Path(source)
@@ -168,7 +181,7 @@ def _template_text(template: str) -> str:
         return template
     path = Path(expand(template))
     if not path.is_file():
-        raise missing_path(path, error=ModelError, key="model.custom_chat_template")
+        raise missing_path(path, error=ModelError, key="custom_chat_template")
     return path.read_text(encoding="utf-8")
 
 

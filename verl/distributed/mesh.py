@@ -58,7 +58,7 @@ def data_parallel_mesh(ranks: Ranks, device: str, fsdp_size: int = -1) -> Device
     if ranks.size % size:
         raise ConfigError(
             f"the {ranks.size} processes do not divide into shard groups of this size",
-            key="fsdp_config.fsdp_size",
+            key="fsdp_size",
             got=fsdp_size,
             allowed=[d for d in range(1, ranks.size + 1) if ranks.size % d == 0],
             fix="-1 shards over all of them.",

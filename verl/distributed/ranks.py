@@ -158,7 +158,7 @@ class Ranks:
             raise WorkerError(
                 f"rank {self.rank} of {self.size} waited for the others in vain: {first}",
                 fix="A rank ended or is stuck: the first traceback among the logs of all ranks is the cause "
-                "(actor_rollout_ref.nccl_timeout is how long is waited).",
+                "(main_ppo waits for actor_rollout_ref.nccl_timeout seconds).",
             ) from error
 
 

@@ -62,9 +62,11 @@ class HostActivations:
         return tensor.dim() != 2 or not {tensor.shape, tensor.shape[::-1]} & self.shapes
 
 
-def host_activations(asked: bool, parameters: Iterable[nn.Parameter], device: str) -> HostActivations | None:
-    """As ``model.enable_activation_offload`` asks; None where activations stay."""
+def host_activations(
+    asked: bool, parameters: Iterable[nn.Parameter], device: str, key: str = "enable_activation_offload"
+) -> HostActivations | None:
+    """Where activations are moved (``asked`` for by the setting ``key``); None where they stay."""
     if asked and device == "cpu":
-        notice("model.enable_activation_offload", "has no effect on a CPU: activations are in host memory anyway")
+        notice(key, "has no effect on a CPU: activations are in host memory anyway")
         return None
     return HostActivations(parameters, device) if asked else None

@@ -18,7 +18,7 @@ from verl.distributed.experts import ExpertExchange
 from verl.distributed.mesh import new_mesh
 from verl.errors import ConfigError
 
-KEY = "fsdp_config.expert_parallel_size"
+KEY = "expert_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ExpertRanks:
                 f"{ranks.size} processes cannot share the experts evenly", key=KEY, got=size, allowed=allowed
             )
         if whole.ndim > 1:
-            fix = "Leave fsdp_config.fsdp_size out."
+            fix = "Leave fsdp_size out."
             raise ConfigError("experts cannot be shared beside hybrid sharding", key=KEY, got=size, fix=fix)
         mesh = new_mesh(device, (ranks.size // size, size), ("same_experts", "experts"))
         same, experts = mesh.mesh_dim_names or ()

@@ -62,7 +62,7 @@ class TokenForward:
         if not works:
             raise EngineError(
                 f"the fused LM head does not give the log-probs of {type(self.model).__name__}'s own head",
-                key="actor_rollout_ref.model.use_fused_kernels",
+                key="use_fused_kernels",
                 fix="Set it to false.",
             )
         return fused
@@ -75,7 +75,7 @@ class TokenForward:
             works = attention.enable(self.model, self.device)
         if not works:
             notice(
-                "actor_rollout_ref.model.use_remove_padding",
+                passes.packed_key,
                 f"{type(unwrapped(self.model)).__name__} cannot be packed (something but attention looks from "
                 "token to token, or its attention is its own): rows are padded, and prompts are not shared",
             )

@@ -61,7 +61,7 @@ class FSDPEngine(ShardedEngine):
         if engine.tensor_parallel_size > 1:
             raise NotBuiltError(
                 "linear maps are shared among processes with strategy=fsdp2 only",
-                key="fsdp_config.tensor_parallel_size",
+                key="tensor_parallel_size",
                 got=engine.tensor_parallel_size,
                 fix="Set strategy=fsdp2.",
             )
@@ -77,9 +77,9 @@ class FSDPEngine(ShardedEngine):
         self.silence = ExitStack()
         offload = layout.offload and layout.device != "cpu"
         if layout.offload and not offload:
-            notice("fsdp_config.offload_policy", "has no effect with strategy=fsdp on a CPU: weights live there anyway")
+            notice(layout.offload_key, "has no effect with strategy=fsdp on a CPU: weights live there anyway")
         if offload and not self.sync_once:
-            notice("fsdp_config.offload_policy", "with strategy=fsdp gradients are reduced once per optimizer step")
+            notice(layout.offload_key, "with strategy=fsdp gradients are reduced once per optimizer step")
             self.sync_once = True
         chosen: dict[nn.Module, Any] = dict.fromkeys(units.values(), True)
         if self.experts is not None:

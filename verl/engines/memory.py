@@ -26,7 +26,8 @@ def told(micro: MicroBatch) -> Iterator[None]:
             f"out of memory in a micro-batch of {len(micro.index)} rows and {micro.input_ids.numel()} tokens "
             f"({micro.labels.numel()} of them predicted): {str(error).strip().splitlines()[0] if str(error) else ''}",
             fix="Lower ppo_micro_batch_size_per_gpu (or ppo_max_token_len_per_gpu with use_dynamic_bsz), set "
-            "model.enable_gradient_checkpointing=true, or shorten responses. No result depends on the first two.",
+            "enable_gradient_checkpointing=true in the model's section, or shorten responses. No "
+            "result depends on the first two.",
         ) from error
 
 

@@ -131,7 +131,7 @@ def _optimizer_class(module_name: str, class_name: str) -> type[Optimizer]:
         if error.name and not module_name.startswith(error.name):
             raise  # the module exists and lacks something itself: that traceback is the message
         raise ConfigError(
-            "no such module", key="optim.optimizer_impl", got=module_name, fix="Is it installed? Default: torch.optim."
+            "no such module", key="optimizer_impl", got=module_name, fix="Is it installed? Default: torch.optim."
         ) from error
     classes = sorted(
         name for name, thing in vars(module).items() if inspect.isclass(thing) and issubclass(thing, Optimizer)
@@ -139,7 +139,7 @@ def _optimizer_class(module_name: str, class_name: str) -> type[Optimizer]:
     if class_name not in classes:
         raise ConfigError(
             f"{module_name} has no such optimizer",
-            key="optim.optimizer",
+            key="optimizer",
             got=class_name,
             allowed=[name for name in classes if name != "Optimizer"],
             fix=suggest(class_name, classes),
@@ -154,7 +154,7 @@ def _check_override(cls: type[Optimizer], override: Mapping[str, Any], accepted:
     if unknown:
         raise ConfigError(
             f"{cls.__name__} takes no such argument",
-            key=f"optim.override_optimizer_config.{unknown[0]}",
+            key=f"override_optimizer_config.{unknown[0]}",
             allowed=[name for name in accepted if name not in ("self", "params")],
             fix=suggest(unknown[0], accepted),
         )

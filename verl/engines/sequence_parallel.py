@@ -38,7 +38,7 @@ def sequence_peers(ranks: Ranks, size: int) -> Ranks:
     if ranks.size % size:
         raise ConfigError(
             f"{ranks.size} processes do not divide into groups that share a sequence",
-            key=f"fsdp_config.{KEY}",
+            key=KEY,
             got=size,
             allowed=[d for d in range(1, ranks.size + 1) if ranks.size % d == 0],
         )
@@ -52,7 +52,7 @@ def check_heads(config: Any, size: int) -> None:
     if heads % size:
         raise ConfigError(
             f"the model's {heads} attention heads cannot be shared evenly by {size} processes",
-            key=f"fsdp_config.{KEY}",
+            key=KEY,
             got=size,
             allowed=[d for d in range(1, heads + 1) if heads % d == 0],
         )
@@ -67,9 +67,9 @@ class SequenceForward(TokenForward):
         if not self.passes.packed:
             raise ConfigError(
                 "sequence parallelism needs packed rows, which are off or which this model does not allow",
-                key=f"fsdp_config.{KEY}",
+                key=KEY,
                 got=peers.size,
-                fix="Set model.use_remove_padding=true, or the size to 1.",
+                fix="Set use_remove_padding=true in the model's section, or the size to 1.",
             )
 
     def __call__(self, micro: MicroBatch, outputs: Any, temperature: float = 1.0) -> dict[str, Tensor]:

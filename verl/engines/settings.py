@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from verl.config.node import key_of
 from verl.device import torch_dtype
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
@@ -23,6 +24,7 @@ class PassSettings:
         entropy_chunk: rows of logits per piece of the entropy (``entropy_from_logits_with_chunking``), None all.
         entropy_again: the entropy is computed again in the backward pass (``entropy_checkpointing``).
         multiple: packed rows get padding until their tokens are a multiple of it (``pad_to_length``).
+        packed_key: the setting behind ``packed``, for messages.
     """
 
     packed: bool = True
@@ -31,6 +33,7 @@ class PassSettings:
     entropy_chunk: int | None = None
     entropy_again: bool = False
     multiple: int = 1
+    packed_key: str = "use_remove_padding"
 
     @classmethod
     def of(cls, model: Any, engine: Any, share_prompts: bool = False) -> PassSettings:
@@ -40,9 +43,12 @@ class PassSettings:
         pads, bucket = engine.pad_to_length, engine.pad_to_length_bucket
         multiple = bucket if pads else 1
         if multiple < 1:
-            raise ConfigError("a bucket has at least one token", key="fsdp_config.pad_to_length_bucket", got=multiple)
+            raise ConfigError(
+                "a bucket has at least one token", key=key_of(engine, "pad_to_length_bucket"), got=multiple
+            )
         if multiple > 1 and not model.use_remove_padding:
-            notice("fsdp_config.pad_to_length", "has no effect on padded rows: set model.use_remove_padding=true")
+            why = f"has no effect on padded rows: set {key_of(model, 'use_remove_padding')}=true"
+            notice(key_of(engine, "pad_to_length"), why)
         return cls(
             packed=bool(model.use_remove_padding),
             share_prompts=share_prompts and bool(model.use_remove_padding),
@@ -50,6 +56,7 @@ class PassSettings:
             entropy_chunk=rows if chunked else None,
             entropy_again=bool(engine.entropy_checkpointing),
             multiple=multiple,
+            packed_key=key_of(model, "use_remove_padding"),
         )
 
 
@@ -70,7 +77,7 @@ def check_settings(engine: Any, trains: bool, device: str) -> None:
     if trains and compute_dtype(engine.dtype, device) == torch.float16:
         raise NotBuiltError(
             "training in float16 needs loss scaling, which is not built yet",
-            key="fsdp_config.dtype",
+            key=key_of(engine, "dtype"),
             fix="Use bfloat16.",
         )
     if engine.full_determinism:
@@ -97,21 +104,21 @@ def tell_sharding_settings(engine: Any) -> None:
     """One notice per setting of a sharded backend that a whole model on one device leaves without effect."""
     why = "has no effect on the plain engine: use strategy=fsdp2 with several processes"
     for name in (name for name, usual in SHARDING_SETTINGS.items() if engine[name] != usual):
-        notice(f"fsdp_config.{name}", why)
+        notice(key_of(engine, name), why)
     for name, what in SHARED.items():
         if engine[name] > 1:
             raise ConfigError(
                 f"one process cannot share its {what} with others",
-                key=f"fsdp_config.{name}",
+                key=key_of(engine, name),
                 got=engine[name],
                 fix="Run several processes with strategy=fsdp2, or leave it out.",
             )
     if engine.wrap_policy.min_num_params:
-        notice("fsdp_config.wrap_policy.min_num_params", why)
+        notice(key_of(engine.wrap_policy, "min_num_params"), why)
 
 
 def tell_without_effect(engine: Any, usual: dict[str, Any], why: str) -> None:
     """One notice per setting that is not as usual on a backend that does not know it."""
     for name, value in usual.items():
         if engine[name] != value:
-            notice(f"fsdp_config.{name}", f"has no effect with this strategy: {why}")
+            notice(key_of(engine, name), f"has no effect with this strategy: {why}")

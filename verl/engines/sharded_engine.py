@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl import distributed
+from verl.config.node import key_of
 from verl.distributed import Ranks, data_parallel_mesh
 from verl.distributed.cuts import Cut
 from verl.distributed.shards import mirror
@@ -160,7 +161,7 @@ class ShardedEngine(TorchEngine):
     def _wants_compiling(self, engine: Any) -> bool:
         """Only where asked for, and not where layers exchange tokens or sums inside."""
         if engine.use_torch_compile and (engine.expert_parallel_size > 1 or engine.tensor_parallel_size > 1):
-            notice("fsdp_config.use_torch_compile", "has no effect beside expert or tensor parallelism")
+            notice(key_of(engine, "use_torch_compile"), "has no effect beside expert or tensor parallelism")
             return False
         return bool(engine.use_torch_compile)
 
@@ -269,6 +270,6 @@ def refuse_adapted_tensors(model: nn.Module) -> None:
     if found:
         raise NotBuiltError(
             f"an adapter on {found[0]} is not built yet with strategy=fsdp, or where experts or linear maps are shared",
-            key="actor_rollout_ref.model.target_modules",
+            key="target_modules",
             fix="Name linear modules, such as [q_proj,k_proj,v_proj,o_proj]; or use strategy=fsdp2 alone.",
         )

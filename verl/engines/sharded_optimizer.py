@@ -56,7 +56,7 @@ def build_flat_optimizer(parameters: Iterable[nn.Parameter], optim: Any, device:
 def _refusal(optim: Any, why: str) -> ConfigError:
     return ConfigError(
         f"this optimizer does not work on sharded weights: {why}",
-        key="optim.optimizer",
+        key="optimizer",
         got=optim.optimizer,
         fix="Adam, AdamW, SGD and most others do; strategy=plain trains with any on one device.",
     )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from verl.config.node import key_of
 from verl.metrics import notice
 from verl.models.layers import transformer_layers
 from verl.models.weights import loose_tensors
@@ -34,6 +35,7 @@ class Layout:
         prefetch: gather the next unit while one computes.
         min_num_params: a unit is what has that many parameters; 0 takes transformer layers.
         original_parameters: FSDP shows the original parameters to the optimizer, not one flat one per unit.
+        offload_key: the setting behind ``offload``, for messages.
     """
 
     mesh: DeviceMesh
@@ -44,6 +46,7 @@ class Layout:
     prefetch: bool = False
     min_num_params: int = 0
     original_parameters: bool = False
+    offload_key: str = "offload_policy"
 
     @classmethod
     def of(cls, engine: Any, mesh: DeviceMesh, device: str, dtype: torch.dtype) -> Layout:
@@ -57,6 +60,7 @@ class Layout:
             prefetch=engine.forward_prefetch,
             min_num_params=engine.wrap_policy.min_num_params,
             original_parameters=engine.use_orig_params,
+            offload_key=key_of(engine, "offload_policy"),
         )
 
     @property

@@ -84,7 +84,7 @@ class TensorForward(TokenForward):
         if error > (TOLERANCE if self.dtype == torch.float32 and self.model.dtype == torch.float32 else 0.05):
             raise EngineError(
                 f"the fused LM head does not give the log-probs of {type(self.model).__name__}'s own head",
-                key="actor_rollout_ref.model.use_fused_kernels",
+                key="use_fused_kernels",
                 fix="Set it to false.",
             )
 

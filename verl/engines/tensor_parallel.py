@@ -20,7 +20,7 @@ from verl.engines.sharding import unit_of
 from verl.errors import ConfigError, NotBuiltError
 from verl.models.tensor_parallel import Cutter
 
-KEY = "fsdp_config.tensor_parallel_size"
+KEY = "tensor_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class TensorRanks:
                 f"{ranks.size} processes cannot share linear maps evenly", key=KEY, got=size, allowed=allowed
             )
         if 0 < engine.fsdp_size < ranks.size:
-            fix = "Leave fsdp_config.fsdp_size out."
+            fix = "Leave fsdp_size out."
             raise ConfigError("linear maps cannot be shared beside hybrid sharding", key=KEY, got=size, fix=fix)
         for other in ("ulysses_sequence_parallel_size", "expert_parallel_size"):
             if engine[other] > 1:
-                fix = f"Set one of it and fsdp_config.{other} to 1."
+                fix = f"Set one of it and {other} to 1."
                 raise NotBuiltError(f"tensor parallelism beside {other} is not built yet", key=KEY, got=size, fix=fix)
         mesh = new_mesh(device, (ranks.size // size, size), ("same_parts", "parts"))
         same, parts = mesh.mesh_dim_names or ()

@@ -27,6 +27,7 @@ from verl.algorithms.schedules import build_schedule
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.state import EngineState, prefixed
 from verl.checkpoint.tensors import write_tensors
+from verl.config.node import key_of
 from verl.device import torch_dtype
 from verl.distributed import Ranks
 from verl.distributed.metrics import merged
@@ -135,7 +136,10 @@ class TorchEngine(Engine):
             compile_layers(unwrapped(self.model))
         self.routers = RouterStatistics(self.model)
         self.activations = host_activations(
-            model.enable_activation_offload and optim is not None, self.blueprint.parameters(), device
+            model.enable_activation_offload and optim is not None,
+            self.blueprint.parameters(),
+            device,
+            key_of(model, "enable_activation_offload"),
         )
         self.optimizer = self.scheduler = None
         if optim is not None:
@@ -151,7 +155,7 @@ class TorchEngine(Engine):
         self.idle = {"params": engine.param_offload, "optimizer": engine.optimizer_offload}
         if engine.param_offload and device == "cpu":
             notice(
-                "fsdp_config.param_offload",
+                key_of(engine, "param_offload"),
                 "has no effect on a CPU: the sampler reads the same weights; optimizer_offload has one",
             )
         self._waiting = StateInFile()

@@ -22,6 +22,9 @@ _OF_A_FILE = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeErr
 _NOT_CONFIG = ("attn_implementation", "model_config")  # taken by our own loader, not attributes of the configuration
 
 
+_TRUST = "set trust_remote_code=true in the model's section"
+
+
 def load_model_config(
     path: str,
     *,
@@ -64,7 +67,7 @@ def _refuse_foreign_kernels(config: Any, where: str) -> None:
                     f"its config.json names code of the hub as {name.lstrip('_')}",
                     got=value,
                     key=where,
-                    fix="Take it out of config.json. If you trust it: model.trust_remote_code=True.",
+                    fix=f"Take it out of config.json. If you trust it, {_TRUST}.",
                 )
 
 
@@ -78,7 +81,7 @@ def apply_overrides(config: Any, override: Mapping[str, Any], strict: bool = Tru
         if strict and key not in known:
             raise ConfigError(
                 f"the configuration of a {config.model_type} model has no such attribute",
-                key=f"model.override_config.{key}",
+                key=f"override_config.{key}",
                 fix=suggest(key, known),
             )
         current = known.get(key)
@@ -111,7 +114,7 @@ def import_external(external_lib: str | None) -> None:
             if error.name and not name.strip().startswith(error.name):
                 raise  # the person's module exists and lacks something: that traceback is the message
             raise ConfigError(
-                "no such module", key="model.external_lib", got=name, fix="Is its folder on PYTHONPATH?"
+                "no such module", key="external_lib", got=name, fix="Is its folder on PYTHONPATH?"
             ) from error
 
 
@@ -132,7 +135,11 @@ def readable_errors(where: str) -> Iterator[None]:
         if isinstance(error, ModelError | ConfigError):
             raise
         first = str(error).strip().split("\n")[0] or type(error).__name__
-        fix = "If you trust its code: model.trust_remote_code=True." if "trust_remote_code" in str(error) else ""
+        fix = (
+            "If you trust its code, set trust_remote_code=true in the model's section."
+            if "trust_remote_code" in str(error)
+            else ""
+        )
         raise ModelError(f"this model cannot be loaded: {first}", got=where, fix=fix) from error
 
 

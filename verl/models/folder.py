@@ -37,7 +37,7 @@ def resolve(path: str | Path) -> str:
     raise ModelError(
         "there is no such folder",
         got=str(path),
-        fix="Set model.path to a folder in Hugging Face format, or to a hub id such as 'Qwen/Qwen2.5-0.5B'.",
+        fix="Give a folder in Hugging Face format, or to a hub id such as 'Qwen/Qwen2.5-0.5B'.",
     )
 
 
@@ -66,7 +66,7 @@ def _check_files(folder: Path) -> None:
         raise ModelError(
             f"this folder holds the weights of a model and a LoRA adapter ({ADAPTER})",
             got=str(folder),
-            fix="Move the adapter into a folder of its own and name that as model.lora_adapter_path, or delete it.",
+            fix="Move the adapter into a folder of its own, which lora_adapter_path of the model names, or delete it.",
         )
     read = weight_files(folder)
     for file in read:
@@ -167,7 +167,7 @@ def _problem_of_index(folder: Path, name: str) -> str:
 def _hint(folder: Path) -> str:
     inner = [p.parent for p in sorted(folder.glob("*/config.json")) + sorted(folder.glob("*/*/config.json"))]
     if (folder / ADAPTER).is_file():
-        return "It holds a LoRA adapter: set model.path to its base model and model.lora_adapter_path to this folder."
+        return "It holds a LoRA adapter: name its base model, and this folder as lora_adapter_path beside it."
     if inner:
         return f"Did you mean {str(inner[0])!r}?"
     return "A complete folder holds config.json, model.safetensors and the tokenizer's files."

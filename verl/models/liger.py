@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.errors import ConfigError, ModelError
 
-KEY = "actor_rollout_ref.model.use_liger"
+KEY = "use_liger"
 PACKAGE = "liger_kernel"
 
 

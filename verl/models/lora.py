@@ -23,7 +23,6 @@ from verl.json_text import read_json
 NAME = "default"
 PREFIX = "base_model.model."
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-KEY = "actor_rollout_ref.model"
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class LoraSettings:
     def of(cls, model: Any) -> LoraSettings | None:
         """None where all weights are trained."""
         if model.lora_rank < 0:
-            raise ConfigError("the rank of an adapter is positive", key=f"{KEY}.lora_rank", got=model.lora_rank)
+            raise ConfigError("the rank of an adapter is positive", key="lora_rank", got=model.lora_rank)
         targets, excluded = model.target_modules, model.exclude_modules
         found = cls(
             rank=model.lora_rank,
@@ -80,7 +79,7 @@ def add_adapter(model: Any, settings: LoraSettings, seed: int, also: nn.Module |
         if settings.rank not in (0, config.r):
             raise ConfigError(
                 "the adapter to go on from has another rank",
-                key=f"{KEY}.lora_rank",
+                key="lora_rank",
                 got=settings.rank,
                 allowed=f"{config.r}, or leave it out",
             )
@@ -96,7 +95,7 @@ def add_adapter(model: Any, settings: LoraSettings, seed: int, also: nn.Module |
     except ValueError as error:
         raise ConfigError(
             f"no adapter can be put on {type(model).__name__}: {str(error).splitlines()[0]}",
-            key=f"{KEY}.target_modules",
+            key="target_modules",
             got=settings.target_modules,
         ) from error
     if also is not None:
@@ -117,12 +116,10 @@ def read_adapter(path: str | Path) -> tuple[Any, dict[str, Tensor]]:
     folder = Path(env.expand(str(path)))
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
-            raise ModelError(
-                f"this folder is no adapter: it has no {name}", key=f"{KEY}.lora_adapter_path", got=str(path)
-            )
+            raise ModelError(f"this folder is no adapter: it has no {name}", key="lora_adapter_path", got=str(path))
     kind = read_json((folder / CONFIG_FILE).read_text(encoding="utf-8")).get("peft_type")
     if kind != "LORA":
-        raise ModelError("this adapter is no LoRA adapter", key=f"{KEY}.lora_adapter_path", got=kind, allowed="LORA")
+        raise ModelError("this adapter is no LoRA adapter", key="lora_adapter_path", got=kind, allowed="LORA")
     return LoraConfig.from_pretrained(str(folder)), load_file(folder / WEIGHTS_FILE)
 
 
@@ -239,7 +236,7 @@ def _check_names(model: nn.Module, config: Any) -> None:
             if not any(name == wanted or name.endswith(f".{wanted}") for name in linear):
                 raise ConfigError(
                     f"no linear module of {type(model).__name__} has this name",
-                    key=f"{KEY}.{key}",
+                    key=key,
                     got=wanted,
                     allowed=ends,
                     fix=suggest(wanted, ends),

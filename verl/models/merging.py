@@ -68,8 +68,8 @@ def merge(source: str | Path, target: str | Path, trust_remote_code: bool = Fals
         raise ModelError(
             "this checkpoint is Megatron's own, whose index is a pickle: it could run any code, so it is not loaded",
             got=str(source),
-            fix="Where it was written, save its Hugging Face weights: checkpoint.save_contents=[model,hf_model], or "
-            "upstream's merger with --backend megatron. That folder is a model.path here.",
+            fix="Where it was written, save its Hugging Face weights: save_contents=[model,hf_model], or "
+            "upstream's merger with --backend megatron. That folder is a model here.",
         )
     roles = sorted(f"{path.parent.name}" for path in folder.glob("*/huggingface"))
     hint = f"Name one of its roles: {', '.join(roles)}." if roles else "Give the role's folder: global_step_N/actor."

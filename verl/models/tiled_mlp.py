@@ -20,7 +20,7 @@ from verl.errors import ConfigError
 from verl.metrics import notice
 from verl.models.layers import transformer_layers
 
-KEY = "actor_rollout_ref.model.tiled_mlp"
+KEY = "tiled_mlp"
 NAMES = ("mlp", "feed_forward", "shared_expert", "shared_experts")
 """What families call them, in a layer or beside the experts of a mixture."""
 

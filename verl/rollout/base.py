@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from verl.config.node import key_of
 from verl.errors import RolloutError
 from verl.metrics import notice
 from verl.weight_sync.chunks import WeightChunk
@@ -206,8 +207,8 @@ def check_request(request: Request, *, vocab_size: int, max_model_len: int) -> N
             key="max_tokens",
             got=total,
             allowed=f"at most {max_model_len}",
-            fix="Lower rollout.prompt_length or rollout.response_length (in training they follow "
-            "data.max_prompt_length and data.max_response_length), or raise rollout.max_model_len if it is set.",
+            fix="Lower prompt_length or response_length of the rollout section (in training they follow "
+            "data.max_prompt_length and data.max_response_length), or raise its max_model_len if it is set.",
         )
     if request.sample_index < 0:
         raise RolloutError("a sample index counts from 0", key="sample_index", got=request.sample_index)
@@ -223,7 +224,7 @@ def tell_of_context(rollout: Any, max_model_len: int) -> None:
     if wanted > max_model_len:
         error = f"a prompt of more than {left} tokens" if left > 0 else f"a response of {rollout.response_length}"
         notice(
-            "rollout.response_length",
+            key_of(rollout, "response_length"),
             f"the context of the sampler is {max_model_len} tokens: {error} will be an error, yet prompt_length and "
             f"response_length allow {wanted} in sum",
         )

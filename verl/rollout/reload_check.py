@@ -18,7 +18,7 @@ from verl.errors import RolloutError
 TOLERANCE = 1e-3
 """Largest change of a log-prob that is no fault."""
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
-FIX = "Set rollout.name=hf for this model."
+FIX = "Set actor_rollout_ref.rollout.name=hf for this model."
 
 
 def probe_tokens(vocab_size: int, count: int = 16) -> list[int]:

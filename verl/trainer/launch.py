@@ -47,16 +47,12 @@ def run(config: Any, build: Build, ranks: Ranks | None = None) -> None:
 
 
 def _fit(config: Any, build: Build, ctx: Any) -> None:
-    from verl.data import hf_tokenizer
+    from verl.data import tokenizer_of
     from verl.trainer import runtime
 
     model = config.model
     ctx.only_main(lambda: runtime.check_folder(config))
-    tokenizer = hf_tokenizer(
-        model.tokenizer_path or model.path,
-        trust_remote_code=model.trust_remote_code,
-        custom_chat_template=model.custom_chat_template,
-    )
+    tokenizer = tokenizer_of(model)
     build(config, tokenizer, ctx).fit()
 
 

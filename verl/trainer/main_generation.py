@@ -18,7 +18,7 @@ def run_generation(config: GenerationConfig) -> str:
     """Run a checked configuration; returns the path of the output."""
     from verl import device
     from verl.agent_loop.generation import Job, generate_file, model_identity, sampling_of
-    from verl.data import hf_tokenizer
+    from verl.data import tokenizer_of
     from verl.registry import SAMPLERS
     from verl.storage import copy_to_local
     from verl.trainer import runtime
@@ -26,11 +26,7 @@ def run_generation(config: GenerationConfig) -> str:
     runtime.start(config.trainer.seed)
     path = copy_to_local(config.model.path, use_shm=config.model.use_shm, error=ModelError, key="model.path")
     model = replace(config.model, path=path)
-    tokenizer = hf_tokenizer(
-        model.tokenizer_path or path,
-        trust_remote_code=model.trust_remote_code,
-        custom_chat_template=model.custom_chat_template,
-    )
+    tokenizer = tokenizer_of(model)
     on = device.resolve_device(config.trainer.device)
     # The length of an answer bounds what the engine must hold; log-probs are not written.
     rollout = replace(config.rollout, calculate_log_probs=False)

@@ -30,7 +30,7 @@ def run_generation_server(config: PPOTrainerConfig, output: str, argv: list[str]
     from verl import device
     from verl.agent_loop.generation import Job, generate_file, model_identity, sampling_of
     from verl.agent_loop.served import served
-    from verl.data import hf_tokenizer
+    from verl.data import tokenizer_of
     from verl.storage import copy_to_local
     from verl.trainer import runtime
 
@@ -40,11 +40,7 @@ def run_generation_server(config: PPOTrainerConfig, output: str, argv: list[str]
         policy.model.path, use_shm=policy.model.use_shm, error=ModelError, key="actor_rollout_ref.model.path"
     )
     model, rollout = replace(policy.model, path=path), replace(policy.rollout, calculate_log_probs=False)
-    tokenizer = hf_tokenizer(
-        model.tokenizer_path or path,
-        trust_remote_code=model.trust_remote_code,
-        custom_chat_template=model.custom_chat_template,
-    )
+    tokenizer = tokenizer_of(model)
     job = Job(
         files=config.data.train_files,
         output=output,
@@ -53,6 +49,8 @@ def run_generation_server(config: PPOTrainerConfig, output: str, argv: list[str]
         sampling=sampling_of(rollout, tokenizer, config.data.max_response_length),
         prompt_key=config.data.prompt_key,
         max_prompt_length=config.data.max_prompt_length,
+        files_key="data.train_files",
+        length_key="data.max_prompt_length",
         truncation=config.data.truncation,
         identity={"model": model_identity(policy.model.path), "engine": rollout.name},
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, cast
 
-from verl.config import PPOTrainerConfig, load_config
+from verl.config import PPOTrainerConfig, load_config, replace
 from verl.data.look import look_at_prompts
 from verl.errors import VerlError
 from verl.trainer.command import report
@@ -24,15 +24,18 @@ class TaskRunner:
 
     def run(self, config: PPOTrainerConfig) -> None:
         """The whole run, with this process as its controller."""
-        from verl.data import hf_processor, hf_tokenizer
+        from verl.data import hf_processor, hf_tokenizer, tokenizer_of
 
-        model = config.actor_rollout_ref.model
-        tokenizer = hf_tokenizer(
-            config.data.tokenizer or model.tokenizer_path or model.path,
-            trust_remote_code=model.trust_remote_code or config.data.trust_remote_code,
-            custom_chat_template=model.custom_chat_template,
-        )
-        processor = hf_processor(model.path, trust_remote_code=model.trust_remote_code)
+        model, key = config.actor_rollout_ref.model, "actor_rollout_ref.model.path"
+        own, trusted = config.data.tokenizer, model.trust_remote_code or config.data.trust_remote_code
+        if own:
+            template = model.custom_chat_template
+            tokenizer = hf_tokenizer(
+                own, key="data.tokenizer", trust_remote_code=trusted, custom_chat_template=template
+            )
+        else:
+            tokenizer = tokenizer_of(replace(model, trust_remote_code=trusted))
+        processor = hf_processor(model.path, key=key, trust_remote_code=model.trust_remote_code)
         trainer = self.make_trainer(config, tokenizer, processor)
         trainer.init_workers()
         trainer.fit()

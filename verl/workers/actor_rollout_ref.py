@@ -23,7 +23,7 @@ from verl.config import (
     RefConfig,
     replace,
 )
-from verl.data import hf_tokenizer
+from verl.data import tokenizer_of
 from verl.engines.base import Engine
 from verl.errors import WorkerError
 from verl.metrics import Metric, MetricSet
@@ -104,11 +104,7 @@ class ActorRolloutRefWorker(ProfiledWorker):
     def init_model(self) -> None:
         """Load the model once per role that trains or scores, and start the sampler."""
         self.model = model = local_model(self.config.model, "actor_rollout_ref.model.path")
-        self.tokenizer = hf_tokenizer(
-            model.tokenizer_path or model.path,
-            trust_remote_code=model.trust_remote_code,
-            custom_chat_template=model.custom_chat_template,
-        )
+        self.tokenizer = tokenizer_of(model)
         rollout, site = self.config.rollout, self.site
         sharing = None
         if "rollout" in self.plays:

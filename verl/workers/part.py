@@ -6,8 +6,7 @@ for every role that a recipe adds.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,9 @@ from typing import Any
 from verl import distributed, env
 from verl.algorithms.losses import LossFn
 from verl.checkpoint import BackgroundPart
-from verl.config import ConfigNode, FSDPEngineConfig, HFModelConfig, OptimizerConfig, replace
+from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig, replace
 from verl.config.megatron import MegatronEngineConfig
+from verl.config.node import full_keys
 from verl.device import memory_now
 from verl.engines.adapters import BaseOfAdapter
 from verl.engines.base import Engine, Seat
@@ -216,37 +216,8 @@ def make_engine(
     """
     if place is not None and place.world_size > 1:
         _join(strategy, place, timeout, arguments["device"], trains=arguments.get("optim") is not None)
-    try:
+    with full_keys(*(arguments.get(name) for name in ("engine", "model", "optim"))):
         return ENGINES.get(strategy)(**arguments)
-    except ConfigError as error:
-        sections = {
-            "fsdp_config": arguments.get("engine"),
-            "model": arguments.get("model"),
-            "optim": arguments.get("optim"),
-        }
-        raise by_place(error, sections) from error.__cause__
-
-
-def by_place(error: ConfigError, sections: Mapping[str, Any]) -> ConfigError:
-    """The same error with settings named by where they stand in this program.
-
-    Args:
-        sections: how engines call a section -> the section, which knows its place (`verl.config.node.place`).
-    """
-    places = {name: vars(node).get("_path") for name, node in sections.items() if isinstance(node, ConfigNode)}
-    short = "|".join(name for name, place in places.items() if place)
-    if not short:
-        return error
-
-    def full(text: Any) -> Any:
-        if not isinstance(text, str):
-            return text
-        if places.get("model"):
-            text = re.sub(r"(?<![\w.])actor_rollout_ref\.model\.(?=[a-z])", f"{places['model']}.", text)
-        return re.sub(rf"(?<![\w.])({short})\.(?=[a-z])", lambda found: f"{places[found.group(1)]}.", text)
-
-    key, fix = full(error.key), full(error.fix)
-    return type(error)(full(error.message), key=key, got=error.got, allowed=error.allowed, fix=fix)
 
 
 def _join(strategy: str, place: WorkerInfo, timeout: float | None, device: str, trains: bool) -> None:

@@ -40,7 +40,9 @@ def early_scorer(config: PPOTrainerConfig, tokenizer: Any, workers: int) -> Earl
         workers: how many processes score; the rate limit is theirs together.
     """
     if config.data.tokenizer:
-        tokenizer = hf_tokenizer(config.data.tokenizer, trust_remote_code=config.data.trust_remote_code)
+        tokenizer = hf_tokenizer(
+            config.data.tokenizer, key="data.tokenizer", trust_remote_code=config.data.trust_remote_code
+        )
     rate = config.reward.max_per_minute
     if rate is not None and workers > 1:
         config = replace(config, **{"reward.max_per_minute": rate / workers})

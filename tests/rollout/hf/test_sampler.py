@@ -387,10 +387,10 @@ def test_the_configuration_builds_a_sampler(tmp_path):
     assert sampler.model.dtype == torch.float32 and sampler.model.config.rms_norm_eps == 1e-5
     assert (sampler.max_model_len, sampler._scheduler.max_num_seqs) == (100, 3)
     assert sampler._runner.policy.exact and sampler._scheduler.share
-    assert "a prompt of more than 36 tokens will be an error" in notices()["rollout.response_length"]
+    assert "a prompt of more than 36 tokens will be an error" in notices()["response_length"]
     reset_notices()
     HFSampler.from_config(RolloutConfig(max_model_len=100, prompt_length=8, response_length=100), model)
-    assert "a response of 100 will be an error" in notices()["rollout.response_length"]
+    assert "a response of 100 will be an error" in notices()["response_length"]
     quiet = RolloutConfig(enable_prefix_caching=False, prompt_length=200, response_length=56, dtype="bfloat16")
     reset_notices()
     sampler = HFSampler.from_config(quiet, model)

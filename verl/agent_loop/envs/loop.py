@@ -57,7 +57,7 @@ class EnvironmentSettings:
                 "environment_agent needs to know what to play",
                 key="environment",
                 allowed="file.py:name or my_pkg.mod:name",
-                fix="Set it in the YAML file of rollout.agent.agent_loop_config_path.",
+                fix="Set it in the YAML file of actor_rollout_ref.rollout.agent.agent_loop_config_path.",
             )
         known_arguments(given, cls)
         values = dict(given)

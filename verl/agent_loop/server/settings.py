@@ -53,7 +53,7 @@ class AgentSettings:
                 "openai_agent needs to know which function to run",
                 key="agent",
                 allowed="file.py:name or my_pkg.mod:name",
-                fix="Set it in the YAML file of rollout.agent.agent_loop_config_path.",
+                fix="Set it in the YAML file of actor_rollout_ref.rollout.agent.agent_loop_config_path.",
             )
         known_arguments(given, cls)
         values = dict(given)

@@ -31,7 +31,8 @@ WHERE_FROM = {
     "index": "It is the uid of each row; the batch has none.",
     "reward_baselines": "They are the rewards of one greedy response per prompt.",
     "old_log_probs": "They need a pass of the actor over the batch.",
-    "ref_log_prob": "They need the reference policy: set algorithm.use_kl_in_reward or actor.use_kl_loss.",
+    "ref_log_prob": "They need the reference policy: set algorithm.use_kl_in_reward or "
+    "actor_rollout_ref.actor.use_kl_loss.",
     "sum_pi_squared": "The actor returns them with actor_rollout_ref.actor.calculate_sum_pi_squared=true.",
 }
 

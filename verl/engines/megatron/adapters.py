@@ -25,7 +25,7 @@ from verl.models.lora import LoraSettings
 from verl.models.megatron import COLUMNS, QKV, ROWS, VALUE_HEAD, WHOLE, Slot, filled
 from verl.weight_sync.resharding.model import LAST, LAYER
 
-KEY = f"{lora.KEY}.lora_rank"
+KEY = "lora_rank"
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
 
 
@@ -248,6 +248,6 @@ def _check(blueprint: Any) -> None:
     if odd or dropout:
         raise NotBuiltError(
             f"an adapter with {'dropout' if dropout else odd[0]} is not built yet on Megatron-Core models",
-            key=f"{lora.KEY}.lora_adapter_path",
+            key="lora_adapter_path",
             fix="Set strategy=fsdp2.",
         )

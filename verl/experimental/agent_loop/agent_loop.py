@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
 from verl.agent_loop import AgentLoopManager as Manager
-from verl.data import hf_tokenizer
+from verl.data import tokenizer_of
 from verl.errors import NotBuiltError
 
 __all__ = [
@@ -43,11 +43,7 @@ class AgentLoopManager(Manager):
             raise NotBuiltError(
                 "reward workers are not handed to agent loops", key="reward_loop_worker_handles", fix=fix
             )
-        model = config.actor_rollout_ref.model
-        path = model.tokenizer_path or model.path
-        tokenizer = hf_tokenizer(
-            path, trust_remote_code=model.trust_remote_code, custom_chat_template=model.custom_chat_template
-        )
+        tokenizer = tokenizer_of(config.actor_rollout_ref.model)
         super().__init__(config.actor_rollout_ref.rollout, llm_client, tokenizer, data_config=config.data)
 
 

@@ -162,7 +162,7 @@ class GraphRunner:
         if num_pages < 2:
             raise RolloutError(
                 "there is no memory for the sampler's cache",
-                key="rollout.max_num_seqs",
+                key="actor_rollout_ref.rollout.max_num_seqs",
                 got=f"{room >> 20} MB",
                 allowed=f"{page_bytes * 2 >> 20} MB or more",
             )

@@ -102,7 +102,7 @@ class PagedCache:
         for page in shared:
             self._users[page] = len(seats)
         if self.num_available < 0:
-            raise RolloutError("the cache has no page left", key="rollout.max_num_seqs")
+            raise RolloutError("the cache has no page left", key="actor_rollout_ref.rollout.max_num_seqs")
         whole = num_shared * PAGE
         for pool, given in ((self.keys, keys), (self.values, values)):
             if shared:
@@ -135,7 +135,7 @@ class PagedCache:
 
     def _take(self) -> int:
         if not self._free:
-            raise RolloutError("the cache has no page left", key="rollout.max_num_seqs")
+            raise RolloutError("the cache has no page left", key="actor_rollout_ref.rollout.max_num_seqs")
         page = self._free.pop()
         self._users[page] = 1
         return page

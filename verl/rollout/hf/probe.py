@@ -71,7 +71,9 @@ def padded_runner(model: PreTrainedModel, max_model_len: int) -> PaddedRunner:
         compare(model, PaddedRunner(model), max_model_len)
     except FOREIGN_CODE as error:
         raise RolloutError(
-            f"the hf sampler cannot run {type(model).__name__}: {error}", key="rollout.name", fix="Use another engine."
+            f"the hf sampler cannot run {type(model).__name__}: {error}",
+            key="actor_rollout_ref.rollout.name",
+            fix="Use another engine.",
         ) from error
     return PaddedRunner(model)
 
@@ -153,7 +155,7 @@ def _native(
     try:
         return NativeModel(model, flavours, max_model_len, part)
     except UnsupportedModelError as error:
-        log.info("rollout.name=hf: %s runs through transformers' modules: %s", type(model).__name__, error.message)
+        log.info("the hf sampler: %s runs through transformers' modules: %s", type(model).__name__, error.message)
         return None
 
 

@@ -272,7 +272,7 @@ def can_pack(dtype: torch.dtype, num_bytes: int) -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
     if num_bytes > MEMORY_SHARE * psutil.virtual_memory().available:
-        log.info("rollout.name=hf: too little memory to pack %d MB of weights, so decoding is slower", num_bytes >> 20)
+        log.info("the hf sampler: too little memory to pack %d MB of weights, so decoding is slower", num_bytes >> 20)
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from verl.config.node import key_of
 from verl.device import give_memory_back, keep_freed_memory, torch_dtype
 from verl.errors import ConfigError, NotBuiltError, RolloutError
 from verl.metrics import notice
@@ -142,10 +143,10 @@ class HFSampler(Sampler):
         if rollout.tensor_model_parallel_size > 1:
             raise ConfigError(
                 "this program samples with the hf engine in one process, which holds the whole model",
-                key="rollout.tensor_model_parallel_size",
+                key=key_of(rollout, "tensor_model_parallel_size"),
                 got=rollout.tensor_model_parallel_size,
                 allowed=[1],
-                fix="Leave it out, or set rollout.name=vllm.",
+                fix=f"Leave it out, or set {key_of(rollout, 'name')}=vllm.",
             )
         auto = "float32" if device == "cpu" else "bfloat16"
         loaded = load_causal_lm(
@@ -430,7 +431,7 @@ def _make_runner(
         if full_determinism:
             raise
         notice(
-            f"rollout.name=hf, {type(model).__name__}",
+            f"actor_rollout_ref.rollout.name=hf, {type(model).__name__}",
             f"sampled through transformers' own cache, which is slower: {error.message}",
         )
         return padded_runner(model, max_model_len)

@@ -26,7 +26,7 @@ class VLLMDialect(Dialect):
 
     name = "vllm"
     updates_from_folder = True
-    fix_of_reload = f"Start it with --worker-extension-cls {EXTENSION}, or set rollout.name=hf."
+    fix_of_reload = f"Start it with --worker-extension-cls {EXTENSION}, or set actor_rollout_ref.rollout.name=hf."
     _has_extension: bool | None = None
 
     def question(self, request: Request, stops: Sequence[int], seed: int) -> tuple[str, dict[str, Any]]:
@@ -128,7 +128,8 @@ class OpenAIDialect(Dialect):
                 "OpenAI's completions know neither top_k nor ignore_eos",
                 key="actor_rollout_ref.rollout.server.api",
                 got=self.name,
-                fix="Set top_k=-1 and ignore_eos=false, or name the kind of the server: server.api=vllm.",
+                fix="Set top_k=-1 and ignore_eos=false, or name the kind of the server: "
+                "actor_rollout_ref.rollout.server.api=vllm.",
             )
         return PATH, {
             "model": self.model,

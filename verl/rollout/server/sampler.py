@@ -171,7 +171,7 @@ class ServerSampler(GatedSampler):
                     f"{self.url} gives no log-probs of token ids",
                     key="actor_rollout_ref.rollout.calculate_log_probs",
                     got=True,
-                    fix="Set it to false for evaluation, or name the server's kind: server.api=vllm.",
+                    fix=f"Set it to false for evaluation, or name the server's kind: {_S}.api=vllm.",
                 )
             if not self._dialect.takes_ids:
                 notice(
@@ -355,7 +355,7 @@ class ServerSampler(GatedSampler):
             if time.monotonic() > deadline:
                 raise EngineLostError(
                     f"no server answers at {self.url}: {last}", key=f"{_S}.url", got=self.url,
-                    fix="Is it running? server.max_start_wait_time says how long to wait for it.",
+                    fix=f"Is it running? {_S}.max_start_wait_time says how long to wait for it.",
                 )  # fmt: skip
             await asyncio.sleep(POLL_SECONDS)
 
@@ -371,7 +371,7 @@ class ServerSampler(GatedSampler):
 
     def _text(self) -> Any:
         if self._tokenizer is None:
-            self._tokenizer = hf_tokenizer(self.model)
+            self._tokenizer = hf_tokenizer(self.model, key="actor_rollout_ref.model.path")
         return self._tokenizer
 
     async def _folder(self, dialect: Dialect) -> WeightFolder:
@@ -402,7 +402,9 @@ def addresses(url: Any) -> list[str]:
     found = [url] if isinstance(url, str) else list(url or [])
     if not found:
         raise ConfigError(
-            "rollout.name=server needs the address of a server", key=f"{_S}.url", fix=f"Set {_S}.url=http://host:port."
+            "actor_rollout_ref.rollout.name=server needs the address of a server",
+            key=f"{_S}.url",
+            fix=f"Set {_S}.url=http://host:port.",
         )
     return [str(one) for one in found]
 

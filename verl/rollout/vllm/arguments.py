@@ -130,7 +130,7 @@ def check_model(facts: ModelFacts, on_cpu: bool) -> None:
             key="head_dim",
             got=facts.head_dim,
             allowed=CPU_HEAD_DIMS,
-            fix="Set rollout.name=hf, which takes any.",
+            fix="Set actor_rollout_ref.rollout.name=hf, which takes any.",
         )
 
 

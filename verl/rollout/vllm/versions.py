@@ -2,7 +2,7 @@
 
 Run against the real engine: 0.32.0 on CPU. The other versions of the range are driven by what their documentation says
 of the same calls. Versions that want an older torch than this library cannot share a process with it: reach them with
-``rollout.name=server``.
+``actor_rollout_ref.rollout.name=server``.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def installed_version() -> str:
         "vLLM is not installed",
         key=KEY,
         got="vllm",
-        fix="Set up an environment with it (docs/engines.md says how), reach a server with rollout.name=server, or set "
-        "rollout.name=hf.",
+        fix="Set up an environment with it (docs/engines.md says how), reach a server with "
+        "actor_rollout_ref.rollout.name=server, or set "
+        "actor_rollout_ref.rollout.name=hf.",
     )
 
 
@@ -69,7 +70,7 @@ def check_version(version: str) -> None:
             key=KEY,
             got=f"vllm {version}",
             allowed=f"vllm {oldest} or newer",
-            fix="Update vLLM, or set rollout.name=hf.",
+            fix="Update vLLM, or set actor_rollout_ref.rollout.name=hf.",
         )
     if number[: len(NEWEST)] > NEWEST:
         notice(KEY, f"vLLM {version} is newer than {NEWEST[0]}.{NEWEST[1]}, up to which it was run")

@@ -41,8 +41,9 @@ def signs_of(batch: DataProto, ctx: StepContext) -> dict[str, str]:
     if entropy < NO_ENTROPY:
         signs["actor/entropy"] = (
             f"the policy was certain of every token (entropy {entropy:.1e}), so the samples of a prompt do not differ. "
-            "It has collapsed, or began so: a lower actor.optim.lr, a KL to the reference (actor.use_kl_loss) or a "
-            f"higher rollout.temperature keep it apart; {SAMPLES}"
+            "It has collapsed, or began so: a lower actor_rollout_ref.actor.optim.lr, a KL to the reference "
+            f"(actor_rollout_ref.actor.use_kl_loss) or a higher actor_rollout_ref.rollout.temperature keep it "
+            f"apart; {SAMPLES}"
         )
     return signs
 
@@ -77,7 +78,7 @@ def _of_rewards(batch: DataProto, metrics: Mapping[str, float]) -> dict[str, str
         return {
             "training/zero_advantage_groups": "the samples of each prompt scored the same, so no group had an "
             "advantage. Prompts are too hard or too easy for this model, or its samples do not differ: a larger "
-            f"rollout.n, a higher rollout.temperature or other data; {SAMPLES}"
+            f"actor_rollout_ref.rollout.n, a higher actor_rollout_ref.rollout.temperature or other data; {SAMPLES}"
         }
     return {}
 
