@@ -150,8 +150,8 @@ def test_sampling_layouts_get_the_slices_of_the_trained_weights(answers):
         ("experts", ("without experts", "expert_model_parallel_size")),
         ("processes", ("2 processes", "1x1, 1x2, 2x1")),
         ("routers", ("moe_aux_loss_coeff", "moe/load_balance")),
-        ("Adafactor", ("optim.optimizer", "looks at a weight as a whole")),
-        ("Muon", ("optim.optimizer", "does not work on sharded weights")),
+        ("Adafactor", ("optimizer", "looks at a weight as a whole")),
+        ("Muon", ("optimizer", "does not work on sharded weights")),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused_with_what_can(answers, name, words):

@@ -179,7 +179,7 @@ def test_remote_code_is_not_run_unless_trusted(copy):
     config |= {"model_type": "mine", "auto_map": {"AutoConfig": "my_config.MyConfig"}}
     (copy / "config.json").write_text(json.dumps(config))
     (copy / "my_config.py").write_text("raise SystemExit('ran')\n")
-    with pytest.raises(ModelError, match=r"trust_remote_code=True"):
+    with pytest.raises(ModelError, match=r"trust_remote_code=true"):
         load_causal_lm(str(copy))
 
 
