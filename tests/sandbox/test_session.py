@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 
 import psutil
@@ -110,12 +111,20 @@ def test_the_process_of_a_session_ends_with_it_even_where_no_namespace_ends_it()
     assert all_end(set(pids))
 
 
+def wait_for_the_end_of(session: Session) -> None:
+    """Closing a pool kills its keeper, and the kernel then what the keeper started: the socket closes with the last."""
+    connection = session._channel._socket
+    connection.settimeout(60)
+    assert connection.recv(1, socket.MSG_PEEK) == b""
+
+
 def test_a_session_whose_pool_was_closed_tells_it_once_and_begins_anew():
     if "whole" not in OFFERED:
         return
     with Pool(1, **HERE) as pool, Session(pool) as session:
         session.run("x = 1")
         pool.close()
+        wait_for_the_end_of(session)
         with pytest.raises(SandboxError, match="ended without an answer"):
             session.run("x")
         assert "NameError" in session.run("x").stderr
