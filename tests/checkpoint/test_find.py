@@ -109,6 +109,14 @@ def test_a_file_that_the_manifest_does_not_name_is_refused_and_sends_nobody_back
         find_checkpoint(run, mode, run / "global_step_2")
 
 
+@pytest.mark.parametrize("name", [".DS_Store", "actor/.nfs0000001"])
+def test_hidden_files_of_a_desktop_or_a_network_file_system_pass(run, name):
+    file = run / "global_step_2" / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("x")
+    assert_holds(find_checkpoint(run), 2)
+
+
 def test_what_a_kill_leaves_of_a_manifest_that_was_being_replaced_is_no_other_file(run):
     (run / "global_step_2" / ".manifest.json.new").write_text("{")
     assert_holds(find_checkpoint(run), 2)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from verl._version import __version__
-from verl.checkpoint.files import FileRecord, beside, records_of, replace_text
+from verl.checkpoint.files import FileRecord, records_of, replace_text
 from verl.errors import CheckpointError
 from verl.json_text import read_json
 
@@ -100,10 +100,13 @@ class Manifest:
         return ""
 
     def unnamed(self, folder: Path) -> list[str]:
-        """Files of the folder that are no part of the checkpoint, by name; none if all is as it was written."""
-        known = {MANIFEST, beside(Path(MANIFEST)).name, *self.files}
+        """Files of the folder that are no part of the checkpoint, by name; none if all is as it was written.
+
+        Hidden files, which file systems and desktops leave (``.nfs*``, ``.DS_Store``), are read by nothing and pass.
+        """
+        known = {MANIFEST, *self.files}
         names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
-        return sorted(name for name in names if name not in known)
+        return sorted(name for name in names if name not in known and not name.rpartition("/")[2].startswith("."))
 
 
 def _with_checksum(head: str, rest: str) -> str:
