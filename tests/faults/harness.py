@@ -81,14 +81,14 @@ class Ended:
 
 
 class Server:
-    """The process that has imported everything and forks a run per request."""
+    """The process that has imported everything and forks a run per request, with these variables beside the shell's."""
 
-    def __init__(self) -> None:
+    def __init__(self, **variables: str) -> None:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.server"],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
