@@ -22,6 +22,7 @@ import psutil
 
 PR_SET_CHILD_SUBREAPER = 36
 GRACE = 10.0  # seconds
+LOOK = 0.1  # seconds between two looks at what has ended
 
 
 def main(command: list[str], grace: float = GRACE) -> int:
@@ -48,12 +49,11 @@ def adopt_orphans() -> None:
 
 def wait_for_end(process: subprocess.Popen) -> bool:
     """True once the command has ended, False once the lifeline has closed."""
-    ended = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
-    watched = [fd for fd in (sys.stdin.fileno(), ended) if fd is not None]
     while process.poll() is None:
-        ready, _, _ = select.select(watched, [], [], None if ended is not None else 0.2)
-        if sys.stdin.fileno() in ready and not os.read(sys.stdin.fileno(), 1 << 10):
+        ready, _, _ = select.select([sys.stdin.fileno()], [], [], LOOK)
+        if ready and not os.read(sys.stdin.fileno(), 1 << 10):
             return False
+        reap(process.pid)
     return True
 
 
@@ -91,11 +91,16 @@ def end_all() -> list[str]:
     return list(names.values())
 
 
-def reap() -> None:
-    """Collect the statuses of children that have ended, adopted ones included; they stay zombies otherwise."""
+def reap(but: int | None = None) -> None:
+    """Collect the statuses of children that have ended, adopted ones included; they stay zombies otherwise.
+
+    Somebody who waits for a process to be gone waits for its zombie, too. The status of ``but`` is left to its caller.
+    """
     try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid == but:
+                return
+            os.waitpid(ended.si_pid, os.WNOHANG)
     except ChildProcessError:
         return
 

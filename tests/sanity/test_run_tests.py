@@ -50,6 +50,16 @@ def test_what_a_command_leaves_behind_is_killed_and_named_and_its_status_kept() 
     assert gone(orphan)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux only")
+def test_an_adopted_process_that_ends_is_gone_while_the_command_goes_on() -> None:
+    process, orphan = start(then="time.sleep(600)")
+    orphan.kill()
+    assert gone(orphan)
+    assert process.poll() is None
+    process.stdin.close()
+    assert process.wait(60) == 143
+
+
 def test_a_killed_run_of_the_suite_leaves_no_pytest_behind(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     os.mkfifo(ready)
