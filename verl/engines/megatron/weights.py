@@ -144,7 +144,9 @@ class WeightTable:
         found = (name for name in folder.names() if name.startswith("model.layers."))
         ahead = sorted(name for name in found if int(name.split(".")[2]) >= self.model.layers)
         if ahead:
-            notice(f"model {folder.path}", f"{len(ahead)} weights of layers that predict further tokens are not used")
+            notice(
+                f"layers of {folder.path}", f"{len(ahead)} weights of layers that predict further tokens are not used"
+            )
 
     # ---- out ---------------------------------------------------------------------------------------------------
 
