@@ -64,7 +64,9 @@ def goes_on(train: Callable[..., Run], alone: Run) -> Callable[..., Resumed]:
 
     def run(name: str, source: Run, step: int, *changes: str) -> Resumed:
         folder = f"trainer.resume_from_path={source.folder.name}/global_step_{step}"
-        return Resumed(train(name, step + 1, "trainer.resume_mode=resume_path", folder, *changes), alone)
+        # Another folder of the same model (converted or not) counts as another model until somebody says it is not.
+        resume = ("trainer.resume_mode=resume_path", "trainer.resume_changed=accept", folder)
+        return Resumed(train(name, step + 1, *resume, *changes), alone)
 
     return run
 
