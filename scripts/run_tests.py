@@ -16,6 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from verl.lifeline import guarded
+
 ROOT = Path(__file__).resolve().parent.parent
 # tests/conftest.py says what stays with one worker, and puts the longest first.
 BESIDE = ("-n", "2", "--no-loadscope-reorder", "-m", "not alone")
@@ -39,8 +41,7 @@ def main(options: list[str]) -> int:
 def run(words: list[str]) -> tuple[int, str]:
     """pytest's status and its last line, while its output is shown as it comes."""
     pytest = [sys.executable, "-m", "pytest", f"--color={'yes' if sys.stdout.isatty() else 'no'}", *words]
-    command = [sys.executable, str(ROOT / "scripts" / "run_to_the_end.py"), *pytest]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(guarded(pytest), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
     assert process.stdout is not None
     decode, tail = codecs.getincrementaldecoder("utf-8")("replace").decode, ""
     while piece := os.read(process.stdout.fileno(), 1 << 16):

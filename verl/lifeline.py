@@ -41,9 +41,17 @@ def main(caller: int, command: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: _end_soon(program))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the program, too
     threading.Thread(target=_end_with, args=(caller, program), daemon=True).start()
-    status = program.wait()
+    status = _wait(program)
     _end_children()
     return status if status >= 0 else 128 - status
+
+
+def _wait(program: subprocess.Popen[bytes]) -> int:
+    """The program's status. Orphans that end before it are collected: somebody may wait for them to be gone."""
+    # Nobody else may collect the program, or this would wait for the next process that ends.
+    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) and ended.si_pid != program.pid:
+        os.waitpid(ended.si_pid, os.WNOHANG)
+    return program.wait()
 
 
 def _die_with_parent() -> None:
@@ -51,18 +59,29 @@ def _die_with_parent() -> None:
 
 
 def _end_soon(program: subprocess.Popen[bytes]) -> None:
-    """Ask it to end, and make it after a while."""
-    program.terminate()
-    killing = threading.Timer(GRACE_SECONDS, program.kill)
+    """Ask it to end, and make it after a while; by its number, which `_wait` holds until it has ended."""
+    _signal(program, signal.SIGTERM)
+    killing = threading.Timer(GRACE_SECONDS, _signal, (program, signal.SIGKILL))
     killing.daemon = True
     killing.start()
 
 
+def _signal(program: subprocess.Popen[bytes], number: int) -> None:
+    if program.returncode is None:
+        with suppress(ProcessLookupError):
+            os.kill(program.pid, number)
+
+
 def _end_with(caller: int, program: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
-        watched = os.pidfd_open(caller)
-        if os.getppid() == caller:  # else it ended before, and its number may be another's
-            select.select([watched], [], [])
+        try:
+            watched = os.pidfd_open(caller)
+        except PermissionError:  # in containers whose filter is older than the call
+            while os.getppid() == caller:
+                time.sleep(0.2)
+        else:
+            if os.getppid() == caller:  # else it ended before, and its number may be another's
+                select.select([watched], [], [])
     _end_soon(program)
 
 

@@ -60,3 +60,25 @@ def test_its_standard_input_and_status_are_the_programs():
     done = subprocess.run(lifeline.guarded([sys.executable, "-S", "-c", program]), input="abc", text=True,
                           capture_output=True, check=False)  # fmt: skip
     assert (done.stdout, done.returncode) == ("ABC\n", 7)
+
+
+ORPHAN = """
+import subprocess, sys, time
+child = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'], \
+stdout=subprocess.DEVNULL).pid, flush=True)"
+subprocess.run([sys.executable, "-S", "-c", child], check=True)
+time.sleep(600)
+"""
+
+
+def test_an_orphan_that_ends_before_the_program_is_gone_and_no_zombie():
+    from verl import lifeline
+
+    command = lifeline.guarded([sys.executable, "-S", "-c", ORPHAN])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as guard:
+        orphan = psutil.Process(int(guard.stdout.readline()))
+        orphan.kill()
+        assert psutil.wait_procs([orphan], timeout=60)[1] == []
+        assert guard.poll() is None
+        guard.terminate()
+        assert guard.wait(60) == 128 + signal.SIGTERM
