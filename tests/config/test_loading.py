@@ -225,6 +225,14 @@ def test_what_works_instead_is_said_for_features_that_exist_in_the_tree():
         ppo("actor_rollout_ref.model.lora.rank=8")
 
 
+def test_a_value_of_another_type_is_refused_by_the_features_name_and_by_its_type_where_a_sampler_follows_it():
+    with pytest.raises(NotBuiltError, match="the VeOmni engine"):
+        ppo(f"{A}.veomni.fsdp_size=many")
+    for engine in ("hf", "vllm"):
+        with pytest.raises(ConfigError, match="expert_parallel_size: wrong type"):
+            ppo(f"{R}.name={engine}", f"{R}.expert_parallel_size=many")
+
+
 # ---- mistakes ------------------------------------------------------------------------------------------------------
 
 

@@ -67,7 +67,7 @@ def _finished(leaf: Leaf, value: Any) -> Any:
     try:
         value = convert(value, leaf.type)
     except TypeError:
-        if leaf.planned is not None:
+        if leaf.planned is not None and not leaf.engines:
             return value  # refused by the feature's name, whatever it is
         raise ConfigError("wrong type", key=leaf.key, got=value, allowed=describe(leaf.type)) from None
     return expand_path(value, leaf.key) if leaf.path else value
