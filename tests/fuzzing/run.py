@@ -19,7 +19,7 @@ from typing import Any
 from tests.fuzzing import programs, texts
 from tests.sandbox.modes import HERE
 from verl.registry import TOOL_PARSERS
-from verl.rewards import Limits, RewardFunction, RewardSample, Scorer, default_compute_score
+from verl.rewards import RewardFunction, RewardSample, Scorer, ScoringLimits, default_compute_score
 from verl.rewards.dispatch import answer_of
 from verl.rewards.scorers import code, geo3k, gsm8k, math_boxed, math_dapo, numina, search_qa, symbolic
 from verl.sandbox import Outcome
@@ -171,7 +171,7 @@ def _graders() -> dict[int, float]:
 def run_programs(count: int, seed: int, seconds: float = 1.0) -> tuple[Report, dict[str, int]]:
     """Score programs in the sandbox of this machine, as a run does; a report, and how often each verdict was given."""
     kwargs = {"seconds": seconds, "most_seconds": 2 * seconds, "memory_limit_mb": 128, **_allowed()}
-    scorer = Scorer(RewardFunction.of(default_compute_score, kwargs), Limits())
+    scorer = Scorer(RewardFunction.of(default_compute_score, kwargs), ScoringLimits())
     report, verdicts, made = Report(), {}, programs.programs(Random(f"{seed} programs"))
     while rows := [RewardSample("apps", *one) for one in islice(made, min(64, count - report.texts))]:
         began = time.process_time()

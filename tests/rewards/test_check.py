@@ -110,19 +110,36 @@ def test_answers_go_through_the_tokenizer_of_the_model(tmp_path, capsys, shared)
     assert "tokenizer.json" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["train.csv", "train.arrow", "saved"])
+def test_rows_are_read_from_whatever_runs_read(tmp_path, capsys, name):
+    import pandas
+    from datasets import Dataset
+
+    place = tmp_path / name
+    if name == "train.csv":
+        pandas.DataFrame({"reward_model": [json.dumps(row["reward_model"]) for row in ROWS]}).to_csv(place, index=False)
+    else:
+        Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+        (tmp_path / "saved" / "data-00000-of-00001.arrow").rename(place) if name.endswith(".arrow") else None
+    assert main([reward_file(tmp_path, GOOD), "--data", str(place), "-n", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "#### 1" in shown and "#### 2" in shown and "#### 3" not in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
         (["my_rewar.py"], "Did you mean 'my_reward.py'"),
         (["my_reward.py", "--data", "trian.parquet"], "Did you mean 'train.parquet'"),
         (["my_reward.py", "--data", "my_reward.py"], "unknown kind of file"),
-        (["my_reward.py", "--data", "broken.parquet"], "cannot be read as parquet"),
+        (["my_reward.py", "--data", "broken.parquet"], "not a readable parquet file"),
         (["my_reward.py", "--data", "broken.json"], "cannot be read as JSON"),
         (["my_reward.py", "--data", "empty.jsonl"], "no rows"),
         (["my_reward.py", "--name", "compute_rewards"], "Did you mean 'compute_reward'"),
         (["my_reward.py", "--reward-kwargs", "[1]"], "must be a JSON dict"),
         (["my_reward.py", "--reward-kwargs", "{"], "is not JSON"),
         (["my_reward.py", "-n", "0"], "at least one row"),
+        (["my_reward.py", "--data", "."], "this is a folder; name the files in it"),
         (["my_reward.py", "--answers", "none.txt"], "no such file"),
     ],
 )

@@ -14,10 +14,10 @@ from verl.errors import DataError, RewardError, SandboxError
 from verl.metrics import notices, reset_notices
 from verl.protocol import DataProto
 from verl.rewards import (
-    Limits,
     RewardFunction,
     RewardSample,
     Scorer,
+    ScoringLimits,
     default_compute_score,
     dispatch,
     load_reward_function,
@@ -75,7 +75,7 @@ def test_no_notice_without_a_failure():
 def test_the_policy_can_neither_mask_nor_stop_a_run_by_texts_that_built_in_scorers_do_not_read(monkeypatch, on_error):
     reset_notices()
     fails_on(monkeypatch, "openai/gsm8k", lambda text, truth: 0.0, RecursionError())
-    found = NaiveRewardManager(Letters(), 0, limits=Limits(on_error=on_error))(batch(["bad"] * 3, ["4"] * 3))
+    found = NaiveRewardManager(Letters(), 0, limits=ScoringLimits(on_error=on_error))(batch(["bad"] * 3, ["4"] * 3))
     assert found["reward_tensor"].sum() == 0 and found["unscorable"] == [False] * 3
 
 
@@ -83,7 +83,7 @@ def test_a_time_out_of_a_built_in_scorer_scores_as_an_empty_answer(tmp_path):
     hang = "while not solution_str.startswith('good'): pass"
     path = reward_file(tmp_path, f"def compute_score(solution_str, ground_truth):\n    {hang}\n    return 1.0\n")
     function = load_reward_function(path)
-    scorer = Scorer(function, Limits(timeout=1.0))
+    scorer = Scorer(function, ScoringLimits(timeout=1.0))
     masked, _ = scorer.score(samples("bad", "good"))
     assert masked.score is None
     ours = RewardFunction.of(math_verify_scorer.compute_score)
@@ -122,10 +122,10 @@ def test_a_users_failures_are_masked_and_on_error_zero_makes_them_0():
     texts = ["good", "bad", "nan", "text", "none", "huge", "bool"]
     data = batch(texts, ["x"] * 7)
     reset_notices()
-    masked = NaiveRewardManager(Letters(), 0, failing, limits=Limits(isolation="none"))(data)
+    masked = NaiveRewardManager(Letters(), 0, failing, limits=ScoringLimits(isolation="none"))(data)
     assert masked["unscorable"] == [False, True, True, True, True, True, False]
     reset_notices()
-    zero = NaiveRewardManager(Letters(), 0, failing, limits=Limits(isolation="none", on_error="zero"))(data)
+    zero = NaiveRewardManager(Letters(), 0, failing, limits=ScoringLimits(isolation="none", on_error="zero"))(data)
     assert zero["unscorable"] == [False] * 7
     assert zero["reward_tensor"].sum(-1).tolist() == masked["reward_tensor"].sum(-1).tolist() == [0.5] + [0.0] * 5 + [1]
     assert zero["metrics"]["reward/unscorable"].value == masked["metrics"]["reward/unscorable"].value == 5.0
@@ -136,7 +136,7 @@ def test_a_users_failures_are_masked_and_on_error_zero_makes_them_0():
 
 def test_a_batch_in_which_a_users_function_fails_throughout_stops_the_run_in_every_case():
     for on_error in ("mask", "raise", "zero"):
-        manager = NaiveRewardManager(Letters(), 0, failing, limits=Limits(isolation="none", on_error=on_error))
+        manager = NaiveRewardManager(Letters(), 0, failing, limits=ScoringLimits(isolation="none", on_error=on_error))
         with pytest.raises(RewardError, match="cannot read this"):
             manager(batch(["bad", "bad"], ["x", "x"]))
 
@@ -161,7 +161,7 @@ def test_managers_of_other_contracts_know_the_setting(on_error, masked):
     data = batch(["a", "b"], ["x", "x"])
     data.non_tensor_batch["data_source"][0] = "bad"
     manager = PerRow(None, Letters())
-    manager.configure(Limits(on_error=on_error))
+    manager.configure(ScoringLimits(on_error=on_error))
     found = manager(data)
     assert found["unscorable"] == [masked, False] and found["reward_tensor"].sum() == 1.0
     manager.close()
@@ -171,7 +171,7 @@ def test_managers_of_other_contracts_know_the_setting(on_error, masked):
         scores[0, 0] = float("nan")
         return scores
 
-    found = ForeignManager(old, Limits(on_error=on_error))(data)
+    found = ForeignManager(old, ScoringLimits(on_error=on_error))(data)
     assert found["unscorable"] == [masked, False] and found["reward_tensor"].isfinite().all()
     assert found["metrics"]["reward/unscorable"].value == 1.0
 
@@ -193,7 +193,7 @@ class Odd:
     "value", [Odd(), {"score": Odd()}, 10**5000, "1" * 10_000, {"score": 1j}, [10**5000]], ids=range(6)
 )
 def test_odd_returned_values_are_failures_and_no_exceptions(value):
-    scorer = Scorer(RewardFunction.of(lambda solution_str: value), Limits(isolation="none"))
+    scorer = Scorer(RewardFunction.of(lambda solution_str: value), ScoringLimits(isolation="none"))
     assert scorer.score(samples("a"))[0].failure is not None
 
 
@@ -223,7 +223,7 @@ def test_answers_that_wait_behind_slow_ones_keep_their_time(monkeypatch):
 
     monkeypatch.setitem(dispatch.PREFIXES, "numina_", slow)
     monkeypatch.setattr(dispatch, "WAITING", (slow,))
-    scorer = Scorer(BUILTIN, Limits(timeout=0.05))
+    scorer = Scorer(BUILTIN, ScoringLimits(timeout=0.05))
     rows = [RewardSample("numina_a", "slow", ""), *(RewardSample("numina_a", f"quick {i}", "") for i in range(8))]
     futures = [scorer._submit([row]) for row in rows]
     assert began.wait(60)
@@ -256,7 +256,7 @@ def test_waiting_for_a_place_takes_nothing_from_the_time_of_a_program(monkeypatc
 
 def test_numina_calls_are_not_given_up_by_their_runner():
     assert numina.compute_score in dispatch.WAITING
-    scorer = Scorer(BUILTIN, Limits(timeout=0.001))
+    scorer = Scorer(BUILTIN, ScoringLimits(timeout=0.001))
     (result,) = scorer.score([RewardSample("numina_a", r"\boxed{x+x+y}", "2x+y")])
     assert result.score == 1.0
     scorer.close()
@@ -283,7 +283,7 @@ def test_the_rate_limit_holds_for_batches_that_are_scored_after_sampling(kind, m
         monkeypatch.setitem(dispatch.SCORERS, "d", note)
         function = BUILTIN
     scorer = Scorer(
-        function, Limits(max_per_minute=1200, num_workers=4, isolation="none" if kind == "inline" else "auto")
+        function, ScoringLimits(max_per_minute=1200, num_workers=4, isolation="none" if kind == "inline" else "auto")
     )
     assert [result.score for result in scorer.score(samples(*"abcde"))] == [1.0] * 5
     assert times_of(calls) > 4 * 0.05 - 0.04, "0.05 s apart; the first may begin late"
@@ -299,7 +299,7 @@ def test_a_batch_call_and_its_repetitions_are_paced(monkeypatch):
             raise ValueError("bad row")
         return [1.0] * len(responses)
 
-    scorer = Scorer(RewardFunction.of(compute_reward), Limits(max_per_minute=60))
+    scorer = Scorer(RewardFunction.of(compute_reward), ScoringLimits(max_per_minute=60))
     assert [r.score for r in scorer.score(samples("a", "bad", "b"))] == [1.0, None, 1.0]
     assert len(waits) == 5, "all, each alone, and the good ones together"
     scorer.close()
@@ -318,7 +318,7 @@ def test_the_rate_limit_holds_for_managers_of_other_contracts(kind):
         calls.append(time.monotonic())
         return data.batch["responses"].float() * 0
 
-    limits, data = Limits(max_per_minute=1200), batch(["a"] * 4, ["x"] * 4)
+    limits, data = ScoringLimits(max_per_minute=1200), batch(["a"] * 4, ["x"] * 4)
     manager = Notes(None, Letters())
     manager.configure(limits)
     if kind == "run_single":

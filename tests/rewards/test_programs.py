@@ -14,10 +14,10 @@ from tests.sandbox.modes import HERE
 from verl.config import PPOTrainerConfig, record_reads, replace
 from verl.errors import SandboxError
 from verl.rewards import (
-    Limits,
     RewardFunction,
     RewardSample,
     Scorer,
+    ScoringLimits,
     check_reward_data,
     default_compute_score,
     load_reward_manager,
@@ -157,7 +157,7 @@ def test_programs_of_a_batch_are_scored_through_the_service(service):
     tests = {"inputs": ["1", "2"], "outputs": ["11", "22"]}
     rows = ["```python\ndouble\n```", "```python\nsame\n```", "nothing"]
     function = RewardFunction.of(default_compute_score, {"sandbox_fusion_url": service.url, "memory_limit_mb": 64})
-    scorer = Scorer(function, Limits(num_workers=4))
+    scorer = Scorer(function, ScoringLimits(num_workers=4))
     results = scorer.score([RewardSample("taco", text, tests) for text in rows])
     assert [result.score for result in results] == [1.0, 0.0, 0.0]
     assert results[0].extra["passed"] == 2 and {asked["memory_limit_MB"] for asked in service.asked} == {64}
@@ -268,7 +268,7 @@ ANSWERS = [
 
 
 def test_answers_of_a_batch_are_scored_side_by_side(sandbox):
-    scorer = Scorer(RewardFunction.of(default_compute_score, {"memory_limit_mb": 256}), Limits(timeout=25))
+    scorer = Scorer(RewardFunction.of(default_compute_score, {"memory_limit_mb": 256}), ScoringLimits(timeout=25))
     results = scorer.score([RewardSample("apps", f"```python\n{code}\n```", tests) for code, tests, _ in ANSWERS])
     assert [result.score for result in results] == [score for *_, score in ANSWERS]
     scorer.close()

@@ -14,7 +14,7 @@ import pytest
 from tests.rewards.files import reward_file, samples
 from verl.errors import ConfigError, RewardError
 from verl.metrics import notices, reset_notices
-from verl.rewards import Limits, RewardFunction, RewardSample, Scorer, load_reward_function
+from verl.rewards import RewardFunction, RewardSample, Scorer, ScoringLimits, load_reward_function
 
 NASTY = """
     import ctypes, os, re, subprocess, sys, time
@@ -46,7 +46,7 @@ NASTY = """
             return subprocess.Popen(["sleep", "1000"]).pid
         return {"score": 1.0, "pid": os.getpid()}
 """
-FAST = Limits(timeout=2.0, num_workers=2)
+FAST = ScoringLimits(timeout=2.0, num_workers=2)
 """Long enough for what is quick on a busy machine; what runs out of it never ends."""
 WAIT = 60
 
@@ -94,7 +94,7 @@ def test_a_function_from_a_file_is_stopped_whatever_it_does(nasty, text, kind, p
 
 
 def test_the_others_go_on_in_the_other_process_while_a_call_hangs(nasty, tmp_path):
-    scorer, began = Scorer(nasty.function, Limits(timeout=1000, num_workers=2)), tmp_path / "began"
+    scorer, began = Scorer(nasty.function, ScoringLimits(timeout=1000, num_workers=2)), tmp_path / "began"
     hanging = scorer._submit(samples(f"loop in {began}"))
     while not began.exists():
         time.sleep(0.01)
@@ -169,7 +169,7 @@ def test_a_hang_is_seen_however_often_the_pool_was_idle_before():
             pass
         return 1
 
-    scorer = Scorer(RewardFunction.of(compute_score), Limits(timeout=0.02, num_workers=1))
+    scorer = Scorer(RewardFunction.of(compute_score), ScoringLimits(timeout=0.02, num_workers=1))
     for _ in range(12):
         assert scorer.score(samples("loop"))[0].failure.kind == "timeout"
 
@@ -188,7 +188,7 @@ def test_async_samples_run_at_once_and_each_has_its_limit():
             await asyncio.sleep(0.01)
         return 1
 
-    scorer = Scorer(RewardFunction.of(compute_score), Limits(timeout=2.0))
+    scorer = Scorer(RewardFunction.of(compute_score), ScoringLimits(timeout=2.0))
     start = time.monotonic()
     results = scorer.score(samples(*["good"] * 100, "raise", "cancel", "hang"))
     assert time.monotonic() - start < 8
@@ -203,7 +203,7 @@ def test_an_async_function_that_blocks_fails_alone_and_the_others_begin_again():
         await asyncio.sleep(0.01)
         return 1
 
-    scorer = Scorer(RewardFunction.of(compute_score), Limits(timeout=2.0))
+    scorer = Scorer(RewardFunction.of(compute_score), ScoringLimits(timeout=2.0))
     results = scorer.score(samples("good", "block", *["good"] * 20))
     assert results[1].failure.kind == "timeout" and "blocked the event loop" in results[1].failure.message
     assert all(r.score == 1.0 for i, r in enumerate(results) if i != 1)
@@ -244,7 +244,7 @@ def test_a_batch_call_that_hangs_is_stopped_once():
         over.wait(WAIT)
 
     start = time.monotonic()
-    results = Scorer(RewardFunction.of(compute_reward), Limits(timeout=0.2)).score(samples("a", "b", "c"))
+    results = Scorer(RewardFunction.of(compute_reward), ScoringLimits(timeout=0.2)).score(samples("a", "b", "c"))
     assert time.monotonic() - start < 10
     over.set()
     assert {r.failure.kind for r in results} == {"timeout"} and calls == [["a", "b", "c"]]
@@ -257,7 +257,7 @@ def test_a_row_that_cannot_be_sent_is_scored_in_a_thread_with_a_notice(tmp_path)
             value = extra_info["value"]
             return value() if callable(value) else value
     """
-    scorer = Scorer(load_reward_function(reward_file(tmp_path, code)), Limits(timeout=WAIT))
+    scorer = Scorer(load_reward_function(reward_file(tmp_path, code)), ScoringLimits(timeout=WAIT))
     infos = [{"value": 1}, {"value": lambda: 7}, {"value": 2}]
     results = scorer.score([RewardSample("d", "a", "t", info) for info in infos])
     assert [r.score for r in results] == [1.0, 7.0, 2.0]
@@ -266,7 +266,7 @@ def test_a_row_that_cannot_be_sent_is_scored_in_a_thread_with_a_notice(tmp_path)
 
 def test_a_function_that_another_process_cannot_load_is_refused_where_a_process_is_wanted():
     with pytest.raises(RewardError, match="top level of a file"):
-        Scorer(RewardFunction.of(lambda solution_str: 1), Limits(isolation="process"))
+        Scorer(RewardFunction.of(lambda solution_str: 1), ScoringLimits(isolation="process"))
 
 
 def test_a_child_that_cannot_load_the_function_says_why_once(tmp_path):
@@ -286,7 +286,7 @@ def test_one_sample_is_scored_without_blocking_the_event_loop(nasty):
 
 
 def test_isolation_none_runs_in_this_thread():
-    here = Scorer(RewardFunction.of(lambda solution_str: threading.get_ident()), Limits(isolation="none"))
+    here = Scorer(RewardFunction.of(lambda solution_str: threading.get_ident()), ScoringLimits(isolation="none"))
     assert here.score(samples("a"))[0].score == float(threading.get_ident())
     assert here.score([]) == []
 
@@ -303,4 +303,4 @@ def test_isolation_none_runs_in_this_thread():
 )
 def test_limits_out_of_range_are_refused(limits, part):
     with pytest.raises(ConfigError, match=part):
-        Limits(**limits)
+        ScoringLimits(**limits)

@@ -11,9 +11,9 @@ import pytest
 from tests.rewards.files import Letters, batch, reward_file, samples
 from verl.errors import RewardError
 from verl.metrics import notices, reset_notices
-from verl.rewards import Limits, RewardFunction, Scorer, load_reward_function, scoring
+from verl.rewards import RewardFunction, Scorer, ScoringLimits, load_reward_function, scoring
 from verl.rewards.managers.naive import NaiveRewardManager
-from verl.rewards.runners.base import MOST_HANGING, Pool
+from verl.rewards.runners.base import MOST_HANGING, RunnerPool
 from verl.rewards.samples import RewardFailure, RewardResult
 from verl.rewards.scorers import symbolic
 
@@ -35,7 +35,7 @@ def workers() -> set[psutil.Process]:
 
 def test_calls_of_a_function_that_hangs_run_out_of_their_time_together(tmp_path):
     others = workers()  # of graders, say, which stay until the tests end
-    scorer = Scorer(load_reward_function(reward_file(tmp_path, HANGS)), Limits(timeout=2.0, num_workers=1))
+    scorer = Scorer(load_reward_function(reward_file(tmp_path, HANGS)), ScoringLimits(timeout=2.0, num_workers=1))
     scorer.prepare()
     start = time.monotonic()
     results = scorer.score(samples(*["bad"] * 24))
@@ -57,7 +57,7 @@ def test_threads_that_hang_run_out_of_their_time_together():
     def compute_score(solution_str):
         return 1.0 if solution_str == "good" else over.wait(60)
 
-    scorer = Scorer(RewardFunction.of(compute_score), Limits(timeout=0.4, num_workers=1))
+    scorer = Scorer(RewardFunction.of(compute_score), ScoringLimits(timeout=0.4, num_workers=1))
     start = time.monotonic()
     results = scorer.score(samples(*["bad"] * 40))
     assert time.monotonic() - start < 5.0 and {result.failure.kind for result in results} == {"timeout"}
@@ -91,7 +91,7 @@ class Desk:
 
 def test_a_pool_keeps_to_its_limit_while_calls_are_answered():
     go_on, begun = threading.Event(), []
-    pool = Pool(lambda: Desk(go_on, begun), 1, timeout=0.0)
+    pool = RunnerPool(lambda: Desk(go_on, begun), 1, timeout=0.0)
     futures = [pool.submit([word]) for word in ("bad", "bad", "good", "good")]
     while not begun:
         time.sleep(0.001)
@@ -105,7 +105,7 @@ def test_a_pool_keeps_to_its_limit_while_calls_are_answered():
 
 def test_a_pool_grows_behind_calls_that_hang_and_shrinks_again():
     go_on, begun = threading.Event(), []
-    pool = Pool(lambda: Desk(go_on, begun), 1, timeout=0.0)
+    pool = RunnerPool(lambda: Desk(go_on, begun), 1, timeout=0.0)
     go_on.set()
     assert pool.submit(["bad"]).result(60)[0].failure.kind == "timeout"
     go_on.clear()
@@ -128,7 +128,7 @@ def test_a_pool_grows_behind_calls_that_hang_and_shrinks_again():
 def test_after_many_in_a_row_those_that_wait_fail_unasked_and_the_next_answer_ends_that():
     go_on, begun = threading.Event(), []
     go_on.set()
-    pool = Pool(lambda: Desk(go_on, begun), 1)
+    pool = RunnerPool(lambda: Desk(go_on, begun), 1)
     go_on.clear()
     futures = [pool.submit(["bad"]) for _ in range(MOST_HANGING + 5)]
     go_on.set()
@@ -141,7 +141,7 @@ def test_after_many_in_a_row_those_that_wait_fail_unasked_and_the_next_answer_en
 
 def test_a_text_behind_many_that_ran_out_of_their_time_is_tried_where_the_texts_decide():
     go_on, begun = threading.Event(), []
-    pool = Pool(lambda: Desk(go_on, begun), 1, timeout=0.0, gives_up=False)
+    pool = RunnerPool(lambda: Desk(go_on, begun), 1, timeout=0.0, gives_up=False)
     futures = [pool.submit(["bad"]) for _ in range(MOST_HANGING + 1)] + [pool.submit(["good"])]
     go_on.set()
     assert futures[-1].result(60)[0].score == 1.0 and len(begun) == MOST_HANGING + 2
@@ -171,7 +171,7 @@ RAISES = """
 @pytest.mark.parametrize("on_error", ["mask", "raise", "zero"])
 def test_a_function_that_always_raises_shows_file_line_and_code(tmp_path, isolation, on_error):
     path = reward_file(tmp_path, RAISES)
-    limits = Limits(isolation=isolation, on_error=on_error)
+    limits = ScoringLimits(isolation=isolation, on_error=on_error)
     manager = NaiveRewardManager(Letters(), 0, load_reward_function(path), limits=limits)
     with pytest.raises(RewardError) as caught:
         manager(batch(["one", "two"], ["1", "2"]))
@@ -188,7 +188,7 @@ def test_no_message_shows_the_arguments_that_may_be_secrets(tmp_path):
     """
     function = load_reward_function(reward_file(tmp_path, code), reward_kwargs={"key": "sk-secret"})
     assert "sk-secret" not in repr(function)
-    manager = NaiveRewardManager(Letters(), 0, function, limits=Limits(on_error="mask"))
+    manager = NaiveRewardManager(Letters(), 0, function, limits=ScoringLimits(on_error="mask"))
     with pytest.raises(RewardError) as caught:
         manager(batch(["bad", "worse"], ["1", "2"]))
     assert "sk-secret" not in str(caught.value) + "".join(notices().values())
@@ -206,9 +206,9 @@ def test_a_slow_function_points_to_what_makes_it_faster(monkeypatch):
         scorer.close()
         return notices().get("reward.num_workers", "")
 
-    said = score(Limits(num_workers=1), 3)
+    said = score(ScoringLimits(num_workers=1), 3)
     for part in ("scoring 3 samples took", "1 at once on 8 cores", "reward.num_workers=3", "async def"):
         assert part in said
-    assert "reward.num_workers=" not in score(Limits(num_workers=8), 9)
-    assert score(Limits(num_workers=4), 4) == score(Limits(num_workers=1, max_per_minute=1e6), 3) == ""
+    assert "reward.num_workers=" not in score(ScoringLimits(num_workers=8), 9)
+    assert score(ScoringLimits(num_workers=4), 4) == score(ScoringLimits(num_workers=1, max_per_minute=1e6), 3) == ""
     assert scoring.SLOW_BATCH == 0.0

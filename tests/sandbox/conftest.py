@@ -21,12 +21,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of the whole sandbox need a machine that offers it."""
-    if "whole" in OFFERED:
-        return
-    dropped = [item for item in items if "pool" in getattr(item, "fixturenames", ())]
+    """Tests of the whole sandbox need a machine that offers it; those of what one layer gives, that layer."""
+    dropped = [item for item in items if not _can_run(item)]
     items[:] = [item for item in items if item not in dropped]
     config.hook.pytest_deselected(items=dropped)
+
+
+def _can_run(item: pytest.Item) -> bool:
+    if "whole" not in OFFERED and "pool" in getattr(item, "fixturenames", ()):
+        return False
+    return not any(set(mark.args) & set(MODES["whole"]) for mark in item.iter_markers("needs_layers"))
 
 
 def pytest_report_header() -> str:

@@ -1,6 +1,7 @@
 """The ways in which the sandbox can be used on this machine: with all its walls, and with each one missing.
 
-``TEST_SANDBOX_LANDLOCK=3`` runs the tests as on a kernel with that version of Landlock (scripts/sandbox_guarantees.py).
+``TEST_SANDBOX_LANDLOCK=3`` runs the tests as on a kernel with that version of Landlock, and
+``TEST_SANDBOX_WITHOUT=seccomp`` as on one without that layer (scripts/sandbox_guarantees.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from verl.sandbox.kernel.landlock import NEWEST
 
 NEWEST_LANDLOCK = int(os.environ.get("TEST_SANDBOX_LANDLOCK", NEWEST))
 """The version of Landlock of an older kernel, for which this one is to be taken; 0: of one that has none."""
-_GONE = () if NEWEST_LANDLOCK else ("landlock",)
+_GONE = (*(() if NEWEST_LANDLOCK else ("landlock",)), *os.environ.get("TEST_SANDBOX_WITHOUT", "").split())
 MODES: dict[str, tuple[str, ...]] = {"whole": _GONE, **{f"without {layer}": tuple({*_GONE, layer}) for layer in LAYERS}}
 
 

@@ -78,11 +78,13 @@ def test_ninety_dangerous_system_calls_are_refused_by_number(box: Box):
         assert set(found.values()) == {"EPERM"}, {name: said for name, said in found.items() if said != "EPERM"}
 
 
+@pytest.mark.needs_layers("seccomp")
 def test_a_call_that_no_kernel_has_yet_is_refused_too(pool: Pool):
     code = "import ctypes; l = ctypes.CDLL(None, use_errno=True); print(l.syscall(999), ctypes.get_errno())"
     assert pool.run(code).stdout == "-1 1\n"
 
 
+@pytest.mark.needs_layers("seccomp")
 def test_the_numbers_of_another_machine_end_the_program(pool: Pool):
     if platform.machine() != "x86_64":
         assert "x86_64" in ARCHITECTURES
@@ -152,6 +154,7 @@ def test_the_first_process_of_the_run_cannot_be_killed_stopped_or_read(pool: Poo
     assert pool.run(code).stdout == "after\n"
 
 
+@pytest.mark.needs_layers("namespaces")
 def test_privileges_cannot_be_gained_by_executing_files(pool: Pool):
     code = """if True:
         import subprocess, sys

@@ -129,6 +129,7 @@ def test_the_temporary_folder_is_gone_from_this_machine_afterwards(box: Box, tmp
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.needs_layers("namespaces")
 def test_two_sessions_do_not_see_each_others_files(pool: Pool):
     with Session(pool, Limits()) as one, Session(pool, Limits()) as other:
         one.run("open('/tmp/mine', 'w').write('x')")

@@ -74,6 +74,7 @@ def test_memory_of_ones_own_and_of_files_can_be_mapped(box: Box):
     assert box.run(code).stdout == "b'\\x00\\x00\\x00' b'shared'\n"
 
 
+@pytest.mark.needs_layers("namespaces", "seccomp")
 def test_what_was_shared_and_dropped_does_not_stay_allocated(pool: Pool):
     """Sixteen processes, each with as much as one may have, mapped, touched, and dropped from the resident set."""
     code = """if True:
@@ -100,6 +101,7 @@ def test_what_was_shared_and_dropped_does_not_stay_allocated(pool: Pool):
     assert outcome.stdout == "nobody has any\n", outcome
 
 
+@pytest.mark.needs_layers("namespaces")
 def test_memory_of_processes_whose_first_thread_has_ended_counts(pool: Pool):
     """The kernel shows nothing of it under the process's own number."""
     code = """if True:
@@ -117,6 +119,7 @@ def test_memory_of_processes_whose_first_thread_has_ended_counts(pool: Pool):
     assert outcome.status == "memory" and outcome.seconds < 8, outcome
 
 
+@pytest.mark.needs_layers("namespaces")
 def test_processes_that_end_by_the_dozen_are_no_offence(pool: Pool):
     code = "import os\nfor _ in range(200):\n    if os.fork() == 0: os._exit(0)\n    os.wait()\nprint('done')"
     assert pool.run(code, limits=Limits(seconds=20, memory_mb=64)).stdout == "done\n"
@@ -147,6 +150,7 @@ FILL = """if True:
     """
 
 
+@pytest.mark.needs_layers("namespaces")
 def test_what_lies_in_the_buffers_of_sockets_counts(pool: Pool):
     """Each of 120 sockets holds some 250 KB of the kernel's memory: 14 processes have 400 MB, and 10 MB resident."""
     outcome = pool.run(FILL.format(others=13), limits=Limits(seconds=20, memory_mb=192))
@@ -198,6 +202,7 @@ def one_core():
     os.sched_setaffinity(0, before)
 
 
+@pytest.mark.needs_layers("seccomp")
 def test_sixteen_loops_in_sessions_of_their_own_leave_a_neighbour_its_share(one_core):
     """One core, two programs: the one with sixteen loops gets no more than about what the one with one loop gets."""
     if "whole" not in OFFERED:
@@ -241,6 +246,7 @@ def test_all_threads_of_a_program_have_the_time_of_one_core(mode: str, pools: di
     assert has_the_time_of_one_core(outcome), outcome
 
 
+@pytest.mark.needs_layers("seccomp")
 def test_threads_have_the_time_of_one_core_where_proc_cannot_be_mounted(monkeypatch: pytest.MonkeyPatch):
     spoil = (
         "from verl.sandbox.inside import root; root.mount_processes = lambda: (_ for _ in ()).throw(OSError(1, 'no')); "

@@ -98,6 +98,7 @@ def test_memory_that_grows_is_ended_at_its_limit(box: Box):
     assert outcome.status == "memory"
 
 
+@pytest.mark.needs_layers("namespaces")
 def test_the_memory_of_several_processes_is_counted_together(pool: Pool):
     code = """if True:
         import os, time
@@ -122,6 +123,7 @@ def test_a_ten_gigabyte_file_does_not_fit(box: Box):
     assert outcome.status == "error" and ("No space left" in outcome.stderr or "File too large" in outcome.stderr)
 
 
+@pytest.mark.needs_layers("namespaces")
 def test_many_files_do_not_fill_the_disk(pool: Pool):
     code = """if True:
         import os
@@ -154,6 +156,7 @@ def test_too_many_open_files_are_refused(box: Box):
     assert "Too many open files" in outcome.stderr
 
 
+@pytest.mark.needs_layers("namespaces")
 def test_a_daemon_does_not_outlive_its_program(pool: Pool):
     code = """if True:
         import os, signal, time
@@ -171,6 +174,7 @@ def test_a_daemon_does_not_outlive_its_program(pool: Pool):
     assert len(wait_until_quiet(pool, seconds=0.0)) == 2
 
 
+@pytest.mark.needs_layers("namespaces")
 def test_a_child_that_holds_the_output_open_does_not_delay_the_outcome(pool: Pool):
     outcome = pool.run("import os, time\nif os.fork() == 0: time.sleep(600)\nprint('x')", limits=Limits(seconds=PLENTY))
     assert outcome.status == "ok" and outcome.seconds < 10

@@ -149,6 +149,7 @@ def test_each_case_is_held_to_the_limit_by_itself(pool: Pool):
     ]
 
 
+@pytest.mark.usefixtures("pool")
 def test_functions_and_methods_are_called_with_plain_arguments():
     code = (
         "def add(a, b=0):\n    return (a, b)\nclass Solution:\n    def twice(self, xs):\n        return {1: xs * 2}\n"

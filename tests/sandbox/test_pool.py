@@ -58,6 +58,7 @@ def test_exit_codes_and_errors_are_those_of_an_interpreter(pool: Pool, code: str
     assert outcome.status == ("ok" if exit_code == 0 else "error")
 
 
+@pytest.mark.needs_layers("namespaces")
 def test_a_traceback_shows_the_programs_own_lines_only(pool: Pool):
     outcome = pool.run("def f():\n    return 1 / 0\n\nf()\n")
     assert outcome.stderr.startswith('Traceback (most recent call last):\n  File "/tmp/main.py", line 4, in <module>\n')

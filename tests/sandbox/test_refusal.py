@@ -149,7 +149,13 @@ SPOILT = {
 }
 
 
-@pytest.mark.parametrize("name", SPOILT)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.needs_layers("namespaces", "seccomp")] if "kernel" in name else [])
+        for name in SPOILT
+    ],
+)
 def test_whatever_fails_before_the_program_begins_is_trouble_of_the_sandbox(name: str, monkeypatch: pytest.MonkeyPatch):
     """An outcome would be held against the policy, and a kernel that refuses a wall would score all programs 0."""
     spoil, says = SPOILT[name]
@@ -164,6 +170,8 @@ def test_whatever_fails_before_the_program_begins_is_trouble_of_the_sandbox(name
                 Session(pool).run("1")
 
 
+@pytest.mark.needs_layers("seccomp")
+@pytest.mark.usefixtures("pool")
 def test_a_filter_that_the_kernel_refuses_is_a_missing_layer(monkeypatch: pytest.MonkeyPatch):
     spoil = "from verl.sandbox.kernel import seccomp; seccomp.build = lambda pid=None: b'12345678'; "
     monkeypatch.setattr(process, "BOOT", process.BOOT.replace("main()", spoil + "main()"))
@@ -196,12 +204,15 @@ def test_this_machine_passes_the_check():
         check(pool.run)
 
 
+MASKED_PROC = (
+    "from verl.sandbox.inside import root; root.mount_processes = lambda: (_ for _ in ()).throw(OSError(1, 'no')); "
+)
+
+
+@pytest.mark.needs_layers("seccomp")
 def test_where_no_proc_can_be_mounted_a_program_gets_one_process(monkeypatch: pytest.MonkeyPatch):
     """Containers that hide parts of /proc have namespaces, but processes cannot be counted and weighed in them."""
-    spoil = (
-        "from verl.sandbox.inside import root; root.mount_processes = lambda: (_ for _ in ()).throw(OSError(1, 'no')); "
-    )
-    monkeypatch.setattr(process, "BOOT", process.BOOT.replace("main()", spoil + "main()"))
+    monkeypatch.setattr(process, "BOOT", process.BOOT.replace("main()", MASKED_PROC + "main()"))
     if "whole" not in OFFERED:
         return
     with Pool(1, **HERE) as pool:
@@ -210,6 +221,19 @@ def test_where_no_proc_can_be_mounted_a_program_gets_one_process(monkeypatch: py
         threads = "import threading; t = threading.Thread(target=print, args=('thread',)); t.start(); t.join()"
         assert pool.run(threads).stdout == "thread\n"
         assert pool.run("x = bytearray(10 << 30)").status == "memory"
+
+
+@pytest.mark.needs_layers("namespaces")
+def test_where_no_proc_can_be_mounted_and_no_filter_stands_nothing_is_run(monkeypatch: pytest.MonkeyPatch):
+    """A program could start as many processes as it likes, each with memory that nobody counts."""
+    monkeypatch.setattr(process, "BOOT", process.BOOT.replace("main()", MASKED_PROC + "main()"))
+    if "without seccomp" not in OFFERED:
+        return
+    with (
+        Pool(1, **arguments("without seccomp")) as pool,
+        pytest.raises(SandboxError, match="nothing bounds a program's processes"),
+    ):
+        pool.run("print('ran')")
 
 
 def test_an_interpreter_that_does_not_start_is_an_error_with_its_words(monkeypatch: pytest.MonkeyPatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def _look_into(process: psutil.Process, seen: Seen) -> None:
         if isinstance(entry.laddr, str):
             seen.sockets.update({entry.laddr: facts(entry.laddr)} if entry.laddr else {})
         elif entry.status == psutil.CONN_LISTEN or (entry.status == psutil.CONN_NONE and not entry.raddr):
-            seen.listening.add((program, entry.laddr.ip))
+            seen.listening.add((program, entry.laddr.ip.removeprefix("::ffff:")))  # IPv4 through a socket of both
     temporary = (f"{SHARED}/", f"{tempfile.gettempdir()}/")
     for file in process.open_files():
         if file.mode != "r" and not file.path.startswith(temporary):
@@ -119,3 +120,20 @@ def read(folder: Path) -> Seen:
     for file in files:
         seen.add(json.loads(file.read_text()))
     return seen
+
+
+def ends(pids: list[int], seconds: float = 30.0) -> bool:
+    """Whether these processes are gone after a while; zombies are."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(is_there(pid) for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -164,6 +164,13 @@ def opened(request, all_opened) -> Opened:
     return all_opened[request.param]
 
 
+def private(folder: str) -> str:
+    """The folder of this user's alone in which Ray's files lie; nobody else gets further, whatever their modes."""
+    own = f"{folder}/verl-{os.geteuid()}"
+    assert not Path(own).exists() or with_mode("folder", looking.facts(own)) == "folder 0700"
+    return own
+
+
 def with_mode(name: str | Path, facts: list[int]) -> str:
     """The name without what differs from run to run, and its mode."""
     mode, owner = facts
@@ -192,7 +199,8 @@ def test_a_run_opens_what_the_page_says_and_nothing_else(opened, own_ray_folder,
         found["loopback"] -= found["its address"]
     found["names"] = {with_mode(Path(path).name, facts) for path, facts in seen.names.items()} - {TORCHS_OWN}
     sockets = seen.sockets | {folder: looking.facts(folder) for folder in map(os.path.dirname, seen.sockets)}
-    found["sockets"] = {with_mode(path.replace(own_ray_folder, "/tmp"), facts) for path, facts in sockets.items()}
+    own_folder = private(own_ray_folder)
+    found["sockets"] = {with_mode(path.replace(own_folder, "/tmp/verl-uid"), mode) for path, mode in sockets.items()}
     assert found == expected and TORCHS_OWN in page.replace("`", "")
     assert not seen.closed, "all that a run starts can be looked into"
     least = 4 if "main_ppo" in opened.kind else 2
@@ -200,6 +208,6 @@ def test_a_run_opens_what_the_page_says_and_nothing_else(opened, own_ray_folder,
 
 
 def test_a_run_writes_into_its_own_folder_and_on_ray_into_that_of_the_cluster(opened, own_ray_folder):
-    places = (f"{opened.run.folder}/", *([f"{own_ray_folder}/ray/session_"] if "Ray" in opened.kind else []))
+    places = (f"{opened.run.folder}/", *([f"{private(own_ray_folder)}/ray/session_"] if "Ray" in opened.kind else []))
     for path, facts in opened.seen.writes.items():
         assert path.startswith(places) and with_mode(path, facts).endswith(" 0644"), path

@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
+
+from tests.serving.looking import ends, is_there
 
 STUBBORN = """
 import os, signal, subprocess, sys, time
@@ -24,23 +25,6 @@ from verl import lifeline
 program = subprocess.Popen(lifeline.guarded([sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]]))
 program.wait()
 """
-
-
-def ends(pids: list[int], seconds: float = 30.0) -> bool:
-    """Whether these processes are gone after a while; zombies are."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if not any(is_there(pid) for pid in pids):
-            return True
-        time.sleep(0.02)
-    return False
-
-
-def is_there(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.parametrize("kind", ["listening", "deaf"])

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from verl.errors import ConfigError
-from verl.serving import Answered, Limits, Server, loopback, secret, unix
+from verl.serving import Answered, Server, ServerLimits, loopback, secret, unix
 from verl.serving.client import Client, WireError
 from verl.serving.listener import private_folder
 
@@ -33,7 +33,7 @@ def visited(visit, on=None, limits=None, **options):
     """What ``visit(server)`` returns in a thread of its own, while the server answers."""
 
     async def run():
-        here = server(limits=limits or Limits(), **options)
+        here = server(limits=limits or ServerLimits(), **options)
         await here.start(on)
         try:
             return await asyncio.wait_for(asyncio.to_thread(visit, here), 60)
@@ -106,14 +106,15 @@ def test_who_does_not_get_in_is_told_before_a_body_is_read_and_the_connection_en
 
 
 def test_a_body_that_trickles_in_is_refused_and_its_sender_reads_why():
-    found = visited(lambda here: said(here, HEAD + "content-length: 9\r\n\r\n{"), limits=Limits(read_seconds=0.3))
+    found = visited(lambda here: said(here, HEAD + "content-length: 9\r\n\r\n{"), limits=ServerLimits(read_seconds=0.3))
     assert found.startswith(b"HTTP/1.1 408")
 
 
 def test_a_sender_of_too_much_reads_the_refusal():
     body = b"%x\r\n" % (1 << 20) + b" " * (1 << 20) + b"\r\n0\r\n\r\n"
     found = visited(
-        lambda here: said(here, (HEAD + "transfer-encoding: chunked\r\n\r\n").encode() + body), limits=Limits(body=1000)
+        lambda here: said(here, (HEAD + "transfer-encoding: chunked\r\n\r\n").encode() + body),
+        limits=ServerLimits(body=1000),
     )
     assert found.startswith(b"HTTP/1.1 413")
 
@@ -130,7 +131,7 @@ def test_heads_that_come_slowly_and_connections_that_say_nothing_are_ended():
         ended = [line.recv(10) for line in lines]
         return ended, time.monotonic() - begin
 
-    ended, seconds = visited(visit, limits=Limits(head_seconds=0.6))
+    ended, seconds = visited(visit, limits=ServerLimits(head_seconds=0.6))
     assert ended == [b""] * 3 and seconds < 10
 
 
@@ -143,7 +144,7 @@ def test_a_connection_between_two_requests_is_ended_after_a_while():
                 found += piece
             return found
 
-    found = visited(visit, limits=Limits(idle_seconds=0.2))
+    found = visited(visit, limits=ServerLimits(idle_seconds=0.2))
     assert found.startswith(b"HTTP/1.1 200") and found.endswith(b"{}")
 
 
@@ -157,7 +158,7 @@ def test_programs_without_a_key_keep_nobody_out_and_take_few_descriptors():
             line.close()
         return taken
 
-    assert visited(visit, limits=Limits(strangers=20)) <= 22
+    assert visited(visit, limits=ServerLimits(strangers=20)) <= 22
 
 
 def test_a_connection_too_many_is_told_so_unless_one_that_is_idle_can_make_room():
@@ -179,14 +180,14 @@ def test_a_connection_too_many_is_told_so_unless_one_that_is_idle_can_make_room(
 
         return asyncio.run(run())
 
-    refused, served = visited(visit, limits=Limits(connections=2))
+    refused, served = visited(visit, limits=ServerLimits(connections=2))
     assert refused.status == 503 and "ulimit" in refused.json()["error"]["message"]
     assert served.startswith(b"HTTP/1.1 200")
 
 
 def test_the_number_of_connections_follows_what_the_process_may_open(monkeypatch):
     monkeypatch.setattr("verl.serving.connection.resource.getrlimit", lambda which: (1024, 4096))
-    assert Limits().most == 512 and Limits(connections=7).most == 7
+    assert ServerLimits().most == 512 and ServerLimits(connections=7).most == 7
 
 
 def test_a_client_that_leaves_its_answer_unread_is_dropped():
@@ -194,7 +195,7 @@ def test_a_client_that_leaves_its_answer_unread_is_dropped():
         return Answered("x" * (32 << 20))
 
     async def run():
-        here = Server({("POST", "/a"): long}, authorize=lambda token: True, limits=Limits(write_seconds=0.3))
+        here = Server({("POST", "/a"): long}, authorize=lambda token: True, limits=ServerLimits(write_seconds=0.3))
         await here.start()
         try:
             return await asyncio.wait_for(asyncio.to_thread(unread, here), 60)
@@ -317,7 +318,7 @@ def test_a_connection_that_was_told_the_proof_and_then_says_nothing_is_ended():
         return said(here, f"GET {secret.PATH} HTTP/1.1\r\nhost: localhost\r\n{secret.NONCE}: n\r\n\r\n")
 
     begun = time.monotonic()
-    answer = visited(visit, limits=Limits(head_seconds=0.2, idle_seconds=15.0), key=KEY)
+    answer = visited(visit, limits=ServerLimits(head_seconds=0.2, idle_seconds=15.0), key=KEY)
     assert secret.of_server(KEY, "n").encode() in answer
     assert time.monotonic() - begun < 10
 

@@ -13,16 +13,16 @@ from verl.rewards.loading import (
     resolve_reward_manager_cls,
 )
 from verl.rewards.samples import RewardFailure, RewardResult, RewardSample
-from verl.rewards.scoring import Limits, Scorer
+from verl.rewards.scoring import Scorer, ScoringLimits
 
 __all__ = [
     "Form",
-    "Limits",
     "RewardFailure",
     "RewardFunction",
     "RewardResult",
     "RewardSample",
     "Scorer",
+    "ScoringLimits",
     "check_data_sources",
     "check_reward_data",
     "default_compute_score",

@@ -20,7 +20,7 @@ from verl.rewards.dispatch import check_data_sources, default_compute_score
 from verl.rewards.function import RewardFunction, load_reward_function
 from verl.rewards.samples import RewardFailure, RewardResult, RewardSample
 from verl.rewards.scorers.search_qa import gold_answers
-from verl.rewards.scoring import Limits, Scorer
+from verl.rewards.scoring import Scorer, ScoringLimits
 
 FORMS = ("{}", "#### {}", r"\boxed{{{}}}", "Answer: {}", "<answer>{}</answer>")
 WRONG = "this is not the answer"
@@ -38,7 +38,7 @@ class Trial:
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m verl.rewards.check", description="Try a reward function on data.")
     parser.add_argument("file", nargs="?", help="Python file with the function; without it the built-in scorers")
-    parser.add_argument("--data", required=True, help="parquet, json or jsonl file with the rows")
+    parser.add_argument("--data", required=True, help="rows in a file or folder of a kind that runs read")
     parser.add_argument("-n", "--rows", type=int, default=5, help="how many rows (5)")
     parser.add_argument("--name", help="the function in the file")
     parser.add_argument("--answers", help="json, jsonl or text file: one answer per row, tried instead of made-up ones")
@@ -77,7 +77,7 @@ def try_rows(arguments: argparse.Namespace) -> tuple[RewardFunction, list[Trial]
     samples = make_samples(rows, column, function)
     given = read_texts(arguments.answers) if arguments.answers else None
     through = tokenizer_pass(arguments.tokenizer) if arguments.tokenizer else lambda text: text
-    scorer = Scorer(function, Limits(timeout=arguments.timeout, num_workers=1))
+    scorer = Scorer(function, ScoringLimits(timeout=arguments.timeout, num_workers=1))
     scorer.prepare()  # so that no measured time holds the start of a process
     try:
         return function, [

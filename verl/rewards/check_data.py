@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,36 @@ from verl.json_text import read_json
 ANSWER_KEYS = ("response", "responses", "answer", "output", "solution_str")
 
 
+OBJECTS = ("reward_model", "extra_info")
+"""Columns of objects, which a csv file holds as JSON text."""
+
+
 def read_rows(path: str, limit: int) -> list[dict[str, Any]]:
-    """The first rows of a parquet, json (a list) or jsonl file as dicts."""
+    """The first rows, as dicts, of whatever the trainer reads: a file, or a folder that `datasets` saved."""
     if limit < 1:
         raise DataError("at least one row is needed", key="-n", got=limit)
-    file = existing_file(path, "--data")
-    if file.suffix == ".parquet":
-        rows = _parquet(file, limit)
-    elif file.suffix in (".json", ".jsonl"):
-        rows = _json(file, limit)
+    from verl.storage import formats  # loads pyarrow
+
+    place = Path(env.expand(path))
+    if place.is_dir():
+        formats.check_folder(place, "--data")
     else:
-        raise DataError("unknown kind of file", key="--data", got=path, allowed=".parquet, .json, .jsonl")
-    if not rows:
-        raise DataError("the file has no rows", key="--data", got=path)
-    if not all(isinstance(row, dict) for row in rows):
-        raise DataError("every row must be an object with named fields", key="--data", got=path)
-    return rows
+        existing_file(path, "--data")
+    table = formats.first_rows(place, limit)
+    if table is None or len(table) < limit:  # fewer rows may come at once than the file has
+        table = formats.read_table(place)
+    rows: list[dict[str, Any]] = table.slice(0, limit).to_pylist()
+    return [_with_objects(row, i) for i, row in enumerate(rows)]
+
+
+def _with_objects(row: dict[str, Any], number: int) -> dict[str, Any]:
+    for name in OBJECTS:
+        if isinstance(value := row.get(name), str) and value.lstrip().startswith("{"):
+            try:
+                row[name] = read_json(value)
+            except ValueError as error:
+                raise DataError(f"row {number}: {name} cannot be read as JSON: {error}", key="--data") from error
+    return row
 
 
 def read_texts(path: str) -> list[str]:
@@ -37,11 +50,11 @@ def read_texts(path: str) -> list[str]:
     if file.suffix not in (".json", ".jsonl"):
         return file.read_text(encoding="utf-8").splitlines()
     texts = []
-    for i, row in enumerate(_json(file, None)):
-        found = row if isinstance(row, str) else next((row[key] for key in ANSWER_KEYS if key in row), None)
-        if not isinstance(found, str):
+    for i, row in enumerate(_json(file)):
+        text = row if isinstance(row, str) else next((row[key] for key in ANSWER_KEYS if key in row), None)
+        if not isinstance(text, str):
             raise DataError(f"row {i} holds no answer", key="--answers", got=row, allowed=f"a string, or {ANSWER_KEYS}")
-        texts.append(found)
+        texts.append(text)
     return texts
 
 
@@ -65,23 +78,12 @@ def existing_file(path: str, key: str) -> Path:
     return file
 
 
-def _parquet(file: Path, limit: int) -> list[dict[str, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        first = next(pq.ParquetFile(file).iter_batches(batch_size=limit), None)
-        return first.to_pylist() if first is not None else []
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"cannot be read as parquet: {error}", key="--data", got=str(file)) from error
-
-
-def _json(file: Path, limit: int | None) -> list[Any]:
+def _json(file: Path) -> list[Any]:
     try:
         if file.suffix == ".jsonl":
             with file.open(encoding="utf-8") as lines:
-                return [read_json(line) for line in islice((line for line in lines if line.strip()), limit)]
+                return [read_json(line) for line in lines if line.strip()]
         value = read_json(file.read_text(encoding="utf-8"))
     except ValueError as error:  # not JSON, or not UTF-8
         raise DataError(f"cannot be read as JSON: {error}", got=str(file)) from error
-    return (value if isinstance(value, list) else [value])[:limit]
+    return value if isinstance(value, list) else [value]

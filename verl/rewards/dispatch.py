@@ -8,6 +8,7 @@ from typing import Any
 
 from verl.errors import RewardError, suggest
 from verl.metrics import notice
+from verl.rewards.function import built_in
 from verl.rewards.programs import code_runner
 from verl.rewards.scorers import code, geo3k, gsm8k, math_boxed, math_dapo, numina, search_qa
 from verl.rewards.scorers.text import last_braced
@@ -93,6 +94,7 @@ def missing_data_source(message: str, column: str = "data_source") -> RewardErro
     )
 
 
+@built_in
 def default_compute_score(
     data_source: str,
     solution_str: str,

@@ -83,10 +83,10 @@ def read_form(
 
 
 def _form_of(names: list[str], default: Form | None, where: str) -> Form:
-    found = [form for form, fields in FIELDS.items() if fields[0] in names]
-    if len(found) == 1:
-        return found[0]
-    if found:
+    matching = [form for form, fields in FIELDS.items() if fields[0] in names]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
         raise RewardError(f"{where}: its parameters mix two forms", got=_shown(names), allowed=ALLOWED)
     if default is not None:  # def compute_score(**kwargs)
         return Form.BATCH if any(name in FIELDS[Form.BATCH] for name in names) else default

@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from verl import env
 from verl.errors import RewardError, suggest
-from verl.rewards.dispatch import default_compute_score
 from verl.rewards.forms import FIELDS, Form, Signature, read_form
 from verl.rewards.samples import RewardSample
 from verl.rewards.user_file import load_user_code
@@ -21,6 +20,14 @@ from verl.rewards.user_file import load_user_code
 PATH_KEY = "reward.custom_reward_function.path"
 NAME_KEY = "reward.custom_reward_function.name"
 USUAL_NAMES = ("compute_score", "compute_reward")
+Function = TypeVar("Function", bound=Callable[..., Any])
+_built_in: list[Callable[..., Any]] = []
+
+
+def built_in(fn: Function) -> Function:
+    """Mark the library's own scorer. By identity: what wraps it is not the library's."""
+    _built_in.append(fn)
+    return fn
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ class RewardFunction:
     @property
     def is_builtin(self) -> bool:
         """Whether it is the library's own scorer, which is bounded in time and needs no guard."""
-        return self.fn is default_compute_score
+        return any(self.fn is fn for fn in _built_in)
 
     @property
     def is_ours(self) -> bool:
@@ -120,9 +127,9 @@ def load_reward_function(
     Raises:
         RewardError: no such file or function, a file that fails, or parameters that match no form.
     """
-    source, file, found, fn = _locate(path, name)
+    source, file, attribute, fn = _locate(path, name)
     origin = source if source.startswith("pkg://") else file
-    return replace(_make(fn, found, file, reward_kwargs or {}, origin), is_loaded=True)
+    return replace(_make(fn, attribute, file, reward_kwargs or {}, origin), is_loaded=True)
 
 
 def find_reward_function(path: str, name: str | None = None) -> Callable[..., Any]:
@@ -137,8 +144,8 @@ def _locate(path: str, name: str | None) -> tuple[str, str, str, Callable[..., A
     source, inner = _source(str(path))
     module = load_user_code(source, PATH_KEY)
     file = module.__file__ or source
-    found = _find(module, name or inner, file)
-    return source, file, found, vars(module)[found]
+    attribute = _find(module, name or inner, file)
+    return source, file, attribute, vars(module)[attribute]
 
 
 def _source(path: str) -> tuple[str, str | None]:

@@ -14,7 +14,7 @@ from verl.rewards import truths
 from verl.rewards.dispatch import check_data_sources, default_compute_score, runs_programs
 from verl.rewards.function import RewardFunction, find_reward_function, load_reward_function
 from verl.rewards.programs import code_runner
-from verl.rewards.scoring import Limits
+from verl.rewards.scoring import ScoringLimits
 from verl.rewards.user_file import load_user_code
 
 USUAL_NAME = "compute_score"
@@ -42,12 +42,12 @@ class ServedModel:
     def arguments(self, parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
         """What of it these parameters name; all of them take the address."""
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if takes_all or ROUTER in parameters:
-            found[ROUTER] = self.address
+            arguments[ROUTER] = self.address
         if RM_TOKENIZER in parameters:
-            found[RM_TOKENIZER] = self.tokenizer()
-        return found
+            arguments[RM_TOKENIZER] = self.tokenizer()
+        return arguments
 
 
 def get_custom_reward_fn(config: Any, served: ServedModel | None = None) -> RewardFunction | None:
@@ -110,7 +110,7 @@ def load_reward_manager(config: Any, tokenizer: Any, *, served: ServedModel | No
     """
     cls = resolve_reward_manager_cls(config)
     kwargs = {**_dict(_at(config, "reward.reward_kwargs")), **reward_kwargs}
-    limits = Limits(**_limits(config, kwargs))
+    limits = ScoringLimits(**_limits(config, kwargs))
     kwargs.setdefault("num_examine", 0)
     kwargs.setdefault("reward_fn_key", _at(config, "data.reward_fn_key") or "data_source")
     function = get_custom_reward_fn(config, served) or _builtin(config, limits)
@@ -163,7 +163,7 @@ def check_reward_data(
         code_runner(**_sandbox(config)).check()
 
 
-def _builtin(config: Any, limits: Limits) -> RewardFunction:
+def _builtin(config: Any, limits: ScoringLimits) -> RewardFunction:
     """The built-in scorers with the settings of those that run programs; their time is within the limit of a sample."""
     most = {} if limits.timeout is None else {"most_seconds": SHARE_FOR_TESTS * limits.timeout}
     settings = _sandbox(config)
@@ -174,17 +174,17 @@ def _builtin(config: Any, limits: Limits) -> RewardFunction:
 def _sandbox(config: Any) -> dict[str, Any]:
     """The settings of ``reward.sandbox_fusion`` that are set."""
     section = _at(config, "reward.sandbox_fusion")
-    found = {name: _at(section, name) for name in ("max_concurrent", "memory_limit_mb", "allow_missing")}
-    return {"url": _at(section, "url"), **{name: value for name, value in found.items() if value is not None}}
+    settings = {name: _at(section, name) for name in ("max_concurrent", "memory_limit_mb", "allow_missing")}
+    return {"url": _at(section, "url"), **{name: value for name, value in settings.items() if value is not None}}
 
 
 def _limits(config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Limits from the ``reward`` section; those among the manager's own arguments win and are taken out of them."""
-    found = {name: _at(config, f"reward.{name}") for name in LIMIT_NAMES}
-    found |= {name: kwargs.pop(name) for name in LIMIT_NAMES if name in kwargs}
+    limits = {name: _at(config, f"reward.{name}") for name in LIMIT_NAMES}
+    limits |= {name: kwargs.pop(name) for name in LIMIT_NAMES if name in kwargs}
     by_model = bool(_at(config, "reward.reward_model.enable"))
-    found["needs_truth"] = _at(config, truths.SETTING) == "needed" and not by_model
-    return {name: value for name, value in found.items() if value is not None}
+    limits["needs_truth"] = _at(config, truths.SETTING) == "needed" and not by_model
+    return {name: value for name, value in limits.items() if value is not None}
 
 
 def _fitting(cls: type, parameters: Mapping[str, inspect.Parameter], kwargs: dict[str, Any]) -> dict[str, Any]:

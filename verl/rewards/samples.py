@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-FailureKind = Literal["raised", "refused", "timeout", "value", "died", "start"]
+FailureKind = Literal["raised", "refused", "timeout", "processor time", "value", "died", "start"]
 """``refused`` is an error that this library raised on purpose: about settings, data, a service, never about a text."""
 
 

@@ -31,7 +31,7 @@ SLOW_BATCH = 20.0
 
 
 @dataclass(frozen=True)
-class Limits:
+class ScoringLimits:
     """How reward functions are run and what happens when one fails."""
 
     timeout: float | None = None
@@ -79,6 +79,7 @@ class Pace:
 
     def __init__(self, per_minute: float | None, clock: Callable[[], float] = time.monotonic):
         self._apart = 0.0 if per_minute is None else 60.0 / per_minute
+        # Threads that score; held while a place is taken, not while it is waited for.
         self._clock, self._lock, self._free_at = clock, threading.Lock(), 0.0
 
     def reserve(self) -> float:
@@ -104,8 +105,8 @@ class Scorer:
         >>> Scorer(load_reward_function("my_reward.py")).score([RewardSample("d", "42", "42")])
     """
 
-    def __init__(self, function: RewardFunction, limits: Limits | None = None):
-        self.function, self.limits = function, limits or Limits()
+    def __init__(self, function: RewardFunction, limits: ScoringLimits | None = None):
+        self.function, self.limits = function, limits or ScoringLimits()
         self.timeout = self.limits.timeout or (SAMPLE_TIMEOUT if function.form is Form.SINGLE else BATCH_TIMEOUT)
         self._pace = Pace(self.limits.max_per_minute)
         self._at_once: int | None = None  # calls, where a setting says how many

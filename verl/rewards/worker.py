@@ -1,7 +1,7 @@
 """The process in which a user's reward function runs: it reads calls, answers them, and is killed if it takes too long.
 
-The parent keeps the time and kills. The alarm set here only guards against the parent's own death, so that a function
-that hangs leaves no process behind; its default action ends the process even while C code holds the interpreter.
+The parent keeps the time and kills, and `verl.lifeline` ends this process with the parent. The alarm set here is for
+systems where that is not possible; its default action ends the process even while C code holds the interpreter.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     for home, names in _HOMES.items():
         if name in names:
-            found = getattr(importlib.import_module(f"verl.sandbox.{home}"), name)
-            globals()[name] = found
-            return found
+            value = getattr(importlib.import_module(f"verl.sandbox.{home}"), name)
+            globals()[name] = value
+            return value
     raise AttributeError(f"module 'verl.sandbox' has no attribute {name!r}")

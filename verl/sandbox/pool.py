@@ -62,6 +62,7 @@ class Pool:
             raise ConfigError("must be at least 1", key="sandbox pool size", got=size)
         self.size = size or len(os.sched_getaffinity(0))
         self._options = (check_names(allow_missing), packages, tuple(preload), check_names(without), newest_landlock)
+        # Callers' threads: a slot for the length of a run; inside it the lock, while a keeper is chosen or started.
         self._lock, self._slots = threading.Lock(), threading.BoundedSemaphore(self.size)
         self._keepers: list[KeeperProcess] = []
         self._threads: ThreadPoolExecutor | None = None

@@ -116,5 +116,5 @@ def _outcome(status: Status, result: dict[str, Any], limits: Limits, detail: str
 
 
 def _result(answer: dict[str, Any], name: str) -> dict[str, Any]:
-    found = answer.get(name)
-    return found if isinstance(found, dict) else {}
+    section = answer.get(name)
+    return section if isinstance(section, dict) else {}

@@ -65,6 +65,7 @@ class Service:
         self._path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._headers = {"Content-Type": "application/json", "Accept": "application/json", **(headers or {})}
+        # Callers' threads: a place for the length of a request; the lock for the count of failures, never for a wait.
         self._places = threading.BoundedSemaphore(max_concurrent)
         self._lock = threading.Lock()
         self._failures, self._closed_until = 0, 0.0

@@ -32,7 +32,7 @@ class Session:
 
     def __init__(self, pool: Pool, limits: Limits | None = None):
         self._pool, self._limits = pool, limits or Limits()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # one block of code at a time; a slot of the pool comes after it
         self._channel: Channel | None = None
         self._folder = ExitStack()
         self._number = 0

@@ -10,7 +10,7 @@ from verl.sandbox.limits import CallCase, Limits, StdinCase
 from verl.sandbox.outcome import CaseResult, Outcome
 from verl.sandbox.pool import Pool
 
-_lock = threading.Lock()
+_lock = threading.Lock()  # any thread that asks for a pool: two would start two
 _pools: dict[tuple[str, ...], Pool] = {}
 
 

@@ -2,8 +2,8 @@
 
 from verl.serving import secret
 from verl.serving.answers import Answered, ApiError, Asked, Handle
-from verl.serving.connection import Limits
+from verl.serving.connection import ServerLimits
 from verl.serving.listener import loopback, unix
 from verl.serving.server import Server
 
-__all__ = ["Answered", "ApiError", "Asked", "Handle", "Limits", "Server", "loopback", "secret", "unix"]
+__all__ = ["Answered", "ApiError", "Asked", "Handle", "Server", "ServerLimits", "loopback", "secret", "unix"]

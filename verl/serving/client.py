@@ -73,6 +73,7 @@ class _Pool:
     """The connections of one event loop."""
 
     def __init__(self, size: int):
+        # Requests of one event loop, each for its whole length.
         self.seats = asyncio.Semaphore(size)
         self.idle: list[_Line] = []
 

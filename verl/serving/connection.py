@@ -27,7 +27,7 @@ _SILENT.setLevel(logging.CRITICAL)  # what strangers send is no news
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """How much clients may take.
 
     Args:
@@ -62,7 +62,7 @@ class Limits:
 class Guests:
     """The connections of a server, those that may go first in the order in which they would."""
 
-    limits: Limits
+    limits: ServerLimits
     strangers: dict[Connection, None] = field(default_factory=dict)
     idle: dict[Connection, None] = field(default_factory=dict)
 

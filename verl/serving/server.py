@@ -24,7 +24,7 @@ from uvicorn.server import ServerState
 from verl.errors import VerlError
 from verl.serving import listener, secret
 from verl.serving.answers import Answered, ApiError, Asked, Handle, as_json
-from verl.serving.connection import CONNECTION, Connection, Guests, Limits
+from verl.serving.connection import CONNECTION, Connection, Guests, ServerLimits
 
 LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 BACKLOG = 2048
@@ -48,7 +48,7 @@ class Server:
 
     routes: dict[tuple[str, str], Handle]
     authorize: Callable[[str], Any]
-    limits: Limits = field(default_factory=Limits)
+    limits: ServerLimits = field(default_factory=ServerLimits)
     names: tuple[str, ...] = ()
     key: str | None = None
     address: str = ""

@@ -11,7 +11,7 @@ import torch
 from tests.rewards.files import Letters, batch
 from verl.errors import RewardError
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
-from verl.rewards import Limits
+from verl.rewards import ScoringLimits
 
 
 class Mine(RewardManagerBase):
@@ -37,7 +37,7 @@ class Mine(RewardManagerBase):
 
 def test_rows_are_scored_at_once_and_failures_are_masked():
     manager = Mine(None, Letters())
-    manager.configure(Limits(timeout=2.0))
+    manager.configure(ScoringLimits(timeout=2.0))
     start = time.monotonic()
     found = manager(batch(["a", "bb", "c", "", "d", "e"], ["1", "0.5", "raise", "1", "hang", "none"]))
     assert time.monotonic() - start < 20

@@ -12,7 +12,7 @@ from tests.rewards.files import Letters, batch, reward_file
 from verl.errors import ConfigError, DataError, RewardError
 from verl.metrics import notices, reset_notices
 from verl.registry import REWARD_MANAGERS
-from verl.rewards import Limits, load_reward_function
+from verl.rewards import ScoringLimits, load_reward_function
 from verl.rewards.managers.base import RewardManager
 from verl.rewards.managers.batch import BatchRewardManager
 from verl.rewards.managers.dapo import DAPORewardManager
@@ -56,7 +56,7 @@ def test_the_function_sees_text_without_padding_and_what_the_row_holds():
 
     info = {"index": 7}
     data = batch(["ab</s>", "c"], [[1], None], extra_info=[info, None], __num_turns__=[2, 3], reward_scores=[[0.1], []])
-    NaiveRewardManager(Letters(), 0, compute_score, limits=Limits(isolation="none"))(data)
+    NaiveRewardManager(Letters(), 0, compute_score, limits=ScoringLimits(isolation="none"))(data)
     assert seen == [
         ("openai/gsm8k", "ab", [1], {"index": 7, "num_turns": 2, "rollout_reward_scores": [0.1]}),
         ("openai/gsm8k", "c", None, {"num_turns": 3, "rollout_reward_scores": []}),
@@ -122,7 +122,7 @@ def test_on_error_raise_stops_with_the_users_exception():
     def compute_score(solution_str):
         return {"ok": 1}[solution_str]
 
-    manager = NaiveRewardManager(Letters(), 0, compute_score, limits=Limits(on_error="raise"))
+    manager = NaiveRewardManager(Letters(), 0, compute_score, limits=ScoringLimits(on_error="raise"))
     with pytest.raises(RewardError, match=r"row 1 of the batch.*KeyError: 'bad'") as caught:
         manager(batch(["ok", "bad"], ["x", "x"]))
     assert isinstance(caught.value.__cause__, KeyError)
@@ -225,7 +225,7 @@ def test_prime_runs_files_and_built_in_scorers_in_processes(tmp_path):
             return os.getpid()
     """
     path = reward_file(tmp_path, code)
-    manager = PrimeRewardManager(Letters(), 0, load_reward_function(path), limits=Limits(timeout=2.0))
+    manager = PrimeRewardManager(Letters(), 0, load_reward_function(path), limits=ScoringLimits(timeout=2.0))
     found = manager(batch(["a", "slow"], ["x", "x"]))
     assert found["unscorable"] == [False, True]
     assert found["reward_tensor"][0].sum() not in (0, os.getpid())

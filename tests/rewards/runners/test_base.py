@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from verl.rewards.runners.base import Pool
+from verl.rewards.runners.base import RunnerPool
 from verl.rewards.samples import RewardFailure, RewardResult
 
 WAIT = 60
@@ -43,7 +43,7 @@ class Gate:
     def __init__(self, work: Callable[[float], RewardResult | None] = RewardResult, seats: int = 1):
         self.seen: list[list[float]] = []
         self._open, self._there, self._inner = threading.Event(), threading.Semaphore(0), work
-        self.pool = Pool(lambda: Desk(self._pass, self.seen), seats)
+        self.pool = RunnerPool(lambda: Desk(self._pass, self.seen), seats)
         self._held = [self.pool.submit([-1.0]) for _ in range(seats)]
         for _ in range(seats):
             assert self._there.acquire(timeout=WAIT)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import os
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
 from tests.rewards.files import reward_file, samples
-from verl.rewards import Limits, Scorer, load_reward_function, wire
+from tests.serving.looking import ends, is_there
+from verl.rewards import Scorer, ScoringLimits, load_reward_function, wire
 from verl.rewards.runners.process import Child, ProcessRunner, _portions, _room
 from verl.rewards.samples import RewardFailure
 
@@ -170,7 +173,7 @@ def test_a_process_whose_answers_cannot_be_read_is_ended_so_that_none_is_taken_f
 
 
 def test_a_scorer_runs_every_call_once_though_some_end_their_process(function, tmp_path):
-    scorer = Scorer(function, Limits(timeout=WAIT, num_workers=2))
+    scorer = Scorer(function, ScoringLimits(timeout=WAIT, num_workers=2))
     quick = [f"quick {i}" for i in range(100)]
     texts = [f"die {i}" if i in (30, 31, 77) else f"good {i}" for i in range(100)]
     scorer.score(samples(*quick))
@@ -182,7 +185,7 @@ def test_a_scorer_runs_every_call_once_though_some_end_their_process(function, t
 
 
 def test_calls_run_two_at_a_time_even_if_calls_before_were_quick(function):
-    scorer = Scorer(function, Limits(timeout=WAIT, num_workers=2))
+    scorer = Scorer(function, ScoringLimits(timeout=WAIT, num_workers=2))
     scorer.prepare()
     for _ in range(20):
         scorer.score(samples(*"abcdefgh"))
@@ -190,3 +193,30 @@ def test_calls_run_two_at_a_time_even_if_calls_before_were_quick(function):
     scorer.close()
     assert [result.failure for result in results] == [None] * 8
     assert len({result.extra["pid"] for result in results}) == 2
+
+
+CALLER = """
+import sys
+from verl.rewards import Scorer, ScoringLimits, load_reward_function
+from verl.rewards.samples import RewardSample
+scorer = Scorer(load_reward_function(sys.argv[1]), ScoringLimits(timeout=600.0, isolation="process"))
+scorer.score([RewardSample("a", "b", "c")])
+"""
+HANGS_WITH_A_PROGRAM = """
+    import os, subprocess, sys, time
+
+    def compute_score(solution_str):
+        program = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=True)
+        print(os.getpid(), program.pid, file=sys.stderr, flush=True)
+        time.sleep(600)
+"""
+
+
+def test_a_call_that_hangs_ends_with_its_caller_and_so_does_what_it_started(tmp_path):
+    command = [sys.executable, "-c", CALLER, str(reward_file(tmp_path, HANGS_WITH_A_PROGRAM))]
+    caller = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    pids = [int(word) for word in caller.stderr.readline().split()]
+    assert len(pids) == 2 and all(is_there(pid) for pid in pids)
+    caller.kill()
+    caller.wait()
+    assert ends(pids)

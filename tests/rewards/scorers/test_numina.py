@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 
 import pytest
 
-from verl.rewards import Limits, RewardFunction, RewardSample, Scorer, default_compute_score, load_reward_function
+from verl.rewards import (
+    RewardFunction,
+    RewardSample,
+    Scorer,
+    ScoringLimits,
+    default_compute_score,
+    load_reward_function,
+)
 from verl.rewards.runners.process import ProcessRunner
+from verl.rewards.samples import RewardFailure, RewardResult
 from verl.rewards.scorers import formulas, symbolic
 from verl.rewards.scorers.numina import compute_score, extract_answer, normalize, same_answer
 from verl.utils.reward_score import prime_math
@@ -86,16 +95,37 @@ def slow_process(tmp_path, monkeypatch):
     runner = ProcessRunner(load_reward_function(str(file)), 2.0, 2, memory_mb=1024)
     runner.prepare()
     monkeypatch.setattr(symbolic, "_runner", runner)
-    symbolic.equal.cache_clear()
+    symbolic.decide.cache_clear()
     yield runner
     runner.close()
-    symbolic.equal.cache_clear()
+    symbolic.decide.cache_clear()
+
+
+def test_a_pair_that_a_clock_stopped_is_tried_again_and_one_that_was_decided_is_not(monkeypatch):
+    ends = [
+        RewardFailure("timeout", "late"),
+        RewardFailure("died", "no memory"),
+        RewardFailure("processor time", "late"),
+    ]
+    asked = []
+
+    class Scripted:
+        def submit(self, samples):
+            asked.append(samples)
+            future: Future[list[RewardResult]] = Future()
+            future.set_result([RewardResult(failure=ends[len(asked) - 1])])
+            return future
+
+    monkeypatch.setattr(symbolic, "_process", Scripted)
+    symbolic.decide.cache_clear()
+    assert not any(symbolic.equal("v+v", "2v") for _ in range(5)) and len(asked) == len(ends)
+    symbolic.decide.cache_clear()
 
 
 def test_a_formula_that_is_not_decided_in_time_is_not_equal_and_delays_others_by_that_time_at_most(slow_process):
     rows = [("numina_a", r"\boxed{y+y}", "2y"), ("numina_a", r"\boxed{w+w}", "2w"), ("openai/gsm8k", "#### 1", "1")]
     samples = [RewardSample(*rows[i % 3]) for i in range(12)]
-    scorer = Scorer(RewardFunction.of(default_compute_score), Limits(num_workers=12))
+    scorer = Scorer(RewardFunction.of(default_compute_score), ScoringLimits(num_workers=12))
     start = time.monotonic()
     results = scorer.score(samples)
     spent = time.monotonic() - start

@@ -17,9 +17,9 @@ from verl.rewards.forms import Form
 from verl.rewards.function import RewardFunction
 from verl.rewards.invoke import result_of
 from verl.rewards.managers.abstract import AbstractRewardManager
-from verl.rewards.managers.rows import RM_SCORE, Row, given, known_results, prompt_text, read_rows, tensor
+from verl.rewards.managers.rows import RM_SCORE, SampleRow, given, known_results, prompt_text, read_rows, tensor
 from verl.rewards.samples import RewardResult, RewardSample
-from verl.rewards.scoring import Isolation, Limits, Scorer
+from verl.rewards.scoring import Isolation, Scorer, ScoringLimits
 from verl.rewards.truths import needs_truth, notice_numbers
 
 log = logging.getLogger("verl.rewards")
@@ -54,14 +54,14 @@ class RewardManager(AbstractRewardManager):
         reward_fn_key: str = "data_source",
         *,
         reward_kwargs: dict[str, Any] | None = None,
-        limits: Limits | None = None,
+        limits: ScoringLimits | None = None,
     ):
         self.tokenizer, self.num_examine, self.reward_fn_key = tokenizer, num_examine, reward_fn_key
         self.compute_score = compute_score or default_compute_score
         self._function = RewardFunction.of(self.compute_score, reward_kwargs, self.default_form)
-        self.configure(limits or Limits())
+        self.configure(limits or ScoringLimits())
 
-    def configure(self, limits: Limits) -> None:
+    def configure(self, limits: ScoringLimits) -> None:
         """Set time limit, isolation and what a failure does; before the first batch."""
         self.limits = replace(limits, isolation=self.isolation) if limits.isolation == "auto" else limits
         self._scorer = Scorer(self._function, self.limits)
@@ -75,8 +75,8 @@ class RewardManager(AbstractRewardManager):
             RewardError: every sample failed, or one did and ``on_error`` is ``raise``, or a ``data_source`` is unknown.
         """
         if given(data):
-            found = given_scores(data)
-            return found if return_dict else found["reward_tensor"]
+            known = given_scores(data)
+            return known if return_dict else known["reward_tensor"]
         by_model = self._function.is_builtin and RM_SCORE in data.non_tensor_batch
         rows = read_rows(data, self.tokenizer, self.reward_fn_key, None if by_model else self._needed_by)
         samples = [row.sample for row in rows]
@@ -111,8 +111,8 @@ class RewardManager(AbstractRewardManager):
         if self._function.is_builtin:
             check_data_sources([s.data_source for s in samples] if has_sources else None, self.reward_fn_key)
         asked = [sample for sample, result in zip(samples, known, strict=True) if result is None]
-        found = iter(self._scorer.score(asked))
-        return [next(found) if result is None else result for result in known]
+        scored = iter(self._scorer.score(asked))
+        return [next(scored) if result is None else result for result in known]
 
     @property
     def scores_rows(self) -> bool:
@@ -127,7 +127,7 @@ class RewardManager(AbstractRewardManager):
         (row,) = read_rows(data, self.tokenizer, self.reward_fn_key, self._needed_by)
         return await self._scorer.score_async(row.sample)
 
-    def adjust(self, row: Row, result: RewardResult) -> RewardResult:
+    def adjust(self, row: SampleRow, result: RewardResult) -> RewardResult:
         """A hook of subclasses: the result of a row, changed by what the manager knows beyond the function."""
         return result
 

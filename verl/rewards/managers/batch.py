@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.rewards.forms import Form
 from verl.rewards.managers.base import RewardManager
-from verl.rewards.scoring import Limits
+from verl.rewards.scoring import ScoringLimits
 
 
 class BatchRewardManager(RewardManager):
@@ -26,7 +26,7 @@ class BatchRewardManager(RewardManager):
         compute_score: Callable[..., Any] | None,
         reward_fn_key: str = "data_source",
         *,
-        limits: Limits | None = None,
+        limits: ScoringLimits | None = None,
         **reward_kwargs: Any,
     ):
         super().__init__(

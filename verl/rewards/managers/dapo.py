@@ -8,9 +8,9 @@ from typing import Any
 
 from verl.errors import ConfigError
 from verl.rewards.managers.base import RewardManager
-from verl.rewards.managers.rows import Row
+from verl.rewards.managers.rows import SampleRow
 from verl.rewards.samples import RewardResult
-from verl.rewards.scoring import Limits
+from verl.rewards.scoring import ScoringLimits
 
 KEY = "reward.reward_kwargs.overlong_buffer_cfg"
 FIELDS = ("enable", "len", "penalty_factor", "log")
@@ -73,12 +73,12 @@ class DAPORewardManager(RewardManager):
         max_resp_len: int | None = None,
         overlong_buffer_cfg: Any = None,
         *,
-        limits: Limits | None = None,
+        limits: ScoringLimits | None = None,
     ):
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, limits=limits)
         self.overlong_buffer = read_overlong_buffer(overlong_buffer_cfg, max_resp_len)
 
-    def adjust(self, row: Row, result: RewardResult) -> RewardResult:
+    def adjust(self, row: SampleRow, result: RewardResult) -> RewardResult:
         """Add ``acc`` and the penalty for the length; ``score`` in the details stays the function's own."""
         score = result.score or 0.0
         extra = {"acc": score, **result.extra}

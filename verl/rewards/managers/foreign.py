@@ -15,24 +15,24 @@ from verl.rewards.managers.base import RewardManager, given_scores
 from verl.rewards.managers.loop import RewardManagerBase
 from verl.rewards.managers.rows import given, tensor
 from verl.rewards.samples import RewardFailure, RewardResult, RewardSample, zeroed
-from verl.rewards.scoring import Limits, Pace
+from verl.rewards.scoring import Pace, ScoringLimits
 
 
 class ForeignManager:
     """A user's manager; rows whose scores are not finite are masked and counted, the form of the result is checked."""
 
-    def __init__(self, manager: Callable[..., Any], limits: Limits):
+    def __init__(self, manager: Callable[..., Any], limits: ScoringLimits):
         self.manager, self.limits, self._pace = manager, limits, Pace(limits.max_per_minute)
         self._takes_return_dict = "return_dict" in inspect.signature(manager).parameters
 
     def __call__(self, data: DataProto, return_dict: bool = True) -> torch.Tensor | dict[str, Any]:
         if given(data):
-            found = given_scores(data)
-            return found if return_dict else found["reward_tensor"]
+            scored = given_scores(data)
+            return scored if return_dict else scored["reward_tensor"]
         self._pace.wait()
         raw = self.manager(data, return_dict=True) if self._takes_return_dict else self.manager(data)
-        found = dict(raw) if isinstance(raw, dict) else {"reward_tensor": raw}
-        scores, label = found.get("reward_tensor"), type(self.manager).__name__
+        scored = dict(raw) if isinstance(raw, dict) else {"reward_tensor": raw}
+        scores, label = scored.get("reward_tensor"), type(self.manager).__name__
         shape = tuple(tensor(data, "responses").shape)
         if not isinstance(scores, torch.Tensor) or tuple(scores.shape) != shape:
             got = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
@@ -41,7 +41,7 @@ class ForeignManager:
             )
         scores = scores.float()
         finite = scores.isfinite().all(-1).tolist()
-        marked = found.get("unscorable", [False] * len(finite))
+        marked = scored.get("unscorable", [False] * len(finite))
         results = [_result(good, mark) for good, mark in zip(finite, marked, strict=True)]
         sources = data.non_tensor_batch.get("data_source", [None] * len(results))
         samples = [RewardSample(sources[i], "", None, None, i) for i in range(len(results))]
@@ -53,7 +53,7 @@ class ForeignManager:
         unscorable = [result.failure is not None for result in results]
         if not return_dict:
             return scores
-        extra = {name: list(values) for name, values in found.get("reward_extra_info", {}).items()}
+        extra = {name: list(values) for name, values in scored.get("reward_extra_info", {}).items()}
         return {
             "reward_tensor": scores,
             "reward_extra_info": extra,
@@ -65,7 +65,7 @@ class ForeignManager:
         return None
 
 
-def adopt(manager: Any, limits: Limits) -> Any:
+def adopt(manager: Any, limits: ScoringLimits) -> Any:
     """A manager of any kind as one that keeps the contract of this library."""
     if isinstance(manager, (RewardManager, RewardManagerBase)):
         manager.configure(limits)

@@ -19,7 +19,7 @@ from verl.rewards.managers.base import gather_extra, given_scores
 from verl.rewards.managers.rows import given, known_results, last_sampled, tensor
 from verl.rewards.runners import LoopRunner
 from verl.rewards.samples import RewardResult, RewardSample, zeroed
-from verl.rewards.scoring import SAMPLE_TIMEOUT, Limits, Pace
+from verl.rewards.scoring import SAMPLE_TIMEOUT, Pace, ScoringLimits
 
 
 class RewardManagerBase(ABC):
@@ -44,7 +44,7 @@ class RewardManagerBase(ABC):
         self.config, self.tokenizer = config, tokenizer
         self.compute_score = compute_score or default_compute_score
         self.reward_router_address, self.reward_model_tokenizer = reward_router_address, reward_model_tokenizer
-        self.configure(Limits())
+        self.configure(ScoringLimits())
         type(self).init_class(config, tokenizer)
 
     @classmethod
@@ -65,7 +65,7 @@ class RewardManagerBase(ABC):
                 written[i, place] = score
         return written
 
-    def configure(self, limits: Limits) -> None:
+    def configure(self, limits: ScoringLimits) -> None:
         """Set time limit, rate limit and what a failure does."""
         self.limits, self._pace = limits, Pace(limits.max_per_minute)
         score_row = weakref.WeakMethod(self._score_row)  # the loop must not keep the manager alive
@@ -80,8 +80,8 @@ class RewardManagerBase(ABC):
     def __call__(self, data: DataProto, return_dict: bool = True) -> torch.Tensor | dict[str, Any]:
         """Score a batch; the same contract as the other managers."""
         if given(data):
-            found = given_scores(data)
-            return found if return_dict else found["reward_tensor"]
+            scores_given = given_scores(data)
+            return scores_given if return_dict else scores_given["reward_tensor"]
         known = known_results(data)
         waiting = [None if known[i] else self._submit(data[i : i + 1]) for i in range(len(data))]
         results = [result or future.result()[0] for result, future in zip(known, waiting, strict=True)]  # type: ignore[union-attr]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl.rewards.managers.base import RewardManager
-from verl.rewards.scoring import Limits
+from verl.rewards.scoring import ScoringLimits
 
 
 class NaiveRewardManager(RewardManager):
@@ -25,10 +25,10 @@ class NaiveRewardManager(RewardManager):
         reward_fn_key: str = "data_source",
         compute_score_timeout: float | None = None,
         *,
-        limits: Limits | None = None,
+        limits: ScoringLimits | None = None,
     ):
         self._own_timeout = compute_score_timeout
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, limits=limits)
 
-    def configure(self, limits: Limits) -> None:
+    def configure(self, limits: ScoringLimits) -> None:
         super().configure(replace(limits, timeout=self._own_timeout) if self._own_timeout else limits)

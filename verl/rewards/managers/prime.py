@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.rewards.managers.base import RewardManager
-from verl.rewards.scoring import Isolation, Limits
+from verl.rewards.scoring import Isolation, ScoringLimits
 
 
 class PrimeRewardManager(RewardManager):
@@ -21,6 +21,6 @@ class PrimeRewardManager(RewardManager):
         compute_score: Callable[..., Any] | None = None,
         reward_fn_key: str = "data_source",
         *,
-        limits: Limits | None = None,
+        limits: ScoringLimits | None = None,
     ):
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, limits=limits)

@@ -34,7 +34,7 @@ KNOWN = {
 
 
 @dataclass(frozen=True)
-class Row:
+class SampleRow:
     """One row of a batch.
 
     ``last`` is the last position of the response that was sampled (None for an empty response), ``length`` the number
@@ -46,7 +46,7 @@ class Row:
     length: int
 
 
-def read_rows(data: DataProto, tokenizer: Any, reward_fn_key: str, needed_by: RewardFunction | None) -> list[Row]:
+def read_rows(data: DataProto, tokenizer: Any, reward_fn_key: str, needed_by: RewardFunction | None) -> list[SampleRow]:
     """All rows of a batch with decoded responses (special tokens skipped).
 
     Args:
@@ -74,7 +74,7 @@ def read_rows(data: DataProto, tokenizer: Any, reward_fn_key: str, needed_by: Re
             extra_info=_extra_info(columns, i),
             row=i,
         )
-        rows.append(Row(sample, last[i], length))
+        rows.append(SampleRow(sample, last[i], length))
     return rows
 
 
@@ -101,12 +101,12 @@ def given(data: DataProto) -> bool:
 
 def known_results(data: DataProto) -> list[RewardResult | None]:
     """What is known of each row before its function is asked: its loop's own score, or a result from earlier."""
-    columns, found = data.non_tensor_batch, [None] * len(data)
-    results: list[RewardResult | None] = list(found)
-    for row, packed in enumerate(columns.get(EARLY, found)):
+    columns, nothing = data.non_tensor_batch, [None] * len(data)
+    results: list[RewardResult | None] = list(nothing)
+    for row, packed in enumerate(columns.get(EARLY, nothing)):
         if packed is not None:
             results[row] = wire.unpack_results([packed])[0]
-    for row, score in enumerate(columns.get(OWN_SCORE, found)):
+    for row, score in enumerate(columns.get(OWN_SCORE, nothing)):
         if score is not None:
             results[row] = result_of(score)
     return results

@@ -91,7 +91,7 @@ class Seat:
         self.given_up = False
 
 
-class Pool:
+class RunnerPool:
     """Daemon threads that take calls from one queue; a thread is added when calls wait and none is free.
 
     A station that wants several calls gets a part of those that wait, a smaller one the fewer they are, so that all
@@ -117,6 +117,7 @@ class Pool:
         self._waiting: deque[Call] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()  # rings at least once for each call that waits
         self._seats: set[Seat] = set()
+        # Whoever submits, the seats' threads, and `close`; held for a change of the fields below, never while waiting.
         self._lock = threading.Lock()
         self._idle = 0
         self._unanswered = 0
@@ -187,7 +188,7 @@ class Pool:
     def _work(self, seat: Seat) -> None:
         while self._take(seat):
             try:
-                seat.station.handle([samples for samples, _ in seat.calls], lambda found: self._answer(seat, found))
+                seat.station.handle([samples for samples, _ in seat.calls], lambda results: self._answer(seat, results))
             except BaseException as error:  # boundary: whatever a thread meets, the caller must not wait for ever
                 self._answer(seat, raised(error))
             with self._lock:
@@ -221,7 +222,7 @@ class Pool:
                     self._bell.put(None)  # for the next seat
                     return False
 
-    def _answer(self, seat: Seat, found: Results | RewardFailure) -> None:
+    def _answer(self, seat: Seat, answered: Results | RewardFailure) -> None:
         """Answer the call that a seat is at, unless it was given up."""
         with self._lock:
             if not seat.calls:
@@ -230,14 +231,14 @@ class Pool:
             seat.started = time.monotonic()
             self._unanswered -= 1
             self._idle += not seat.calls
-            given_up = self._note(found)
-        answer(future, all_failed(samples, found) if isinstance(found, RewardFailure) else found)
+            given_up = self._note(answered)
+        answer(future, all_failed(samples, answered) if isinstance(answered, RewardFailure) else answered)
         for samples, future in given_up:
             answer(future, all_failed(samples, _not_tried(self._hung)))
 
-    def _note(self, found: Results | RewardFailure) -> list[Call]:
+    def _note(self, answered: Results | RewardFailure) -> list[Call]:
         """Count calls in a row that ran out of their time; the calls that are given up with them. The lock is held."""
-        if isinstance(found, RewardFailure) and found.kind == "timeout":
+        if isinstance(answered, RewardFailure) and answered.kind == "timeout":
             return self._note_hanging()
         self._hung, self._relieved, self._limit = 0, False, self._usual_limit
         for _ in range(len(self._seats) - self._limit):

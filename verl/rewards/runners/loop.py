@@ -41,7 +41,7 @@ class _State:
 
     def __init__(self, work: Work, timeout: float):
         self.work, self.timeout = work, timeout
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # callers' threads and the one that watches: a change of loops
         self.calls: dict[int, _Call] = {}
         self.numbers = itertools.count()
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -84,6 +84,7 @@ class LoopRunner(Runner):
 def _open(state: _State) -> None:
     """Start a loop, its thread, and the thread that watches whether the loop still turns. The lock is held."""
     loop = asyncio.new_event_loop()
+    # The calls on this loop, for as long as they run.
     state.loop, state.places = loop, asyncio.Semaphore(MOST_AT_ONCE)
     state.thread = threading.Thread(target=_turn, args=(loop,), name="verl-reward-loop", daemon=True)
     state.thread.start()

@@ -22,11 +22,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import IO, Any
 
-from verl import env
+from verl import env, lifeline
 from verl.errors import RewardError
 from verl.rewards import wire
 from verl.rewards.function import RewardFunction
-from verl.rewards.runners.base import Pool, Results, Runner, too_slow
+from verl.rewards.runners.base import Results, Runner, RunnerPool, too_slow
 from verl.rewards.samples import RewardFailure
 
 START_TIMEOUT = 300.0
@@ -78,7 +78,7 @@ class ProcessRunner(Runner):
         start |= {"memory_mb": memory_mb, "cpu_seconds": cpu_seconds}
         broken: list[RewardFailure] = []
         is_grader = memory_mb is not None
-        pool = Pool(lambda: Child(start, timeout, broken, pool.relieve), num_processes, timeout, not is_grader)
+        pool = RunnerPool(lambda: Child(start, timeout, broken, pool.relieve), num_processes, timeout, not is_grader)
         self._pool = pool
         weakref.finalize(self, pool.close)
 
@@ -154,7 +154,7 @@ class Child:
 
     def _launch(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", BOOT, json.dumps([entry or os.getcwd() for entry in sys.path])],
+            lifeline.guarded([sys.executable, "-c", BOOT, json.dumps([entry or os.getcwd() for entry in sys.path])]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=None if self._start["memory_mb"] is None else env.harmless(),
@@ -189,8 +189,9 @@ class Child:
             yield too_slow(timeout, "and was stopped")
         except (OSError, EOFError):  # the pipe broke, or ended
             cause = self._end(crashed=True)
-            if process.returncode == -signal.SIGPROF and self._start["cpu_seconds"] is not None:
-                yield too_slow(self._start["cpu_seconds"], "of processor time and was stopped")
+            if _status(process) == -signal.SIGPROF and self._start["cpu_seconds"] is not None:
+                slow = too_slow(self._start["cpu_seconds"], "of processor time and was stopped")
+                yield replace(slow, kind="processor time")
             else:
                 yield RewardFailure("died", f"ended its process ({cause})")
 
@@ -203,7 +204,7 @@ class Child:
         """
         assert process.stdout is not None
         pipe = process.stdout.fileno()
-        while (found := wire.parse(self._unread)) is None:
+        while (parsed := wire.parse(self._unread)) is None:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError
@@ -216,7 +217,7 @@ class Child:
                 raise EOFError
             else:
                 self._waits()
-        message, self._unread = found
+        message, self._unread = parsed
         return message
 
     def _end(self, crashed: bool = False) -> str:
@@ -234,7 +235,13 @@ class Child:
             with suppress(OSError):
                 if stream is not None:
                     stream.close()
-        return "it was stopped" if self._stopped else _cause(process.returncode)
+        return "it was stopped" if self._stopped else _cause(_status(process))
+
+
+def _status(process: subprocess.Popen[bytes]) -> int:
+    """How a child ended: its exit code, or less than 0 for a signal, which its guard tells as 128 and more."""
+    code = process.returncode
+    return 128 - code if code > 128 else code
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

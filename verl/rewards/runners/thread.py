@@ -14,7 +14,7 @@ from typing import Any
 
 from verl.rewards.function import RewardFunction
 from verl.rewards.invoke import invoke
-from verl.rewards.runners.base import Pool, Results, Runner, too_slow
+from verl.rewards.runners.base import Results, Runner, RunnerPool, too_slow
 from verl.rewards.samples import RewardFailure, all_failed
 
 TICK = 0.05
@@ -46,7 +46,7 @@ class ThreadRunner(Runner):
     """At most ``num_threads`` calls at once; each may take ``timeout`` seconds, None: as long as it likes."""
 
     def __init__(self, function: RewardFunction, timeout: float | None, num_threads: int):
-        self._pool = Pool(lambda: _Here(function), num_threads, timeout or math.inf)
+        self._pool = RunnerPool(lambda: _Here(function), num_threads, timeout or math.inf)
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._timeout = timeout
         self._watched = False
@@ -67,7 +67,7 @@ class ThreadRunner(Runner):
         _close(self._pool, self._wake)
 
 
-def _watch(pool: Pool, wake: SimpleQueue[bool], timeout: float) -> None:
+def _watch(pool: RunnerPool, wake: SimpleQueue[bool], timeout: float) -> None:
     """Give up calls that take too long. Sleeps while nothing runs, ends when the queue says False."""
     failure = too_slow(timeout, "and was given up; its thread is left to itself")
     while wake.get():
@@ -83,6 +83,6 @@ def interrupt(thread: int) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
 
 
-def _close(pool: Pool, wake: SimpleQueue[bool]) -> None:
+def _close(pool: RunnerPool, wake: SimpleQueue[bool]) -> None:
     pool.close()
     wake.put(False)

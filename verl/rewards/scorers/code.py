@@ -129,26 +129,26 @@ def extract_code(text: str) -> str:
 
 def read_tests(ground_truth: Any) -> Tests:
     """The tests of a row, from JSON or as they are."""
-    found = ground_truth
-    if isinstance(found, (str, bytes)):
+    tests = ground_truth
+    if isinstance(tests, (str, bytes)):
         try:
-            found = read_json(found)
+            tests = read_json(tests)
         except ValueError as error:
             raise DataError("the tests of a program are not valid JSON", key="reward_model.ground_truth") from error
-    if not isinstance(found, Mapping) or found.get("inputs") is None or found.get("outputs") is None:
+    if not isinstance(tests, Mapping) or tests.get("inputs") is None or tests.get("outputs") is None:
         raise DataError(
             "a program needs tests",
             key="reward_model.ground_truth",
             allowed='{"inputs": [...], "outputs": [...]} of equal length, with "fn_name" for a function',
         )
-    inputs, outputs = _listed(found["inputs"]), _listed(found["outputs"])
+    inputs, outputs = _listed(tests["inputs"]), _listed(tests["outputs"])
     if not inputs or len(inputs) != len(outputs):
         raise DataError(
             "inputs and outputs of the tests do not match",
             key="reward_model.ground_truth",
             got=f"{len(inputs)} inputs, {len(outputs)} outputs",
         )
-    return Tests([Test(a, b) for a, b in zip(inputs, outputs)], found.get("fn_name") or None)
+    return Tests([Test(a, b) for a, b in zip(inputs, outputs)], tests.get("fn_name") or None)
 
 
 def _listed(value: Any) -> list[Any]:

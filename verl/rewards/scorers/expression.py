@@ -80,16 +80,16 @@ def letters(tree: Tree) -> set[str]:
 
 
 def _tokens(text: str) -> list[Token]:
-    found: list[Token] = []
+    tokens: list[Token] = []
     position = 0
     while position < len(text):
         match = TOKEN.match(text, position)
-        if match is None or len(found) >= MOST_NODES:
+        if match is None or len(tokens) >= MOST_NODES:
             raise UnreadableError("an unknown sign" if match is None else "too many parts")
         kind, value = str(match.lastgroup), match[str(match.lastgroup)]
-        found.append(Token(kind, SAME_SIGN.get(value, value)))
+        tokens.append(Token(kind, SAME_SIGN.get(value, value)))
         position = BLANK.match(text, match.end()).end()  # type: ignore[union-attr]
-    return found
+    return tokens
 
 
 class _Reader:
@@ -111,9 +111,9 @@ class _Reader:
 
     def accept(self, text: str) -> bool:
         token = self.peek()
-        found = token.text == text and token.kind != "letter"
-        self._at += found
-        return found
+        accepted = token.text == text and token.kind != "letter"
+        self._at += accepted
+        return accepted
 
     def expect(self, text: str) -> None:
         if not self.accept(text):

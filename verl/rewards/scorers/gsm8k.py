@@ -31,15 +31,15 @@ def extract_solution(solution_str: str, method: Method = "strict", lenient: bool
     """
     tail = solution_str[-WINDOW:]
     if method == "strict":
-        numbers = [join_thousands(found).strip(",") for found in AFTER_HASHES.findall(tail)][-1:]
+        numbers = [join_thousands(number).strip(",") for number in AFTER_HASHES.findall(tail)][-1:]
     elif method == "flexible":
-        numbers = [found for found in ANYWHERE.findall(tail) if found not in ("", ".")]
+        numbers = [number for number in ANYWHERE.findall(tail) if number not in ("", ".")]
     else:
         raise RewardError(
             "unknown way to read a GSM8K answer", key="method", got=method, allowed=["strict", "flexible"]
         )
     if lenient:
-        numbers = [join_thousands(found).strip(",").rstrip(".") for found in numbers if HAS_DIGIT.search(found)]
+        numbers = [join_thousands(number).strip(",").rstrip(".") for number in numbers if HAS_DIGIT.search(number)]
     return numbers[-1] or None if numbers else None
 
 

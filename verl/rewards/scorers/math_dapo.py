@@ -86,7 +86,7 @@ def compute_score(
         boxed = last_braced(solution_str[start:], r"\boxed")
         pred, right = (NO_ANSWER, False) if boxed is None else (boxed, bool(boxed.strip()) and boxed == truth)
     else:
-        found = ANSWER_LINE.findall(solution_str[-WINDOW:])
-        pred = normalize_final_answer(found[-1]) if found else NO_ANSWER
+        answers = ANSWER_LINE.findall(solution_str[-WINDOW:])
+        pred = normalize_final_answer(answers[-1]) if answers else NO_ANSWER
         right = bool(pred) and pred == normalize_final_answer(truth)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}

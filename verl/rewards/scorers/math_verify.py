@@ -29,7 +29,7 @@ COSTLY = re.compile(
     r"|[0-9][eE][+-]?[0-9]{3}|-{4}|[0-9]{60}"
 )
 """What is costly to compute and no answer to a question: towers of powers, factorials of large numbers."""
-_lock = threading.Lock()
+_lock = threading.Lock()  # threads that score: two would start two runners
 _runner: Any = None
 
 
@@ -50,7 +50,7 @@ def compute_score(solution_str: str, ground_truth: Any, timeout_score: float = 0
         return result.score
     if result.failure.kind == "start":
         raise RewardError(f"the process of math-verify did not start: {result.failure.message}")
-    return timeout_score if result.failure.kind in ("timeout", "died") else 0.0
+    return timeout_score if result.failure.kind in ("timeout", "processor time", "died") else 0.0
 
 
 def _is_costly(text: str) -> bool:

@@ -67,9 +67,9 @@ def extract_answer(solution_str: str) -> tuple[bool, str]:
 
 def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """``{"score": 1.0 or 0.0, "acc": bool, "pred": str, "format": whether an answer was found}``."""
-    found, answer = extract_answer(solution_str)
+    is_marked, answer = extract_answer(solution_str)
     right = same_answer(answer, text_of(ground_truth))
-    return {"score": float(right), "acc": right, "pred": answer[:LONGEST_ANSWER], "format": float(found or right)}
+    return {"score": float(right), "acc": right, "pred": answer[:LONGEST_ANSWER], "format": float(is_marked or right)}
 
 
 def same_answer(answer: str, truth: str, same_formula: Equal = equal) -> bool:
@@ -183,8 +183,8 @@ def _number(text: str) -> Fraction | None:
 
 
 def _matrix(text: str) -> list[list[str]]:
-    found = MATRIX.search(text)
-    return [row.split("&") for row in found[2].split("\\\\") if row.strip()] if found else []
+    match = MATRIX.search(text)
+    return [row.split("&") for row in match[2].split("\\\\") if row.strip()] if match else []
 
 
 def _same_matrix(first: list[list[str]], second: list[list[str]], same_formula: Equal) -> bool:

@@ -20,13 +20,25 @@ TIMEOUT = 5.0
 CPU_SECONDS = 1.0
 MEMORY_MB = 1024
 PROCESSES = 2
-_lock = threading.Lock()
+_lock = threading.Lock()  # threads that score: two would start two runners
 _runner: Any = None
 
 
-@lru_cache(maxsize=8192)  # the answers of a group are often the same
 def equal(first: str, second: str) -> bool:
     """Whether the two are proved equal, by a process that is given `CPU_SECONDS`. Safe to call from any thread."""
+    try:
+        return decide(first, second)
+    except UndecidedError:
+        return False
+
+
+class UndecidedError(Exception):
+    """The process ended for a reason that another try need not meet: a busy machine, another program's memory."""
+
+
+@lru_cache(maxsize=8192)  # the answers of a group are often the same
+def decide(first: str, second: str) -> bool:
+    """As `equal`; raises `UndecidedError`, which is not kept, where it was a clock that stopped the process."""
     try:
         if parse(first) == parse(second):
             return True
@@ -35,6 +47,8 @@ def equal(first: str, second: str) -> bool:
     result = _process().submit([RewardSample(None, first, second)]).result()[0]
     if result.failure is not None and result.failure.kind == "start":
         raise RewardError(f"the process that compares formulas did not start: {result.failure.message}")
+    if result.failure is not None and result.failure.kind in ("timeout", "died"):
+        raise UndecidedError
     return result.score == 1.0
 
 

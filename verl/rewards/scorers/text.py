@@ -38,7 +38,7 @@ def join_thousands(text: str) -> str:
 
     Behind an opening bracket they separate coordinates: ``(1,234)`` stays.
     """
-    return THOUSANDS.sub(lambda found: NOT_DIGITS.sub("", found[0]), text)
+    return THOUSANDS.sub(lambda match: NOT_DIGITS.sub("", match[0]), text)
 
 
 def joins_digits(before: str, after: str) -> bool:

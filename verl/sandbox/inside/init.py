@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from verl.sandbox import frames
 from verl.sandbox.inside import program, root, walls
-from verl.sandbox.inside.watch import Watch
+from verl.sandbox.inside.watch import ProgramWatch
 from verl.sandbox.kernel import calls
 
 REQUEST_PIECE = 1 << 16
@@ -77,7 +77,7 @@ class _Run:
                 return
         watch.kill()
 
-    def _start(self, prepare: Callable[[], Callable[[], NoReturn]], stdin: str | None) -> Watch:
+    def _start(self, prepare: Callable[[], Callable[[], NoReturn]], stdin: str | None) -> ProgramWatch:
         """Fork the program's process. ``stdin`` None: standard input is empty, and cells can be sent.
 
         Raises OSError unless it says that it stands behind all its walls. It says so, or what stopped it, through a
@@ -103,7 +103,7 @@ class _Run:
             os.close(cells[0])
             os.close(ends.pop("cells"))
         data = (stdin or "").encode("utf-8", "surrogatepass")
-        return Watch(pid, ends, data, self._limits, self._proc, everything=self._walls.has("namespaces"))
+        return ProgramWatch(pid, ends, data, self._limits, self._proc, everything=self._walls.has("namespaces"))
 
     def _become_program(
         self, own: list[int], trouble: int, init: int, prepare: Callable[[], Callable[[], NoReturn]]

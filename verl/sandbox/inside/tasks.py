@@ -97,8 +97,8 @@ class Tasks:
         """Its threads."""
         if int(stat[_THREADS]) == 1:
             return [(int(pid), stat)]
-        found = [(int(name), self._stat(f"{pid}/task/{name}")) for name in self._names(f"{pid}/task")]
-        return [(task, one) for task, one in found if one is not None]
+        stats = [(int(name), self._stat(f"{pid}/task/{name}")) for name in self._names(f"{pid}/task")]
+        return [(task, one) for task, one in stats if one is not None]
 
     def _tables(self, pid: str, stat: list[bytes]) -> list[str]:
         """Folders of its descriptors; a thread can have a table of its own."""

@@ -89,6 +89,9 @@ def enter_run(walls: Walls) -> int | None:
 
     Returns:
         a descriptor of that /proc; None where the processes of a program cannot be watched, which then gets only one.
+
+    Raises:
+        OSError: they cannot be watched, and there is no filter that keeps the program from starting more.
     """
     calls.prctl(calls.PR_SET_DUMPABLE, 0)
     if not walls.has("namespaces"):
@@ -96,7 +99,10 @@ def enter_run(walls: Walls) -> int | None:
     calls.unshare(calls.CLONE_NEWNS)
     try:
         return root.mount_processes()
-    except OSError:  # a container that hides parts of /proc: the kernel lets nobody mount a whole one
+    except OSError as error:  # a container that hides parts of /proc: the kernel lets nobody mount a whole one
+        if not walls.has("seccomp"):
+            why = "nothing bounds a program's processes without seccomp where /proc cannot be mounted"
+            raise OSError(error.errno, f"{why}: {error}") from error
         root.hide_processes()
         return None
 

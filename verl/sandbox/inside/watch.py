@@ -21,7 +21,7 @@ REPORT_SLACK = 4096
 HEAD_START = 0.1
 
 
-class Watch:
+class ProgramWatch:
     """One process of the program, with everything that it starts.
 
     Args:
