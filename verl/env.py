@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 FORWARDED_PREFIXES = ("NCCL_", "HF_", "WANDB_", "TORCH_", "CUDA_", "HIP_", "ROCR_", "OMP_", "VERL_", "VLLM_", "MLFLOW_")
 """Variables of the shell with these prefixes reach every worker process as they are."""
@@ -38,6 +39,21 @@ def set_default(name: str, value: str) -> None:
 
 def set_value(name: str, value: str) -> None:
     os.environ[name] = value
+
+
+@contextmanager
+def within(values: Mapping[str, str]) -> Iterator[None]:
+    """Variables of this process, and of those that it starts, within the block; afterwards as they were."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def forwarded(environment: Mapping[str, str] | None = None) -> dict[str, str]:

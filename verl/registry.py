@@ -4,6 +4,10 @@ A name is looked up in this order: what was registered by decorator, the built-i
 (``my_pkg.my_mod:thing`` or ``my_pkg.my_mod.thing``). Built-ins are strings, so that the configuration can check a name
 without importing its code; a test resolves every one of them. Names of upstream that are not built yet stand in
 ``planned`` and are refused by name.
+
+What a run has to know of a thing before it is loaded are its facts (`EstimatorFacts`, `LossFacts`, `ScheduleFacts`).
+Those of built-ins stand here, those of a registered thing are given with its name, those of a dotted path stand in a
+table `FACTS` of its package or module.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
 from verl import env
@@ -23,8 +28,59 @@ from verl.errors import ConfigError, NotBuiltError, suggest
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class EstimatorFacts:
+    """What a run knows of an advantage estimator.
+
+    Attributes:
+        groups: it compares the samples of a prompt, so there must be several that differ.
+        values: it reads the values of a critic.
+        old_log_probs: it reads the trainer's log-probs of the samples.
+        settings: settings of ``algorithm`` that it reads and most others do not.
+        rewards: the setting of ``algorithm`` that lists the rewards it normalises apart; it has to be set.
+    """
+
+    groups: bool = False
+    values: bool = False
+    old_log_probs: bool = False
+    settings: tuple[str, ...] = ()
+    rewards: str | None = None
+
+
+@dataclass(frozen=True)
+class LossFacts:
+    """What a run knows of a policy loss.
+
+    Attributes:
+        pairs: its rows come in pairs, the best and the worst answer to a prompt: it reads the reference's log-probs and
+            no old ones, and a pair is never parted.
+        settings: settings of ``actor_rollout_ref.actor`` that it reads and most others do not.
+        required: those of them that have no default.
+        aggregation: how it becomes one number, where ``loss_agg_mode`` does not say so.
+    """
+
+    pairs: bool = False
+    settings: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    aggregation: str | None = None
+
+
+@dataclass(frozen=True)
+class ScheduleFacts:
+    """What a run knows of a schedule.
+
+    Attributes:
+        reward_model: the model of ``reward.reward_model`` is a role that the schedule adds, and learns.
+    """
+
+    reward_model: bool = False
+
+
 class Registry:
     """Names of one kind of thing.
+
+    Args:
+        facts: the class of what is known of each; ``known`` says it of built-ins for which it differs from the default.
 
     Example:
         >>> ESTIMATORS = Registry("advantage estimator", {"grpo": "verl.algorithms.advantages.grpo:compute"})
@@ -33,10 +89,20 @@ class Registry:
         >>> ESTIMATORS.get("my_pkg.estimators:other")
     """
 
-    def __init__(self, kind: str, builtins: Mapping[str, str], planned: Iterable[str] = (), key: str | None = None):
+    def __init__(
+        self,
+        kind: str,
+        builtins: Mapping[str, str],
+        planned: Iterable[str] = (),
+        key: str | None = None,
+        facts: type | None = None,
+        known: Mapping[str, Any] = MappingProxyType({}),
+    ):
         self.kind, self.key = kind, key
         self._builtins = dict(builtins)
         self._planned = frozenset(planned)
+        self._facts = facts
+        self._known = dict(known)
         self._registered: dict[str, Any] = {}
 
     def names(self) -> list[str]:
@@ -50,7 +116,7 @@ class Registry:
     def builtin_targets(self) -> dict[str, str]:
         return dict(self._builtins)
 
-    def register(self, name: str) -> Callable[[T], T]:
+    def register(self, name: str, facts: Any = None) -> Callable[[T], T]:
         """Decorator that adds a thing under a name; a second, different thing under a used name is an error."""
 
         def add(thing: T) -> T:
@@ -60,13 +126,15 @@ class Registry:
             if (taken is not None and not same) or (name_ in self._builtins and not self._is_builtin(name_, thing)):
                 raise ConfigError(f"the {self.kind} {name_!r} exists already", fix="Register yours under another name.")
             self._registered[name_] = thing
+            if facts is not None:
+                self._known[name_] = self._checked(facts, name_)
             return thing
 
         return add
 
     def check(self, name: str) -> None:
         """Raise if ``name`` cannot be resolved by its form; imports nothing. A dotted path passes unseen."""
-        if name in self._registered or name in self._builtins or _is_dotted(name):
+        if name in self._registered or name in self._builtins or is_dotted(name):
             return
         if name in self._planned:
             raise NotBuiltError(f"the {self.kind} {name!r} is not built yet", key=self.key, allowed=self.names())
@@ -86,6 +154,34 @@ class Registry:
             return self._registered[name]
         return load_object(self._builtins.get(name, name))
 
+    def facts(self, name: str) -> Any:
+        """What is known of a thing, of the registry's class of facts; what nobody states has its default.
+
+        Of a dotted path that is no built-in's the package is imported, and where that has no table `FACTS`, the module.
+        """
+        name = str(getattr(name, "value", name))
+        if name in self._known:
+            return self._known[name]
+        assert self._facts is not None, f"nothing is known of a {self.kind}"
+        if name in self._registered or name in self._builtins or not is_dotted(name):
+            return self._facts()
+        built = next((b for b, target in self._builtins.items() if _split(target) == _split(name)), None)
+        if built is not None:
+            return self.facts(built)
+        table = beside(name, "FACTS") or {}
+        stated = table.get(_split(name)[1])
+        return self._facts() if stated is None else self._checked(stated, name)
+
+    def readers_of(self, setting: str) -> list[str]:
+        """The names whose facts list a setting, in order."""
+        return [name for name, facts in self._known.items() if setting in facts.settings]
+
+    def _checked(self, facts: Any, name: str) -> Any:
+        if isinstance(facts, self._facts or ()):
+            return facts
+        wanted = self._facts.__name__ if self._facts else "none"
+        raise ConfigError(f"the facts of a {self.kind} are of another class", key=name, got=facts, allowed=wanted)
+
     def _is_builtin(self, name: str, thing: Any) -> bool:
         return _identity(thing) == tuple(self._builtins[name].split(":", 1))
 
@@ -94,17 +190,51 @@ def _identity(thing: Any) -> tuple[str, str]:
     return getattr(thing, "__module__", ""), getattr(thing, "__qualname__", repr(thing))
 
 
-def _is_dotted(name: str) -> bool:
+def is_dotted(name: str) -> bool:
+    """Whether it is a path to a thing of anybody's, and no name of a table."""
     return ":" in name or "." in name
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Module and attribute of a dotted path in either form."""
+    module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    return module_name, attribute
+
+
+BESIDE = ("FACTS", "RECIPE")
+"""What a package or a module says of the functions and classes that are named by dotted paths."""
+
+
+def beside(path: str, name: str) -> Any:
+    """What stands under ``name``, one of `BESIDE`, in the package of a dotted path; None where nothing does.
+
+    A package that has none of them leaves it to the module, which may take long to load. What is raised is not caught.
+    """
+    module_name, _ = _split(path)
+    for home in filter(None, (module_name.rpartition(".")[0], module_name)):
+        try:
+            module = importlib.import_module(home)
+        except ModuleNotFoundError as error:
+            if _is_missing(home, error):
+                return None  # told where the path itself is loaded
+            raise
+        if any(hasattr(module, said) for said in BESIDE):
+            return getattr(module, name, None)
+    return None
+
+
+def _is_missing(module_name: str, error: ModuleNotFoundError) -> bool:
+    """Whether it is this module that is not there, or a package above it, and not one that it imports."""
+    return error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
 
 
 def load_object(path: str) -> Any:
     """The object at ``pkg.mod:attr`` (or ``pkg.mod.attr``); a missing module or attribute is a `ConfigError`."""
-    module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    module_name, attribute = _split(path)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name and not module_name.startswith(error.name):
+        if not _is_missing(module_name, error):
             raise  # the user's own module exists and lacks something: that traceback is the message
         raise ConfigError(
             f"no module named {module_name!r}",
@@ -159,6 +289,7 @@ def load_from_module(module_path: str, name: str) -> Any:
         raise ConfigError(f"{module_path} has no {name!r}", allowed=public, fix=suggest(name, public)) from error
 
 
+_GRPO = EstimatorFacts(groups=True, settings=("norm_adv_by_std_in_grpo",))
 ADVANTAGE_ESTIMATORS = Registry(
     "advantage estimator",
     {
@@ -181,6 +312,26 @@ ADVANTAGE_ESTIMATORS = Registry(
         "vapo": "verl.algorithms.advantages.vapo:vapo",
     },
     key="algorithm.adv_estimator",
+    facts=EstimatorFacts,
+    known={
+        "gae": EstimatorFacts(values=True),
+        "grpo": _GRPO,
+        "grpo_vectorized": _GRPO,
+        "grpo_passk": _GRPO,
+        "gdpo": EstimatorFacts(
+            groups=True,
+            settings=("norm_adv_by_std_in_grpo", "gdpo_reward_keys", "gdpo_reward_weights"),
+            rewards="gdpo_reward_keys",
+        ),
+        "reinforce_plus_plus_baseline": EstimatorFacts(groups=True),
+        "rloo": EstimatorFacts(groups=True),
+        "rloo_vectorized": EstimatorFacts(groups=True),
+        "opo": EstimatorFacts(groups=True),
+        "gpg": EstimatorFacts(groups=True),
+        "optimal_token_baseline": EstimatorFacts(groups=True, old_log_probs=True),
+        "tir_optimal_token_baseline": EstimatorFacts(groups=True, old_log_probs=True),
+        "vapo": EstimatorFacts(values=True, settings=("vapo_length_alpha", "vapo_lam_critic")),
+    },
 )
 POLICY_LOSSES = Registry(
     "policy loss",
@@ -201,6 +352,17 @@ POLICY_LOSSES = Registry(
         "rollout_correction": "verl.algorithms.policy_losses.bypass:bypass_mode",
     },
     key="actor_rollout_ref.actor.policy_loss.loss_mode",
+    facts=LossFacts,
+    known={
+        "gspo": LossFacts(aggregation="seq-mean-token-mean"),
+        "sapo": LossFacts(settings=("tau_pos", "tau_neg"), aggregation="seq-mean-token-mean"),
+        "clip_cov": LossFacts(
+            settings=("policy_loss.clip_cov_ratio", "policy_loss.clip_cov_lb", "policy_loss.clip_cov_ub")
+        ),
+        "kl_cov": LossFacts(settings=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef")),
+        "geo_mean": LossFacts(aggregation="the mean over sequences"),
+        "dro": LossFacts(settings=("policy_loss.dro_beta",), required=("policy_loss.dro_beta",)),
+    },
 )
 REWARD_MANAGERS = Registry(
     "reward manager",
@@ -218,7 +380,7 @@ ENGINES = Registry(
     {
         "plain": "verl.engines.plain:PlainEngine",
         "fsdp2": "verl.engines.fsdp2:FSDP2Engine",
-        "fsdp": "verl.engines.fsdp:FSDPEngine",
+        "fsdp": "verl.engines.fsdp2:FSDP2Engine",
         "megatron": "verl.engines.megatron:MegatronEngine",
     },
     planned=("fsdp_turbo", "veomni", "torchtitan", "automodel"),
@@ -295,6 +457,7 @@ SCHEDULES = Registry(
     {"sync": "verl.trainer.ppo.schedules.sync:SyncSchedule"},
     planned=("one_step_off", "fully_async", "colocate_async", "separate_async"),
     key="trainer.v1.trainer_mode",
+    facts=ScheduleFacts,
 )
 ALL_REGISTRIES = (
     ADVANTAGE_ESTIMATORS,

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # DAPO of Qwen2.5-32B on DAPO-Math-17k, with the numbers of the paper: sixteen nodes of eight GPUs. Not run at this size.
-# Four GPUs hold a sampler together: the hf engine's, since each process builds a vLLM of its own on its one device.
+# Four GPUs hold a vLLM engine together. In small the sampler is the hf engine, one to a process.
 # TINY=1 runs the same command in small on a CPU, SHOW=1 prints the settings: see examples/tiny/settings.sh.
 set -euo pipefail
 source "$(dirname "$0")/../../examples/tiny/settings.sh"
@@ -44,7 +44,7 @@ run recipe.dapo.main_dapo \
   actor_rollout_ref.actor.optim.lr_warmup_steps=20 \
   actor_rollout_ref.actor.optim.weight_decay=0.1 \
   actor_rollout_ref.actor.grad_clip=1.0 \
-  actor_rollout_ref.rollout.name=hf \
+  actor_rollout_ref.rollout.name=vllm \
   actor_rollout_ref.rollout.tensor_model_parallel_size=4 \
   actor_rollout_ref.rollout.temperature=1.0 \
   actor_rollout_ref.rollout.val_kwargs.do_sample=true \

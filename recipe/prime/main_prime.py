@@ -16,7 +16,6 @@ PRIME = (
     ESTIMATOR,
     "trainer.v1.trainer_mode=recipe.prime.schedule:PrimeSchedule",
     "reward.reward_model.enable=true",
-    "reward.reward_model.implicit.enable=true",
     # four times as many prompts are sampled; those in the middle of the range of difficulty are trained on
     "data.oversample_factor=4",
     "data.filter_accuracy=true",

@@ -26,12 +26,13 @@ from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.schedules.sync import SyncSchedule
 from verl.trainer.ppo.stages import train
 from verl.workers.model import ModelRole
-from verl.workers.part import Limits
+from verl.workers.options import InferOptions
+from verl.workers.part import PassLimits
 
 MODEL, FROZEN = "reward_model", "reward_model_ref"
 """The model that learns, whose name its metrics and its part of a checkpoint bear, and what it started from."""
 ROWS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
-LOG_PROBS = ("log_probs",)
+LOG_PROBS = InferOptions(("log_probs",))
 LOSSES = {"ce": ImplicitRewardLoss}
 
 
@@ -77,7 +78,7 @@ class PrimeSchedule(SyncSchedule):
                 fix="python -m recipe.prime.main_prime sets what it needs but the path of the model.",
             )
         limits = partial(
-            Limits.of,
+            PassLimits.of,
             settings.micro_batch_size_per_gpu,
             settings.micro_batch_size,
             settings.use_dynamic_bsz,
@@ -93,7 +94,7 @@ class PrimeSchedule(SyncSchedule):
             limits=limits,
             temperature=config.actor_rollout_ref.rollout.temperature,
             optim=implicit.optim,
-            loss_fn=LOSSES[implicit.loss_type](implicit.beta_train),
+            loss=partial(LOSSES[implicit.loss_type], implicit.beta_train),
             grad_clip=implicit.grad_clip,
             mini_batch_size=implicit.mini_batch_size,
             pool="rm",
@@ -107,7 +108,7 @@ class PrimeSchedule(SyncSchedule):
             model=_model(config, path),
             key="reward.reward_model.implicit.ref_path",
             optim=None,
-            loss_fn=None,
+            loss=None,
             mini_batch_size=0,
         )
         return [learns, frozen]
@@ -134,17 +135,17 @@ def outcomes(batch: DataProto, ctx: StepContext) -> torch.Tensor:
     Raises:
         DataError: something else than a rate of being right.
     """
-    found = torch.from_numpy(oversampling.accuracies(batch, ctx.sample_info)).float()
+    accuracy = torch.from_numpy(oversampling.accuracies(batch, ctx.sample_info)).float()
     counted = torch.from_numpy(~group_filter.out_of_statistics(batch))
-    wrong = counted & ~((found >= 0) & (found <= 1))
+    wrong = counted & ~((accuracy >= 0) & (accuracy <= 1))
     if wrong.any():
         raise DataError(
             "PRIME's reward model learns whether answers are right, so an outcome is a number from 0 to 1",
             key="reward.custom_reward_function",
-            got=found[wrong][0].item(),
+            got=accuracy[wrong][0].item(),
             fix="Return it as 'acc' beside 'score' from the reward function.",
         )
-    return torch.where(counted, found, 0.0)
+    return torch.where(counted, accuracy, 0.0)
 
 
 def reference_log_probs(batch: DataProto, roles: Roles, ref_type: str) -> torch.Tensor:
@@ -154,7 +155,7 @@ def reference_log_probs(batch: DataProto, roles: Roles, ref_type: str) -> torch.
         return roles[FROZEN].infer(rows, LOG_PROBS).tensors["log_probs"]
     if "old_log_probs" in batch.tensors.keys():
         return batch.tensors["old_log_probs"]
-    return roles["actor"].infer(rows, ("old_log_probs",)).tensors["old_log_probs"]
+    return roles["actor"].infer(rows, LOG_PROBS).tensors["log_probs"]
 
 
 def learn_from_outcomes(batch: DataProto, roles: Roles, ctx: StepContext) -> None:

@@ -42,6 +42,3 @@ def dpo(
     here = float(len(rows)) / 2
     mean = as_float(loss.detach()) / norm.dp_size * (norm.num_sequences / 2) / here
     return loss, {"dpo_loss": Metric(mean, "mean", here), **metrics}
-
-
-dpo.rows_together = 2  # type: ignore[attr-defined]  # read by whoever cuts rows: a pair is never parted

@@ -14,7 +14,6 @@ SPIN = (
     "algorithm.adv_estimator=grpo",
     "actor_rollout_ref.rollout.n=2",
     "actor_rollout_ref.actor.policy_loss.loss_mode=recipe.spin.core:dpo",
-    "actor_rollout_ref.actor.dpo_beta=0.1",
     # the opponent of a step is the policy that sampled in it
     "trainer.ref_update_freq=1",
     # the loss holds the policy near the reference by itself

@@ -13,7 +13,6 @@ SPPO = (
     "algorithm.adv_estimator=recipe.sppo.core:centred",
     "actor_rollout_ref.actor.policy_loss.loss_mode=recipe.sppo.core:sppo",
     "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
-    "actor_rollout_ref.actor.sppo_eta=1.0",
     # the square keeps the policy near the one that sampled; there is no other reference
     "actor_rollout_ref.actor.use_kl_loss=false",
     "algorithm.use_kl_in_reward=false",

@@ -299,7 +299,7 @@ FILES = {
     "Megatron for large models, on two nodes, with the sampler of the library": (
         MEGATRON_FILE,
         ["trainer.nnodes=2", "trainer.n_gpus_per_node=8", f"{R}.name=hf"],
-        Works({f"{A}.megatron.tensor_model_parallel_size": 8, f"{REF}.strategy": "megatron"}, MEGATRON_NOTICES),
+        wrong("the hf engine holds the whole model in one process"),
     ),
     "key parameters": (
         KEY_PARAMETERS,
@@ -464,8 +464,11 @@ SINGLE = {
     "algorithm.use_pf_ppo=True algorithm.pf_ppo.reweight_method=max_min": Works({"algorithm.use_pf_ppo": True}),
     f"{A}.policy_loss.loss_mode=sapo {A}.tau_neg=1.1": Works({f"{A}.tau_neg": 1.1}),
     f"{A}.policy_loss.loss_mode=recipe.sppo.core:sppo {A}.sppo_eta=1.0": Works({f"{A}.sppo_eta": 1.0}),
+    f"{A}.policy_loss.loss_mode=recipe.spin.core:dpo {A}.dpo_beta=0.2 {R}.n=2": Works(
+        {f"{A}.dpo_beta": 0.2}, (f"{R}.log_prob_micro_batch_size_per_gpu",)
+    ),
     # settings that work and say something
-    f"{A}.dpo_beta=0.1 trainer.ref_update_freq=1": Works({}, (f"{A}.dpo_beta", "trainer.ref_update_freq")),
+    "trainer.ref_update_freq=1": Works({}, ("trainer.ref_update_freq",)),
     "algorithm.pf_ppo.reweight_method=max_min": Works({}, ("algorithm.pf_ppo.reweight_method",)),
     f"{A}.policy_loss.clip_cov_ratio=0.001": Works({}, (f"{A}.policy_loss.clip_cov_ratio",)),
     f"{A}.policy_loss.loss_mode=gspo {A}.loss_agg_mode=token-mean": Works({}, (f"{A}.loss_agg_mode",)),
@@ -484,14 +487,14 @@ SINGLE = {
     f"{R}.mode=async": Works({}, (f"{R}.mode",)),
     "trainer.use_v1=false": Works({}, ("trainer.use_v1",)),
     # settings of features that are not built yet
-    f"{A}.fsdp_config.use_orig_params=true": Works({f"{A}.fsdp_config.use_orig_params": True}),
+    f"{A}.fsdp_config.use_orig_params=true": Works({}, (f"{A}.fsdp_config.use_orig_params",)),
     f"{A}.fsdp_config.ulysses_sequence_parallel_size=2": wrong("one process cannot share its sequences with others"),
     f"{A}.ulysses_sequence_parallel_size=2": wrong("one process cannot share its sequences with others"),
     f"{A}.megatron.expert_model_parallel_size=8": Works({}, (f"{A}.megatron.expert_model_parallel_size",)),
     f"{A}.strategy=megatron {A}.megatron.context_parallel_size=2": refused(f"{LATER}context parallelism"),
     f"{R}.expert_parallel_size=8": refused("not built for this sampler: sampling on several ranks"),
-    f"{R}.tensor_model_parallel_size=2": wrong("must divide the number of processes, 1"),
-    f"{R}.tensor_parallel_size=2": wrong("must divide the number of processes, 1"),
+    f"{R}.tensor_model_parallel_size=2": wrong("the hf engine holds the whole model in one process"),
+    f"{R}.tensor_parallel_size=2": wrong("the hf engine holds the whole model in one process"),
     f"{R}.quantization=fp8": refused("not built for this sampler: quantized rollout"),
     f"{A}.qat.enable=true": refused(f"{LATER}quantization-aware training"),
     f"{R}.enable_vision=true": refused(f"{LATER}vision-language models"),
@@ -509,11 +512,11 @@ SINGLE = {
     f"{R}.checkpoint_engine.backend=nixl": refused("the transport of weights 'nixl' is not built yet"),
     f"{R}.checkpoint_engine.backend=glo": wrong("unknown transport of weights"),
     "trainer.v1.trainer_mode=separate_async": refused("the schedule 'separate_async' is not built yet"),
-    "actor_rollout_ref.hybrid_engine=false": refused(f"{LATER}actor and rollout on separate GPUs"),
+    "actor_rollout_ref.hybrid_engine=false": wrong("samplers apart from the trainers need a pool, and it has 0 nodes"),
     "model_engine=megatron": Works({"critic.strategy": "megatron"}, (PADDED,)),
     "trainer.runtime=ray": Works({"trainer.runtime": "ray"}),
     # settings that are wrong
-    f"{A}.policy_loss.loss_mode=dro": wrong("'dro' has no default for the weight of its square"),
+    f"{A}.policy_loss.loss_mode=dro": wrong("'dro' has no default for it"),
     f"{A}.policy_loss.loss_mode=dro {A}.policy_loss.dro_beta=-1": wrong("dro_beta: out of range"),
     f"{A}.policy_loss.clip_cov_lb=6": wrong("clip_cov_lb: out of range"),
     f"algorithm.adv_estimator=gdpo {GROUP}": wrong("'gdpo' normalises several rewards apart"),
@@ -566,10 +569,8 @@ SUPERVISED = {
     "LoRA": ("model.path=model model.lora_rank=32", Works({"model.lora_rank": 32}, (NO_VAL,))),
     "sequence parallel, with Liger": (
         "model.path=model ulysses_sequence_parallel_size=2 model.use_liger=True",
-        Works(
-            {"engine.ulysses_sequence_parallel_size": 2, "model.use_liger": True},
-            ("ulysses_sequence_parallel_size", NO_VAL),
-        ),
+        Works({"engine.ulysses_sequence_parallel_size": 2, "model.use_liger": True},
+              ("ulysses_sequence_parallel_size", NO_VAL)),
     ),
     "Megatron": ("model.path=model engine=megatron engine.tensor_model_parallel_size=1 engine.param_offload=true",
                  Works({"engine.strategy": "megatron", "engine.megatron.param_offload": True},

@@ -53,7 +53,7 @@ def test_a_server_that_runs_needs_nothing_installed(ppo, monkeypatch):
 def test_a_setting_of_one_engine_is_refused_or_told_with_another(ppo, told):
     refused = message(ppo, f"{R}.expert_parallel_size=2", kind=NotBuiltError)
     assert "not built for this sampler: sampling on several ranks" in refused
-    assert refused.endswith("It works with actor_rollout_ref.rollout.name=vllm.")
+    assert refused.endswith("It works with actor_rollout_ref.rollout.name=vllm or sglang.")
     ppo(f"{R}.name=vllm", f"{R}.tensor_model_parallel_size=2", f"{R}.gpu_memory_utilization=0.8")
     assert f"{R}.gpu_memory_utilization" not in told()
     ppo(f"{R}.gpu_memory_utilization=0.8")

@@ -8,10 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recipe.prime import IMPLICIT, RECIPE
 from tests.support import tiny_model_dir, write_prompts
 from tests.trainer.ppo.reward_models import reward_model_dir
 from verl.config import PPOTrainerConfig, SFTTrainerConfig, leaves, load_config, record_reads
+from verl.config.groups import PPO
 from verl.config.megatron import MegatronEngineConfig
+from verl.config.recipes import with_recipes
 from verl.trainer import main_ppo, sft_trainer
 
 PROFILER_TOOLS = (
@@ -26,8 +29,6 @@ READ_ELSEWHERE = {
     "actor_rollout_ref.actor.policy_loss.dro_beta",
     "actor_rollout_ref.actor.tau_pos",
     "actor_rollout_ref.actor.tau_neg",
-    "actor_rollout_ref.actor.sppo_eta",
-    "actor_rollout_ref.actor.dpo_beta",  # tests/recipe/test_spin.py
     "algorithm.gdpo_reward_keys",
     "algorithm.gdpo_reward_weights",
     "algorithm.vapo_length_alpha",
@@ -45,6 +46,10 @@ READ_ELSEWHERE = {
     "ray_kwargs.ray_init.runtime_env.py_executable",
     "ray_kwargs.timeline_json_file",
     "trainer.ray_wait_register_center_timeout",
+    # Only samplers and a reward model with a pool of their own have these: tests/config/test_topology.py.
+    "actor_rollout_ref.rollout.n_gpus_per_node",
+    "reward.reward_model.n_gpus_per_node",
+    "reward.reward_model.nnodes",
     # Only a reward model on a server has one: tests/trainer/ppo/test_reward_model.py.
     "reward.reward_model.rollout.server.url",
     # Only rows whose answers are programs are scored there: tests/rewards/test_programs.py.
@@ -71,7 +76,7 @@ READ_ELSEWHERE = {
     # These runs have another schedule for them: tests/algorithms/test_schedules.py reads these.
     *(
         f"{role}.optim.{name}"
-        for role in ("critic", "reward.reward_model.implicit")
+        for role in ("critic", IMPLICIT)
         for name in (
             *("lr_warmup_init", "lr_decay_steps", "lr_decay_style"),
             *("min_lr", "lr_wsd_decay_style", "lr_wsd_decay_steps"),
@@ -92,7 +97,7 @@ READ_ELSEWHERE = {
     # The loader copies it into grad_clip, which is read; tests/config/test_loading.py shows that it arrives.
     "actor_rollout_ref.actor.optim.clip_grad",
     "critic.optim.clip_grad",
-    "reward.reward_model.implicit.optim.clip_grad",
+    f"{IMPLICIT}.optim.clip_grad",
     # Older forms, which the loader copies into fsdp_config; tests/config/test_brief.py shows that they arrive.
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
     "actor_rollout_ref.ref.ulysses_sequence_parallel_size",
@@ -222,7 +227,9 @@ def test_every_accepted_setting_of_an_rl_run_is_read(here):
         with record_reads() as found:
             main_ppo.run_ppo(config)
         reads |= found
-    assert sorted(accepted(PPOTrainerConfig) - reads - READ_ELSEWHERE) == []
+    of_recipe = accepted(with_recipes(PPO, [RECIPE]).root)
+    assert of_recipe > accepted(PPOTrainerConfig) and f"{IMPLICIT}.beta_train" in of_recipe
+    assert sorted(of_recipe - reads - READ_ELSEWHERE) == []
 
 
 def test_every_accepted_setting_of_a_supervised_run_is_read(here):

@@ -18,7 +18,7 @@ KEY = re.compile(r"(?<![\w./\[{:-])([a-z_]+(?:\.[a-z_0-9]+)+)(?![\w/(])")
 PROGRAMS = {program.name: program for program, _ in NAMES.values()}
 RL, SUPERVISED, ALL_TRAINERS = ("ppo_trainer",), ("sft_trainer",), ("ppo_trainer", "sft_trainer")
 SERVES = {
-    "verl/agent_loop/generation.py": ("generation",),
+    "verl/trainer/generation.py": ("generation",),
     "verl/trainer/main_generation_server.py": ("ppo_trainer", "generation"),
     "verl/trainer/evaluation.py": ("evaluation",),
     "verl/algorithms/preference.py": ("dpo_trainer",),
@@ -43,7 +43,7 @@ SERVES = {
     "verl/data/chat_template.py": ALL_TRAINERS,
 }
 """Programs that run a file or folder; what is not listed belongs to main_ppo."""
-TABLES = ("verl/config/upstream_only.py", "verl/config/aliases.py", "verl/config/docs.py")
+TABLES = ("verl/registry.py", "verl/config/upstream_only.py", "verl/config/aliases.py", "verl/config/docs.py")
 NO_SETTINGS = {"torch.optim", "module.path", "module.name"}
 
 
@@ -111,8 +111,8 @@ def test_every_key_in_a_text_is_one_of_the_programs_that_print_it():
 @pytest.mark.parametrize(
     "place, text, caught",
     [
-        ("verl/engines/fsdp.py", "fsdp_config.offload_policy", True),
-        ("verl/engines/fsdp.py", "model.use_liger", True),
+        ("verl/engines/fsdp2.py", "fsdp_config.offload_policy", True),
+        ("verl/engines/fsdp2.py", "model.use_liger", True),
         ("verl/models/lora.py", "actor_rollout_ref.model.lora_rank", True),
         ("verl/models/lora.py", "lora_rank", False),
         ("verl/trainer/main_ppo.py", "set model.path to a folder", True),

@@ -152,11 +152,11 @@ def test_a_pass_that_is_left_out_has_no_use_for_its_micro_batch_size(ppo, told):
     ],
 )
 def test_old_log_probs_are_left_out_exactly_where_the_trainer_leaves_them_out(overrides, skipped):
-    from verl.trainer.ppo.context import StepContext
+    from verl.trainer.ppo.context import RunState
 
     cfg = read_config("ppo_trainer", overrides)
     assert skips_old_log_prob(cfg) is skipped
-    assert StepContext(cfg, reward=lambda batch: {}, total_steps=1).needs_old_log_prob is not skipped
+    assert RunState(cfg, reward=lambda batch: {}, total_steps=1).needs_old_log_prob is not skipped
 
 
 def test_a_supervised_run_tells_what_has_no_effect(tmp_path, told):

@@ -9,7 +9,6 @@ from tests.config.test_validate import machine as machine
 from tests.config.test_validate import message
 from tests.config.test_validate import ppo as ppo
 from tests.config.test_validate import usual as usual
-from verl.errors import NotBuiltError
 
 
 @pytest.mark.parametrize(
@@ -34,7 +33,7 @@ def test_a_named_cluster_is_asked_instead_of_this_machine(ppo, monkeypatch):
 
 def test_a_run_in_this_process_has_one_process(ppo):
     said = message(ppo, "trainer.runtime=local", "trainer.device=cpu", "trainer.n_gpus_per_node=4")
-    assert said.startswith("trainer.runtime: ") and "1 node(s) of 4 process(es)" in said
+    assert said.startswith("trainer.runtime: ") and "local, with global_pool 4" in said
     assert "Set trainer.runtime=ray, or trainer.nnodes=1 trainer.n_gpus_per_node=1" in said
 
 
@@ -57,11 +56,16 @@ def test_a_pool_says_its_roles_and_its_processes(ppo, pools, key, words):
     assert said.startswith(f"{key}: ") and words in said
 
 
-def test_a_pool_of_its_own_for_the_sampler_is_refused_by_name(ppo):
-    said = message(ppo, f"{POOL}={{a:{{roles:[rollout],processes:[1]}}}}", kind=NotBuiltError)
-    assert "the policy's sampler is not built yet" in said
-
-
 def test_the_mini_batches_of_a_critic_are_shared_by_its_own_processes(ppo):
     said = message(ppo, "algorithm.adv_estimator=gae", f"{POOL}={{a:{{roles:[critic],processes:[3]}}}}")
     assert said.startswith("critic.ppo_mini_batch_size: ") and "cannot be shared evenly by 3 processes" in said
+
+
+def test_pools_on_one_machine_have_its_gpus_together(ppo, machine):
+    machine(4)
+    own = ["actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.nnodes=1",
+           "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo"]  # fmt: skip
+    said = message(ppo, *own, "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.n_gpus_per_node=3")
+    assert said.startswith("trainer.n_gpus_per_node: 2 (global_pool) + 3 (rollout_pool) = 5 processes have a GPU each")
+    assert "this machine has 4" in said
+    ppo(*own, "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.n_gpus_per_node=2")

@@ -8,7 +8,7 @@ import pytest
 
 from verl import device
 from verl.config import load_config
-from verl.errors import ConfigError, NotBuiltError
+from verl.errors import ConfigError
 
 R = "actor_rollout_ref.rollout"
 T, P, E = f"{R}.tensor_model_parallel_size", f"{R}.pipeline_model_parallel_size", f"{R}.expert_parallel_size"
@@ -54,26 +54,25 @@ def refused(load, *words, kind=ConfigError, **how):
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_an_engine_of_several_devices_is_refused_where_each_process_has_one(run, name):
+def test_processes_of_a_node_divide_into_replicas_of_several_devices(run, name):
     eight = [f"{R}.name={name}", "trainer.n_gpus_per_node=8"]
-    said = refused(run, *eight, f"{T}=2", kind=NotBuiltError)
-    assert f"{T}: each of the 8 processes builds an engine of its own on its one device" in said
-    assert "2 (tensor) = 2 devices; 8 devices would make 4 such engines, which is not built yet. Got 2." in said
-    assert f"set {R}.name=hf, which tensor_model_parallel_size processes hold together" in said
-    said = refused(run, *eight, f"{T}=3", kind=NotBuiltError)
-    assert "3 (tensor) = 3 devices; 8 devices cannot be shared out to such engines either" in said
-    run(*eight)
-    assert run(*eight, "trainer.nnodes=2").trainer.nnodes == 2
-    assert "each of the 16 processes" in refused(run, *eight, "trainer.nnodes=2", f"{T}=2")
+    for words in ([f"{T}=2"], [f"{T}=2", "trainer.nnodes=2"], [f"{T}=2", f"{P}=4"], []):
+        run(*eight, *words)
+    said = refused(run, *eight, f"{T}=3")
+    assert "8 processes hold 2 replicas of 3 (tensor) = 3, and 2 of them would hold nothing" in said
+    across = [f"{R}.name={name}", "trainer.n_gpus_per_node=3", "trainer.nnodes=2", f"{T}=2"]
+    assert "3 processes of a node hold 1 replica of 2 (tensor) = 2" in refused(run, *across)
 
 
 def test_pipelines_and_experts_of_an_engine_count_too(run):
     eight = [f"{R}.name=vllm", "trainer.n_gpus_per_node=8"]
-    said = refused(run, *eight, f"{P}=2", kind=NotBuiltError)
-    assert said.startswith(f"{P}: ") and "1 (tensor) x 2 (pipeline) = 2 devices" in said
+    said = refused(run, *eight, f"{T}=2", f"{P}=3")
+    assert said.startswith(f"{P}: ") and "8 processes hold 1 replica of 2 (tensor) x 3 (pipeline) = 6" in said
     assert "deals the experts to all 1 tensor-parallel processes" in refused(run, f"{R}.name=vllm", f"{E}=4")
     assert "Got 3. Allowed: 1, 2." in refused(run, f"{R}.name=vllm", f"{T}=2", f"{E}=3")
     assert run(f"{R}.name=vllm", f"{T}=2", f"{E}=2").actor_rollout_ref.rollout.expert_parallel_size == 2
+    assert "Got 3. Allowed: 1, 2, 4." in refused(run, f"{R}.name=sglang", f"{T}=4", f"{E}=3")
+    assert run(f"{R}.name=sglang", f"{T}=4", f"{E}=2").actor_rollout_ref.rollout.expert_parallel_size == 2
     assert "data parallelism inside the sampler" in refused(run, *eight, f"{R}.data_parallel_size=2")
     for key in (T, P, E):
         assert f"{key}: out of range. Got 0. Allowed: 1 or more." in refused(run, f"{R}.name=vllm", f"{key}=0")
@@ -94,16 +93,15 @@ def test_servers_that_run_already_have_sizes_of_their_own(run):
     run(f"{R}.name=sglang", URL, f"{T}=4", "trainer.n_gpus_per_node=8")
 
 
-def test_the_hf_engine_is_shared_by_processes(run):
-    run(f"{T}=4", "trainer.n_gpus_per_node=8")
-    assert "must divide the number of processes, 8. Got 3. Allowed: 1, 2, 4, 8." in refused(
-        run, f"{T}=3", "trainer.n_gpus_per_node=8"
-    )
+def test_the_hf_engine_has_one_process_and_the_message_names_those_that_share_a_model_out(run):
+    said = refused(run, f"{T}=2", "trainer.n_gpus_per_node=8")
+    assert f"{T}: the hf engine holds the whole model in one process. Got 2. Allowed: 1." in said
+    assert f"set {R}.name to vllm or sglang" in said
 
 
-def test_generation_in_one_process_has_no_others_to_share_an_engine_with(generate, gpus):
+def test_generation_with_an_engine_of_several_devices_needs_one_that_shares_a_model_out(generate, gpus):
     said = refused(generate, "rollout.tensor_model_parallel_size=2")
-    assert "rollout.tensor_model_parallel_size: the hf engine is held by as many processes together" in said
+    assert "rollout.tensor_model_parallel_size: the hf engine holds the whole model in one process. Got 2." in said
     generate("rollout.name=vllm", "rollout.tensor_model_parallel_size=2")
     gpus(1)
     assert "rollout.tensor_model_parallel_size: one engine takes 2 (tensor) = 2 devices" in refused(
@@ -121,8 +119,9 @@ def test_servers_that_are_started_get_as_many_devices_as_an_engine_takes(run):
 
 
 def test_a_printed_configuration_says_that_a_run_with_it_is_refused(run, capsys, told):
-    words = [f"{R}.name=vllm", f"{T}=2", "trainer.n_gpus_per_node=8"]
+    words = [f"{R}.name=vllm", f"{T}=3", "trainer.n_gpus_per_node=8"]
     with pytest.raises(SystemExit) as left:
         run(*words, "--cfg", "job")
-    assert left.value.code == 0 and "tensor_model_parallel_size: 2" in capsys.readouterr().out
-    assert "a run with these settings is refused" in told()["--cfg"] and "8 processes builds" in told()["--cfg"]
+    assert left.value.code == 0 and "tensor_model_parallel_size: 3" in capsys.readouterr().out
+    said = told()["--cfg"]
+    assert "a run with these settings is refused" in said and "8 processes hold 2 replicas" in said

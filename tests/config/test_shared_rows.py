@@ -47,7 +47,7 @@ def test_processes_of_one_megatron_model_get_the_same_samples(run):
     assert "of 2 processes each that compute the same rows. Got 1." in said
 
 
-def test_so_do_neighbours_that_share_sequences_or_linear_maps(run):
+def test_so_do_peers_that_share_sequences_or_linear_maps(run):
     assert "= 2 samples cannot be shared evenly by 8 processes" in refused(run, *EIGHT, f"{A}.strategy=fsdp2")
     for name in (ULYSSES, "tensor_parallel_size"):
         run(*EIGHT, f"{A}.strategy=fsdp2", f"{A}.fsdp_config.{name}=4")

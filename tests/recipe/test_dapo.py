@@ -11,8 +11,10 @@ import pytest
 
 from recipe.dapo.dapo_ray_trainer import RayDAPOTrainer
 from recipe.dapo.main_dapo import DAPO, main
+from tests.brief.machine import guides_machine
 from tests.support import tiny_model_dir, write_prompts
 from verl.config import load_config
+from verl.config.topology import Topology
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 REQUIRED = ["data.train_files=train.jsonl", "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
@@ -60,6 +62,15 @@ def test_the_script_with_importance_sampling_adds_its_settings(project_root, tmp
     words = shown.stdout.splitlines()
     assert words[-1] == "trainer.total_epochs=1" and "algorithm.rollout_is_threshold=2.0" in words
     assert "actor_rollout_ref.rollout.calculate_log_probs=true" in words and "data.gen_batch_size=1536" in words
+
+
+def test_the_full_command_is_accepted_and_four_gpus_hold_an_engine(project_root, tmp_path):
+    with guides_machine(tmp_path) as home:
+        write_prompts(home / "prompts.jsonl", 4)
+        files = ["data.train_files=prompts.jsonl", "data.val_files=prompts.jsonl"]
+        shown = script(project_root, home, "run_dapo_qwen2.5_32b.sh", *files, SHOW="1", MODEL=str(home / "model"))
+        topology = Topology.of(load_config("ppo_trainer", [*DAPO, *shown.stdout.splitlines()]))
+    assert (topology.engine, topology.processes, len(topology.replicas)) == ("vllm", 128, 32)
 
 
 @pytest.mark.e2e

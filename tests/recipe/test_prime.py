@@ -27,6 +27,7 @@ from recipe.prime.main_prime import ESTIMATOR, PRIME, main
 from tests.trainer.ppo.small_runs import Seen, prepare, train
 from verl.algorithms.advantages import call_estimator
 from verl.algorithms.aggregation import loss_norm
+from verl.config import load_config
 from verl.config.loading import read_config
 from verl.metrics import notices, reset_notices
 
@@ -176,7 +177,7 @@ def test_its_models_live_with_the_others_or_in_a_pool_of_their_own(here):
     assert torch.equal(ratings(together), ratings(apart))
     pools = apart.trainer.resource_pool_manager
     assert pools.get_resource_pool("reward_model") is pools.get_resource_pool("reward_model_ref")
-    assert pools.get_resource_pool("reward_model") is not pools.get_resource_pool("actor_rollout")
+    assert pools.get_resource_pool("reward_model") is not pools.get_resource_pool("actor")
 
 
 def test_the_policy_can_be_the_reference(here):
@@ -299,9 +300,49 @@ def test_settings_that_do_nothing_are_told(here, capsys):
     shown = capsys.readouterr().out
     assert ESTIMATOR.partition("=")[2] in shown and "PrimeSchedule" in shown
     assert "of process rewards" in notices()["algorithm.adv_estimator"]
-    train(f"{IMPLICIT}.beta_train=0.1", "data.filter_accuracy=true", "data.accuracy_upper_bound=0.7",
-          "algorithm.reward_dpo_coef=1")  # fmt: skip
-    told = notices()
-    assert f"without {IMPLICIT}.enable=true" in told[f"{IMPLICIT}.beta_train"]
-    assert "data.oversample_factor=1" in told["data.filter_accuracy"]
-    assert "leave_one_out" in told["algorithm.reward_dpo_coef"]
+    reset_notices()
+    train("data.filter_accuracy=true", "data.accuracy_upper_bound=0.7")
+    assert "data.oversample_factor=1" in notices()["data.filter_accuracy"]
+    reset_notices()
+    load_config(
+        "ppo_trainer", [*PRIME, *COMMAND, f"{RM}.max_length=8", f"{IMPLICIT}.ref_type=policy", f"{IMPLICIT}.ref_path=x"]
+    )
+    assert "the policy's tokens as they are" in notices()[f"{RM}.max_length"]
+    assert "ref_type=policy" in notices()[f"{IMPLICIT}.ref_path"]
+
+
+@pytest.mark.parametrize(
+    ("old", "value", "key", "expected"),
+    [
+        ("reward_model.prime_granularity", "whole", "prime_granularity", "whole"),
+        ("reward_model.prime_norm", "none", "prime_norm", "none"),
+        ("reward_model.mini_batch_size", "64", "mini_batch_size", 64),
+        ("reward_model.model.ref_path", "/r", "ref_path", "/r"),
+        ("reward_model.model.ref_type", "policy", "ref_type", "policy"),
+        ("reward_model.model.beta_train", "0.1", "beta_train", 0.1),
+        ("reward_model.model.loss_type", "ce", "loss_type", "ce"),
+        ("reward_model.model.update", "after", "update", "after"),
+        ("reward_model.model.enable_gradient_checkpointing", "true", "enable_gradient_checkpointing", True),
+        ("reward_model.model.use_fused_kernels", "true", "use_fused_kernels", True),
+        ("reward_model.model.optim.lr", "1e-6", "optim.lr", 1e-6),
+        ("reward_model.model.optim.grad_clip", "10.0", "grad_clip", 10.0),
+        ("reward_model.model.optim.warmup_style", "cosine", "optim.lr_scheduler_type", "cosine"),
+        ("reward_model.model.optim.lr_scheduler", "cosine", "optim.lr_scheduler_type", "cosine"),
+        ("reward_model.model.optim.warmup_steps_ratio", "0.1", "optim.lr_warmup_steps_ratio", 0.1),
+    ],
+)
+def test_a_spelling_of_upstreams_recipe_sets_the_current_setting_and_says_its_name(old, value, key, expected):
+    reset_notices()
+    found = read_config("ppo_trainer", [ESTIMATOR, f"{old}={value}"]).reward.reward_model.implicit
+    for part in key.split("."):
+        found = found[part]
+    assert found == expected and f"{IMPLICIT}.{key}" in notices()[old]
+
+
+@pytest.mark.parametrize(
+    "old", ["reward_model.model.tokenizer_path", "reward_model.model.fused_kernel_options.impl_backend"]
+)
+def test_a_spelling_that_means_nothing_here_gives_one_notice(old):
+    reset_notices()
+    read_config("ppo_trainer", [ESTIMATOR, f"{old}=x"])
+    assert any(old.startswith(key) and "has no effect" in said for key, said in notices().items())

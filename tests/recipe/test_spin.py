@@ -83,9 +83,9 @@ class Watch(Callback):
         self.reference: list[dict] = []
 
     def on_step_end(self, trainer, batch):
-        (worker,) = trainer.roles["actor"].group.workers
-        for seen, part in ((self.actor, worker.actor), (self.reference, worker.ref)):
-            seen.append({name: tensor.clone() for name, tensor in part.engine.export_weights()})
+        for seen, role in ((self.actor, "actor"), (self.reference, "ref")):
+            (worker,) = trainer.roles[role].group.workers
+            seen.append({name: tensor.clone() for name, tensor in worker.part.engine.export_weights()})
 
 
 def equal(one: dict, other: dict) -> bool:
@@ -198,8 +198,10 @@ def test_settings_of_other_losses_have_no_effect_and_so_has_a_frequency_without_
     load_config("ppo_trainer", words(f"{A}.clip_ratio=0.3", f"{A}.loss_agg_mode=token-sum"))
     assert "no ratio to clip" in notices()[f"{A}.clip_ratio"] and "mean over pairs" in notices()[f"{A}.loss_agg_mode"]
     reset_notices()
-    load_config("ppo_trainer", words(f"{A}.policy_loss.loss_mode=vanilla", f"{A}.dpo_beta=0.2"))
-    assert "without a reference policy" in notices()[FREQ] and "recipe.spin.core:dpo" in notices()[f"{A}.dpo_beta"]
+    load_config("ppo_trainer", words(f"{A}.policy_loss.loss_mode=vanilla"))
+    assert "without a reference policy" in notices()[FREQ]
+    with pytest.raises(ConfigError, match="dpo_beta: unknown setting"):
+        load_config("ppo_trainer", words(f"{A}.policy_loss.loss_mode=vanilla", f"{A}.dpo_beta=0.2"))
 
 
 def test_the_command_line_wins_over_the_recipe(capsys: pytest.CaptureFixture[str]):

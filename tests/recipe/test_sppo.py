@@ -109,4 +109,4 @@ def test_the_command_line_wins_over_the_recipe(capsys: pytest.CaptureFixture[str
         main([f"{A}.sppo_eta=2.5", "--cfg", "job"])
     assert not left.value.code
     said = capsys.readouterr().out
-    assert "sppo_eta: 2.5" in said and "recipe.sppo.core:centred" in said and len(SPPO) == 9
+    assert "sppo_eta: 2.5" in said and "recipe.sppo.core:centred" in said and len(SPPO) == 8

@@ -13,6 +13,7 @@ from verl.config.node import ConfigNode, leaves, record_reads, replace, section,
 from verl.config.optim import OptimizerConfig
 from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
 from verl.config.profiler import GlobalProfilerConfig, ProfilerConfig
+from verl.config.recipes import Recipe
 from verl.config.reward import RewardConfig
 from verl.config.rollout import RolloutConfig, SamplingConfig
 from verl.config.root import ActorRolloutRefConfig, PPOTrainerConfig
@@ -41,6 +42,7 @@ __all__ = [
     "PolicyLossConfig",
     "ProfilerConfig",
     "RMTrainerConfig",
+    "Recipe",
     "RefConfig",
     "RewardConfig",
     "RolloutConfig",

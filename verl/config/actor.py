@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.engine import FSDPEngineConfig
-from verl.config.megatron import MegatronEngineBesideActorConfig, MegatronEngineConfig
+from verl.config.megatron import LIKE_ACTOR, MegatronEngineConfig
 from verl.config.node import ABSENT, ConfigNode, section, setting
 from verl.config.optim import OptimizerConfig
 from verl.config.profiler import ProfilerConfig
@@ -96,10 +96,6 @@ class ActorConfig(ConfigNode):
     )
     tau_pos: float = setting(1.0, "SAPO: temperature of the gate where the advantage is positive")
     tau_neg: float = setting(1.05, "SAPO: temperature of the gate where the advantage is not positive")
-    sppo_eta: float = setting(1.0, "SPPO (recipe.sppo): what the log-ratio of an answer should be, in its advantages")
-    dpo_beta: float = setting(
-        0.1, "SPIN (recipe.spin): strength of the reference policy in the loss on pairs of answers"
-    )
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     clip_ratio_c: float = setting(
         3.0, "dual clip: with a negative advantage the loss is at most clip_ratio_c times it; above 1"
@@ -221,5 +217,5 @@ class RefConfig(ConfigNode):
         follows="actor_rollout_ref.actor.pad_to_length",
     )
     fsdp_config: FSDPEngineConfig = section(FSDPEngineConfig)
-    megatron: MegatronEngineBesideActorConfig = section(MegatronEngineBesideActorConfig)
+    megatron: MegatronEngineConfig = section(MegatronEngineConfig, LIKE_ACTOR)
     profiler: ProfilerConfig = section(ProfilerConfig)

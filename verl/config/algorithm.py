@@ -85,10 +85,6 @@ class AlgoConfig(ConfigNode):
         upstream=ABSENT,
     )
     vapo_lam_critic: float = setting(1.0, "vapo: lambda of the critic's targets", upstream=ABSENT)
-    reward_dpo_coef: float = setting(
-        5.0, "PRIME (recipe.prime): weight of the process rewards in the return", upstream=ABSENT
-    )
-    reward_gt_coef: float = setting(5.0, "PRIME (recipe.prime): weight of the outcome in the return", upstream=ABSENT)
     singleton: str = setting(
         "zero",
         "group estimators: advantage of a sample that is alone in its group: zero, or raw for its reward",

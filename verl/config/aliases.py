@@ -31,7 +31,17 @@ class Moved:
     convert: Callable[[Any], Any] | None = None
 
 
-def _to(*targets: str, convert: Callable[[Any], Any] | None = None) -> Moved:
+@dataclass(frozen=True)
+class Aliases:
+    """The three tables of one program."""
+
+    moved: dict[str, Moved]
+    removed: dict[str, str]
+    ignored: dict[str, str]
+
+
+def to(*targets: str, convert: Callable[[Any], Any] | None = None) -> Moved:
+    """The keys that an older one became."""
     return Moved(targets, convert)
 
 
@@ -41,36 +51,35 @@ def _word(yes: str, no: str) -> Callable[[Any], str]:
 
 
 _ACTOR = {
-    f"{_A}.lr": _to(f"{_A}.optim.lr"),
-    f"{_A}.max_grad_norm": _to(f"{_A}.grad_clip"),
-    f"{_A}.lora.r": _to(f"{_M}.lora_rank"),
-    f"{_A}.lora.alpha": _to(f"{_M}.lora_alpha"),
-    f"{_A}.lora.target_modules": _to(f"{_M}.target_modules"),
-    f"{_M}.backend": _to(f"{_A}.strategy", f"{_REF}.strategy"),
-    f"{_A}.checkpoint.contents": _to(f"{_A}.checkpoint.save_contents"),
-    f"{_C}.lr": _to(f"{_C}.optim.lr"),
-    f"{_C}.max_grad_norm": _to(f"{_C}.grad_clip"),
-    f"{_C}.model.fsdp_config": _to(f"{_C}.fsdp"),
-    f"{_C}.fsdp_config": _to(f"{_C}.fsdp"),
-    f"{_C}.model.backend": _to(f"{_C}.strategy"),
-    f"{_C}.checkpoint.contents": _to(f"{_C}.checkpoint.save_contents"),
-    f"{_A}.fsdp_config.strategy": _to(f"{_A}.strategy"),
-    f"{_REF}.fsdp_config.strategy": _to(f"{_REF}.strategy"),
-    f"{_C}.fsdp.strategy": _to(f"{_C}.strategy"),
+    f"{_A}.lr": to(f"{_A}.optim.lr"),
+    f"{_A}.max_grad_norm": to(f"{_A}.grad_clip"),
+    f"{_A}.lora.r": to(f"{_M}.lora_rank"),
+    f"{_A}.lora.alpha": to(f"{_M}.lora_alpha"),
+    f"{_A}.lora.target_modules": to(f"{_M}.target_modules"),
+    f"{_M}.backend": to(f"{_A}.strategy", f"{_REF}.strategy"),
+    f"{_A}.checkpoint.contents": to(f"{_A}.checkpoint.save_contents"),
+    f"{_C}.lr": to(f"{_C}.optim.lr"),
+    f"{_C}.max_grad_norm": to(f"{_C}.grad_clip"),
+    f"{_C}.model.fsdp_config": to(f"{_C}.fsdp"),
+    f"{_C}.fsdp_config": to(f"{_C}.fsdp"),
+    f"{_C}.model.backend": to(f"{_C}.strategy"),
+    f"{_C}.checkpoint.contents": to(f"{_C}.checkpoint.save_contents"),
+    f"{_A}.fsdp_config.strategy": to(f"{_A}.strategy"),
+    f"{_REF}.fsdp_config.strategy": to(f"{_REF}.strategy"),
+    f"{_C}.fsdp.strategy": to(f"{_C}.strategy"),
 }
-_IMPLICIT = "reward.reward_model.implicit"
-_SCHEDULE_NAMES = (
+SCHEDULE_NAMES = (
     ("warmup_style", "lr_scheduler_type"),
     ("lr_scheduler", "lr_scheduler_type"),
     ("warmup_steps_ratio", "lr_warmup_steps_ratio"),
 )
 _OPTIM = {
-    f"{section}.{old}": _to(f"{section}.{new}")
+    f"{section}.{old}": to(f"{section}.{new}")
     for section in (f"{_A}.optim", f"{_C}.optim")
-    for old, new in _SCHEDULE_NAMES
+    for old, new in SCHEDULE_NAMES
 }
 _MEGATRON = {
-    f"{role}.{name}": _to(f"{role}.megatron.{name}")
+    f"{role}.{name}": to(f"{role}.megatron.{name}")
     for role in (_A, _REF, _C)
     for name in (
         "tensor_model_parallel_size",
@@ -81,36 +90,36 @@ _MEGATRON = {
         "context_parallel_size",
         "sequence_parallel",
     )
-} | {f"{role}.router_replay": _to(f"{role}.megatron.router_replay") for role in (_A, _REF)}
+} | {f"{role}.router_replay": to(f"{role}.megatron.router_replay") for role in (_A, _REF)}
 _ROLLOUT = {
-    f"{_R}.tensor_parallel_size": _to(f"{_R}.tensor_model_parallel_size"),
-    f"{_R}.pipeline_parallel_size": _to(f"{_R}.pipeline_model_parallel_size"),
-    f"{_R}.skip_rollout": _to("skip.rollout.enable"),
-    f"{_R}.skip_dump_dir": _to("skip.rollout.dump_dir"),
-    f"{_R}.skip": _to("skip.rollout"),
-    f"{_R}.update_weights_bucket_megabytes": _to(f"{_R}.checkpoint_engine.update_weights_bucket_megabytes"),
-    f"{_R}.multi_turn.max_turns": _to(f"{_R}.multi_turn.max_assistant_turns"),
-    f"{_R}.multi_turn.enable_tokenization_sanity_check": _to(
+    f"{_R}.tensor_parallel_size": to(f"{_R}.tensor_model_parallel_size"),
+    f"{_R}.pipeline_parallel_size": to(f"{_R}.pipeline_model_parallel_size"),
+    f"{_R}.skip_rollout": to("skip.rollout.enable"),
+    f"{_R}.skip_dump_dir": to("skip.rollout.dump_dir"),
+    f"{_R}.skip": to("skip.rollout"),
+    f"{_R}.update_weights_bucket_megabytes": to(f"{_R}.checkpoint_engine.update_weights_bucket_megabytes"),
+    f"{_R}.multi_turn.max_turns": to(f"{_R}.multi_turn.max_assistant_turns"),
+    f"{_R}.multi_turn.enable_tokenization_sanity_check": to(
         f"{_R}.multi_turn.tokenization_sanity_check_mode", convert=_word("strict", "disable")
     ),
 }
 _ALGORITHM = {
-    "algorithm.rollout_correction.rollout_token_veto_threshold": _to("algorithm.rollout_is_veto_threshold"),
-    "algorithm.rollout_correction.use_policy_gradient": _to(
+    "algorithm.rollout_correction.rollout_token_veto_threshold": to("algorithm.rollout_is_veto_threshold"),
+    "algorithm.rollout_correction.use_policy_gradient": to(
         "algorithm.rollout_correction.loss_type", convert=_word("reinforce", "ppo_clip")
     ),
 }
 _REWARD = {
-    "custom_reward_function": _to("reward.custom_reward_function"),
-    "reward_manager": _to("reward.reward_manager"),
-    "sandbox_fusion": _to("reward.sandbox_fusion"),
-    "reward_model.enable": _to("reward.reward_model.enable"),
-    "reward_model.enable_resource_pool": _to("reward.reward_model.enable_resource_pool"),
-    "reward_model.n_gpus_per_node": _to("reward.reward_model.n_gpus_per_node"),
-    "reward_model.nnodes": _to("reward.reward_model.nnodes"),
-    "reward_model.model.path": _to("reward.reward_model.model_path"),
+    "custom_reward_function": to("reward.custom_reward_function"),
+    "reward_manager": to("reward.reward_manager"),
+    "sandbox_fusion": to("reward.sandbox_fusion"),
+    "reward_model.enable": to("reward.reward_model.enable"),
+    "reward_model.enable_resource_pool": to("reward.reward_model.enable_resource_pool"),
+    "reward_model.n_gpus_per_node": to("reward.reward_model.n_gpus_per_node"),
+    "reward_model.nnodes": to("reward.reward_model.nnodes"),
+    "reward_model.model.path": to("reward.reward_model.model_path"),
     **{
-        f"reward_model.{name}": _to(f"reward.reward_model.{name}")
+        f"reward_model.{name}": to(f"reward.reward_model.{name}")
         for name in (
             "strategy",
             "micro_batch_size",
@@ -120,11 +129,9 @@ _REWARD = {
             "forward_max_token_len_per_gpu",
         )
     },
-    "reward_model.ulysses_sequence_parallel_size": _to(
-        "reward.reward_model.fsdp_config.ulysses_sequence_parallel_size"
-    ),
+    "reward_model.ulysses_sequence_parallel_size": to("reward.reward_model.fsdp_config.ulysses_sequence_parallel_size"),
     **{
-        f"reward_model.model.{name}": _to(f"reward.reward_model.{name}")
+        f"reward_model.model.{name}": to(f"reward.reward_model.{name}")
         for name in (
             "input_tokenizer",
             "trust_remote_code",
@@ -135,50 +142,31 @@ _REWARD = {
             "fsdp_config",
         )
     },
-    **{
-        f"reward_model.{name}": _to(f"{_IMPLICIT}.{name}")
-        for name in ("prime_granularity", "prime_norm", "mini_batch_size")
-    },
-    **{
-        f"reward_model.model.{name}": _to(f"{_IMPLICIT}.{name}")
-        for name in (
-            "ref_path",
-            "ref_type",
-            "beta_train",
-            "loss_type",
-            "update",
-            "optim",
-            "enable_gradient_checkpointing",
-            "use_fused_kernels",
-        )
-    },
-    "reward_model.model.optim.grad_clip": _to(f"{_IMPLICIT}.grad_clip"),
-    **{f"reward_model.model.optim.{old}": _to(f"{_IMPLICIT}.optim.{new}") for old, new in _SCHEDULE_NAMES},
-    "reward_model.megatron": _to("reward.reward_model.megatron"),
-    "reward_model.rollout": _to("reward.reward_model.rollout"),
-    "reward_model.num_workers": _to("reward.num_workers"),
-    "reward_model.reward_manager": _to("reward.reward_manager.name"),
-    "reward_model.reward_loop_source": _to("reward.reward_manager.source"),
-    "reward_model.reward_loop_module_path": _to("reward.reward_manager.module.path"),
-    "reward_model.reward_loop_class_name": _to("reward.reward_manager.name"),
-    "reward_model.sandbox_fusion": _to("reward.sandbox_fusion"),
-    "reward_model.overlong_buffer": _to("reward.reward_kwargs.overlong_buffer_cfg"),
-    "reward_model.reward_kwargs": _to("reward.reward_kwargs"),
+    "reward_model.megatron": to("reward.reward_model.megatron"),
+    "reward_model.rollout": to("reward.reward_model.rollout"),
+    "reward_model.num_workers": to("reward.num_workers"),
+    "reward_model.reward_manager": to("reward.reward_manager.name"),
+    "reward_model.reward_loop_source": to("reward.reward_manager.source"),
+    "reward_model.reward_loop_module_path": to("reward.reward_manager.module.path"),
+    "reward_model.reward_loop_class_name": to("reward.reward_manager.name"),
+    "reward_model.sandbox_fusion": to("reward.sandbox_fusion"),
+    "reward_model.overlong_buffer": to("reward.reward_kwargs.overlong_buffer_cfg"),
+    "reward_model.reward_kwargs": to("reward.reward_kwargs"),
 }
 _NSYS = "global_profiler.global_tool_config.nsys"
 _RUN = {
-    "actor_rollout_ref.profiler.discrete": _to(f"{_NSYS}.discrete"),
-    "actor_rollout_ref.profiler.all_ranks": _to(f"{_A}.profiler.all_ranks", f"{_REF}.profiler.all_ranks"),
-    "actor_rollout_ref.profiler.ranks": _to(f"{_A}.profiler.ranks", f"{_REF}.profiler.ranks"),
-    "critic.profiler.discrete": _to("critic.profiler.tool_config.nsys.discrete"),
-    "trainer.profile_steps": _to("global_profiler.steps"),
-    "trainer.controller_nsight_options": _to(f"{_NSYS}.controller_nsight_options"),
-    "trainer.worker_nsight_options": _to(f"{_NSYS}.worker_nsight_options"),
-    "trainer.val_generations_to_log_to_wandb": _to("trainer.log_val_generations"),
-    "ray_init.timeline_json_file": _to("ray_kwargs.timeline_json_file"),
-    "ray_init": _to("ray_kwargs.ray_init"),
-    "data.sampler.class_path": _to("trainer.v1.sampler.custom_sampler.path"),
-    "data.sampler.class_name": _to("trainer.v1.sampler.custom_sampler.name"),
+    "actor_rollout_ref.profiler.discrete": to(f"{_NSYS}.discrete"),
+    "actor_rollout_ref.profiler.all_ranks": to(f"{_A}.profiler.all_ranks", f"{_REF}.profiler.all_ranks"),
+    "actor_rollout_ref.profiler.ranks": to(f"{_A}.profiler.ranks", f"{_REF}.profiler.ranks"),
+    "critic.profiler.discrete": to("critic.profiler.tool_config.nsys.discrete"),
+    "trainer.profile_steps": to("global_profiler.steps"),
+    "trainer.controller_nsight_options": to(f"{_NSYS}.controller_nsight_options"),
+    "trainer.worker_nsight_options": to(f"{_NSYS}.worker_nsight_options"),
+    "trainer.val_generations_to_log_to_wandb": to("trainer.log_val_generations"),
+    "ray_init.timeline_json_file": to("ray_kwargs.timeline_json_file"),
+    "ray_init": to("ray_kwargs.ray_init"),
+    "data.sampler.class_path": to("trainer.v1.sampler.custom_sampler.path"),
+    "data.sampler.class_name": to("trainer.v1.sampler.custom_sampler.name"),
 }
 
 PPO_MOVED: dict[str, Moved] = _ACTOR | _OPTIM | _MEGATRON | _ROLLOUT | _ALGORITHM | _REWARD | _RUN
@@ -207,8 +195,6 @@ PPO_REMOVED: dict[str, str] = {
 }
 
 PPO_IGNORED: dict[str, str] = {
-    "reward_model.model.tokenizer_path": "has no effect: an implicit reward model reads the policy's tokens",
-    "reward_model.model.fused_kernel_options": "has no effect: a reward model takes those of the policy",
     "reward_model.profiler": "has no effect: the seconds of the reward model are logged as timing_s/reward_model",
     "reward_model.launch_reward_fn_async": "has no effect: when samples are scored is no longer a setting",
     "reward_model.use_reward_loop": "has no effect: there is one way of scoring, with reward.reward_manager",
@@ -221,24 +207,24 @@ PPO_IGNORED: dict[str, str] = {
 }  # fmt: skip
 
 SFT_MOVED: dict[str, Moved] = {
-    "data.micro_batch_size": _to("data.micro_batch_size_per_gpu"),
-    "data.multiturn.messages_key": _to("data.messages_key"),
-    "data.multiturn.tools_key": _to("data.tools_key"),
-    "data.multiturn.enable_thinking_key": _to("data.enable_thinking_key"),
-    "data.chat_template": _to("model.custom_chat_template"),
-    "model.partial_pretrain": _to("model.path"),
-    "model.strategy": _to("engine.strategy"),
-    "model.fsdp_config.cpu_offload": _to("engine.offload_policy"),
-    "model.fsdp_config.offload_params": _to("engine.param_offload"),
-    "model.fsdp_config": _to("engine"),
-    "optim.lr_scheduler": _to("optim.lr_scheduler_type"),
-    "optim.warmup_style": _to("optim.lr_scheduler_type"),
-    "optim.warmup_steps_ratio": _to("optim.lr_warmup_steps_ratio"),
-    "ulysses_sequence_parallel_size": _to("engine.ulysses_sequence_parallel_size"),
-    "use_remove_padding": _to("model.use_remove_padding"),
-    "trainer.checkpoint": _to("checkpoint"),
+    "data.micro_batch_size": to("data.micro_batch_size_per_gpu"),
+    "data.multiturn.messages_key": to("data.messages_key"),
+    "data.multiturn.tools_key": to("data.tools_key"),
+    "data.multiturn.enable_thinking_key": to("data.enable_thinking_key"),
+    "data.chat_template": to("model.custom_chat_template"),
+    "model.partial_pretrain": to("model.path"),
+    "model.strategy": to("engine.strategy"),
+    "model.fsdp_config.cpu_offload": to("engine.offload_policy"),
+    "model.fsdp_config.offload_params": to("engine.param_offload"),
+    "model.fsdp_config": to("engine"),
+    "optim.lr_scheduler": to("optim.lr_scheduler_type"),
+    "optim.warmup_style": to("optim.lr_scheduler_type"),
+    "optim.warmup_steps_ratio": to("optim.lr_warmup_steps_ratio"),
+    "ulysses_sequence_parallel_size": to("engine.ulysses_sequence_parallel_size"),
+    "use_remove_padding": to("model.use_remove_padding"),
+    "trainer.checkpoint": to("checkpoint"),
     **{
-        f"engine.{name}": _to(f"engine.megatron.{name}")
+        f"engine.{name}": to(f"engine.megatron.{name}")
         for name in names_of(MegatronEngineConfig)
         if name not in names_of(FSDPEngineConfig)
     },
@@ -252,20 +238,11 @@ SFT_IGNORED: dict[str, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Aliases:
-    """The three tables of one program."""
-
-    moved: dict[str, Moved]
-    removed: dict[str, str]
-    ignored: dict[str, str]
-
-
 PPO_ALIASES = Aliases(PPO_MOVED, PPO_REMOVED, PPO_IGNORED)
 SFT_ALIASES = Aliases(SFT_MOVED, SFT_REMOVED, SFT_IGNORED)
 _NOT_TRAINED = "has no effect: batch generation trains nothing"
 GENERATION_ALIASES = Aliases(
-    {_R: _to("rollout"), _M: _to("model"), "rollout.tensor_parallel_size": _to("rollout.tensor_model_parallel_size"), "model.external_libs": _to("model.external_lib")},
+    {_R: to("rollout"), _M: to("model"), "rollout.tensor_parallel_size": to("rollout.tensor_model_parallel_size"), "model.external_libs": to("model.external_lib")},
     {},
     {"actor": _NOT_TRAINED, "critic": _NOT_TRAINED, "ray_init": "has no effect: it runs in this process",
      "ray_kwargs": "has no effect: it runs in this process", "hydra": PPO_IGNORED["hydra"]},
@@ -273,7 +250,7 @@ GENERATION_ALIASES = Aliases(
 
 
 EVALUATION_ALIASES = Aliases(
-    {"reward.custom_reward_function": _to("custom_reward_function")},
+    {"reward.custom_reward_function": to("custom_reward_function")},
     {},
     {"ray_kwargs": "has no effect: it runs in this process", "ray_init": "has no effect: it runs in this process",
      "hydra": PPO_IGNORED["hydra"]},

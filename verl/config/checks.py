@@ -55,7 +55,7 @@ def one_of(key: str, value: Any, choices: Iterable[str]) -> Problems:
 
 def known_name(registry: Registry, key: str, name: str, instead: str) -> Problems:
     """A name that the registry does not have; ``instead`` is what to write where it is known but not built yet."""
-    found = caught(registry.check, name)
+    problems = caught(registry.check, name)
     return [
         type(error)(
             error.message,
@@ -64,7 +64,7 @@ def known_name(registry: Registry, key: str, name: str, instead: str) -> Problem
             allowed=error.allowed,
             fix=instead if isinstance(error, NotBuiltError) else error.fix,
         )
-        for error in found
+        for error in problems
     ]
 
 

@@ -14,7 +14,7 @@ import typing
 from typing import Any
 
 from verl import env
-from verl.config.node import ConfigNode
+from verl.config.tree import Node
 from verl.errors import ConfigError
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list"}
@@ -67,7 +67,7 @@ def expand_path(value: Any, key: str) -> Any:
     return expanded
 
 
-def build(cls: type[ConfigNode], values: dict[str, Any], prefix: str = "") -> Any:
+def build(cls: type[Node], values: dict[str, Any], prefix: str = "") -> Any:
     """A node of ``cls`` from the value of every leaf below it, by dotted key; values are of the declared types."""
     made = {}
     for name, field in cls.__dataclass_fields__.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verl.config.checks import Problems, caught
-from verl.config.root import ON_OLD_LOG_PROBS, PPOTrainerConfig
+from verl.config.root import PPOTrainerConfig, of_estimator
 from verl.config.thresholds import importance_sampling, rejections, weight_bounds
 from verl.errors import ConfigError
 
@@ -13,25 +13,25 @@ _R, _NEWER, _OLDER = "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 def rollout(cfg: PPOTrainerConfig) -> Problems:
     """Importance weights and rejection between the sampler and the trainer, in either form."""
     algorithm, newer = cfg.algorithm, cfg.algorithm.rollout_correction
-    found = _thresholds(cfg)
+    problems = _thresholds(cfg)
     key = _switched_on_by(cfg)
     if key is None:
-        return found
+        return problems
     if not cfg.actor_rollout_ref.rollout.calculate_log_probs:
         message = f"{key} compares the trainer's log-probs with the sampler's, which are not kept"
         fix = f"Set {_R}.calculate_log_probs=true."
-        found.append(ConfigError(message, key=f"{_R}.calculate_log_probs", got=False, fix=fix))
+        problems.append(ConfigError(message, key=f"{_R}.calculate_log_probs", got=False, fix=fix))
     if algorithm.rollout_is_threshold is not None and key.startswith(_NEWER):
         message = f"{_OLDER}_threshold and {key} are two forms of one correction"
-        found.append(ConfigError(message, key=key, fix="Keep one of them."))
-    return found + (_bypass(cfg) if newer.bypass_mode else [])
+        problems.append(ConfigError(message, key=key, fix="Keep one of them."))
+    return problems + (_bypass(cfg) if newer.bypass_mode else [])
 
 
 def _thresholds(cfg: PPOTrainerConfig) -> Problems:
     algorithm, newer = cfg.algorithm, cfg.algorithm.rollout_correction
-    found: Problems = []
+    problems: Problems = []
     if algorithm.rollout_is_threshold is not None:
-        found += caught(
+        problems += caught(
             importance_sampling,
             algorithm.rollout_is_threshold,
             algorithm.rollout_is_threshold_lower,
@@ -40,38 +40,40 @@ def _thresholds(cfg: PPOTrainerConfig) -> Problems:
             algorithm.rollout_is_veto_threshold,
         )
     if newer.rollout_is is not None:
-        found += caught(weight_bounds, newer.rollout_is_threshold)
+        problems += caught(weight_bounds, newer.rollout_is_threshold)
     if newer.rollout_rs is not None:
-        found += caught(rejections, newer.rollout_rs, newer.rollout_rs_threshold)
-    return found + ([] if found else _mirror(cfg))
+        problems += caught(rejections, newer.rollout_rs, newer.rollout_rs_threshold)
+    return problems + ([] if problems else _mirror(cfg))
 
 
 def _mirror(cfg: PPOTrainerConfig) -> Problems:
     """What the loss of the bypass mode is told by itself."""
-    mirror, newer, found = (
+    mirror, newer, problems = (
         cfg.actor_rollout_ref.actor.policy_loss.rollout_correction,
         cfg.algorithm.rollout_correction,
         [],
     )
     if mirror.rollout_is_threshold != newer.rollout_is_threshold:
-        found += caught(weight_bounds, mirror.rollout_is_threshold)
+        problems += caught(weight_bounds, mirror.rollout_is_threshold)
     if mirror.rollout_rs is not None:
-        found += caught(rejections, mirror.rollout_rs, mirror.rollout_rs_threshold)
+        problems += caught(rejections, mirror.rollout_rs, mirror.rollout_rs_threshold)
     place = "actor_rollout_ref.actor.policy_loss.rollout_correction"
-    keys = [str(error.key).replace(_NEWER, place) for error in found]
-    return [ConfigError(e.message, key=key, got=e.got, allowed=e.allowed, fix=e.fix) for e, key in zip(found, keys)]
+    keys = [str(error.key).replace(_NEWER, place) for error in problems]
+    return [ConfigError(e.message, key=key, got=e.got, allowed=e.allowed, fix=e.fix) for e, key in zip(problems, keys)]
 
 
 def _bypass(cfg: PPOTrainerConfig) -> Problems:
-    newer, estimator, found = cfg.algorithm.rollout_correction, cfg.algorithm.adv_estimator, []
+    newer, estimator, problems = cfg.algorithm.rollout_correction, cfg.algorithm.adv_estimator, []
     if newer.rollout_is_batch_normalize:
         message = "the mean of a batch is not known where weights are made for one micro-batch at a time (bypass mode)"
         key = f"{_NEWER}.rollout_is_batch_normalize"
-        found.append(ConfigError(message, key=key, got=True, fix=f"Leave it out, or set {_NEWER}.bypass_mode=false."))
-    if estimator in ON_OLD_LOG_PROBS:
+        problems.append(
+            ConfigError(message, key=key, got=True, fix=f"Leave it out, or set {_NEWER}.bypass_mode=false.")
+        )
+    if of_estimator(cfg).old_log_probs:
         message = f"the estimator {estimator!r} needs the pass over old log-probs, which the bypass mode leaves out"
-        found.append(ConfigError(message, key=f"{_NEWER}.bypass_mode", got=True, fix="Set it to false."))
-    return found
+        problems.append(ConfigError(message, key=f"{_NEWER}.bypass_mode", got=True, fix="Set it to false."))
+    return problems
 
 
 def _switched_on_by(cfg: PPOTrainerConfig) -> str | None:

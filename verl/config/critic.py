@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from verl.config.checkpoint import CriticCheckpointConfig
 from verl.config.engine import FSDPEngineConfig
-from verl.config.megatron import MegatronEngineBesideActorConfig
+from verl.config.megatron import LIKE_ACTOR, MegatronEngineConfig
 from verl.config.model import HFModelConfig
 from verl.config.node import ConfigNode, section, setting
 from verl.config.optim import OptimizerConfig
@@ -15,22 +15,8 @@ from verl.config.profiler import ProfilerConfig
 
 @dataclass(frozen=True)
 class CriticModelConfig(HFModelConfig):
-    """The model that the critic starts from: that of the actor unless it is given its own."""
+    """The model that the critic starts from; a language model gets a new scalar head."""
 
-    path: str = setting(
-        "~/models/deepseek-llm-7b-chat",
-        "model folder, or a name on the hub; a language model gets a new scalar head",
-        follows="actor_rollout_ref.model.path",
-        path=True,
-    )
-    trust_remote_code: bool = setting(
-        False, "run Python code that comes with the model", follows="actor_rollout_ref.model.trust_remote_code"
-    )
-    external_lib: str | None = setting(
-        None,
-        "module to import before the model is loaded, or several with commas",
-        follows="actor_rollout_ref.model.external_lib",
-    )
     tokenizer_path: str | None = setting(
         None,
         "folder or hub name of a tokenizer",
@@ -42,13 +28,16 @@ class CriticModelConfig(HFModelConfig):
     )
 
 
+LIKE_POLICY = {name: f"actor_rollout_ref.model.{name}" for name in ("path", "trust_remote_code", "external_lib")}
+
+
 @dataclass(frozen=True)
 class CriticConfig(ConfigNode):
     """The value model of PPO."""
 
     rollout_n: int = setting(1, "samples per prompt; a mirror of rollout.n", follows="actor_rollout_ref.rollout.n")
     strategy: str = setting("auto", "training backend, as for the actor", upstream="fsdp")
-    enable: bool | None = setting(None, "train a critic; null: where algorithm.adv_estimator is gae")
+    enable: bool | None = setting(None, "train a critic; null: where algorithm.adv_estimator reads values (gae, vapo)")
     ppo_mini_batch_size: int = setting(
         256, "prompts per optimizer step, over all processes", follows="actor_rollout_ref.actor.ppo_mini_batch_size"
     )
@@ -92,6 +81,6 @@ class CriticConfig(ConfigNode):
     )
     optim: OptimizerConfig = section(OptimizerConfig, lr=1e-5)
     fsdp: FSDPEngineConfig = section(FSDPEngineConfig)
-    model: CriticModelConfig = section(CriticModelConfig)
-    megatron: MegatronEngineBesideActorConfig = section(MegatronEngineBesideActorConfig)
+    model: CriticModelConfig = section(CriticModelConfig, LIKE_POLICY)
+    megatron: MegatronEngineConfig = section(MegatronEngineConfig, LIKE_ACTOR)
     profiler: ProfilerConfig = section(ProfilerConfig)

@@ -8,11 +8,12 @@ from typing import Any
 
 from verl.config.groups import PPO, SFT, Program
 from verl.config.node import ABSENT, UNSET
-from verl.config.outline import Part, parts
+from verl.config.outline import OutlinePart, parts
+from verl.config.recipes import Recipe, with_recipes
 from verl.config.schema import schema_of
 from verl.config.upstream_only import rows
 
-HEADER = "| key | default | meaning |\n| --- | --- | --- |"
+HEADER = "| key | default | meaning |\n|---|---|---|"
 INTRO = """\
 # Configuration
 
@@ -32,16 +33,17 @@ Everything a run can be told, for `python -m verl.trainer.main_ppo` (RL) and `py
 - A key that does not exist is an error that names the nearest one. Older spellings work and say what they are called
   today: see [the last table](#older-spellings).
 
-How to read the tables: keys are relative to the heading. **default** `= key` means the value of that key, until this
+How to read the tables: keys are relative to the heading, which is the first place of a section and says where else it
+stands. **default** `= key` means the value of that key, until this
 one is set. A setting works unless its row says *no effect* with the reason (setting it gives one notice), or names the
 samplers with which it works. Below them stand the settings of features that are not built: any value but the default is
 an error that names the feature.
 """
 
 
-def page() -> str:
-    """The page in Markdown."""
-    every = parts()
+def page(recipes: Iterable[Recipe] = ()) -> str:
+    """The page in Markdown, with the settings of recipes that it is given."""
+    every, recipes = parts(), list(recipes)
     rl = [part for part in every if part.places[0].program is PPO]
     sft = [part for part in every if part.places[0].program is SFT]
     shared = [place.key for part in every for place in part.places if place.program is SFT and part not in sft]
@@ -53,6 +55,10 @@ def page() -> str:
         "## Supervised runs\n",
         f"The sections {_words(key for key in shared if '.' not in key)} are those of RL runs, above and below.\n",
         *(_part(part) for part in sft),
+        "## Settings of recipes\n",
+        "They are there where the run names the recipe: where its estimator, its policy loss or its schedule is one of "
+        "the recipe's. A recipe of your own brings settings the same way: [extending](extending.md#settings-of-your-own).\n",
+        *(_recipe(recipe) for recipe in recipes),
         "## Known and not built yet\n",
         "Settings of features that do not exist in this version. They are known by name, so that a script that carries "
         "them with upstream's defaults (`verl/config/upstream_only.yaml`) runs, and any other value is refused by the name "
@@ -61,7 +67,7 @@ def page() -> str:
         "## Known and without effect\n",
         "Settings that have nothing to change here. Setting one gives a notice with the reason.\n",
         _upstream_only("no_effect"),
-        _spellings(),
+        _spellings(recipes),
     ]
     return "\n".join(chapters)
 
@@ -70,37 +76,50 @@ def _upstream_only(kind: str) -> str:
     """One row per feature, or per reason: its settings, and the sections they stand in."""
     said: dict[str, dict[str, list[str]]] = {}
     for section, own in rows().items():
-        for row in own if _places(section) else ():  # batch generation has no table on this page
+        for row in own if _place(section) is not None else ():  # batch generation has no table on this page
             if (why := getattr(row, kind)) is not None:
-                said.setdefault(why, {}).setdefault(section, []).append(f"`{row.name}`")
+                said.setdefault(why, {}).setdefault(str(_place(section)), []).append(row.name)
     title = {"feature": "feature", "no_effect": "why it has no effect"}[kind]
-    lines = [f"| {title} | settings |\n| --- | --- |"]
+    lines = [f"| {title} | settings |\n|---|---|"]
     for why, sections in sorted(said.items(), key=lambda item: item[0].lower()):
-        blocks = [f"in {_words(_places(section))}: {', '.join(names)}" for section, names in sections.items()]
+        blocks = [f"in {place}: {_braced(names)}" for place, names in sections.items()]
         lines.append(_cells(why, "; ".join(blocks)))
     return "\n".join(lines) + "\n"
 
 
-def _places(section: str) -> list[str]:
-    """Where the sections of a class stand, those of supervised runs only where RL runs have none."""
+def _place(section: str) -> str | None:
+    """The first place of the sections of a class, in supervised runs only where RL runs have none."""
     for program in (PPO, SFT):
-        found = [
-            key or "the top"
-            for key, cls in {"": program.root, **schema_of(program.root).sections}.items()
-            if section in (base.__name__ for base in cls.__mro__)
-        ]
-        if found:
-            return found
-    return []
+        for key, cls in {"": program.root, **schema_of(program.root).sections}.items():
+            if section in (base.__name__ for base in cls.__mro__):
+                return f"`{key}`{_of(program)}" if key else f"the top{_of(program)}"
+    return None
 
 
-def _part(part: Part) -> str:
+def _part(part: OutlinePart) -> str:
     lines = [f"### `{part.key}`{_of(part.places[0].program)}\n", f"{_summary(part)}\n", HEADER]
     lines += [_row(part, name) for name in part.rows]
     return "\n".join(lines) + "\n"
 
 
-def _summary(part: Part) -> str:
+def _recipe(recipe: Recipe) -> str:
+    """Its settings, by their full names; a section that stands on this page already is named with its defaults."""
+    schema = schema_of(with_recipes(PPO, [recipe]).root)
+    lines = [f"### `{recipe.name}`\n", HEADER]
+    for key, cls in recipe.settings.items():
+        for name, declared in cls.__dataclass_fields__.items():
+            if (inner := declared.metadata.get("section")) is None:
+                leaf = schema.leaves[f"{key}.{name}"]
+                default = f"= `{leaf.follows}`" if leaf.follows else _value(leaf.default)
+                lines.append(_cells(f"`{leaf.key}`", default, _meaning(declared.metadata)))
+            else:
+                known = next(place for place, other in schema.sections.items() if other is inner)
+                changes = ", ".join(f"{name}: {_value(value)}" for name, value in declared.metadata["defaults"].items())
+                lines.append(_cells(f"`{key}.{name}`", changes, f"the settings of `{known}`"))
+    return "\n".join(lines) + "\n"
+
+
+def _summary(part: OutlinePart) -> str:
     said = (part.cls.__doc__ or "").split("\n")[0]
     if part.base is not None:
         said += f" All settings of `{part.base.key}`, of which these are declared anew or added."
@@ -111,10 +130,19 @@ def _summary(part: Part) -> str:
         others.append(f"{where} ({changes})" if changes else where)
     if others:
         said += f" The same under {_words(others, quote=False)}."
+    following: dict[tuple[str, str], list[str]] = {}
+    for place in part.distinct_places:
+        for name, target in place.follows.items():
+            following.setdefault((f"`{place.key}`{_of(place.program)}", target.rpartition(".")[0]), []).append(name)
+    places: dict[tuple[str, str], list[str]] = {}
+    for (place_, target), names in following.items():
+        places.setdefault((_words(names), target), []).append(place_)
+    for (own, target), alike in places.items():
+        said += f" In {_words(alike, quote=False)} the settings {own} follow `{target}`."
     return said
 
 
-def _row(part: Part, name: str) -> str:
+def _row(part: OutlinePart, name: str) -> str:
     meta, first = part.rows[name].metadata, part.places[0]
     leaf = schema_of(first.program.root).leaves[first.leaf(name)]
     default = f"= `{leaf.follows}`" if leaf.follows else _value(leaf.default)
@@ -123,8 +151,23 @@ def _row(part: Part, name: str) -> str:
 
 def _cells(*cells: str) -> str:
     """A row of a table; what Markdown would take for its own is escaped outside of code."""
-    found = [cell.replace("|", "\\|").replace("\n", " ") for cell in cells]
-    return "| " + " | ".join(cell if "`" in cell else cell.replace("<", "&lt;") for cell in found) + " |"
+    escaped = [cell.replace("|", "\\|").replace("\n", " ") for cell in cells]
+    return "| " + " | ".join(cell if "`" in cell else cell.replace("<", "&lt;") for cell in escaped) + " |"
+
+
+def _braced(names: Iterable[str]) -> str:
+    """Names in order, those directly below one section together: `a.{b, c}`."""
+    below: dict[str, list[str]] = {}
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        below.setdefault(parent, []).append(last)
+    listed = []
+    for parent, own in below.items():
+        if not parent:
+            listed += own
+        else:
+            listed.append(f"{parent}.{own[0]}" if len(own) == 1 else f"{parent}.{{{', '.join(own)}}}")
+    return ", ".join(f"`{name}`" for name in listed)
 
 
 def _meaning(meta: Mapping[str, Any]) -> str:
@@ -149,7 +192,7 @@ def _deviation(upstream: Any) -> str:
         return ""
     if upstream == "???":
         return "none, it has to be given"
-    return upstream if upstream == ABSENT else _value(upstream)
+    return _value(upstream)
 
 
 def _value(value: Any) -> str:
@@ -158,20 +201,27 @@ def _value(value: Any) -> str:
 
 
 def _words(names: Iterable[str], quote: bool = True) -> str:
-    found = [f"`{name}`" if quote else name for name in names]
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} and {found[-1]}"
+    words = [f"`{name}`" if quote else name for name in names]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def _deviations(every: list[Part]) -> str:
-    lines = ["## Defaults that deviate from upstream\n", "| key | default | upstream's default |\n| --- | --- | --- |"]
+def _deviations(every: list[OutlinePart]) -> str:
+    lines = ["## Defaults that deviate from upstream\n", "| key | default | upstream's default |\n|---|---|---|"]
+    ours: dict[str, list[str]] = {}
     for part in every:
         first = part.places[0]
         for name, row in part.rows.items():
-            if row.metadata["upstream"] is UNSET:
+            upstream = row.metadata["upstream"]
+            if upstream is UNSET:
                 continue
-            keys = [f"`{place.leaf(name)}`{_of(place.program)}" for place in part.distinct_places]
+            if upstream == ABSENT:
+                ours.setdefault(_of(first.program), []).append(first.leaf(name))
+                continue
             leaf = schema_of(first.program.root).leaves[first.leaf(name)]
-            lines.append(_cells(", ".join(keys), _value(leaf.default), _deviation(row.metadata["upstream"])))
+            key = f"`{leaf.key}`{_of(first.program)}"
+            lines.append(_cells(key, _value(leaf.default), _deviation(upstream)))
+    lines.append("\nUpstream does not have these; their defaults leave a run as it is there.\n")
+    lines += [f"- {_braced(names)}{of}" for of, names in ours.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -179,12 +229,25 @@ def _of(program: Program) -> str:
     return "" if program is PPO else " of supervised runs"
 
 
-def _spellings() -> str:
-    lines = ["## Older spellings\n", "| spelling | program | what becomes of it |\n| --- | --- | --- |"]
-    for program, said in ((PPO, "RL"), (SFT, "supervised")):
-        tables = program.aliases
+def _spellings(recipes: Iterable[Recipe]) -> str:
+    lines = ["## Older spellings\n", "`x.*` stands for the same names below `x`.\n"]
+    brought = [(recipe.aliases, f"with `{recipe.name}`") for recipe in recipes]
+    for tables, said in ((PPO.aliases, "of RL runs"), *brought, (SFT.aliases, "of supervised runs")):
+        if not any(vars(tables).values()):
+            continue
+        lines.append(f"### Spellings {said}\n\n| spelling | what becomes of it |\n|---|---|")
+        becomes: dict[str, list[str]] = {}
         for old, moved in tables.moved.items():
-            lines.append(_cells(f"`{old}`", said, f"now {_words(moved.targets)}"))
-        lines += [_cells(f"`{old}`", said, f"an error: {text}") for old, text in tables.removed.items()]
-        lines += [_cells(f"`{old}`", said, text) for old, text in tables.ignored.items()]
-    return "\n".join(lines) + "\n"
+            last = old.rpartition(".")[2]
+            kept = "." in old and all(target.rpartition(".")[2] == last for target in moved.targets)
+            now = [f"{target.rpartition('.')[0]}.*" if kept else target for target in moved.targets]
+            becomes.setdefault(
+                f"{_words(now)}\0{old.rpartition('.')[0]}" if kept else f"{_words(now)}\0{old}", []
+            ).append(old)
+        for old, text in tables.removed.items():
+            becomes.setdefault(f"an error: {text}\0{old.rpartition('.')[0]}", []).append(old)
+        for old, text in tables.ignored.items():
+            becomes.setdefault(text, []).append(old)
+        lines += [_cells(_braced(names), said.partition("\0")[0]) for said, names in becomes.items()]
+        lines.append("")
+    return "\n".join(lines)

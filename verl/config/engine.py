@@ -19,7 +19,7 @@ class WrapPolicyConfig(ConfigNode):
 
 @dataclass(frozen=True)
 class FSDPEngineConfig(ConfigNode):
-    """Training engines that hold a whole model per data-parallel group: plain (one device), FSDP and FSDP2."""
+    """Training engines that hold a whole model per data-parallel group: plain (one device) and FSDP2."""
 
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
     param_offload: bool = setting(
@@ -41,23 +41,23 @@ class FSDPEngineConfig(ConfigNode):
     forward_prefetch: bool = setting(False, "gather the next layer while this one runs")
     model_dtype: str = setting("fp32", "dtype in which weights are kept and updated")
     use_orig_params: bool = setting(
-        False, "FSDP: show the optimizer the original parameters instead of one flat one per layer"
+        False, "show the optimizer the original parameters", no_effect="FSDP2 keeps parameters as they are"
     )
     seed: int = setting(42, "seed of new weights (a value head)", no_effect="a run has one seed: trainer.seed")
     full_determinism: bool = setting(False, "deterministic kernels only, for debugging; slower")
     ulysses_sequence_parallel_size: int = setting(
         1,
-        "neighbouring processes that share their sequences (DeepSpeed-Ulysses); divides the attention heads",
+        "peer processes that share their sequences (DeepSpeed-Ulysses); divides the attention heads",
         follows="..ulysses_sequence_parallel_size",
     )
     expert_parallel_size: int = setting(
         1,
-        "neighbouring processes that share the experts of a mixture; divides their number",
+        "peer processes that share the experts of a mixture; divides their number",
         upstream=ABSENT,
     )
     tensor_parallel_size: int = setting(
         1,
-        "FSDP2: neighbouring processes that share the linear maps and the vocabulary; divides the key-value heads",
+        "FSDP2: peer processes that share the linear layers and the vocabulary; divides the key-value heads",
         upstream=ABSENT,
     )
     entropy_from_logits_with_chunking: bool = setting(

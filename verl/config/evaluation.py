@@ -28,6 +28,19 @@ class EvaluationFunctionConfig(ConfigNode):
 
 
 @dataclass(frozen=True)
+class EvaluationRewardConfig(ConfigNode):
+    """What the scorer is given."""
+
+    ground_truth: str = setting(
+        "needed",
+        "needed: a row without reward_model.ground_truth is refused where the reward function names that parameter (an "
+        "empty text is one); none: the dataset has none, and the function gets None",
+        upstream=ABSENT,
+        choices=("needed", "none"),
+    )
+
+
+@dataclass(frozen=True)
 class EvaluationReportConfig(ConfigNode):
     """What is computed, and where it goes besides the screen."""
 
@@ -51,4 +64,5 @@ class EvaluationConfig(ConfigNode):
 
     data: EvaluationDataConfig = section(EvaluationDataConfig)
     custom_reward_function: EvaluationFunctionConfig = section(EvaluationFunctionConfig)
+    reward: EvaluationRewardConfig = section(EvaluationRewardConfig)
     report: EvaluationReportConfig = section(EvaluationReportConfig)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from verl.config.checks import Problems
 from verl.config.engine import FSDPEngineConfig
+from verl.config.pools import Pools
 from verl.config.root import PPOTrainerConfig, kl_kinds
 from verl.errors import ConfigError, NotBuiltError
 
@@ -20,18 +21,18 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
     keys = [key for key, kind in kl_kinds(cfg).items() if kind == "full"]
     if not keys:
         return []
-    found = [*_layout(cfg, keys[0]), *_placement(cfg, keys[0])]
+    problems = [*_layout(cfg, keys[0]), *_placement(cfg, keys[0])]
     bypass = "algorithm.rollout_correction.bypass_mode"
     if "algorithm.kl_penalty" in keys and cfg.algorithm.rollout_correction.bypass_mode:
         why = "the bypass mode has of the old policy only what the sampler tells of the sampled tokens"
-        found.append(ConfigError(why, key="algorithm.kl_penalty", got="full", fix=f"Set {bypass}=false. {_INSTEAD}"))
-    return found
+        problems.append(ConfigError(why, key="algorithm.kl_penalty", got="full", fix=f"Set {bypass}=false. {_INSTEAD}"))
+    return problems
 
 
 def _layout(cfg: PPOTrainerConfig, key: str) -> Problems:
-    policy, found = cfg.actor_rollout_ref, []
+    policy, problems = cfg.actor_rollout_ref, []
     if policy.model.use_fused_kernels:
-        found.append(_refused(key, "the fused head never has the logits", f"{_A}.model.use_fused_kernels=false"))
+        problems.append(_refused(key, "the fused head never has the logits", f"{_A}.model.use_fused_kernels=false"))
     roles = {
         "actor": (policy.actor.strategy, policy.actor.fsdp_config),
         "ref": (policy.ref.strategy, policy.ref.fsdp_config),
@@ -39,10 +40,10 @@ def _layout(cfg: PPOTrainerConfig, key: str) -> Problems:
     for role, (strategy, engine) in roles.items():
         if strategy == "megatron":
             why = "Megatron-Core's engine deals the vocabulary to its ranks"
-            found.append(_refused(key, why, f"{_A}.{role}.strategy=fsdp2"))
+            problems.append(_refused(key, why, f"{_A}.{role}.strategy=fsdp2"))
         else:
-            found += _shared_rows(key, f"{_A}.{role}.fsdp_config", engine)
-    return found
+            problems += _shared_rows(key, f"{_A}.{role}.fsdp_config", engine)
+    return problems
 
 
 def _shared_rows(key: str, section: str, engine: FSDPEngineConfig) -> Problems:
@@ -51,11 +52,12 @@ def _shared_rows(key: str, section: str, engine: FSDPEngineConfig) -> Problems:
 
 
 def _placement(cfg: PPOTrainerConfig, key: str) -> Problems:
-    for name, pool in cfg.trainer.resource_pools.items():
-        if isinstance(pool, dict) and "ref" in (pool.get("roles") or []):
-            why = f"the reference policy lives apart from the actor, in the pool {name!r}"
-            return [_refused(key, why, "trainer.resource_pools without ref")]
-    return []
+    pools = Pools.of(cfg)
+    actor, ref = pools.of_role("actor"), pools.of_role("ref")
+    if actor == ref:
+        return []
+    why = f"the reference policy lives apart from the actor, in the pool {ref.name!r}"
+    return [_refused(key, why, "trainer.resource_pools without ref")]
 
 
 def _refused(key: str, why: str, instead: str) -> ConfigError:

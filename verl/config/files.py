@@ -15,7 +15,7 @@ from verl.errors import ConfigError, suggest
 
 
 @dataclass(frozen=True)
-class Entry:
+class DefaultsEntry:
     """One setting as somebody wrote it; an empty ``source`` is the command line."""
 
     key: str
@@ -24,7 +24,7 @@ class Entry:
     delete: bool = False
 
 
-Layer = list[Entry]
+Layer = list[DefaultsEntry]
 
 
 @dataclass
@@ -46,17 +46,17 @@ class Reader:
             return []
         if not self.folders:
             self.folders = [Path.cwd()]
-        found = self._find(name)
-        if found is None:
+        file = self._find(name)
+        if file is None:
             raise self._missing(name, "--config-name")
-        return self.read(found)
+        return self.read(file)
 
     def read(self, file: Path, package: str = "") -> list[Layer]:
         """The layers of one file: those of its ``defaults:`` list, and its own settings where ``_self_`` stands."""
         data = _load(file)
         self._search_path(data.pop("hydra", None))
         entries = data.pop("defaults", None)
-        own = [Entry(key, value, str(file)) for key, value in self._flatten(data, package)]
+        own = [DefaultsEntry(key, value, str(file)) for key, value in self._flatten(data, package)]
         if entries is None:
             return [own]
         if not isinstance(entries, list):
@@ -79,38 +79,38 @@ class Reader:
         if not isinstance(entry, str):
             raise ConfigError("an entry of defaults is a name or one 'group: name'", key=str(file), got=entry)
         name = _stem(re.sub(r"^optional\s+", "", entry).partition("@")[0])
-        found = self._find(name, file.parent)
-        if found is None or found in self._open:
+        default = self._find(name, file.parent)
+        if default is None or default in self._open:
             if name in NAMES:
                 self.bases.append(name)
                 return []
-            if found in self._open:
+            if default in self._open:
                 raise ConfigError("the defaults of the file lead back to itself", key=str(file), got=entry)
             raise self._missing(name, f"{file}: defaults", file.parent)
-        return self.read(found, package or ".".join(name.split("/")[:-1]))
+        return self.read(default, package or ".".join(name.split("/")[:-1]))
 
     def _group(self, group: str, option: str, file: Path) -> list[Layer]:
         group, _, package = group.partition("@")
         if group.startswith("hydra/"):
             return []
-        found = self._find(f"{group}/{_stem(option)}", file.parent)
-        if found is not None:
-            package = _header_package(found) or package or group.replace("/", ".")
-            return self.read(found, "" if package == "_global_" else package)
+        chosen = self._find(f"{group}/{_stem(option)}", file.parent)
+        if chosen is not None:
+            package = _header_package(chosen) or package or group.replace("/", ".")
+            return self.read(chosen, "" if package == "_global_" else package)
         settings = choose(self.program, group, option)
         if settings is None:
             raise self._missing(f"{group}/{option}", f"{file}: defaults", file.parent)
-        return [[Entry(key, value, str(file)) for key, value in settings]]
+        return [[DefaultsEntry(key, value, str(file)) for key, value in settings]]
 
     def _flatten(self, data: dict[Any, Any], prefix: str) -> list[tuple[str, Any]]:
-        found: list[tuple[str, Any]] = []
+        leaves: list[tuple[str, Any]] = []
         for name, value in data.items():
             key = f"{prefix}.{name}".removeprefix(".")
             if isinstance(value, dict) and not self.stops(key):
-                found += self._flatten(value, key)
+                leaves += self._flatten(value, key)
             else:
-                found.append((key, value))
-        return found
+                leaves.append((key, value))
+        return leaves
 
     def _find(self, name: str, first: Path | None = None) -> Path | None:
         for folder in ([first] if first else []) + self.folders:

@@ -48,6 +48,15 @@ class GenerationTrainerConfig(ConfigNode):
 class GenerationRolloutConfig(RolloutConfig):
     """Sampling of answers."""
 
+    nnodes: int = setting(
+        0, "machines of the samplers' own pool", planned="batch generation over several nodes", upstream=0
+    )
+    n_gpus_per_node: int | None = setting(
+        None,
+        "processes per machine of that pool",
+        upstream=8,
+        planned="batch generation on several GPUs by one command",
+    )
     top_k: int = setting(50, "keep that many most probable tokens; -1: all")
     top_p: float = setting(0.7, "keep the most probable tokens up to this probability; 1: all")
     prompt_length: int = setting(1536, "longest prompt in tokens")

@@ -79,6 +79,6 @@ def choose(program: Program, group: str, option: str) -> list[tuple[str, str]] |
     if group in program.neutral_groups and option in (*_ENGINES, *_OUR_DEFAULTS):
         return []
     engine = option.removesuffix(f"_{group}")
-    if program is PPO and group in _ROLES and engine in (*_ENGINES, "${model_engine}"):
+    if program.name == PPO.name and group in _ROLES and engine in (*_ENGINES, "${model_engine}"):
         return [] if engine in ("dp", "${model_engine}") else [(_ROLES[group], engine)]
     return [] if option in _OUR_DEFAULTS else None

@@ -56,19 +56,19 @@ def _resolve(merge: Merge, texts: dict[str, Any]) -> tuple[dict[str, Any], list[
 
 def _needed(merge: Merge, texts: dict[str, Any]) -> list[str]:
     """The keys that resolving ``texts`` can look at: all of them once anything but ``${a.b}`` is written."""
-    leaves, found, todo = merge.schema.every, set(), list(texts)
+    leaves, needed, todo = merge.schema.every, set(), list(texts)
     while todo:
         key = todo.pop()
-        if key in found:
+        if key in needed:
             continue
-        found.add(key)
+        needed.add(key)
         text = str(_raw(merge, key))
         for name in re.findall(r"\$\{([^}]*)", text):
             if name in leaves:
                 todo.append(name)
             elif not _PLAIN.fullmatch(name) or any(other.startswith(f"{name}.") for other in leaves):
                 return list(leaves)
-    return [key for key in leaves if key in found]
+    return [key for key in leaves if key in needed]
 
 
 def _raw(merge: Merge, key: str) -> Any:

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from verl.config.files import Entry, Layer, Reader
+from verl.config import recipes
+from verl.config.files import DefaultsEntry, Layer, Reader
 from verl.config.groups import Program, program_of
 from verl.config.merge import Merge
-from verl.config.node import ConfigNode, to_dict
+from verl.config.node import ConfigNode, to_dict, unrecorded
 from verl.config.overrides import CommandLine, parse_command_line
 from verl.config.resolve import resolve
 from verl.config.schema import schema_of
@@ -47,7 +48,8 @@ def load_config(name: str, argv: list[str], first_look: FirstLook | None = None,
     config = read_config(name, command)
     if command.cfg is not None:
         sys.stdout.write(to_yaml(config))
-        _tell_problems(program, config)
+        if program.name == "ppo_trainer":
+            _show_topology(config)
         raise SystemExit(0)
     if first_look is not None:
         first_look(config)
@@ -62,11 +64,20 @@ def read_config(name: str, command: CommandLine | list[str]) -> ConfigNode:
     if command.cfg not in (None, "job", "all"):
         raise ConfigError("nothing of that name can be printed", key="--cfg", got=command.cfg, allowed=["job"])
     program, engine = program_of(name)
+    layers = _layers(program, engine, command)
+    named = recipes.of_layers(program, layers)
+    if named:
+        program = recipes.with_recipes(program, named)
+        layers = _layers(program, engine, command)  # with their settings it is known where a value of a file begins
+    return resolve(Merge(program, layers))
+
+
+def _layers(program: Program, engine: str, command: CommandLine) -> list[Layer]:
+    """What files and the command line say, lowest first."""
     schema = schema_of(program.root)
     reader = Reader(program, lambda key: schema.split(key) is not None)
     layers = reader.start(command)
-    layers = [_engines(program, [engine, *_base_engines(program, reader.bases)]), *layers, _typed(command)]
-    return resolve(Merge(program, layers))
+    return [_engines(program, [engine, *_base_engines(program, reader.bases)]), *layers, _typed(command)]
 
 
 def to_yaml(config: ConfigNode) -> str:
@@ -107,11 +118,16 @@ def writable(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _tell_problems(program: Program, config: ConfigNode) -> None:
-    if program.name == "ppo_trainer":
-        from verl.config import validate
+def _show_topology(config: ConfigNode) -> None:
+    """The table of who lives where as comments, and a notice about what refuses a run."""
+    from verl.config import topology, validate
 
-        validate.tell_problems(config)  # type: ignore[arg-type]
+    validate.tell_problems(config)  # type: ignore[arg-type]
+    with unrecorded():
+        if topology.problems(config) or recipes.problems(config):  # type: ignore[arg-type]
+            return
+        table = str(topology.Topology.of(config, topology.added_roles(config)))  # type: ignore[arg-type]
+        sys.stdout.writelines(f"{f'# {line}'.rstrip()}\n" for line in table.splitlines())
 
 
 def write_private(file: Path, text: str) -> None:
@@ -142,23 +158,25 @@ def _check_whole(program: Program, config: ConfigNode, served: bool) -> None:
 
 def _base_engines(program: Program, bases: list[str]) -> list[str]:
     """The engine choices of the configurations that files build on; another program's is an error."""
-    found = []
+    engines = []
     for base in bases:
         other, engine = program_of(base)
-        if other is not program:
+        if other.name != program.name:
             raise ConfigError(
                 "that configuration belongs to another program", got=base, fix=f"This one reads {program.name}."
             )
-        found.append(engine)
-    return found
+        engines.append(engine)
+    return engines
 
 
 def _engines(program: Program, engines: list[str]) -> Layer:
-    return [Entry(program.engine_group, engine, "the configuration's name") for engine in engines if engine != "dp"]
+    return [
+        DefaultsEntry(program.engine_group, engine, "the configuration's name") for engine in engines if engine != "dp"
+    ]
 
 
 def _typed(command: CommandLine) -> Layer:
-    return [Entry(o.key.replace("/", "."), o.value, "", o.delete) for o in command.overrides]
+    return [DefaultsEntry(o.key.replace("/", "."), o.value, "", o.delete) for o in command.overrides]
 
 
 def _escaped(value: Any) -> Any:

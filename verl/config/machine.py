@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from verl import env, registry
-from verl.config import sampler_sizes, torchrun, vision
+from verl.config import recipes, sampler_sizes, topology, torchrun, vision
 from verl.config.checks import (
     Problems,
     bad_model_folder,
@@ -17,17 +16,15 @@ from verl.config.checks import (
     known_name,
     missing_files,
     missing_package,
-    one_of,
 )
 from verl.config.model import HFModelConfig
 from verl.config.node import ConfigNode, was_typed
+from verl.config.pools import Pools
 from verl.config.root import PPOTrainerConfig, uses_critic, uses_reward_model
 from verl.config.sft import SFTTrainerConfig
-from verl.errors import ConfigError, NotBuiltError
+from verl.errors import ConfigError
 from verl.metrics import notice
 
-POOLED_ROLES = ["critic", "ref", "rm"]
-"""Roles that may have processes of their own."""
 _GPUS, _NODES = "trainer.n_gpus_per_node", "trainer.nnodes"
 _PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "mlflow": "mlflow", "swanlab": "swanlab"}
 _MODEL_HINT = "Set it to a folder with a Hugging Face model, or to a name on the hub."
@@ -35,12 +32,12 @@ _MODEL_HINT = "Set it to a folder with a Hugging Face model, or to a name on the
 
 def trackers(cfg: Any) -> Problems:
     """Trackers that do not exist, or whose package is not installed."""
-    key, found = "trainer.logger", []
+    key, problems = "trainer.logger", []
     for name in cfg.trainer.logger:
         unknown = known_name(registry.TRACKERS, key, name, f"Take {name!r} out of {key}.")
         package = _PACKAGES.get(name)
-        found += unknown or (missing_package(key, name, package) if package else [])
-    return found
+        problems += unknown or (missing_package(key, name, package) if package else [])
+    return problems
 
 
 def is_installed(package: str) -> bool:
@@ -63,72 +60,30 @@ def rollout_engine(cfg: PPOTrainerConfig) -> Problems:
 
 
 def _is_local(cfg: PPOTrainerConfig) -> bool:
-    """Whether the one process of a run is this one."""
-    pools = cfg.trainer.resource_pools or cfg.reward.reward_model.enable_resource_pool
-    return cfg.trainer.runtime != "ray" and not pools
+    """Whether an engine sees all devices of a machine: it has them to itself, or each of its processes brings one."""
+    pools = Pools.of(cfg)
+    return pools.of_role("rollout").size > 1 or (cfg.trainer.runtime != "ray" and not pools.named)
 
 
 def hardware(cfg: PPOTrainerConfig) -> Problems:
-    """More GPUs than exist, a device that is not there, processes that do not fit the runtime."""
-    pools = resource_pools(cfg)
-    return pools or _local_processes(cfg) or (_sizes(cfg.trainer) if _joins_cluster(cfg) else _devices(cfg.trainer))
-
-
-def resource_pools(cfg: PPOTrainerConfig) -> Problems:
-    """``trainer.resource_pools``: what each pool has to say, and that no role is named twice."""
-    key, seen = "trainer.resource_pools", dict[str, str]()
-    for name, pool in cfg.trainer.resource_pools.items():
-        found = pool_problems(f"{key}.{name}", pool)
-        for role in [] if found else pool["roles"]:
-            if role in seen:
-                found.append(ConfigError(f"the role {role!r} is in two pools", key=key, got=[seen[role], name]))
-            seen[role] = name
-        if found:
-            return found
-    return []
-
-
-def pool_problems(key: str, pool: Any) -> Problems:
-    """What is wrong with the description of one pool."""
-    shape = "{roles: [critic], processes: [2]}, the processes of each node"
-    if not isinstance(pool, Mapping) or set(pool) != {"roles", "processes"}:
-        return [ConfigError("not the description of a pool", key=key, got=pool, allowed=shape)]
-    counts, roles = pool["processes"], pool["roles"]
-    if not isinstance(counts, list) or not counts or not all(type(n) is int and n >= 1 for n in counts):
-        return [ConfigError("not a list of processes per node", key=f"{key}.processes", got=counts, allowed=shape)]
-    if not isinstance(roles, list) or not roles:
-        return [ConfigError("not a list of roles", key=f"{key}.roles", got=roles, allowed=shape)]
-    if {"rollout", "actor_rollout", "actor_rollout_ref"} & set(roles):
-        return [
-            NotBuiltError(
-                "a pool of its own for the policy's sampler is not built yet",
-                key=f"{key}.roles",
-                got=roles,
-                allowed=POOLED_ROLES,
-                fix="The policy lives in the global pool: name the other roles.",
-            )
-        ]
-    return [problem for role in roles for problem in one_of(f"{key}.roles", role, POOLED_ROLES)]
-
-
-def _local_processes(cfg: PPOTrainerConfig) -> Problems:
-    """``runtime=local`` is one process for every pool."""
-    trainer = cfg.trainer
-    counts = [[trainer.n_gpus_per_node or 1] * trainer.nnodes]
-    counts += [pool["processes"] for pool in trainer.resource_pools.values()]
-    model = cfg.reward.reward_model
-    if model.enable and model.enable_resource_pool:
-        counts.append([model.n_gpus_per_node] * model.nnodes)
-    if trainer.runtime != "local" or all(pool == [1] for pool in counts):
+    """More GPUs than exist, a device that is not there."""
+    if topology.problems(cfg) or recipes.problems(cfg):
         return []
-    return [
-        ConfigError(
-            "a run in this process cannot have several",
-            key="trainer.runtime",
-            got=f"local, with {trainer.nnodes} node(s) of {trainer.n_gpus_per_node or 1} process(es)",
-            fix=f"Set trainer.runtime=ray, or {_NODES}=1 {_GPUS}=1.",
-        )
-    ]
+    return _sizes(cfg.trainer) if _joins_cluster(cfg) else _devices(cfg.trainer) or _pools_fit(cfg)
+
+
+def _pools_fit(cfg: PPOTrainerConfig) -> Problems:
+    """Every process of every pool has a GPU of its own; the pools of a run without a cluster are on this machine."""
+    from verl import device  # torch is loaded only once there is something to validate
+
+    placed, kind = topology.Topology.of(cfg, topology.added_roles(cfg)), device.resolve_device(cfg.trainer.device)
+    there = 0 if kind == "cpu" else device.device_count(kind)
+    if kind == "cpu" or placed.runtime == "local" or len(placed.pools) == 1 or placed.processes <= there:
+        return []
+    sum_of = " + ".join(f"{pool.size} ({pool.name})" for pool in placed.pools)
+    message = f"{sum_of} = {placed.processes} processes have a GPU each, and this machine has {there}"
+    fix = "Make a pool smaller, set RAY_ADDRESS=auto to use the GPUs of a Ray cluster, or trainer.device=cpu."
+    return [ConfigError(message, key=_GPUS, got=cfg.trainer.n_gpus_per_node, allowed=f"{there} in all", fix=fix)]
 
 
 def _joins_cluster(cfg: PPOTrainerConfig) -> bool:
@@ -144,17 +99,17 @@ def sft_hardware(cfg: SFTTrainerConfig) -> Problems:
 
 def _sizes(trainer: Any) -> Problems:
     wanted, nodes = trainer.n_gpus_per_node, trainer.nnodes
-    found = in_range(_NODES, nodes, "1 or more", nodes >= 1)
-    return found + in_range(_GPUS, wanted, "1 or more, or null for one", wanted is None or wanted >= 1)
+    problems = in_range(_NODES, nodes, "1 or more", nodes >= 1)
+    return problems + in_range(_GPUS, wanted, "1 or more, or null for one", wanted is None or wanted >= 1)
 
 
 def _devices(trainer: Any) -> Problems:
     from verl import device  # torch is loaded only once there is something to validate
 
     wanted = trainer.n_gpus_per_node
-    found = _sizes(trainer) + caught(device.resolve_device, trainer.device)
-    if found:
-        return found
+    problems = _sizes(trainer) + caught(device.resolve_device, trainer.device)
+    if problems:
+        return problems
     kind = device.resolve_device(trainer.device)
     there = 0 if kind == "cpu" else device.device_count(kind)
     if trainer.device == "cpu" or wanted is None or wanted <= max(there, 1):
@@ -186,42 +141,42 @@ def _tell_devices(trainer: Any, kind: str, there: int) -> None:
 def files(cfg: PPOTrainerConfig) -> Problems:
     """Data, reward and agent files that are missing, and model folders that are none."""
     data, reward, rollout = cfg.data, cfg.reward, cfg.actor_rollout_ref.rollout
-    found = _data_files(data, data.custom_cls.path)
+    problems = _data_files(data, data.custom_cls.path)
     for name in ("tool_config_path", "function_tool_path", "interaction_config_path"):
-        found += missing_files(f"actor_rollout_ref.rollout.multi_turn.{name}", rollout.multi_turn[name])
+        problems += missing_files(f"actor_rollout_ref.rollout.multi_turn.{name}", rollout.multi_turn[name])
     for key, path in (
         ("actor_rollout_ref.rollout.agent.agent_loop_config_path", rollout.agent.agent_loop_config_path),
         ("data.custom_cls.path", data.custom_cls.path),
         ("reward.custom_reward_function.path", reward.custom_reward_function.path),
         ("reward.reward_manager.module.path", reward.reward_manager.module.path),
     ):
-        found += missing_files(key, path)
+        problems += missing_files(key, path)
     model = cfg.actor_rollout_ref.model.path
-    found += _model("actor_rollout_ref.model", cfg.actor_rollout_ref.model)
-    found += vision.problems("actor_rollout_ref.model.path", model, cfg.actor_rollout_ref.model.external_lib)
+    problems += _model("actor_rollout_ref.model", cfg.actor_rollout_ref.model)
+    problems += vision.problems("actor_rollout_ref.model.path", model, cfg.actor_rollout_ref.model.external_lib)
     if uses_critic(cfg) and cfg.critic.model.path != model:
-        found += bad_model_folder("critic.model.path", cfg.critic.model.path, _MODEL_HINT)
-        found += vision.problems("critic.model.path", cfg.critic.model.path, cfg.critic.model.external_lib)
+        problems += bad_model_folder("critic.model.path", cfg.critic.model.path, _MODEL_HINT)
+        problems += vision.problems("critic.model.path", cfg.critic.model.path, cfg.critic.model.external_lib)
     if uses_reward_model(cfg):
         scorer = reward.reward_model
-        found += vision.problems("reward.reward_model.model_path", scorer.model_path, scorer.external_lib)
-    return found
+        problems += vision.problems("reward.reward_model.model_path", scorer.model_path, scorer.external_lib)
+    return problems
 
 
 def sft_files(cfg: SFTTrainerConfig) -> Problems:
     """The same for a supervised run."""
-    found = _data_files(cfg.data, cfg.data.custom_cls.path)
-    found += missing_files("data.custom_cls.path", cfg.data.custom_cls.path)
-    found += vision.problems("model.path", cfg.model.path, cfg.model.external_lib)
-    return found + _model("model", cfg.model)
+    problems = _data_files(cfg.data, cfg.data.custom_cls.path)
+    problems += missing_files("data.custom_cls.path", cfg.data.custom_cls.path)
+    problems += vision.problems("model.path", cfg.model.path, cfg.model.external_lib)
+    return problems + _model("model", cfg.model)
 
 
 def _model(key: str, section: HFModelConfig) -> Problems:
     """A folder that is no model; of a path that nobody has set, that none is set."""
-    found, default = bad_model_folder(f"{key}.path", section.path, _MODEL_HINT), HFModelConfig().path
-    if found and section.path == env.expand(default) and not was_typed(section, "path"):
+    problems, default = bad_model_folder(f"{key}.path", section.path, _MODEL_HINT), HFModelConfig().path
+    if problems and section.path == env.expand(default) and not was_typed(section, "path"):
         return [ConfigError("no model is named", key=f"{key}.path", fix=_MODEL_HINT)]
-    return found
+    return problems
 
 
 def _data_files(data: ConfigNode, custom: str | None) -> Problems:

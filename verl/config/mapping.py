@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from verl.config.convert import build, convert, describe
-from verl.config.node import ConfigNode, place
 from verl.config.schema import Leaf, Schema, holds_mapping, schema_of
+from verl.config.tree import Node, place
 from verl.errors import ConfigError, NotBuiltError
 
-N = TypeVar("N", bound=ConfigNode)
+N = TypeVar("N", bound=Node)
 _NOTES = ("_target_", "_partial_", "_convert_", "_recursive_")
 
 
@@ -50,7 +50,7 @@ def from_mapping(cls: type[N], config: Mapping[str, Any]) -> N:
 
 
 def _flat(schema: Schema, config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in config.items():
         key, leaf = f"{prefix}.{name}".removeprefix("."), schema.leaves.get(f"{prefix}.{name}".removeprefix("."))
         if name in _NOTES:
@@ -59,15 +59,15 @@ def _flat(schema: Schema, config: Mapping[str, Any], prefix: str) -> dict[str, A
             _check_upstream_only(schema.upstream_only[key], value)
             continue
         if leaf is None:
-            if not schema.is_section(key) or not isinstance(value, Mapping | ConfigNode):
+            if not schema.is_section(key) or not isinstance(value, Mapping | Node):
                 raise _unknown(schema, key, value)
-            found |= _flat(schema, value, key)  # type: ignore[arg-type]  # a section has items() too
+            flat |= _flat(schema, value, key)  # type: ignore[arg-type]  # a section has items() too
             continue
         try:
-            found[key] = value if holds_mapping(leaf.type) else convert(value, leaf.type)
+            flat[key] = value if holds_mapping(leaf.type) else convert(value, leaf.type)
         except TypeError:
             raise ConfigError("wrong type", key=key, got=value, allowed=describe(leaf.type)) from None
-    return found
+    return flat
 
 
 def _check_upstream_only(leaf: Leaf, value: Any) -> None:

@@ -10,7 +10,6 @@ _CONTEXT = "context parallelism, which needs Transformer Engine"
 _FORMAT = "Megatron's own checkpoint format"
 _ANY_SIZE = "every checkpoint loads at any parallel sizes"
 _TABLES = "weights are read and written by the tables of verl/models/megatron.py"
-_ACTOR = "actor_rollout_ref.actor.megatron"
 
 
 @dataclass(frozen=True)
@@ -63,43 +62,18 @@ class MegatronEngineConfig(ConfigNode):
     )
 
 
-@dataclass(frozen=True)
-class MegatronEngineSupervisedConfig(MegatronEngineConfig):
-    """The engine of supervised training; what every engine has is set once, in the section around it."""
-
-    param_offload: bool = setting(
-        False, "keep the weights in host memory while another role works", follows="engine.param_offload"
+LIKE_ENGINE = {name: f"engine.{name}" for name in ("param_offload", "optimizer_offload", "dtype")}
+"""In supervised training what every engine has is set once, in the section around it."""
+LIKE_ACTOR = {
+    name: f"actor_rollout_ref.actor.megatron.{name}"
+    for name in (
+        "tensor_model_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "sequence_parallel",
+        "dtype",
     )
-    optimizer_offload: bool = setting(
-        False, "keep the optimizer's state in host memory while another role works", follows="engine.optimizer_offload"
-    )
-    dtype: str = setting("auto", "dtype of weights and matrix products", upstream="bfloat16", follows="engine.dtype")
-
-
-@dataclass(frozen=True)
-class MegatronEngineBesideActorConfig(MegatronEngineConfig):
-    """The engine of a role that shares processes with the actor: Megatron-Core has one set of groups per process."""
-
-    tensor_model_parallel_size: int = setting(
-        1, "tensor-parallel size; the actor's unless it is set", follows=f"{_ACTOR}.tensor_model_parallel_size"
-    )
-    expert_model_parallel_size: int = setting(
-        1, "expert-parallel size; the actor's unless it is set", follows=f"{_ACTOR}.expert_model_parallel_size"
-    )
-    expert_tensor_parallel_size: int | None = setting(
-        None,
-        "tensor-parallel size of experts; null: that of the model",
-        follows=f"{_ACTOR}.expert_tensor_parallel_size",
-    )
-    pipeline_model_parallel_size: int = setting(
-        1, "pipeline-parallel size; the actor's unless it is set", follows=f"{_ACTOR}.pipeline_model_parallel_size"
-    )
-    virtual_pipeline_model_parallel_size: int | None = setting(
-        None,
-        "layer groups per pipeline stage; the actor's unless it is set",
-        follows=f"{_ACTOR}.virtual_pipeline_model_parallel_size",
-    )
-    sequence_parallel: bool = setting(
-        True, "shard activations between tensor-parallel layers", follows=f"{_ACTOR}.sequence_parallel"
-    )
-    dtype: str = setting("auto", "dtype of weights and matrix products", upstream="bfloat16", follows=f"{_ACTOR}.dtype")
+}
+"""Of a role that shares processes with the actor: Megatron-Core has one set of groups per process."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from verl.config.aliases import longest_prefix
 from verl.config.convert import convert
-from verl.config.files import Entry, Layer
+from verl.config.files import DefaultsEntry, Layer
 from verl.config.groups import Program, choose
 from verl.config.schema import Leaf, holds_mapping, schema_of
 from verl.errors import ConfigError
@@ -39,7 +39,7 @@ class Merge:
     def __init__(self, program: Program, layers: Iterable[Layer]):
         self.program, self.schema = program, schema_of(program.root)
         self.values: dict[str, Any] = {}
-        self.origin: dict[str, Entry] = {}
+        self.origin: dict[str, DefaultsEntry] = {}
         self.variables: dict[str, Any] = {}
         self.problems: list[ConfigError] = []
         layers = list(layers)
@@ -58,13 +58,13 @@ class Merge:
         for entry in layer:
             if self._is_choice(entry):
                 self._try(self._choose, entry)
-        said: dict[str, Entry] = {}
+        said: dict[str, DefaultsEntry] = {}
         for entry in settings:
             for key, value in self._try(self._names, entry.key, entry) or []:
                 other = said.get(key)
                 if other is not None and other.key != entry.key and not self._agree(key, other.value, value):
                     self.problems.append(_contradiction(other, entry, key))
-                said[key] = Entry(entry.key, value, entry.source)
+                said[key] = DefaultsEntry(entry.key, value, entry.source)
                 self._put(key, value, entry)
 
     def _try(self, step: Any, *args: Any) -> Any:
@@ -76,11 +76,11 @@ class Merge:
 
     # ---- group choices -----------------------------------------------------------------------------------------------
 
-    def _is_choice(self, entry: Entry) -> bool:
+    def _is_choice(self, entry: DefaultsEntry) -> bool:
         known = entry.key == self.program.engine_group or self.schema.is_section(entry.key)
         return known and isinstance(entry.value, str) and not entry.delete
 
-    def _choose(self, entry: Entry) -> None:
+    def _choose(self, entry: DefaultsEntry) -> None:
         settings = choose(self.program, entry.key, entry.value)
         if settings is None:
             raise self._not_a_section(entry.key, entry.value)
@@ -89,7 +89,7 @@ class Merge:
 
     # ---- names -------------------------------------------------------------------------------------------------------
 
-    def _names(self, key: str, entry: Entry, value: Any = ...) -> list[tuple[str, Any]]:
+    def _names(self, key: str, entry: DefaultsEntry, value: Any = ...) -> list[tuple[str, Any]]:
         """The current keys that one entry sets, with their values."""
         value = entry.value if value is ... else value
         if self.schema.split(key) is not None:
@@ -112,7 +112,7 @@ class Merge:
             notice(head, tables.ignored[head])
         return []
 
-    def _section(self, key: str, entry: Entry, value: Any) -> list[tuple[str, Any]]:
+    def _section(self, key: str, entry: DefaultsEntry, value: Any) -> list[tuple[str, Any]]:
         if entry.delete:
             return [(leaf, None) for leaf in self.schema.every if leaf.startswith(f"{key}.")]
         if value is None and entry.source:
@@ -121,8 +121,8 @@ class Merge:
             raise self._not_a_section(key, value)
         return [pair for name, inner in value.items() for pair in self._names(f"{key}.{name}", entry, inner)]
 
-    def _moved(self, key: str, head: str, entry: Entry, value: Any) -> list[tuple[str, Any]]:
-        moved, found = self.program.aliases.moved[head], []
+    def _moved(self, key: str, head: str, entry: DefaultsEntry, value: Any) -> list[tuple[str, Any]]:
+        moved, targets = self.program.aliases.moved[head], []
         if moved.convert is not None and value is not None:
             value = moved.convert(value)
         for target in moved.targets:
@@ -130,10 +130,10 @@ class Merge:
                 leaf, inside = self.schema.split(name) or (None, "")
                 if inner is None and not entry.delete and leaf is not None and not inside and not _nullable(leaf):
                     continue
-                found.append((name, inner))
-        if found:
-            notice(key, f"is now called {' and '.join(name for name, _ in found)}")
-        return found
+                targets.append((name, inner))
+        if targets:
+            notice(key, f"is now called {' and '.join(name for name, _ in targets)}")
+        return targets
 
     def _note(self, key: str, value: Any) -> list[tuple[str, Any]]:
         if not isinstance(value, str) or value.startswith("verl."):
@@ -141,7 +141,7 @@ class Merge:
         fix = "Remove it; dataset, loop and manager classes of your own have settings of their own (see --help)."
         raise ConfigError("a section's class cannot be replaced", key=key, got=value, fix=fix)
 
-    def _unknown(self, key: str, entry: Entry) -> list[tuple[str, Any]]:
+    def _unknown(self, key: str, entry: DefaultsEntry) -> list[tuple[str, Any]]:
         if entry.source and key in self._referenced:
             self.variables[key] = entry.value
             return []
@@ -159,7 +159,7 @@ class Merge:
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
-    def _put(self, key: str, value: Any, entry: Entry) -> None:
+    def _put(self, key: str, value: Any, entry: DefaultsEntry) -> None:
         leaf, inside = self.schema.split(key) or (None, "")
         assert leaf is not None, key
         if entry.delete:
@@ -199,12 +199,12 @@ class Merge:
         return [[entry for entry in layer if entry.key != f"{_LORA}.enabled"] for layer in layers]
 
 
-def where(entry: Entry) -> str:
+def where(entry: DefaultsEntry) -> str:
     """The file an entry stands in, for a message; nothing for the command line."""
     return f" (in {entry.source})" if entry.source else ""
 
 
-def _contradiction(first: Entry, second: Entry, key: str) -> ConfigError:
+def _contradiction(first: DefaultsEntry, second: DefaultsEntry, key: str) -> ConfigError:
     return ConfigError(
         f"two values for one setting{where(second)}: {first.key}={first.value} and {second.key}={second.value}",
         key=key,

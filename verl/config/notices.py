@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.config import implicit_reward, losses, validate_megatron
-from verl.config.node import ConfigNode, was_typed
+from verl.config import losses, oversampling, recipes, validate_megatron
+from verl.config.node import ConfigNode, follows_another, was_typed
 from verl.config.root import (
-    ON_VALUES,
     PPOTrainerConfig,
     corrects_rollout,
     learns_from_pairs,
+    of_estimator,
     skips_old_log_prob,
     uses_critic,
     uses_reference,
 )
 from verl.config.sft import SFTTrainerConfig
 from verl.metrics import notice
+from verl.registry import is_dotted
 
 _A, _R, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 _NO_KL = "has no effect without algorithm.use_kl_in_reward=true"
@@ -37,12 +38,14 @@ def tell(cfg: PPOTrainerConfig) -> None:
         _merging,
         _validation,
         _reward,
-        implicit_reward.tell,
+        oversampling.tell,
         _conversations,
         _resume,
         validate_megatron.tell,
     ):
         part(cfg)
+    for recipe in recipes.of_run(cfg):
+        recipe.tell(cfg)
 
 
 def tell_sft(cfg: SFTTrainerConfig) -> None:
@@ -154,11 +157,6 @@ def _skipped_pass(cfg: PPOTrainerConfig) -> None:
 
 def _estimator(cfg: PPOTrainerConfig) -> None:
     algorithm = cfg.algorithm
-    grpo = algorithm.adv_estimator in ("grpo", "grpo_vectorized", "grpo_passk", "gdpo") or is_dotted(
-        algorithm.adv_estimator
-    )
-    if not grpo and "norm_adv_by_std_in_grpo" in _changed(algorithm):
-        notice("algorithm.norm_adv_by_std_in_grpo", "has no effect without algorithm.adv_estimator=grpo")
     if not algorithm.filter_groups.enable:
         for name in _changed(algorithm.filter_groups):
             notice(f"algorithm.filter_groups.{name}", "has no effect without algorithm.filter_groups.enable=true")
@@ -208,7 +206,7 @@ def _settings_of_losses(cfg: PPOTrainerConfig) -> None:
 def _critic(cfg: PPOTrainerConfig) -> None:
     estimator = cfg.algorithm.adv_estimator
     if uses_critic(cfg):
-        if estimator not in ON_VALUES and not is_dotted(estimator):
+        if not of_estimator(cfg).values and not is_dotted(estimator):
             notice("critic.enable", f"a critic is trained, but the estimator {estimator!r} does not use its values")
         return
     changed = [f"critic.{n}" for n in _changed(cfg.critic) if n in ("cliprange_value", "grad_clip", "enable")]
@@ -265,14 +263,9 @@ def _resume(cfg: Any) -> None:
         notice("trainer.resume_from_path", "has no effect without trainer.resume_mode=resume_path")
 
 
-def is_dotted(name: str) -> bool:
-    """A class or function of the user's own, of which nothing is known here."""
-    return "." in name or ":" in name
-
-
 def _changed(node: ConfigNode) -> list[str]:
     """Leaves of a section that differ from the section's own default, or were typed on the command line."""
     usual = type(node)()
     fields = type(node).__dataclass_fields__.items()
-    own = [name for name, f in fields if f.metadata.get("section") is None and f.metadata["follows"] is None]
+    own = [name for name, f in fields if f.metadata.get("section") is None and not follows_another(node, name)]
     return [name for name in own if node[name] != usual[name] or was_typed(node, name)]

@@ -21,7 +21,7 @@ NEVER = {
 """Classes of torch that no role can be trained with, and why."""
 WHOLE = ("Adafactor",)
 """Those that look at a weight as a whole."""
-IN_PIECES = ("fsdp", "megatron")
+IN_PIECES = ("megatron",)
 """Backends whose processes have pieces of weights, without their shape."""
 OF_MEGATRON = ("adam", "sgd")
 """Megatron's own names."""
@@ -65,9 +65,6 @@ def _trained(cfg: PPOTrainerConfig) -> Iterator[tuple[str, Any, str]]:
     for role in roles(cfg):
         if role.key in ("actor_rollout_ref.actor", "critic"):
             yield f"{role.key}.optim", role.section.optim, role.section.strategy
-    model = cfg.reward.reward_model
-    if model.implicit.enable:
-        yield "reward.reward_model.implicit.optim", model.implicit.optim, model.strategy
 
 
 def _module(key: str, name: str) -> Problems:

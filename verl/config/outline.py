@@ -14,8 +14,8 @@ SMALL = 4
 
 
 @dataclass(frozen=True)
-class Place:
-    """One occurrence of a section: its key in a program, and the defaults that differ there.
+class OutlinePlace:
+    """One occurrence of a section: its key in a program, the defaults that differ and the settings that follow there.
 
     ``owner`` is the class that declares it, and the name it has there.
     """
@@ -24,6 +24,7 @@ class Place:
     key: str
     owner: tuple[type, str]
     defaults: Mapping[str, Any]
+    follows: Mapping[str, str]
 
     def leaf(self, name: str) -> str:
         """The full key of a setting of this section."""
@@ -31,7 +32,7 @@ class Place:
 
 
 @dataclass
-class Part:
+class OutlinePart:
     """A section with its settings, those of small sub-sections included.
 
     Attributes:
@@ -41,8 +42,8 @@ class Part:
     """
 
     cls: type[ConfigNode]
-    places: list[Place] = field(default_factory=list)
-    base: Part | None = None
+    places: list[OutlinePlace] = field(default_factory=list)
+    base: OutlinePart | None = None
     rows: dict[str, Field[Any]] = field(default_factory=dict)
 
     @property
@@ -51,32 +52,33 @@ class Part:
         return self.places[0].key
 
     @property
-    def distinct_places(self) -> list[Place]:
+    def distinct_places(self) -> list[OutlinePlace]:
         """One place per class that declares the section: what a repeated section repeats is left out."""
         return list({place.owner: place for place in reversed(self.places)}.values())[::-1]
 
 
-def parts() -> list[Part]:
+def parts() -> list[OutlinePart]:
     """Every part of all programs, in order of declaration; RL runs first."""
-    found: dict[type[ConfigNode], Part] = {}
+    by_class: dict[type[ConfigNode], OutlinePart] = {}
     for program in (PPO, SFT):
         for cls, place in _sections(program, program.root, ""):
-            found.setdefault(cls, Part(cls)).places.append(place)
-    small = {cls for cls, part in found.items() if _is_small(part)}
-    for cls, part in found.items():
-        part.base = next((found[base] for base in cls.__mro__[1:] if base in found), None)
+            by_class.setdefault(cls, OutlinePart(cls)).places.append(place)
+    small = {cls for cls, part in by_class.items() if _is_small(part)}
+    for cls, part in by_class.items():
+        part.base = next((by_class[base] for base in cls.__mro__[1:] if base in by_class), None)
         inherited = part.base.cls.__dataclass_fields__ if part.base else {}
         part.rows = {name: row for name, row in _rows(cls, small) if _is_own(cls, name.partition(".")[0], inherited)}
-    return [part for cls, part in found.items() if cls not in small and part.rows]
+    return [part for cls, part in by_class.items() if cls not in small and part.rows]
 
 
-def _sections(program: Program, cls: type[ConfigNode], key: str) -> Iterator[tuple[type[ConfigNode], Place]]:
+def _sections(program: Program, cls: type[ConfigNode], key: str) -> Iterator[tuple[type[ConfigNode], OutlinePlace]]:
     for name, declared in cls.__dataclass_fields__.items():
         inner = declared.metadata.get("section")
         if inner is None:
             continue
         own = f"{key}.{name}".removeprefix(".")
-        yield inner, Place(program, own, (_declaring(cls, name), name), declared.metadata["defaults"])
+        meta = declared.metadata
+        yield inner, OutlinePlace(program, own, (_declaring(cls, name), name), meta["defaults"], meta["follows"])
         yield from _sections(program, inner, own)
 
 
@@ -89,7 +91,7 @@ def _declaring(cls: type[ConfigNode], name: str) -> type:
     return next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", {}))
 
 
-def _is_small(part: Part) -> bool:
+def _is_small(part: OutlinePart) -> bool:
     fields = part.cls.__dataclass_fields__.values()
     nests = any(row.metadata.get("section") is not None for row in fields)
     owners = {place.owner[0] for place in part.places}

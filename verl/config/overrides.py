@@ -51,21 +51,21 @@ class CommandLine:
 
 def parse_command_line(argv: list[str]) -> CommandLine:
     """Flags and overrides; every mistake in them is reported at once."""
-    found, problems, words = CommandLine(), [], list(argv)
+    command, problems, words = CommandLine(), [], list(argv)
     while words:
         word = words.pop(0)
         try:
             if word.startswith("-") and not word.startswith("-="):
-                _flag(found, word, words)
+                _flag(command, word, words)
             else:
-                found.overrides.append(parse_override(word))
+                command.overrides.append(parse_override(word))
         except ConfigError as error:
             problems.append(error)
     if len(problems) == 1:
         raise problems[0]
     if problems:
         raise ConfigError("\n  - ".join(["the command line cannot be read:", *(str(p) for p in problems)]))
-    return found
+    return command
 
 
 def parse_override(text: str) -> Override:
@@ -98,16 +98,16 @@ def _read(text: str) -> Any:
     raise _unreadable(text)
 
 
-def _flag(found: CommandLine, word: str, rest: list[str]) -> None:
+def _flag(command: CommandLine, word: str, rest: list[str]) -> None:
     name, equals, value = word.partition("=")
     if name in _VALUE_FLAGS:
         if not equals:
             if not rest:
                 raise ConfigError("the flag needs a value", key=name)
             value = rest.pop(0)
-        setattr(found, _VALUE_FLAGS[name], value.strip("'\""))
+        setattr(command, _VALUE_FLAGS[name], value.strip("'\""))
     elif word in _SWITCHES:
-        setattr(found, _SWITCHES[word], True)
+        setattr(command, _SWITCHES[word], True)
     elif word in _SWEEPS:
         raise NotBuiltError("runs over several values are not built", key=word, fix="Start one run per value.")
     else:

@@ -1,8 +1,9 @@
-"""Rules about learning from pairs of sampled answers, and about a reference policy that moves (recipe.spin)."""
+"""Rules about learning from pairs of sampled answers, and about a reference policy that moves."""
 
 from __future__ import annotations
 
 from verl.config.checks import Problems, in_range
+from verl.config.pools import Pools
 from verl.config.root import PPOTrainerConfig, corrects_rollout, learns_from_pairs, uses_reference
 from verl.errors import ConfigError, NotBuiltError
 
@@ -13,28 +14,28 @@ _ON_RATIOS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 
 def problems(cfg: PPOTrainerConfig) -> Problems:
     """What pairs and a moving reference need and do not have."""
-    found = _moving_reference(cfg)
+    problems = _moving_reference(cfg)
     if learns_from_pairs(cfg):
-        found += [*_samples(cfg), *_ranks(cfg), *_micro_batches(cfg), *_contradictions(cfg)]
-    return found
+        problems += [*_samples(cfg), *_ranks(cfg), *_micro_batches(cfg), *_contradictions(cfg)]
+    return problems
 
 
 def _moving_reference(cfg: PPOTrainerConfig) -> Problems:
     steps, model = cfg.trainer.ref_update_freq, cfg.actor_rollout_ref.model
     if steps is None:
         return []
-    found = in_range(_FREQ, steps, "1 or more; null: never", steps >= 1)
+    problems = in_range(_FREQ, steps, "1 or more; null: never", steps >= 1)
     if model.lora_rank or model.lora_adapter_path:
         message = (
             "beside LoRA the reference is the model without its adapter, which has no weights of its own to change"
         )
         fix = "Set actor_rollout_ref.model.lora_rank=0 to train all weights, or trainer.ref_update_freq=null."
-        found.append(ConfigError(message, key=_FREQ, got=steps, fix=fix))
-    if any("ref" in pool["roles"] for pool in cfg.trainer.resource_pools.values()):
+        problems.append(ConfigError(message, key=_FREQ, got=steps, fix=fix))
+    if "ref" in Pools.of(cfg).named:
         message = "a reference policy in processes of its own that takes over the actor's weights is not built yet"
         fix = "Leave ref out of trainer.resource_pools: it then lives beside the actor."
-        found.append(NotBuiltError(message, key=_FREQ, got=steps, fix=fix))
-    return found
+        problems.append(NotBuiltError(message, key=_FREQ, got=steps, fix=fix))
+    return problems
 
 
 def _samples(cfg: PPOTrainerConfig) -> Problems:
@@ -49,8 +50,7 @@ def _samples(cfg: PPOTrainerConfig) -> Problems:
 
 
 def _ranks(cfg: PPOTrainerConfig) -> Problems:
-    trainer, prompts = cfg.trainer, cfg.actor_rollout_ref.actor.ppo_mini_batch_size
-    processes = trainer.nnodes * (trainer.n_gpus_per_node or 1)
+    prompts, processes = cfg.actor_rollout_ref.actor.ppo_mini_batch_size, Pools.of(cfg).of_role("actor").size
     if processes < 1 or prompts < 1 or prompts % processes == 0:
         return []
     return [
@@ -65,7 +65,7 @@ def _ranks(cfg: PPOTrainerConfig) -> Problems:
 
 
 def _micro_batches(cfg: PPOTrainerConfig) -> Problems:
-    actor, data, trainer = cfg.actor_rollout_ref.actor, cfg.data, cfg.trainer
+    actor, data = cfg.actor_rollout_ref.actor, cfg.data
     if actor.use_dynamic_bsz:
         needed, key = 2 * (data.max_prompt_length + data.max_response_length), f"{_A}.ppo_max_token_len_per_gpu"
         if actor.ppo_max_token_len_per_gpu >= needed:
@@ -73,45 +73,45 @@ def _micro_batches(cfg: PPOTrainerConfig) -> Problems:
         message = "the two rows of a pair may have twice data.max_prompt_length + data.max_response_length tokens"
         got, fix = actor.ppo_max_token_len_per_gpu, f"Set {key}={needed}."
         return [ConfigError(message, key=key, got=got, allowed=f"{needed} or more", fix=fix)]
-    found: Problems = []
-    processes = max(1, trainer.nnodes * (trainer.n_gpus_per_node or 1))
+    problems: Problems = []
+    processes = max(1, Pools.of(cfg).of_role("actor").size)
     for name, least in (("ppo_micro_batch_size_per_gpu", 2), ("ppo_micro_batch_size", 2 * processes)):
         rows = actor[name]
         if rows is not None and 0 < rows < least:
             message, key = "the two rows of a pair go through the model together", f"{_A}.{name}"
             fix = f"Set {key}={least}."
-            found.append(ConfigError(message, key=key, got=rows, allowed=f"{least} or more", fix=fix))
-    return found
+            problems.append(ConfigError(message, key=key, got=rows, allowed=f"{least} or more", fix=fix))
+    return problems
 
 
 def _contradictions(cfg: PPOTrainerConfig) -> Problems:
-    algorithm, found = cfg.algorithm, []
+    algorithm, problems = cfg.algorithm, []
     if algorithm.use_pf_ppo:
         message = "rows that are drawn one by one are no pairs"
         fix = "Leave it out: the best and the worst answer are taken."
-        found.append(ConfigError(message, key="algorithm.use_pf_ppo", got=True, fix=fix))
+        problems.append(ConfigError(message, key="algorithm.use_pf_ppo", got=True, fix=fix))
     if corrects_rollout(cfg) or algorithm.rollout_correction.bypass_mode:
         message = "the loss on pairs knows neither importance weights nor rejected tokens"
         fix = f"Leave algorithm.rollout_correction and algorithm.rollout_is_threshold out, or take another {_A}.policy_loss.loss_mode."
-        found.append(ConfigError(message, key="algorithm.rollout_correction", fix=fix))
+        problems.append(ConfigError(message, key="algorithm.rollout_correction", fix=fix))
     if cfg.actor_rollout_ref.actor.strategy == "megatron":
         message = "Megatron-Core's engine does not keep the rows of a pair in one micro-batch yet"
         fix = f"Set {_A}.strategy=fsdp2."
-        found.append(NotBuiltError(message, key=f"{_A}.strategy", got="megatron", fix=fix))
-    return found
+        problems.append(NotBuiltError(message, key=f"{_A}.strategy", got="megatron", fix=fix))
+    return problems
 
 
 def without_effect(cfg: PPOTrainerConfig, changed: set[str]) -> dict[str, str]:
     """Settings that nothing reads in this run, each with why."""
-    actor, found = cfg.actor_rollout_ref.actor, {}
+    actor, idle = cfg.actor_rollout_ref.actor, {}
     if cfg.trainer.ref_update_freq is not None and not uses_reference(cfg):
-        found[_FREQ] = f"has no effect without a reference policy ({_A}.use_kl_loss, algorithm.use_kl_in_reward)"
+        idle[_FREQ] = f"has no effect without a reference policy ({_A}.use_kl_loss, algorithm.use_kl_in_reward)"
     if not learns_from_pairs(cfg):
-        return found
+        return idle
     for key in (f"{_A}.{name}" for name in _ON_RATIOS):
         if key in changed:
-            found[key] = "has no effect: the loss on pairs has no ratio to clip"
+            idle[key] = "has no effect: the loss on pairs has no ratio to clip"
     key = f"{_A}.loss_agg_mode"
     if key in changed and not (actor.use_kl_loss or actor.entropy_coeff):
-        found[key] = "has no effect: the loss on pairs is a mean over pairs"
-    return found
+        idle[key] = "has no effect: the loss on pairs is a mean over pairs"
+    return idle

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ CONFIG, PROVENANCE = "config.yaml", "provenance.json"
 KEY = "trainer.resume_changed"
 SAMPLE = 1 << 20
 """Bytes at the beginning and at the end of a large file that stand for its content."""
+MOST_READ, MOST_FILES, LEAST_SAMPLE = 128 << 20, 4096, 4 << 10
+"""Bytes of a folder that are read, files of it that are opened, and what is read at each end of one in any case."""
+LENGTHS = ("trainer.total_training_steps", "trainer.total_epochs")
 HARMLESS = (
     # where a run is, what it writes, how long it is
     r"trainer\.(?!seed$|critic_warmup$|ref_update_freq$|v1\.)",
@@ -43,6 +46,7 @@ HARMLESS = (
     # how a sampler does what it does
     r".*rollout\.(name|mode|gpu_memory_utilization|max_num_seqs|max_num_batched_tokens|enforce_eager|free_cache_engine)$",
     r".*rollout\.(load_format|enable_chunked_prefill|enable_prefix_caching|disable_log_stats|cudagraph_capture_sizes)$",
+    r"actor_rollout_ref\.hybrid_engine$|.*rollout\.(nnodes|n_gpus_per_node|standalone_gpu_memory_utilization)$",
     r".*rollout\.(engine_kwargs|checkpoint_engine|server|agent\.num_workers|prometheus|trace)",
 )
 _HARMLESS = re.compile("|".join(f"(?:{pattern})" for pattern in HARMLESS))
@@ -61,9 +65,10 @@ class Change:
     was: Any
     now: Any
     harmless: bool
+    why: str = ""
 
     def __str__(self) -> str:
-        return f"{self.key}: was {self.was!r}, is {self.now!r}"
+        return f"{self.key}: was {self.was!r}, is {self.now!r}{self.why}"
 
 
 @dataclass(frozen=True)
@@ -90,8 +95,8 @@ class Provenance:
         settings = dict(_flat(hide(to_dict(config)), schema.leaves))
         named = [key for key, leaf in schema.leaves.items() if leaf.path and not is_harmless(key)]
         content = {key: _digest_of_all(raw.get(key)) for key in named}
-        found = {key: digest for key, digest in content.items() if digest}
-        return cls(json.loads(json.dumps(settings)), found, yaml=to_yaml(config))
+        known = {key: digest for key, digest in content.items() if digest}
+        return cls(json.loads(json.dumps(settings)), known, yaml=to_yaml(config))
 
     @classmethod
     def read(cls, folder: Path) -> Provenance | None:
@@ -103,8 +108,8 @@ class Provenance:
         if not (folder / PROVENANCE).is_file():
             return None
         try:
-            found = read_json((folder / PROVENANCE).read_text(encoding="utf-8"))
-            return cls(dict(found["settings"]), dict(found["content"]), dict(found["places"]))
+            record = read_json((folder / PROVENANCE).read_text(encoding="utf-8"))
+            return cls(dict(record["settings"]), dict(record["content"]), dict(record["places"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"its {PROVENANCE} is damaged", got=str(folder)) from error
 
@@ -120,6 +125,8 @@ class Provenance:
             digest, other = self.content.get(key), before.content.get(key)
             if digest is not None and other is not None and digest != other:
                 yield Change(key, f"{was} with the content {other}", f"{now} with the content {digest}", False)
+            elif was != now and key in LENGTHS and (schedules := _schedules_of_the_length(self.settings)):
+                yield Change(key, was, now, False, f" ({', '.join(schedules)}: the schedule depends on the length)")
             elif was != now:
                 yield Change(key, was, now, is_harmless(key) or (digest is not None and digest == other))
 
@@ -165,24 +172,51 @@ def _flat(value: Any, whole: Container[str], key: str = "") -> Iterator[tuple[st
         yield key, value
 
 
+def _schedules_of_the_length(settings: Mapping[str, Any]) -> list[str]:
+    """The sections of optimizers whose learning rate at a step depends on how long the run is."""
+    ends = ".lr_warmup_steps_ratio"
+    sections = [key.removesuffix(ends) for key in settings if key.endswith(ends)]
+    return [section for section in sections if _depends_on_length(partial(_read, settings, section))]
+
+
+def _read(settings: Mapping[str, Any], section: str, name: str) -> Any:
+    return settings.get(f"{section}.{name}")
+
+
+def _depends_on_length(read: Callable[[str], Any]) -> bool:
+    if (read("total_training_steps") or 0) > 0:
+        return False
+    warms_up = (read("lr_warmup_steps") or 0) <= 0 < (read("lr_warmup_steps_ratio") or 0)
+    falls = read("lr_decay_style") not in (None, "constant", "inverse_square_root") and read("lr_decay_steps") is None
+    return warms_up or falls or read("lr_scheduler_type") not in (None, "constant")
+
+
 def _digest_of_all(value: Any) -> str:
-    """Of a path or several; empty where one is not on this machine."""
+    """Of a path or several; empty where one is not on this machine.
+
+    It notices a file more or less, another name or size, and another byte at the beginning or the end of a file, where
+    the headers of weights stand; not a byte in the middle of a large file. What is read does not grow with the folder.
+    """
     paths = [Path(str(path)) for path in (value if isinstance(value, list) else [value] if value else [])]
     if not paths or not all(path.exists() for path in paths):
         return ""
     total = hashlib.sha256()
     for path in paths:
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if file.is_file():
-                total.update(file.relative_to(path).as_posix().encode() + b"\0" + _digest(file))
+        files = [file for file in (sorted(path.rglob("*")) if path.is_dir() else [path]) if file.is_file()]
+        sizes = [file.stat().st_size for file in files]
+        sample = SAMPLE
+        if sum(min(size, 2 * SAMPLE) for size in sizes) > MOST_READ:
+            sample = max(LEAST_SAMPLE, min(SAMPLE, MOST_READ // (2 * len(files))))
+        for number, (file, size) in enumerate(zip(files, sizes)):
+            content = _digest(file, size, sample) if number < MOST_FILES else str(size).encode()
+            total.update(file.relative_to(path).as_posix().encode() + b"\0" + content)
     return total.hexdigest()[:16]
 
 
-def _digest(file: Path) -> bytes:
+def _digest(file: Path, size: int, sample: int) -> bytes:
     with open(file, "rb") as opened:
-        size = os.fstat(opened.fileno()).st_size
-        found = hashlib.sha256(f"{size}:".encode() + opened.read(SAMPLE))
-        if size > SAMPLE:
-            opened.seek(max(SAMPLE, size - SAMPLE))
-            found.update(opened.read(SAMPLE))
-    return found.digest()
+        digest = hashlib.sha256(f"{size}:".encode() + opened.read(sample))
+        if size > sample:
+            opened.seek(max(sample, size - sample))
+            digest.update(opened.read(sample))
+    return digest.digest()

@@ -7,7 +7,7 @@ from typing import Any
 from verl.config.checks import Problems, in_range, one_of
 from verl.config.optim import OptimizerConfig
 from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
-from verl.config.root import PPOTrainerConfig, uses_critic
+from verl.config.root import PPOTrainerConfig, of_schedule, uses_critic
 from verl.config.sft import SFTTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
 
@@ -27,48 +27,52 @@ def numbers(cfg: PPOTrainerConfig) -> Problems:
 def sft_numbers(cfg: SFTTrainerConfig) -> Problems:
     """The same for a supervised run."""
     data = cfg.data
-    found = _at_least("data", data, 1, "train_batch_size", "micro_batch_size_per_gpu", "max_token_len_per_gpu")
-    found += _at_least("data", data, 2, "max_length") + _at_least("data", data, 0, "num_workers")
-    return found + _samples(data) + _engine("engine", cfg.engine) + optimizer("optim", cfg.optim) + _steps(cfg.trainer)
+    problems = _at_least("data", data, 1, "train_batch_size", "micro_batch_size_per_gpu", "max_token_len_per_gpu")
+    problems += _at_least("data", data, 2, "max_length") + _at_least("data", data, 0, "num_workers")
+    return (
+        problems + _samples(data) + _engine("engine", cfg.engine) + optimizer("optim", cfg.optim) + _steps(cfg.trainer)
+    )
 
 
 def pair_numbers(cfg: DPOTrainerConfig | RMTrainerConfig) -> Problems:
     """The numbers of a loss on pairs."""
     if isinstance(cfg, RMTrainerConfig):
         return _at_least("rm", cfg.rm, 0, "centering")
-    found = _above_zero("dpo", cfg.dpo, "beta")
+    problems = _above_zero("dpo", cfg.dpo, "beta")
     smoothing = cfg.dpo.label_smoothing
-    found += in_range("dpo.label_smoothing", smoothing, "0 or more, below 0.5", 0 <= smoothing < 0.5)
+    problems += in_range("dpo.label_smoothing", smoothing, "0 or more, below 0.5", 0 <= smoothing < 0.5)
     if smoothing and cfg.dpo.loss_type != "sigmoid":
         fix = "Leave it out, or set dpo.loss_type=sigmoid."
-        found.append(ConfigError("only the sigmoid loss has it", key="dpo.label_smoothing", got=smoothing, fix=fix))
+        problems.append(ConfigError("only the sigmoid loss has it", key="dpo.label_smoothing", got=smoothing, fix=fix))
     if cfg.dpo.reference_free and (cfg.dpo.ref_model_path or cfg.dpo.precompute_ref_log_probs):
         fix = "Leave out dpo.ref_model_path and dpo.precompute_ref_log_probs."
-        found.append(ConfigError("there is no reference policy to load", key="dpo.reference_free", got=True, fix=fix))
-    return found
+        problems.append(
+            ConfigError("there is no reference policy to load", key="dpo.reference_free", got=True, fix=fix)
+        )
+    return problems
 
 
 def _at_least(section: str, node: Any, least: float, *names: str) -> Problems:
-    found: Problems = []
+    problems: Problems = []
     for name in names:
         value = node[name]
-        found += in_range(f"{section}.{name}", value, f"{least} or more", value is None or value >= least)
-    return found
+        problems += in_range(f"{section}.{name}", value, f"{least} or more", value is None or value >= least)
+    return problems
 
 
 def _above_zero(section: str, node: Any, *names: str) -> Problems:
-    found: Problems = []
+    problems: Problems = []
     for name in names:
         value = node[name]
-        found += in_range(f"{section}.{name}", value, "above 0", value is None or value > 0)
-    return found
+        problems += in_range(f"{section}.{name}", value, "above 0", value is None or value > 0)
+    return problems
 
 
 def _share(section: str, node: Any, *names: str) -> Problems:
-    found: Problems = []
+    problems: Problems = []
     for name in names:
-        found += in_range(f"{section}.{name}", node[name], "0 to 1", 0 <= node[name] <= 1)
-    return found
+        problems += in_range(f"{section}.{name}", node[name], "0 to 1", 0 <= node[name] <= 1)
+    return problems
 
 
 def _dtype(key: str, value: str, *no: str) -> Problems:
@@ -76,81 +80,87 @@ def _dtype(key: str, value: str, *no: str) -> Problems:
 
 
 def _samples(data: Any) -> Problems:
-    found: Problems = []
+    problems: Problems = []
     for name in ("train_max_samples", "val_max_samples"):
         value = data[name]
-        found += in_range(f"data.{name}", value, "-1 for all rows, or 1 or more", value == -1 or value >= 1)
-    return found
+        problems += in_range(f"data.{name}", value, "-1 for all rows, or 1 or more", value == -1 or value >= 1)
+    return problems
 
 
 def _lengths(cfg: PPOTrainerConfig) -> Problems:
     data = cfg.data
-    found = _at_least("data", data, 1, "train_batch_size", "gen_batch_size", "val_batch_size")
-    found += _at_least("data", data, 1, "max_prompt_length", "max_response_length", "filter_overlong_prompts_workers")
-    return found + _at_least("data", data, 0, "dataloader_num_workers") + _samples(data)
+    problems = _at_least("data", data, 1, "train_batch_size", "gen_batch_size", "val_batch_size")
+    problems += _at_least(
+        "data", data, 1, "max_prompt_length", "max_response_length", "filter_overlong_prompts_workers"
+    )
+    return problems + _at_least("data", data, 0, "dataloader_num_workers") + _samples(data)
 
 
 def _sampling(cfg: PPOTrainerConfig) -> Problems:
     rollout, val = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.rollout.val_kwargs
-    found = _at_least(_R, rollout, 1, "n") + engine_limits(_R, rollout)
-    found += _at_least(f"{_R}.val_kwargs", val, 1, "n") + _at_least(f"{_R}.val_kwargs", val, 0, "temperature")
-    found += in_range(
+    problems = _at_least(_R, rollout, 1, "n") + engine_limits(_R, rollout)
+    problems += _at_least(f"{_R}.val_kwargs", val, 1, "n") + _at_least(f"{_R}.val_kwargs", val, 0, "temperature")
+    problems += in_range(
         f"{_R}.temperature",
         rollout.temperature,
         "above 0, since log-probs are those at this temperature (do_sample=false is greedy)",
         rollout.temperature > 0,
     )
     for key, node in ((_R, rollout), (f"{_R}.val_kwargs", val)):
-        found += in_range(f"{key}.n", node.n, f"at most {MOST_SAMPLES}", node.n <= MOST_SAMPLES)
-        found += in_range(f"{key}.top_p", node.top_p, "above 0, at most 1", 0 < node.top_p <= 1)
-        found += in_range(f"{key}.top_k", node.top_k, "-1 for all tokens, or 1 or more", node.top_k >= -1)
+        problems += in_range(f"{key}.n", node.n, f"at most {MOST_SAMPLES}", node.n <= MOST_SAMPLES)
+        problems += in_range(f"{key}.top_p", node.top_p, "above 0, at most 1", 0 < node.top_p <= 1)
+        problems += in_range(f"{key}.top_k", node.top_k, "-1 for all tokens, or 1 or more", node.top_k >= -1)
     rate = rollout.over_sample_rate
-    found += in_range(f"{_R}.over_sample_rate", rate, "0 or more, below 1", 0 <= rate < 1)
-    found += _conversations(rollout.multi_turn)
+    problems += in_range(f"{_R}.over_sample_rate", rate, "0 or more, below 1", 0 <= rate < 1)
+    problems += _conversations(rollout.multi_turn)
     bucket = rollout.checkpoint_engine
-    found += _at_least(f"{_R}.checkpoint_engine", bucket, 1, "update_weights_bucket_megabytes")
-    found += _at_least(_R, rollout, 1, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")
-    return found + _at_least(_R, rollout, 1, "log_prob_max_token_len_per_gpu") + engine_choices(_R, rollout)
+    problems += _at_least(f"{_R}.checkpoint_engine", bucket, 1, "update_weights_bucket_megabytes")
+    problems += _at_least(_R, rollout, 1, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")
+    return problems + _at_least(_R, rollout, 1, "log_prob_max_token_len_per_gpu") + engine_choices(_R, rollout)
 
 
 def engine_limits(key: str, rollout: Any) -> Problems:
     """What an engine holds, and how servers are asked, in a rollout section of any program."""
-    found = _at_least(key, rollout, 1, "max_num_seqs", "max_num_batched_tokens", "max_model_len")
-    found += _at_least(f"{key}.server", rollout.server, 1, "max_attempts", "max_connections")
-    found += _at_least(f"{key}.server", rollout.server, 0, "retry_delay", "max_start_wait_time")
-    return found + _above_zero(f"{key}.server", rollout.server, "timeout")
+    problems = _at_least(key, rollout, 1, "max_num_seqs", "max_num_batched_tokens", "max_model_len")
+    problems += _at_least(f"{key}.server", rollout.server, 1, "max_attempts", "max_connections")
+    problems += _at_least(f"{key}.server", rollout.server, 0, "retry_delay", "max_start_wait_time")
+    return problems + _above_zero(f"{key}.server", rollout.server, "timeout")
 
 
 def engine_choices(key: str, rollout: Any) -> Problems:
     """The dtype of an engine, and what vLLM alone may be told."""
-    found = _dtype(f"{key}.dtype", rollout.dtype)
-    return found + (one_of(f"{key}.load_format", rollout.load_format, LOAD_FORMATS) if rollout.name == "vllm" else [])
+    problems = _dtype(f"{key}.dtype", rollout.dtype)
+    return problems + (
+        one_of(f"{key}.load_format", rollout.load_format, LOAD_FORMATS) if rollout.name == "vllm" else []
+    )
 
 
 def _conversations(turns: Any) -> Problems:
     key = f"{_R}.multi_turn"
-    found = _at_least(key, turns, 1, "max_assistant_turns", "max_user_turns", "max_parallel_calls")
-    found += _at_least(key, turns, 1, "max_tool_response_length")
+    problems = _at_least(key, turns, 1, "max_assistant_turns", "max_user_turns", "max_parallel_calls")
+    problems += _at_least(key, turns, 1, "max_tool_response_length")
     for name in ("tool_timeout", "trajectory_timeout"):
         seconds = turns[name]
-        found += in_range(f"{key}.{name}", seconds, "more than 0 seconds, or null", seconds is None or seconds > 0)
-    return found
+        problems += in_range(f"{key}.{name}", seconds, "more than 0 seconds, or null", seconds is None or seconds > 0)
+    return problems
 
 
 def _actor(cfg: PPOTrainerConfig) -> Problems:
     actor, ref = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.ref
-    found = _at_least(_A, actor, 1, "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu")
-    found += _at_least(_A, actor, 1, "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")
-    found += _above_zero(_A, actor, "clip_ratio", "clip_ratio_low", "clip_ratio_high", "grad_clip", "loss_scale_factor")
-    found += in_range(f"{_A}.clip_ratio_c", actor.clip_ratio_c, "above 1", actor.clip_ratio_c > 1)
-    found += _at_least(_A, actor, 0, "kl_loss_coef") + optimizer(f"{_A}.optim", actor.optim)
+    problems = _at_least(_A, actor, 1, "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu")
+    problems += _at_least(_A, actor, 1, "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")
+    problems += _above_zero(
+        _A, actor, "clip_ratio", "clip_ratio_low", "clip_ratio_high", "grad_clip", "loss_scale_factor"
+    )
+    problems += in_range(f"{_A}.clip_ratio_c", actor.clip_ratio_c, "above 1", actor.clip_ratio_c > 1)
+    problems += _at_least(_A, actor, 0, "kl_loss_coef") + optimizer(f"{_A}.optim", actor.optim)
     names = ("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")
-    found += _at_least("actor_rollout_ref.ref", ref, 1, *names)
+    problems += _at_least("actor_rollout_ref.ref", ref, 1, *names)
     model = cfg.reward.reward_model
     if model.enable:
-        found += _engine("reward.reward_model.fsdp_config", model.fsdp_config, trains=model.implicit.enable)
-    found += _engine(f"{_A}.fsdp_config", actor.fsdp_config)
-    return found + _engine("actor_rollout_ref.ref.fsdp_config", ref.fsdp_config, trains=False)
+        problems += _engine("reward.reward_model.fsdp_config", model.fsdp_config, trains=of_schedule(cfg).reward_model)
+    problems += _engine(f"{_A}.fsdp_config", actor.fsdp_config)
+    return problems + _engine("actor_rollout_ref.ref.fsdp_config", ref.fsdp_config, trains=False)
 
 
 def _engine(key: str, engine: Any, trains: bool = True) -> Problems:
@@ -158,72 +168,72 @@ def _engine(key: str, engine: Any, trains: bool = True) -> Problems:
         if engine[name].removeprefix("torch.") in _HALF:
             message, fix = "training in float16 needs loss scaling, which is not built yet", "Use bfloat16."
             return [NotBuiltError(message, key=f"{key}.{name}", got=engine[name], fix=fix)]
-    found = _dtype(f"{key}.dtype", engine.dtype) + _dtype(f"{key}.model_dtype", engine.model_dtype, "auto")
+    problems = _dtype(f"{key}.dtype", engine.dtype) + _dtype(f"{key}.model_dtype", engine.model_dtype, "auto")
     sizes = ("ulysses_sequence_parallel_size", "expert_parallel_size", "tensor_parallel_size")
-    found += _at_least(key, engine, 1, *sizes)
-    return found + _at_least(f"{key}.wrap_policy", engine.wrap_policy, 0, "min_num_params")
+    problems += _at_least(key, engine, 1, *sizes)
+    return problems + _at_least(f"{key}.wrap_policy", engine.wrap_policy, 0, "min_num_params")
 
 
 def _critic(cfg: PPOTrainerConfig) -> Problems:
     critic = cfg.critic
     if not uses_critic(cfg):
         return []
-    found = _at_least("critic", critic, 1, "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu")
-    found += _at_least("critic", critic, 1, "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")
-    found += _at_least("critic", critic, 1, "forward_micro_batch_size", "forward_micro_batch_size_per_gpu")
-    found += _above_zero("critic", critic, "cliprange_value", "grad_clip", "loss_scale_factor")
-    found += _engine("critic.fsdp", critic.fsdp)
-    return found + optimizer("critic.optim", critic.optim)
+    problems = _at_least("critic", critic, 1, "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu")
+    problems += _at_least("critic", critic, 1, "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")
+    problems += _at_least("critic", critic, 1, "forward_micro_batch_size", "forward_micro_batch_size_per_gpu")
+    problems += _above_zero("critic", critic, "cliprange_value", "grad_clip", "loss_scale_factor")
+    problems += _engine("critic.fsdp", critic.fsdp)
+    return problems + optimizer("critic.optim", critic.optim)
 
 
 def _algorithm(cfg: PPOTrainerConfig) -> Problems:
     algorithm, key = cfg.algorithm, "algorithm.kl_ctrl"
-    found = _share("algorithm", algorithm, "gamma", "lam") + _at_least(key, algorithm.kl_ctrl, 0, "kl_coef")
-    found += _above_zero(key, algorithm.kl_ctrl, "horizon", "target_kl")
-    found += _at_least("reward.sandbox_fusion", cfg.reward.sandbox_fusion, 1, "max_concurrent", "memory_limit_mb")
-    return found + _above_zero("reward", cfg.reward, "timeout") + _at_least("reward", cfg.reward, 1, "num_workers")
+    problems = _share("algorithm", algorithm, "gamma", "lam") + _at_least(key, algorithm.kl_ctrl, 0, "kl_coef")
+    problems += _above_zero(key, algorithm.kl_ctrl, "horizon", "target_kl")
+    problems += _at_least("reward.sandbox_fusion", cfg.reward.sandbox_fusion, 1, "max_concurrent", "memory_limit_mb")
+    return problems + _above_zero("reward", cfg.reward, "timeout") + _at_least("reward", cfg.reward, 1, "num_workers")
 
 
 def _run(trainer: Any) -> Problems:
-    found = _at_least("trainer", trainer, 0, "critic_warmup", "log_train_generations", "log_val_generations")
-    found += _at_least("trainer", trainer, 1, "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")
-    return found + _steps(trainer)
+    problems = _at_least("trainer", trainer, 0, "critic_warmup", "log_train_generations", "log_val_generations")
+    problems += _at_least("trainer", trainer, 1, "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")
+    return problems + _steps(trainer)
 
 
 def _steps(trainer: Any) -> Problems:
-    found = _at_least("trainer", trainer, 1, "total_epochs", "total_training_steps")
+    problems = _at_least("trainer", trainer, 1, "total_epochs", "total_training_steps")
     for name in ("save_freq", "test_freq"):
         value = trainer[name]
-        found += in_range(f"trainer.{name}", value, "-1 for never, or a number of steps", value >= -1)
+        problems += in_range(f"trainer.{name}", value, "-1 for never, or a number of steps", value >= -1)
     if "max_ckpt_to_keep" in trainer:
-        found += _at_least("trainer", trainer, 1, "max_ckpt_to_keep")
-    return found
+        problems += _at_least("trainer", trainer, 1, "max_ckpt_to_keep")
+    return problems
 
 
 def optimizer(key: str, optim: OptimizerConfig) -> Problems:
     """Numbers of one optimizer section."""
-    found = _at_least(key, optim, 0, "lr", "weight_decay") + _at_least(key, optim, -1, "lr_warmup_steps")
-    found += _share(key, optim, "lr_warmup_steps_ratio", "min_lr_ratio") + _above_zero(key, optim, "num_cycles")
-    found += _above_zero(key, optim, "clip_grad")
-    found += _at_least(key, optim, 0, "lr_warmup_init", "min_lr") + _above_zero(key, optim, "lr_decay_steps")
-    found += _above_zero(key, optim, "lr_wsd_decay_steps") + _decay(key, optim)
+    problems = _at_least(key, optim, 0, "lr", "weight_decay") + _at_least(key, optim, -1, "lr_warmup_steps")
+    problems += _share(key, optim, "lr_warmup_steps_ratio", "min_lr_ratio") + _above_zero(key, optim, "num_cycles")
+    problems += _above_zero(key, optim, "clip_grad")
+    problems += _at_least(key, optim, 0, "lr_warmup_init", "min_lr") + _above_zero(key, optim, "lr_decay_steps")
+    problems += _above_zero(key, optim, "lr_wsd_decay_steps") + _decay(key, optim)
     betas = optim.betas
     holds = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
-    return found + in_range(f"{key}.betas", betas, "two numbers, each at least 0 and below 1", holds)
+    return problems + in_range(f"{key}.betas", betas, "two numbers, each at least 0 and below 1", holds)
 
 
 def _decay(key: str, optim: OptimizerConfig) -> Problems:
     """Megatron's schedule is one, the floor lies below the rate, and the last part of WSD has a length."""
-    style, found = optim.lr_decay_style, []
+    style, problems = optim.lr_decay_style, []
     for name in ("lr_warmup_init", "min_lr"):
         rate = optim[name]
-        found += in_range(f"{key}.{name}", rate, f"at most {key}.lr={optim.lr}", rate <= optim.lr)
+        problems += in_range(f"{key}.{name}", rate, f"at most {key}.lr={optim.lr}", rate <= optim.lr)
     if style != "constant" and optim.lr_scheduler_type != "constant":
         message = (
             f"{key}.lr_scheduler_type={optim.lr_scheduler_type} and {key}.lr_decay_style={style} are two schedules"
         )
-        found.append(ConfigError(message, key=f"{key}.lr_decay_style", got=style, fix="Leave one of them out."))
+        problems.append(ConfigError(message, key=f"{key}.lr_decay_style", got=style, fix="Leave one of them out."))
     if style == "WSD" and optim.lr_wsd_decay_steps is None:
         message = "lr_decay_style=WSD needs the length of its last part"
-        found.append(ConfigError(message, key=f"{key}.lr_wsd_decay_steps", fix="Set it to a number of steps."))
-    return found
+        problems.append(ConfigError(message, key=f"{key}.lr_wsd_decay_steps", fix="Set it to a number of steps."))
+    return problems

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.config.engine import FSDPEngineConfig
-from verl.config.megatron import MegatronEngineBesideActorConfig
+from verl.config.megatron import LIKE_ACTOR, MegatronEngineConfig
 from verl.config.node import ABSENT, ConfigNode, section, setting
-from verl.config.optim import OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -67,79 +66,6 @@ class RewardRolloutConfig(ConfigNode):
 
 
 @dataclass(frozen=True)
-class ImplicitRewardConfig(ConfigNode):
-    """The reward model as a language model that rates every token and learns from outcomes (PRIME)."""
-
-    enable: bool = setting(
-        False,
-        "the reward model is a language model that is trained along and pays for single tokens; recipe.prime sets it",
-        upstream=ABSENT,
-    )
-    prime_granularity: str = setting(
-        "token",
-        "token: every token is paid its own process reward; whole: their sum on the last one",
-        upstream=ABSENT,
-        choices=("token", "whole"),
-    )
-    prime_norm: str = setting(
-        "batch_norm",
-        "batch_norm: process rewards are divided by the largest sum of them from any token to the end of its answer",
-        upstream=ABSENT,
-        choices=("batch_norm", "none"),
-    )
-    zero_last: bool = setting(
-        False, "leave out the process reward of the last token, as upstream's recipe does", upstream=ABSENT
-    )
-    ref_type: str = setting(
-        "freeze",
-        "what its log-probs are compared with: freeze, those of a model that does not learn; policy, those of the "
-        "policy that sampled",
-        upstream=ABSENT,
-        choices=("freeze", "policy"),
-    )
-    ref_path: str | None = setting(
-        None,
-        "ref_type=freeze: folder or hub name of that model",
-        follows="reward.reward_model.model_path",
-        upstream=ABSENT,
-        path=True,
-    )
-    beta_train: float = setting(0.05, "factor between a log-ratio and a process reward", upstream=ABSENT)
-    loss_type: str = setting("ce", "what it learns from outcomes by: ce, the cross-entropy of the sum", upstream=ABSENT)
-    update: str = setting(
-        "before",
-        "it learns from a batch before that batch is rated, after it (or reverse, the same here), or never (none)",
-        upstream=ABSENT,
-        choices=("before", "after", "reverse", "none"),
-    )
-    mini_batch_size: int = setting(
-        256,
-        "prompts per optimizer step of it",
-        follows="actor_rollout_ref.actor.ppo_mini_batch_size",
-        upstream=ABSENT,
-    )
-    enable_gradient_checkpointing: bool | None = setting(
-        None,
-        "compute activations again in the backward pass; null: on an accelerator yes, on CPU no",
-        follows="actor_rollout_ref.model.enable_gradient_checkpointing",
-        upstream=ABSENT,
-    )
-    use_fused_kernels: bool = setting(
-        False,
-        "compute its log-probs without writing out the logits",
-        follows="actor_rollout_ref.model.use_fused_kernels",
-        upstream=ABSENT,
-    )
-    grad_clip: float = setting(
-        10.0,
-        "largest gradient norm; a larger gradient is scaled down to it",
-        follows=".optim.clip_grad",
-        upstream=ABSENT,
-    )
-    optim: OptimizerConfig = section(OptimizerConfig, weight_decay=0.0, clip_grad=10.0)
-
-
-@dataclass(frozen=True)
 class RewardModelConfig(ConfigNode):
     """A reward model that scores samples."""
 
@@ -149,8 +75,7 @@ class RewardModelConfig(ConfigNode):
     nnodes: int = setting(0, "nodes of that pool")
     model_path: str | None = setting(
         None,
-        "folder or hub name of the reward model: a token or sequence classification checkpoint with one label; with "
-        "implicit.enable a language model that reads the policy's tokens",
+        "folder or hub name of the reward model: a token or sequence classification checkpoint with one label",
         path=True,
     )
     input_tokenizer: str | None = setting(
@@ -192,8 +117,7 @@ class RewardModelConfig(ConfigNode):
         upstream=ABSENT,
     )
     fsdp_config: FSDPEngineConfig = section(FSDPEngineConfig)
-    megatron: MegatronEngineBesideActorConfig = section(MegatronEngineBesideActorConfig)
-    implicit: ImplicitRewardConfig = section(ImplicitRewardConfig)
+    megatron: MegatronEngineConfig = section(MegatronEngineConfig, LIKE_ACTOR)
     rollout: RewardRolloutConfig = section(RewardRolloutConfig)
 
 

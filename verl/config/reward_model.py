@@ -6,7 +6,8 @@ from pathlib import Path
 
 from verl import env, registry
 from verl.config.checks import Problems, bad_model_folder, in_range, known_name, one_of
-from verl.config.root import PPOTrainerConfig
+from verl.config.pools import REWARD_POOL, Pools
+from verl.config.root import PPOTrainerConfig, of_schedule
 from verl.errors import ConfigError, NotBuiltError
 from verl.json_text import read_json
 
@@ -22,23 +23,23 @@ def reward_model(cfg: PPOTrainerConfig) -> Problems:
     model = cfg.reward.reward_model
     if not model.enable:
         return []
-    found = _engine(cfg) + _pool(cfg)
+    problems = _engine(cfg) + _pool(cfg)
     if model.rollout.name != "hf":
-        return found
-    if model.implicit.enable:
-        pass  # a language model, which `implicit_reward` looks at
+        return problems
+    if of_schedule(cfg).reward_model:
+        pass  # a language model, which the rules of the schedule's recipe look at
     elif model.model_path is None:
-        found.append(ConfigError("a reward model needs a folder or a hub name", key=_PATH, fix=_HINT))
+        problems.append(ConfigError("a reward model needs a folder or a hub name", key=_PATH, fix=_HINT))
     else:
-        found += bad_model_folder(_PATH, model.model_path, _HINT) or headless(model.model_path)
+        problems += bad_model_folder(_PATH, model.model_path, _HINT) or headless(model.model_path)
     if model.strategy not in STRATEGIES:
-        found += known_name(registry.ENGINES, f"{_KEY}.strategy", model.strategy, "Leave it out.") or one_of(
+        problems += known_name(registry.ENGINES, f"{_KEY}.strategy", model.strategy, "Leave it out.") or one_of(
             f"{_KEY}.strategy", model.strategy, STRATEGIES
         )
     for name in ("micro_batch_size", "micro_batch_size_per_gpu", "max_length", "forward_max_token_len_per_gpu"):
         value = model[name]
-        found += in_range(f"{_KEY}.{name}", value, "1 or more", value is None or value >= 1)
-    return found + _limits(cfg)
+        problems += in_range(f"{_KEY}.{name}", value, "1 or more", value is None or value >= 1)
+    return problems + _limits(cfg)
 
 
 def _engine(cfg: PPOTrainerConfig) -> Problems:
@@ -49,16 +50,16 @@ def _engine(cfg: PPOTrainerConfig) -> Problems:
         return [NotBuiltError(message, key=_NAME, got=rollout.name, allowed=ENGINES, fix=fix)]
     if rollout.name != "server":
         return one_of(_NAME, rollout.name, ENGINES)
-    found: Problems = []
+    problems: Problems = []
     if not rollout.server.url:
-        found.append(ConfigError("needs the address of a server", key=_URL, fix=f"Set {_URL}=http://host:port."))
+        problems.append(ConfigError("needs the address of a server", key=_URL, fix=f"Set {_URL}=http://host:port."))
     manager = cfg.reward.reward_manager
     own_manager = manager.source == "importlib" or manager.name not in registry.REWARD_MANAGERS.builtin_targets()
     if cfg.reward.custom_reward_function.path is None and not own_manager:
         message = "a generative reward model needs a function that asks it and reads its answer"
         fix = "It gets reward_router_address; docs/rewards.md has one."
-        found.append(ConfigError(message, key="reward.custom_reward_function.path", fix=fix))
-    return found
+        problems.append(ConfigError(message, key="reward.custom_reward_function.path", fix=fix))
+    return problems
 
 
 def headless(path: str) -> Problems:
@@ -76,28 +77,28 @@ def headless(path: str) -> Problems:
 
 
 def _pool(cfg: PPOTrainerConfig) -> Problems:
-    model, named = cfg.reward.reward_model, cfg.trainer.resource_pools
+    model = cfg.reward.reward_model
     if not model.enable_resource_pool:
         return []
-    found: Problems = []
+    problems: Problems = []
     for name in ("nnodes", "n_gpus_per_node"):
         key = f"{_KEY}.{name}"
-        found += in_range(key, model[name], "1 or more, with enable_resource_pool=true", model[name] >= 1)
-    if any("rm" in pool["roles"] for pool in named.values() if isinstance(pool, dict) and "roles" in pool):
+        problems += in_range(key, model[name], "1 or more, with enable_resource_pool=true", model[name] >= 1)
+    if Pools.of(cfg).named["rm"] != REWARD_POOL:
         message = "trainer.resource_pools has a pool for the reward model as well"
-        found.append(ConfigError(message, key=f"{_KEY}.enable_resource_pool", fix="Keep one of the two."))
+        problems.append(ConfigError(message, key=f"{_KEY}.enable_resource_pool", fix="Keep one of the two."))
     if model.rollout.name != "hf":
         message = "a reward model on a server has no processes in this run"
-        found.append(ConfigError(message, key=f"{_KEY}.enable_resource_pool", got=True, fix="Leave it out."))
-    return found
+        problems.append(ConfigError(message, key=f"{_KEY}.enable_resource_pool", got=True, fix="Leave it out."))
+    return problems
 
 
 def _limits(cfg: PPOTrainerConfig) -> Problems:
     model = cfg.reward.reward_model
     total, per_gpu = model.micro_batch_size, model.micro_batch_size_per_gpu
-    found: Problems = []
+    problems: Problems = []
     if total is not None and per_gpu is not None and total != per_gpu:
         key = f"{_KEY}.micro_batch_size_per_gpu"
         message = f"{_KEY}.micro_batch_size={total} and {key}={per_gpu} contradict each other"
-        found.append(ConfigError(message, key=key, fix="Keep this one and leave the other out."))
-    return found
+        problems.append(ConfigError(message, key=key, fix="Keep this one and leave the other out."))
+    return problems

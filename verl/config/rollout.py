@@ -76,7 +76,7 @@ class AgentLoopConfig(ConfigNode):
         1,
         "processes that run agent loops",
         upstream=8,
-        no_effect="the local runtime runs all agent loops in one process; Ray will use it",
+        no_effect="the first rollout worker runs all agent loops",
     )
     default_agent_loop: str = setting(
         "single_turn_agent", "loop of rows without a column agent_name: a registered name, or a dotted path"
@@ -171,6 +171,13 @@ class RolloutConfig(ConfigNode):
         "how the engine is driven",
         no_effect="every rollout goes through agent loops over an asynchronous sampler",
     )
+    nnodes: int = setting(0, "machines of the samplers' own pool, with hybrid_engine=false; 0: they have none")
+    n_gpus_per_node: int | None = setting(
+        None,
+        "processes per machine of that pool, one per GPU; null: 1",
+        upstream=8,
+        follows="trainer.n_gpus_per_node",
+    )
     temperature: float = setting(1.0, "temperature of samples; log-probs are those at this temperature everywhere")
     top_k: int = setting(-1, "keep that many most probable tokens; -1: all")
     top_p: float = setting(1.0, "keep the most probable tokens up to this probability; 1: all")
@@ -202,21 +209,21 @@ class RolloutConfig(ConfigNode):
     )
     free_cache_engine: bool | None = setting(
         None,
-        "give the key/value cache back while the policy trains; null: on an accelerator yes, on CPU no",
+        "give the KV cache back while the policy trains; null: on an accelerator yes, on CPU no",
         upstream=True,
     )
     tensor_model_parallel_size: int = setting(
         1,
-        "processes that sample with one model together, each with its part of it",
+        "devices of one replica, each with its part of the model; hf takes 1",
         upstream=2,
         planned="sampling on several ranks",
         engines=("hf", "vllm", "sglang"),
     )
     expert_parallel_size: int = setting(
-        1, "expert-parallel size", planned="sampling on several ranks", engines=("vllm",)
+        1, "expert-parallel size", planned="sampling on several ranks", engines=("vllm", "sglang")
     )
     pipeline_model_parallel_size: int = setting(
-        1, "pipeline-parallel size", planned="sampling on several ranks", engines=("vllm",)
+        1, "pipeline-parallel size", planned="sampling on several ranks", engines=("vllm", "sglang")
     )
     max_num_batched_tokens: int = setting(8192, "most tokens that the engine computes in one step")
     max_model_len: int | None = setting(None, "longest prompt with response in tokens; null: what the model allows")
@@ -294,8 +301,9 @@ class RolloutConfig(ConfigNode):
     )
     standalone_gpu_memory_utilization: float | None = setting(
         None,
-        "share of GPU memory of replicas in a pool of their own",
-        no_effect="there are no replicas in a pool of their own",
+        "share of GPU memory of replicas in a pool of their own; null: gpu_memory_utilization",
+        no_effect="the hf engine's cache takes the memory that its requests need",
+        engines=("vllm",),
     )
     enable_sleep_mode: bool = setting(
         True,

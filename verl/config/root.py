@@ -15,12 +15,25 @@ from verl.config.profiler import GlobalProfilerConfig
 from verl.config.reward import RewardConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.trainer import TrainerConfig
+from verl.registry import (
+    ADVANTAGE_ESTIMATORS,
+    POLICY_LOSSES,
+    SCHEDULES,
+    EstimatorFacts,
+    LossFacts,
+    ScheduleFacts,
+)
 
 
 @dataclass(frozen=True)
 class ActorRolloutRefConfig(ConfigNode):
     """Policy, sampler and reference policy."""
 
+    hybrid_engine: bool = setting(
+        True,
+        "samplers live in the processes of the trainers; false: in a pool of their own, rollout.nnodes x "
+        "rollout.n_gpus_per_node, or the one of trainer.resource_pools that names the role rollout",
+    )
     nccl_timeout: int = setting(600, "seconds after which a process that its peers wait for is an error")
     model: HFModelConfig = section(HFModelConfig)
     actor: ActorConfig = section(ActorConfig)
@@ -42,27 +55,29 @@ class PPOTrainerConfig(ConfigNode):
     ray_kwargs: RayConfig = section(RayConfig)
 
 
-ON_VALUES = ("gae", "vapo")
-"""Estimators that read a critic's values."""
+def of_estimator(cfg: PPOTrainerConfig) -> EstimatorFacts:
+    """What is known of the estimator."""
+    return ADVANTAGE_ESTIMATORS.facts(cfg.algorithm.adv_estimator)
+
+
+def of_loss(cfg: PPOTrainerConfig) -> LossFacts:
+    """What is known of the policy loss."""
+    return POLICY_LOSSES.facts(cfg.actor_rollout_ref.actor.policy_loss.loss_mode)
+
+
+def of_schedule(cfg: PPOTrainerConfig) -> ScheduleFacts:
+    """What is known of the schedule."""
+    return SCHEDULES.facts(cfg.trainer.v1.trainer_mode)
 
 
 def uses_critic(cfg: PPOTrainerConfig) -> bool:
-    """``critic.enable`` where it is set, else the estimator decides: gae and vapo need values."""
-    return cfg.critic.enable if cfg.critic.enable is not None else cfg.algorithm.adv_estimator in ON_VALUES
-
-
-ON_OLD_LOG_PROBS = ("optimal_token_baseline", "tir_optimal_token_baseline")
-"""Estimators that read the trainer's log-probs."""
-
-
-ON_PAIRS = ("recipe.spin.core:dpo",)
-"""Policy losses on pairs of answers, which read the reference's log-probs and no old ones."""
+    """``critic.enable`` where it is set, else whether the estimator reads values."""
+    return cfg.critic.enable if cfg.critic.enable is not None else of_estimator(cfg).values
 
 
 def learns_from_pairs(cfg: PPOTrainerConfig) -> bool:
     """Whether the actor learns from the best and the worst answer to each prompt."""
-    mode = cfg.actor_rollout_ref.actor.policy_loss.loss_mode
-    return mode in ON_PAIRS or mode in [path.replace(":", ".") for path in ON_PAIRS]  # a path is written either way
+    return of_loss(cfg).pairs
 
 
 def corrects_rollout(cfg: PPOTrainerConfig) -> bool:
@@ -91,7 +106,7 @@ def skips_old_log_prob(cfg: PPOTrainerConfig) -> bool:
     """
     if cfg.algorithm.rollout_correction.bypass_mode:
         return True
-    read = cfg.algorithm.use_kl_in_reward or cfg.algorithm.adv_estimator in ON_OLD_LOG_PROBS or corrects_rollout(cfg)
+    read = cfg.algorithm.use_kl_in_reward or of_estimator(cfg).old_log_probs or corrects_rollout(cfg)
     return (updates_once(cfg) or learns_from_pairs(cfg)) and not read
 
 
@@ -116,7 +131,7 @@ def reads_ref_log_prob(cfg: PPOTrainerConfig) -> bool:
 def uses_reward_model(cfg: PPOTrainerConfig) -> bool:
     """Whether a reward model scores samples as a role; one on a server is asked by the reward function instead.
 
-    An implicit one is a role that a recipe adds.
+    A schedule may hold it as a role of its own.
     """
     model = cfg.reward.reward_model
-    return model.enable and model.rollout.name == "hf" and not model.implicit.enable
+    return model.enable and model.rollout.name == "hf" and not of_schedule(cfg).reward_model

@@ -1,65 +1,84 @@
 """Rules about the devices of a sampler: what one engine takes, and what there is for it.
 
-The hf engine is held by several workers together. vLLM and SGLang make workers of their own: each process of a run
-builds its own engine, and on several processes each of them has one device.
+A replica of the hf engine is one process. vLLM and SGLang share a model among workers of their own.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from verl.config.checks import Problems, caught, in_range
 from verl.config.root import PPOTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
 
+OWN_PROCESSES = ("vllm", "sglang")
+"""Engines that start the processes of a replica themselves: a run of one process holds one of any size."""
 _R = "actor_rollout_ref.rollout"
 _T, _P, _E = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_parallel_size"
-_WORKERS_OF_ITS_OWN = ("vllm", "sglang")
-_MORE = "Change it, or the number of processes (trainer.nnodes, trainer.n_gpus_per_node)."
 
 
-def problems(cfg: PPOTrainerConfig) -> Problems:
-    """Engines that a run's processes cannot build; what the machine has is another rule's, `on_machine`."""
-    rollout, processes = cfg.actor_rollout_ref.rollout, _processes(cfg)
-    found = sizes(_R, rollout)
-    if found or processes < 1:
-        return found
-    if rollout.name == "hf":
-        return _together(rollout, processes)
-    if _starts_no_engine(rollout) or devices_of(rollout) == 1 or processes == 1:
+@dataclass(frozen=True)
+class ReplicaSpec:
+    """What one sampling engine takes; its experts lie on the devices that it has anyway."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    expert: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Of one replica."""
+        return self.tensor * self.pipeline * self.data
+
+    def __str__(self) -> str:
+        pipeline = f" x {self.pipeline} (pipeline)" if self.pipeline > 1 else ""
+        data = f" x {self.data} (data)" if self.data > 1 else ""
+        return f"{self.tensor} (tensor){pipeline}{data}"
+
+
+def spec_of(rollout: Any) -> ReplicaSpec:
+    """The sizes of one replica."""
+    return ReplicaSpec(rollout[_T], rollout[_P], expert=rollout[_E])
+
+
+def addresses_of(rollout: Any) -> list[str]:
+    """Servers that sample and run already: ``server.url`` of the engines that ask servers."""
+    if rollout.name not in ("server", "sglang") or not rollout.server.url:
         return []
-    needed = devices_of(rollout)
-    share = f"{processes} devices would make {processes // needed} such engines"
-    if processes % needed:
-        share = f"{processes} devices cannot be shared out to such engines either"
-    return [
-        NotBuiltError(
-            f"each of the {processes} processes builds an engine of its own on its one device, and "
-            f"{_product(rollout)} = {needed} devices; {share}, which is not built yet",
-            key=_largest(_R, rollout),
-            got=needed,
-            allowed=[1],
-            fix=f"Leave it out, or set {_R}.name=hf, which {_T} processes hold together.",
-        )
-    ]
+    named = rollout.server.url
+    return [named] if isinstance(named, str) else list(named)
+
+
+def starts_no_engine(rollout: Any) -> bool:
+    """Servers that run already have sizes of their own."""
+    return rollout.name == "server" or bool(addresses_of(rollout))
+
+
+def largest(key: str, rollout: Any) -> str:
+    """The size to which a problem with their product is put down."""
+    return f"{key}.{_T if rollout[_T] >= rollout[_P] else _P}"
 
 
 def served_problems(cfg: PPOTrainerConfig) -> Problems:
-    """The same where servers sample that are started for it, each with devices of its own."""
-    rollout, processes = cfg.actor_rollout_ref.rollout, _processes(cfg)
-    found = sizes(_R, rollout)
-    if found or processes < 1 or rollout.server.url:
-        return found
-    if cfg.trainer.nnodes > 1:
+    """Of a program whose samplers are servers that are started for it, each with devices of its own."""
+    rollout, trainer = cfg.actor_rollout_ref.rollout, cfg.trainer
+    processes = trainer.nnodes * (trainer.n_gpus_per_node or 1)
+    problems = sizes(_R, rollout)
+    if problems or processes < 1 or rollout.server.url:
+        return problems
+    if trainer.nnodes > 1:
         fix = f"Start servers on the other nodes and name all of them: {_R}.name=server {_R}.server.url=[...]."
         message, key = "servers are started on this machine only", "trainer.nnodes"
-        return [ConfigError(message, key=key, got=cfg.trainer.nnodes, allowed="1", fix=fix)]
-    needed = devices_of(rollout)
+        return [ConfigError(message, key=key, got=trainer.nnodes, allowed="1", fix=fix)]
+    spec = spec_of(rollout)
+    needed = spec.devices
     if processes % needed == 0:
         return []
-    message = f"{processes} device(s) cannot be shared out to servers of {_product(rollout)} = {needed}"
-    allowed = f"a multiple of {needed}"
-    return [ConfigError(message, key="trainer.n_gpus_per_node", got=processes, allowed=allowed, fix=_MORE)]
+    message = f"{processes} device(s) cannot be shared out to servers of {spec} = {needed}"
+    allowed, fix = f"a multiple of {needed}", f"Change it, or {_R}.{_T}."
+    return [ConfigError(message, key="trainer.n_gpus_per_node", got=processes, allowed=allowed, fix=fix)]
 
 
 def on_machine(key: str, rollout: Any, device: str | None, is_local: bool = True) -> Problems:
@@ -72,8 +91,8 @@ def on_machine(key: str, rollout: Any, device: str | None, is_local: bool = True
     """
     from verl import device as devices  # torch is loaded only once there is something to validate
 
-    needed = devices_of(rollout)
-    if needed == 1 or rollout.name not in _WORKERS_OF_ITS_OWN or _starts_no_engine(rollout):
+    needed = spec_of(rollout).devices
+    if needed == 1 or rollout.name not in OWN_PROCESSES or starts_no_engine(rollout):
         return []
     if caught(devices.resolve_device, device):
         return []  # said already
@@ -82,27 +101,26 @@ def on_machine(key: str, rollout: Any, device: str | None, is_local: bool = True
     if kind == "cpu" or needed <= there:  # on a CPU the engine's own processes share it
         return []
     here = f"{there} GPU{'s' if there != 1 else ''}"
-    message = f"one engine takes {_product(rollout)} = {needed} devices, and the process that builds it has {here}"
+    message = f"one engine takes {spec_of(rollout)} = {needed} devices, and the process that builds it has {here}"
     fix = "Make it smaller, or leave it out."
-    return [ConfigError(message, key=_largest(key, rollout), got=needed, allowed=f"at most {there}", fix=fix)]
-
-
-def one_process(key: str, rollout: Any) -> Problems:
-    """A program that samples in one process, which cannot hold an hf engine together with others."""
-    size = rollout[_T]
-    if rollout.name != "hf" or size == 1:
-        return []
-    message = "the hf engine is held by as many processes together, and this program has one"
-    return [ConfigError(message, key=f"{key}.{_T}", got=size, allowed=[1], fix="Leave it out.")]
+    return [ConfigError(message, key=largest(key, rollout), got=needed, allowed=f"at most {there}", fix=fix)]
 
 
 def sizes(key: str, rollout: Any) -> Problems:
     """What each parallel size may be by itself, and that of the experts beside the others."""
-    found: Problems = []
+    problems: Problems = []
     for name in (_T, _P, _E):
-        found += in_range(f"{key}.{name}", rollout[name], "1 or more", rollout[name] >= 1)
-    if found or rollout.name != "vllm" or rollout[_E] in (1, rollout[_T]):
-        return found
+        problems += in_range(f"{key}.{name}", rollout[name], "1 or more", rollout[name] >= 1)
+    if not problems and rollout.name == "hf" and spec_of(rollout).devices > 1:
+        message, named = "the hf engine holds the whole model in one process", largest(key, rollout)
+        fix = f"Leave it out, or set {key}.name to vllm or sglang, which share a model out."
+        return [ConfigError(message, key=named, got=spec_of(rollout).devices, allowed=[1], fix=fix)]
+    if problems or rollout[_E] == 1:
+        return problems
+    if rollout.name == "sglang":
+        return _experts_of_sglang(key, rollout)
+    if rollout.name != "vllm" or rollout[_E] == rollout[_T]:
+        return problems
     message = (
         f"vLLM deals the experts to all {rollout[_T]} tensor-parallel processes of an engine or to none; over more "
     )
@@ -112,40 +130,11 @@ def sizes(key: str, rollout: Any) -> Problems:
     return [NotBuiltError(message, key=f"{key}.{_E}", got=rollout[_E], allowed=allowed, fix=fix)]
 
 
-def devices_of(rollout: Any) -> int:
-    """Of one engine."""
-    return int(rollout[_T] * rollout[_P])
-
-
-def _processes(cfg: PPOTrainerConfig) -> int:
-    return cfg.trainer.nnodes * (cfg.trainer.n_gpus_per_node or 1)
-
-
-def _starts_no_engine(rollout: Any) -> bool:
-    """Servers that run already have sizes of their own."""
-    return rollout.name == "server" or (rollout.name == "sglang" and bool(rollout.server.url))
-
-
-def _product(rollout: Any) -> str:
-    pipeline = f" x {rollout[_P]} (pipeline)" if rollout[_P] > 1 else ""
-    return f"{rollout[_T]} (tensor){pipeline}"
-
-
-def _largest(key: str, rollout: Any) -> str:
-    return f"{key}.{_T if rollout[_T] >= rollout[_P] else _P}"
-
-
-def _together(rollout: Any, processes: int) -> Problems:
-    """Processes that sample together with the hf engine; whether the model's heads divide is seen when it is read."""
-    size = rollout[_T]
-    if processes % size == 0:
+def _experts_of_sglang(key: str, rollout: Any) -> Problems:
+    """Groups of its tensor-parallel processes hold the experts."""
+    tensor, experts = rollout[_T], rollout[_E]
+    if tensor % experts == 0:
         return []
-    return [
-        ConfigError(
-            f"a group that samples together must divide the number of processes, {processes}",
-            key=f"{_R}.{_T}",
-            got=size,
-            allowed=[n for n in range(1, processes + 1) if processes % n == 0],
-            fix=_MORE,
-        )
-    ]
+    message = f"SGLang divides the {tensor} tensor-parallel processes of a server into groups for the experts"
+    allowed = [n for n in range(1, tensor + 1) if tensor % n == 0]
+    return [ConfigError(message, key=f"{key}.{_E}", got=experts, allowed=allowed, fix=f"Change it, or {key}.{_T}.")]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from verl.config.node import ConfigNode, leaves, to_dict
+from verl.config.tree import Node, leaves, to_dict
 from verl.config.upstream_only import rows
 
 
@@ -43,9 +43,9 @@ class Schema:
         30
     """
 
-    root: type[ConfigNode]
+    root: type[Node]
     leaves: dict[str, Leaf] = field(repr=False)
-    sections: dict[str, type[ConfigNode]] = field(repr=False)
+    sections: dict[str, type[Node]] = field(repr=False)
     upstream_only: dict[str, Leaf] = field(repr=False)
 
     @cached_property
@@ -82,13 +82,13 @@ class Schema:
         """Full keys that were probably meant: a misspelt neighbour, a shortened key, the same name elsewhere."""
         section, _, name = key.rpartition(".")
         siblings = {k.rpartition(".")[2]: k for k in self.every if k.rpartition(".")[0] == section}
-        found = [siblings[n] for n in difflib.get_close_matches(name, siblings, n=limit, cutoff=0.7)]
-        found += [k for k in self.every if k.endswith(f".{key}")]
+        near = [siblings[n] for n in difflib.get_close_matches(name, siblings, n=limit, cutoff=0.7)]
+        near += [k for k in self.every if k.endswith(f".{key}")]
         same_name = [k for k in self.every if k.rpartition(".")[2] == name]
-        found += sorted(same_name, key=lambda k: -difflib.SequenceMatcher(None, key, k).ratio())
-        if not found:
-            found = difflib.get_close_matches(key, self.every, n=limit, cutoff=0.6)
-        return list(dict.fromkeys(found))[:limit]
+        near += sorted(same_name, key=lambda k: -difflib.SequenceMatcher(None, key, k).ratio())
+        if not near:
+            near = difflib.get_close_matches(key, self.every, n=limit, cutoff=0.6)
+        return list(dict.fromkeys(near))[:limit]
 
 
 def holds_mapping(wanted: Any) -> bool:
@@ -96,28 +96,29 @@ def holds_mapping(wanted: Any) -> bool:
     return wanted is dict or dict in typing.get_args(wanted)
 
 
-_made: dict[type[ConfigNode], Schema] = {}
+_made: dict[type[Node], Schema] = {}
 
 
-def schema_of(root: type[ConfigNode]) -> Schema:
+def schema_of(root: type[Node]) -> Schema:
     """The flat tree of a root class, made once."""
     if root not in _made:
         _made[root] = _make(root)
     return _made[root]
 
 
-def _make(root: type[ConfigNode]) -> Schema:
+def _make(root: type[Node]) -> Schema:
     defaults = to_dict(root())
-    sections: dict[str, type[ConfigNode]] = {}
+    sections: dict[str, type[Node]] = {}
     types: dict[str, Any] = {}
-    _walk(root, "", sections, types)
-    found = {}
+    there: dict[str, str] = {}
+    _walk(root, "", sections, types, there)
+    by_key = {}
     for key, declared in leaves(root):
         meta, value = declared.metadata, defaults
         for part in key.split("."):
             value = value[part]
-        follows = _absolute(meta["follows"], key)
-        found[key] = Leaf(
+        follows = there.get(key) or _absolute(meta["follows"], key)
+        by_key[key] = Leaf(
             key,
             types[key],
             value,
@@ -139,14 +140,17 @@ def _make(root: type[ConfigNode]) -> Schema:
     for key, row in below.items():
         follows = _absolute(row.follows, key)
         follows = follows if follows in types or follows in below else None
-        is_path = follows in found and found[follows].path
+        is_path = follows in by_key and by_key[follows].path
         wanted = Any if row.default is None else type(row.default)
         default = copy.deepcopy(row.default)
         upstream_only[key] = Leaf(key, wanted, default, "", None, row.feature, row.no_effect, (), follows, is_path)
-    return Schema(root, found, sections, upstream_only)
+    return Schema(root, by_key, sections, upstream_only)
 
 
-def _walk(cls: type[ConfigNode], prefix: str, sections: dict[str, type[ConfigNode]], types: dict[str, Any]) -> None:
+def _walk(
+    cls: type[Node], prefix: str, sections: dict[str, type[Node]], types: dict[str, Any], there: dict[str, str]
+) -> None:
+    """Fill in the class of every section, the type of every leaf, and what leaves follow where their section stands."""
     hints = typing.get_type_hints(cls)
     for name, declared in cls.__dataclass_fields__.items():
         key = f"{prefix}.{name}".removeprefix(".")
@@ -155,7 +159,8 @@ def _walk(cls: type[ConfigNode], prefix: str, sections: dict[str, type[ConfigNod
             types[key] = hints[name]
         else:
             sections[key] = inner
-            _walk(inner, key, sections, types)
+            there |= {f"{key}.{own}": other for own, other in declared.metadata["follows"].items()}
+            _walk(inner, key, sections, types, there)
 
 
 def _absolute(follows: str | None, key: str) -> str | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from verl.config.checkpoint import CheckpointContentsConfig
 from verl.config.engine import FSDPEngineConfig
-from verl.config.megatron import MegatronEngineSupervisedConfig
+from verl.config.megatron import LIKE_ENGINE, MegatronEngineConfig
 from verl.config.model import HFModelConfig
 from verl.config.node import ABSENT, ConfigNode, section, setting
 from verl.config.optim import OptimizerConfig
@@ -96,7 +96,7 @@ class SFTEngineConfig(FSDPEngineConfig):
         "fsdp2 in several",
         upstream="fsdp",
     )
-    megatron: MegatronEngineSupervisedConfig = section(MegatronEngineSupervisedConfig)
+    megatron: MegatronEngineConfig = section(MegatronEngineConfig, LIKE_ENGINE)
 
 
 @dataclass(frozen=True)

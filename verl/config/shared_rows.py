@@ -1,7 +1,7 @@
 """Rules about rows and the processes that compute them: into how many parts a batch is cut, and how long a row may be.
 
-Processes of one copy of a Megatron model, and neighbours that share sequences or linear maps, compute the same rows. A
-token budget is what one process computes: neighbours that share their sequences have the sum of theirs for a row.
+Processes of one copy of a Megatron model, and peers that share sequences or linear layers, compute the same rows. A
+token budget is what one process computes: peers that share their sequences have the sum of theirs for a row.
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ from verl.config.checks import Problems
 from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
 from verl.config.root import PPOTrainerConfig, uses_critic, uses_reference
 from verl.config.sft import SFTTrainerConfig
-from verl.config.validate_megatron import Role, role_of_supervised, roles
+from verl.config.topology import backend_of, sizes_of
+from verl.config.validate_megatron import MegatronRole, role_of_supervised, roles
 from verl.errors import ConfigError
 
 _A, _R, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 _ULYSSES = "ulysses_sequence_parallel_size"
-_SHARED = {_ULYSSES: "sequences", "tensor_parallel_size": "linear maps", "expert_parallel_size": "experts"}
+_SHARED = {_ULYSSES: "sequences", "tensor_parallel_size": "linear layers", "expert_parallel_size": "experts"}
 _COUNT = "Change it, or the number of processes (trainer.nnodes, trainer.n_gpus_per_node, trainer.resource_pools)."
 
 
 def problems(cfg: PPOTrainerConfig) -> Problems:
     """Of an RL run: groups of processes, mini-batches, token budgets."""
-    found = {role.key: role for role in roles(cfg) if role.processes >= 1}
-    return [p for role in found.values() for p in _groups(role)] or _parts(cfg, found) + _budgets(cfg, found)
+    by_section = {role.key: role for role in roles(cfg) if role.processes >= 1}
+    return [p for role in by_section.values() for p in _groups(role)] or _parts(cfg, by_section) + _budgets(
+        cfg, by_section
+    )
 
 
 def sft_budget(cfg: SFTTrainerConfig) -> Problems:
@@ -43,23 +46,19 @@ def pair_budget(cfg: DPOTrainerConfig | RMTrainerConfig) -> Problems:
     return _fits(key, data.max_token_len_per_gpu, 2 * data.max_length, "two rows of data.max_length", factor)
 
 
-def parts_of(role: Role) -> int:
+def parts_of(role: MegatronRole) -> int:
     """Into how many parts a batch is cut for a role; its processes divide into groups."""
-    if role.is_megatron:
-        sizes = role.sizes
-        together = sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size
-    else:
-        together = max(_sequence_ranks(role), role.others[1]["tensor_parallel_size"])
-    return max(1, role.processes // max(1, together))  # sizes below 1 are refused for themselves
+    backend = backend_of(role.section.strategy, role.processes)
+    return sizes_of(backend, role.others[1], role.sizes, role.processes).data
 
 
-def _sequence_ranks(role: Role) -> int:
+def _sequence_ranks(role: MegatronRole) -> int:
     """How many processes a row is shared among."""
     return 1 if role.is_megatron else max(1, role.others[1][_ULYSSES])
 
 
-def _groups(role: Role) -> Problems:
-    """Neighbours that share something divide the processes."""
+def _groups(role: MegatronRole) -> Problems:
+    """Peers that share something divide the processes."""
     if role.is_megatron:
         return []
     key, engine = role.others
@@ -77,7 +76,7 @@ def _groups(role: Role) -> Problems:
     return []
 
 
-def _parts(cfg: PPOTrainerConfig, found: dict[str, Role]) -> Problems:
+def _parts(cfg: PPOTrainerConfig, by_section: dict[str, MegatronRole]) -> Problems:
     """Every optimizer step, and every pass over the batch, gives each part as many samples."""
     batch = cfg.data.train_batch_size
     wanted = [(_A, f"{_A}.ppo_mini_batch_size", cfg.actor_rollout_ref.actor.ppo_mini_batch_size)]
@@ -87,7 +86,7 @@ def _parts(cfg: PPOTrainerConfig, found: dict[str, Role]) -> Problems:
         wanted.append((_REF, "data.train_batch_size", batch))
     problems: Problems = []
     for section, key, prompts in wanted:
-        role = found.get(section)
+        role = by_section.get(section)
         if role is None or prompts < 1:
             continue
         samples, parts = prompts * cfg.actor_rollout_ref.rollout.n, parts_of(role)
@@ -96,7 +95,7 @@ def _parts(cfg: PPOTrainerConfig, found: dict[str, Role]) -> Problems:
     return problems
 
 
-def _uneven(key: str, prompts: int, samples: int, role: Role, parts: int) -> ConfigError:
+def _uneven(key: str, prompts: int, samples: int, role: MegatronRole, parts: int) -> ConfigError:
     among = f"{parts} processes"
     if parts < role.processes:
         among = f"{parts} groups, of {role.processes // parts} processes each that compute the same rows"
@@ -104,7 +103,7 @@ def _uneven(key: str, prompts: int, samples: int, role: Role, parts: int) -> Con
     return ConfigError(message, key=key, got=prompts, fix=_COUNT)
 
 
-def _budgets(cfg: PPOTrainerConfig, found: dict[str, Role]) -> Problems:
+def _budgets(cfg: PPOTrainerConfig, by_section: dict[str, MegatronRole]) -> Problems:
     a, needed = cfg.actor_rollout_ref, cfg.data.max_prompt_length + cfg.data.max_response_length
     passes = [
         (_A, f"{_A}.ppo_max_token_len_per_gpu", a.actor.use_dynamic_bsz, a.actor.ppo_max_token_len_per_gpu),
@@ -121,13 +120,13 @@ def _budgets(cfg: PPOTrainerConfig, found: dict[str, Role]) -> Problems:
     problems = [
         problem
         for section, key, is_on, budget in passes
-        if is_on and section in found
-        for problem in _fits(key, budget, needed, what, _sequence_ranks(found[section]))
+        if is_on and section in by_section
+        for problem in _fits(key, budget, needed, what, _sequence_ranks(by_section[section]))
     ]
-    if model.enable and model.use_dynamic_bsz and "reward.reward_model" in found:
+    if model.enable and model.use_dynamic_bsz and "reward.reward_model" in by_section:
         longest = ("reward.reward_model.max_length", model.max_length) if model.max_length else (what, needed)
         key, budget = "reward.reward_model.forward_max_token_len_per_gpu", model.forward_max_token_len_per_gpu
-        problems += _fits(key, budget, longest[1], longest[0], _sequence_ranks(found["reward.reward_model"]))
+        problems += _fits(key, budget, longest[1], longest[0], _sequence_ranks(by_section["reward.reward_model"]))
     return problems
 
 

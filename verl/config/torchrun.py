@@ -26,9 +26,9 @@ def processes(cfg: SFTTrainerConfig) -> Problems:
                 "or leave it out.",
             )
         ]
-    found = _one_device_each(cfg)
-    if found:
-        return found
+    problems = _one_device_each(cfg)
+    if problems:
+        return problems
     if started > 1 and cfg.engine.strategy == "plain":
         return [
             ConfigError(

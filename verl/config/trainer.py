@@ -41,7 +41,8 @@ class TrainerConfig(ConfigNode):
     n_gpus_per_node: int | None = setting(None, "processes per machine, one per GPU; null: 1", upstream=8)
     resource_pools: dict = setting(
         {},
-        "processes that roles have for themselves: {name: {roles: [critic], processes: [2]}}, one number per node; "
+        "processes that roles (critic, ref, rm, rollout) have for themselves: {name: {roles: [critic], processes: [2]}}, "
+        "one number per node; "
         "all other roles share trainer.nnodes x trainer.n_gpus_per_node",
         upstream=ABSENT,
     )

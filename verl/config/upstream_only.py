@@ -16,7 +16,7 @@ FILE = Path(__file__).with_name("upstream_only.yaml")
 
 
 @dataclass(frozen=True)
-class Row:
+class UpstreamRow:
     """One setting of a section class: dotted name below the section, upstream's default, and what becomes of it.
 
     Exactly one of ``feature`` (any value but the default is refused by this name) and ``no_effect`` (why) is set.
@@ -30,15 +30,15 @@ class Row:
 
 
 @cache
-def rows() -> dict[str, tuple[Row, ...]]:
+def rows() -> dict[str, tuple[UpstreamRow, ...]]:
     """Name of a section class -> its rows, in the order of the file."""
     import yaml
 
-    found: dict[str, list[Row]] = {}
+    by_section: dict[str, list[UpstreamRow]] = {}
     for block in yaml.load(FILE.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         for section in block["sections"]:
-            found.setdefault(section, []).extend(_rows(block))
-    return {section: tuple(own) for section, own in found.items()}
+            by_section.setdefault(section, []).extend(_rows(block))
+    return {section: tuple(own) for section, own in by_section.items()}
 
 
 def names_of(section: type) -> list[str]:
@@ -47,9 +47,9 @@ def names_of(section: type) -> list[str]:
     return list(dict.fromkeys([*section.__dataclass_fields__, *own]))  # type: ignore[attr-defined]
 
 
-def _rows(block: dict[str, Any]) -> Iterator[Row]:
+def _rows(block: dict[str, Any]) -> Iterator[UpstreamRow]:
     for name, default in block["defaults"].items():
         follows = None
         if isinstance(default, dict) and "follows" in default:
             follows, default = default["follows"], default["default"]
-        yield Row(name, default, follows, block.get("feature"), block.get("no_effect"))
+        yield UpstreamRow(name, default, follows, block.get("feature"), block.get("no_effect"))

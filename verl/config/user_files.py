@@ -39,8 +39,8 @@ def entries_of(data: Any, key: str, source: str, section: str | None = None) -> 
     Raises:
         ConfigError: something else.
     """
-    found = data.get(section) if section and isinstance(data, dict) else data
-    if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
+    entries = data.get(section) if section and isinstance(data, dict) else data
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         wanted = f"'{section}:' with a list of entries" if section else "a list of entries"
-        raise ConfigError(f"{source} holds something else", key=key, got=type(found).__name__, allowed=wanted)
-    return found
+        raise ConfigError(f"{source} holds something else", key=key, got=type(entries).__name__, allowed=wanted)
+    return entries

@@ -11,14 +11,16 @@ from verl import registry
 from verl.config import (
     correcting,
     exact_kl,
-    implicit_reward,
     losses,
     machine,
     notices,
     optimizers,
+    oversampling,
     ranges,
+    recipes,
     sampler_sizes,
     shared_rows,
+    topology,
     validate_megatron,
     validate_profiler,
 )
@@ -27,15 +29,11 @@ from verl.config.node import unrecorded
 from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
 from verl.config.reward_model import reward_model
 from verl.config.rollout import RolloutConfig
-from verl.config.root import ON_VALUES, PPOTrainerConfig, uses_critic
+from verl.config.root import PPOTrainerConfig, of_estimator, uses_critic
 from verl.config.sft import SFTTrainerConfig
 from verl.errors import ConfigError
 from verl.metrics import notice
 
-GROUP_ESTIMATORS = (
-    "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo",
-    "optimal_token_baseline", "tir_optimal_token_baseline",
-)  # fmt: skip
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -57,16 +55,16 @@ def validate(cfg: PPOTrainerConfig, served: bool = False) -> None:
 def tell_problems(cfg: PPOTrainerConfig) -> None:
     """A notice about what refuses a run wherever it is started: for a configuration that is only printed."""
     with unrecorded():
-        found = caught(collect, _rules(served=False), cfg)
-    for problem in found:
+        problems = caught(collect, _rules(served=False), cfg)
+    for problem in problems:
         notice("--cfg", f"a run with these settings is refused: {problem}")
 
 
 def _rules(served: bool) -> tuple[Rule, ...]:
     """What no machine changes."""
-    sampler = sampler_sizes.served_problems if served else sampler_sizes.problems
-    return (_names, _kl, ranges.numbers, losses.problems, _groups, _values, _batches, sampler, _micro_batches,
-            _sampling, _mirrors, shared_rows.problems, reward_model, implicit_reward.problems, validate_megatron.problems,
+    placed = (sampler_sizes.served_problems,) if served else (topology.problems,)
+    return (_names, _kl, ranges.numbers, losses.problems, _groups, _values, _batches, *placed, _micro_batches,
+            _sampling, _mirrors, shared_rows.problems, reward_model, oversampling.problems, recipes.problems, validate_megatron.problems,
             validate_profiler.problems, correcting.rollout, correcting.groups, _plugins, _resume, _validation)  # fmt: skip
 
 
@@ -107,44 +105,44 @@ def _names(cfg: PPOTrainerConfig) -> Problems:
     actor, rollout, ref = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.ref
     manager, default = cfg.reward.reward_manager, "Leave it out to take the default."
     loop = rollout.agent.default_agent_loop
-    found = known_name(
+    problems = known_name(
         registry.ADVANTAGE_ESTIMATORS, "algorithm.adv_estimator", cfg.algorithm.adv_estimator, "Take one of these."
     )
-    found += known_name(registry.SCHEDULES, "trainer.v1.trainer_mode", cfg.trainer.v1.trainer_mode, "Leave it out.")
-    found += known_name(registry.POLICY_LOSSES, f"{_A}.policy_loss.loss_mode", actor.policy_loss.loss_mode, default)
-    found += known_name(registry.SAMPLERS, f"{_R}.name", rollout.name, f"Set {_R}.name=hf.")
-    found += _transport(rollout)
+    problems += known_name(registry.SCHEDULES, "trainer.v1.trainer_mode", cfg.trainer.v1.trainer_mode, "Leave it out.")
+    problems += known_name(registry.POLICY_LOSSES, f"{_A}.policy_loss.loss_mode", actor.policy_loss.loss_mode, default)
+    problems += known_name(registry.SAMPLERS, f"{_R}.name", rollout.name, f"Set {_R}.name=hf.")
+    problems += _transport(rollout)
     if rollout.agent.agent_loop_config_path is None:  # the names in that file are known where it is read
-        found += known_name(registry.AGENT_LOOPS, f"{_R}.agent.default_agent_loop", loop, default)
-    found += known_name(registry.TOOL_PARSERS, f"{_R}.multi_turn.format", rollout.multi_turn.format, default)
+        problems += known_name(registry.AGENT_LOOPS, f"{_R}.agent.default_agent_loop", loop, default)
+    problems += known_name(registry.TOOL_PARSERS, f"{_R}.multi_turn.format", rollout.multi_turn.format, default)
     if manager.source == "register":
-        found += known_name(registry.REWARD_MANAGERS, "reward.reward_manager.name", manager.name, default)
+        problems += known_name(registry.REWARD_MANAGERS, "reward.reward_manager.name", manager.name, default)
     sections = {_A: actor, "actor_rollout_ref.ref": ref} | ({"critic": cfg.critic} if uses_critic(cfg) else {})
     for key, section in sections.items():
         if section.strategy != "auto":
-            found += known_name(registry.ENGINES, f"{key}.strategy", section.strategy, _ONE_DEVICE)
-    found += one_of(f"{_A}.loss_agg_mode", actor.loss_agg_mode, LOSS_AGG_MODES)
-    return found + one_of("critic.loss_agg_mode", cfg.critic.loss_agg_mode, LOSS_AGG_MODES)
+            problems += known_name(registry.ENGINES, f"{key}.strategy", section.strategy, _ONE_DEVICE)
+    problems += one_of(f"{_A}.loss_agg_mode", actor.loss_agg_mode, LOSS_AGG_MODES)
+    return problems + one_of("critic.loss_agg_mode", cfg.critic.loss_agg_mode, LOSS_AGG_MODES)
 
 
 def _kl(cfg: PPOTrainerConfig) -> Problems:
-    found: Problems = []
+    problems: Problems = []
     for key, kind in ((f"{_A}.kl_loss_type", cfg.actor_rollout_ref.actor.kl_loss_type),
                       ("algorithm.kl_penalty", cfg.algorithm.kl_penalty)):  # fmt: skip
         if kind == "full+":
-            found.append(
+            problems.append(
                 ConfigError(
                     "the exact KL has the gradient of the KL as it is", key=key, got=kind, fix="Set it to full."
                 )
             )
         else:
-            found += one_of(key, kind.removesuffix("+"), KL_KINDS)
-    return found + exact_kl.problems(cfg)
+            problems += one_of(key, kind.removesuffix("+"), KL_KINDS)
+    return problems + exact_kl.problems(cfg)
 
 
 def _groups(cfg: PPOTrainerConfig) -> Problems:
     estimator, rollout = cfg.algorithm.adv_estimator, cfg.actor_rollout_ref.rollout
-    if estimator not in GROUP_ESTIMATORS:
+    if not of_estimator(cfg).groups:
         return []
     if rollout.n < 2:
         return [
@@ -166,7 +164,7 @@ def _groups(cfg: PPOTrainerConfig) -> Problems:
 
 def _values(cfg: PPOTrainerConfig) -> Problems:
     estimator = cfg.algorithm.adv_estimator
-    if estimator not in ON_VALUES or uses_critic(cfg):
+    if not of_estimator(cfg).values or uses_critic(cfg):
         return []
     fix = f"Leave it out, or take an estimator without a critic: algorithm.adv_estimator=grpo {_R}.n=8."
     message = f"the estimator {estimator!r} needs the values of a critic"
@@ -174,9 +172,9 @@ def _values(cfg: PPOTrainerConfig) -> Problems:
 
 
 def _batches(cfg: PPOTrainerConfig) -> Problems:
-    batch, gen, found = cfg.data.train_batch_size, cfg.data.gen_batch_size, []
+    batch, gen, problems = cfg.data.train_batch_size, cfg.data.gen_batch_size, []
     if gen is not None and gen != batch and not cfg.algorithm.filter_groups.enable:
-        found.append(
+        problems.append(
             ConfigError(
                 f"without group filtering one sampled batch is one training batch of {batch}",
                 key="data.gen_batch_size",
@@ -184,10 +182,10 @@ def _batches(cfg: PPOTrainerConfig) -> Problems:
                 fix=f"Set data.gen_batch_size={batch}, or algorithm.filter_groups.enable=true.",
             )
         )
-    found += _divides(f"{_A}.ppo_mini_batch_size", cfg.actor_rollout_ref.actor.ppo_mini_batch_size, batch)
+    problems += _divides(f"{_A}.ppo_mini_batch_size", cfg.actor_rollout_ref.actor.ppo_mini_batch_size, batch)
     if uses_critic(cfg):
-        found += _divides("critic.ppo_mini_batch_size", cfg.critic.ppo_mini_batch_size, batch)
-    return found
+        problems += _divides("critic.ppo_mini_batch_size", cfg.critic.ppo_mini_batch_size, batch)
+    return problems
 
 
 def _divides(key: str, mini: int, batch: int) -> Problems:
@@ -207,7 +205,7 @@ def _divides(key: str, mini: int, batch: int) -> Problems:
 
 
 def _micro_batches(cfg: PPOTrainerConfig) -> Problems:
-    a, ref, critic, found = cfg.actor_rollout_ref.actor, "actor_rollout_ref.ref", cfg.critic, []
+    a, ref, critic, problems = cfg.actor_rollout_ref.actor, "actor_rollout_ref.ref", cfg.critic, []
     pairs = [
         (_A, a, "ppo_micro_batch_size"),
         (ref, cfg.actor_rollout_ref.ref, "log_prob_micro_batch_size"),
@@ -220,8 +218,8 @@ def _micro_batches(cfg: PPOTrainerConfig) -> Problems:
         if total is not None and per_gpu is not None and total != per_gpu:
             key = f"{section}.{name}_per_gpu"
             message = f"{section}.{name}={total} and {key}={per_gpu} contradict each other"
-            found.append(ConfigError(message, key=key, fix="Keep this one and leave the other out."))
-    return found
+            problems.append(ConfigError(message, key=key, fix="Keep this one and leave the other out."))
+    return problems
 
 
 def _sampling(cfg: PPOTrainerConfig) -> Problems:
@@ -233,31 +231,31 @@ def _sampling(cfg: PPOTrainerConfig) -> Problems:
 
 
 def _mirrors(cfg: PPOTrainerConfig) -> Problems:
-    data, rollout, found = cfg.data, cfg.actor_rollout_ref.rollout, []
+    data, rollout, problems = cfg.data, cfg.actor_rollout_ref.rollout, []
     for ours, theirs in (("prompt_length", "max_prompt_length"), ("response_length", "max_response_length")):
         if rollout[ours] != data[theirs]:
             message = f"it is the same length as data.{theirs}, which is {data[theirs]}"
             fix = f"Set data.{theirs} alone."
-            found.append(ConfigError(message, key=f"{_R}.{ours}", got=rollout[ours], fix=fix))
+            problems.append(ConfigError(message, key=f"{_R}.{ours}", got=rollout[ours], fix=fix))
     for section, node in ((_A, cfg.actor_rollout_ref.actor), ("critic", cfg.critic)):
         if node.rollout_n != rollout.n:
             message = f"it is the same number as {_R}.n, which is {rollout.n}"
             fix = f"Set {_R}.n alone."
-            found.append(ConfigError(message, key=f"{section}.rollout_n", got=node.rollout_n, fix=fix))
+            problems.append(ConfigError(message, key=f"{section}.rollout_n", got=node.rollout_n, fix=fix))
     needed = data.max_prompt_length + data.max_response_length
     if rollout.max_model_len is not None and 0 < rollout.max_model_len < needed:
         message = f"data.max_prompt_length + data.max_response_length = {needed} tokens do not fit"
         fix = f"Set {_R}.max_model_len={needed} or shorter lengths."
-        found.append(ConfigError(message, key=f"{_R}.max_model_len", got=rollout.max_model_len, fix=fix))
-    return found
+        problems.append(ConfigError(message, key=f"{_R}.max_model_len", got=rollout.max_model_len, fix=fix))
+    return problems
 
 
 def _plugins(cfg: PPOTrainerConfig) -> Problems:
-    manager, found = cfg.reward.reward_manager, _custom_dataset(cfg)
+    manager, problems = cfg.reward.reward_manager, _custom_dataset(cfg)
     if manager.source == "importlib" and manager.module.path is None:
         key, fix = "reward.reward_manager.module.path", "Name the Python file that holds the reward manager's class."
-        found.append(ConfigError("reward.reward_manager.source=importlib needs a file", key=key, fix=fix))
-    return found
+        problems.append(ConfigError("reward.reward_manager.source=importlib needs a file", key=key, fix=fix))
+    return problems
 
 
 def _custom_dataset(cfg: PPOTrainerConfig | SFTTrainerConfig) -> Problems:
@@ -294,8 +292,8 @@ def _validation(cfg: PPOTrainerConfig) -> Problems:
 
 def _sft_engine(cfg: SFTTrainerConfig) -> Problems:
     strategy = cfg.engine.strategy
-    found = [] if strategy == "auto" else known_name(registry.ENGINES, "engine.strategy", strategy, _ONE_DEVICE)
-    return found or validate_megatron.supervised_problems(cfg)
+    problems = [] if strategy == "auto" else known_name(registry.ENGINES, "engine.strategy", strategy, _ONE_DEVICE)
+    return problems or validate_megatron.supervised_problems(cfg)
 
 
 def _two_columns(cfg: SFTTrainerConfig) -> Problems:

@@ -16,18 +16,18 @@ def validate_evaluation(cfg: EvaluationConfig) -> None:
 
 def _files(cfg: EvaluationConfig) -> Problems:
     report = cfg.report
-    found = missing_files("data.path", cfg.data.path)
-    found += missing_files("custom_reward_function.path", cfg.custom_reward_function.path)
-    found += missing_files("report.compare", report.compare)
+    problems = missing_files("data.path", cfg.data.path)
+    problems += missing_files("custom_reward_function.path", cfg.custom_reward_function.path)
+    problems += missing_files("report.compare", report.compare)
     for name in ("markdown", "json", "samples"):
         folder = (report[name] or "").rpartition("/")[0]
-        found += missing_folder(f"report.{name}", folder) if folder else []
+        problems += missing_folder(f"report.{name}", folder) if folder else []
     if report.samples is not None and not report.samples.endswith(".parquet"):
         fix = "End its name in .parquet."
-        found.append(ConfigError("is written as parquet", key="report.samples", got=report.samples, fix=fix))
-    return found
+        problems.append(ConfigError("is written as parquet", key="report.samples", got=report.samples, fix=fix))
+    return problems
 
 
 def _numbers(cfg: EvaluationConfig) -> Problems:
-    found = in_range("report.timeout", cfg.report.timeout, "above 0", cfg.report.timeout > 0)
-    return found + in_range("report.num_workers", cfg.report.num_workers, "1 or more", cfg.report.num_workers >= 1)
+    problems = in_range("report.timeout", cfg.report.timeout, "above 0", cfg.report.timeout > 0)
+    return problems + in_range("report.num_workers", cfg.report.num_workers, "1 or more", cfg.report.num_workers >= 1)

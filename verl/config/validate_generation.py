@@ -18,33 +18,32 @@ def validate_generation(cfg: GenerationConfig) -> None:
 
 
 def _names(cfg: GenerationConfig) -> Problems:
-    found = known_name(SAMPLERS, "rollout.name", cfg.rollout.name, "Set rollout.name=hf.")
+    problems = known_name(SAMPLERS, "rollout.name", cfg.rollout.name, "Set rollout.name=hf.")
     if cfg.rollout.name == "server" and not cfg.rollout.server.url:
         fix = "Set rollout.server.url=http://host:port."
-        found.append(ConfigError("needs the address of a server", key="rollout.name", got="server", fix=fix))
-    return found
+        problems.append(ConfigError("needs the address of a server", key="rollout.name", got="server", fix=fix))
+    return problems
 
 
 def _numbers(cfg: GenerationConfig) -> Problems:
-    found = sampler_sizes.sizes("rollout", cfg.rollout)
-    if not found:
-        found += sampler_sizes.one_process("rollout", cfg.rollout)
-        found += sampler_sizes.on_machine("rollout", cfg.rollout, cfg.trainer.device)
-    found += in_range("data.n_samples", cfg.data.n_samples, "1 to 100000", 1 <= cfg.data.n_samples <= 100_000)
-    found += in_range("data.batch_size", cfg.data.batch_size, "1 or more", cfg.data.batch_size >= 1)
+    problems = sampler_sizes.sizes("rollout", cfg.rollout)
+    if not problems:
+        problems += sampler_sizes.on_machine("rollout", cfg.rollout, cfg.trainer.device)
+    problems += in_range("data.n_samples", cfg.data.n_samples, "1 to 100000", 1 <= cfg.data.n_samples <= 100_000)
+    problems += in_range("data.batch_size", cfg.data.batch_size, "1 or more", cfg.data.batch_size >= 1)
     for name in ("prompt_length", "response_length"):
-        found += in_range(f"rollout.{name}", cfg.rollout[name], "1 or more", cfg.rollout[name] >= 1)
-    found += engine_limits("rollout", cfg.rollout) + engine_choices("rollout", cfg.rollout)
-    found += in_range("rollout.top_k", cfg.rollout.top_k, "-1 for all tokens, or 1 or more", cfg.rollout.top_k >= -1)
-    found += in_range("rollout.temperature", cfg.rollout.temperature, "0 or more", cfg.rollout.temperature >= 0)
-    return found + in_range("rollout.top_p", cfg.rollout.top_p, "above 0, at most 1", 0 < cfg.rollout.top_p <= 1)
+        problems += in_range(f"rollout.{name}", cfg.rollout[name], "1 or more", cfg.rollout[name] >= 1)
+    problems += engine_limits("rollout", cfg.rollout) + engine_choices("rollout", cfg.rollout)
+    problems += in_range("rollout.top_k", cfg.rollout.top_k, "-1 for all tokens, or 1 or more", cfg.rollout.top_k >= -1)
+    problems += in_range("rollout.temperature", cfg.rollout.temperature, "0 or more", cfg.rollout.temperature >= 0)
+    return problems + in_range("rollout.top_p", cfg.rollout.top_p, "above 0, at most 1", 0 < cfg.rollout.top_p <= 1)
 
 
 def _files(cfg: GenerationConfig) -> Problems:
-    found = missing_files("data.path", cfg.data.path) + bad_model_folder("model.path", cfg.model.path)
-    found += vision.problems("model.path", cfg.model.path, cfg.model.external_lib)
+    problems = missing_files("data.path", cfg.data.path) + bad_model_folder("model.path", cfg.model.path)
+    problems += vision.problems("model.path", cfg.model.path, cfg.model.external_lib)
     if not cfg.data.output_path.endswith(".parquet"):
         fix = "End its name in .parquet."
-        found.append(ConfigError("is written as parquet", key="data.output_path", got=cfg.data.output_path, fix=fix))
+        problems.append(ConfigError("is written as parquet", key="data.output_path", got=cfg.data.output_path, fix=fix))
     folder = cfg.data.output_path.rpartition("/")[0]
-    return found if not folder or "://" in folder else found + missing_folder("data.output_path", folder)
+    return problems if not folder or "://" in folder else problems + missing_folder("data.output_path", folder)

@@ -14,11 +14,12 @@ from typing import Any
 
 from verl import env
 from verl.config.checks import Problems, in_range, one_of
-from verl.config.machine import pool_problems
 from verl.config.model import HFModelConfig
-from verl.config.node import ConfigNode, was_typed
-from verl.config.root import PPOTrainerConfig, uses_critic, uses_reference, uses_reward_model
+from verl.config.node import ConfigNode, follows_another, was_typed
+from verl.config.pools import Pools
+from verl.config.root import PPOTrainerConfig
 from verl.config.sft import SFTTrainerConfig
+from verl.config.topology import trained_roles
 from verl.errors import ConfigError, NotBuiltError
 from verl.json_text import read_json
 from verl.metrics import notice
@@ -42,7 +43,7 @@ _DTYPES = ("auto", "fp32", "float32", "bf16", "bfloat16")
 
 
 @dataclass(frozen=True)
-class Role:
+class MegatronRole:
     """One model of a run.
 
     Args:
@@ -76,32 +77,18 @@ class Role:
         return f"{self.key}.megatron.{name}"
 
 
-def roles(cfg: PPOTrainerConfig) -> Iterator[Role]:
+def roles(cfg: PPOTrainerConfig) -> Iterator[MegatronRole]:
     """The models that a run holds on a training backend."""
-    trainer, policy, model = cfg.trainer, cfg.actor_rollout_ref, cfg.reward.reward_model
-    shared = trainer.nnodes * (trainer.n_gpus_per_node or 1)
-    pools = {
-        role: (name, sum(pool["processes"]))
-        for name, pool in trainer.resource_pools.items()
-        if not pool_problems("trainer.resource_pools", pool)  # the rules of machines report those
-        for role in pool["roles"]
+    policy, model, pools = cfg.actor_rollout_ref, cfg.reward.reward_model, Pools.of(cfg)
+    held = {
+        "actor": (policy.model.path, _adapter(_MODEL, policy.model)),
+        "ref": (policy.model.path, None),
+        "critic": (cfg.critic.model.path, _adapter("critic.model", cfg.critic.model)),
+        "rm": (model.model_path, None),
     }
-    if model.enable_resource_pool:
-        pools["rm"] = ("reward_pool", model.nnodes * model.n_gpus_per_node)
-
-    def role(name: str, key: str, section: Any, fsdp: str, path: str | None, adapter: str | None = None) -> Role:
-        pool, processes = pools.get(name, ("", shared))
-        return Role(key, section, (f"{key}.{fsdp}", section[fsdp]), path, pool, processes, adapter=adapter)
-
-    adapter = _adapter(_MODEL, policy.model)
-    yield role("actor", "actor_rollout_ref.actor", policy.actor, "fsdp_config", policy.model.path, adapter)
-    if uses_reference(cfg):
-        yield role("ref", "actor_rollout_ref.ref", policy.ref, "fsdp_config", policy.model.path)
-    if uses_critic(cfg):
-        adapter = _adapter("critic.model", cfg.critic.model)
-        yield role("critic", "critic", cfg.critic, "fsdp", cfg.critic.model.path, adapter)
-    if uses_reward_model(cfg):
-        yield role("rm", "reward.reward_model", model, "fsdp_config", model.model_path)
+    for name, key, section, fsdp in trained_roles(cfg):
+        pool, (path, adapter) = pools.of_role(name), held[name]
+        yield MegatronRole(key, section, (f"{key}.{fsdp}", section[fsdp]), path, pool.name, pool.size, adapter=adapter)
 
 
 def problems(cfg: PPOTrainerConfig) -> Problems:
@@ -109,10 +96,10 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
     chosen = [role for role in roles(cfg) if role.is_megatron]
     if not chosen:
         return []
-    found = missing_or_other(f"{chosen[0].key}.strategy")
+    problems = missing_or_other(f"{chosen[0].key}.strategy")
     for role in chosen:
-        found += _numbers(role) or _processes(role) + _model(role)
-    return found or _one_set_of_groups(chosen)
+        problems += _numbers(role) or _processes(role) + _model(role)
+    return problems or _one_set_of_groups(chosen)
 
 
 def supervised_problems(cfg: SFTTrainerConfig) -> Problems:
@@ -123,18 +110,18 @@ def supervised_problems(cfg: SFTTrainerConfig) -> Problems:
     return missing_or_other("engine.strategy") + (_numbers(role) or _processes(role) + _model(role))
 
 
-def role_of_supervised(cfg: SFTTrainerConfig) -> Role:
+def role_of_supervised(cfg: SFTTrainerConfig) -> MegatronRole:
     """The one model of a supervised run."""
     started = "what torchrun starts (--nproc_per_node)"
     others, world = ("engine", cfg.engine), env.get_int("WORLD_SIZE", 1)
-    return Role("engine", cfg.engine, others, cfg.model.path, "", world, started, _adapter("model", cfg.model))
+    return MegatronRole("engine", cfg.engine, others, cfg.model.path, "", world, started, _adapter("model", cfg.model))
 
 
 def _adapter(key: str, model: HFModelConfig) -> str | None:
     return next((f"{key}.{name}" for name in ("lora_rank", "lora_adapter_path") if model[name]), None)
 
 
-def refuse_without_cuda(chosen: Iterable[Role], device: str, external_lib: str | None) -> None:
+def refuse_without_cuda(chosen: Iterable[MegatronRole], device: str, external_lib: str | None) -> None:
     """Raise `ConfigError` for a role on Megatron-Core where nothing answers its CUDA calls.
 
     Args:
@@ -170,17 +157,17 @@ def missing_or_other(key: str) -> Problems:
     return [ConfigError(message, key=key, got=f"{PACKAGE} {version}", allowed=allowed, fix=fix)]
 
 
-def _numbers(role: Role) -> Problems:
+def _numbers(role: MegatronRole) -> Problems:
     """What each setting may be by itself."""
-    found: Problems = []
+    problems: Problems = []
     for name in _SIZES:
         value = role.sizes[name]
-        found += in_range(role.of(name), value, "1 or more", value is None or value >= 1)
-    found += one_of(role.of("dtype"), role.sizes.dtype.removeprefix("torch."), _DTYPES)
-    return found
+        problems += in_range(role.of(name), value, "1 or more", value is None or value >= 1)
+    problems += one_of(role.of("dtype"), role.sizes.dtype.removeprefix("torch."), _DTYPES)
+    return problems
 
 
-def _processes(role: Role) -> Problems:
+def _processes(role: MegatronRole) -> Problems:
     """Copies of t x p processes must fill the pool, and copies of the experts a pipeline stage."""
     tensor, pipeline, expert, shared = (role.sizes[name] for name in (_T, _P, _E, _ET))
     world = role.processes
@@ -204,7 +191,7 @@ def _processes(role: Role) -> Problems:
     return [ConfigError(message, key=role.of(_E), got=expert, allowed=sizes or "none", fix=fix)]
 
 
-def _model(role: Role) -> Problems:
+def _model(role: MegatronRole) -> Problems:
     """What the model's config.json says: heads, layers and experts are dealt evenly."""
     facts = _facts(role.path)
     if facts is None:
@@ -212,24 +199,26 @@ def _model(role: Role) -> Problems:
     heads, layers = facts.get("num_attention_heads"), facts.get("num_hidden_layers")
     experts = next((facts[name] for name in _EXPERTS if facts.get(name)), None)
     pipeline, virtual, expert = (role.sizes[name] for name in (_P, _V, _E))
-    found = _dealt(role, _T, heads, "attention heads")
-    found = found or _dealt(role, _T, facts.get("num_key_value_heads", heads), "key/value heads")
-    found += _dealt(role, _P, layers, "layers")
+    problems = _dealt(role, _T, heads, "attention heads")
+    problems = problems or _dealt(role, _T, facts.get("num_key_value_heads", heads), "key/value heads")
+    problems += _dealt(role, _P, layers, "layers")
     if virtual is not None and pipeline < 2:
         fix = f"Leave it out, or set {role.of(_P)} to 2 or more."
-        found.append(ConfigError("layer groups need a pipeline", key=role.of(_V), got=virtual, fix=fix))
-    elif virtual is not None and not found and layers:
-        found += _dealt(role, _V, layers // pipeline, "layers of a pipeline stage")
+        problems.append(ConfigError("layer groups need a pipeline", key=role.of(_V), got=virtual, fix=fix))
+    elif virtual is not None and not problems and layers:
+        problems += _dealt(role, _V, layers // pipeline, "layers of a pipeline stage")
     if expert > 1 and layers and experts is None:
         message = "a model without experts cannot share them among processes"
-        found.append(ConfigError(message, key=role.of(_E), got=expert, allowed=[1], fix="Leave it out."))
+        problems.append(ConfigError(message, key=role.of(_E), got=expert, allowed=[1], fix="Leave it out."))
     if experts and role.adapter:
         message = "LoRA of a mixture of experts is not built yet on Megatron-Core"
-        found.append(NotBuiltError(message, key=role.adapter, fix=f"Leave it out, or set {role.key}.strategy=fsdp2."))
-    return found + _dealt(role, _E, experts, "experts")
+        problems.append(
+            NotBuiltError(message, key=role.adapter, fix=f"Leave it out, or set {role.key}.strategy=fsdp2.")
+        )
+    return problems + _dealt(role, _E, experts, "experts")
 
 
-def _dealt(role: Role, name: str, count: Any, what: str) -> Problems:
+def _dealt(role: MegatronRole, name: str, count: Any, what: str) -> Problems:
     size = role.sizes[name]
     if not isinstance(count, int) or count < 1 or count % size == 0:
         return []
@@ -244,14 +233,14 @@ def _facts(path: str | None) -> dict[str, Any] | None:
         facts = read_json((Path(env.expand(path or "")) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None  # a hub name, or told where the folder is looked at
-    found = facts.get("text_config", facts) if isinstance(facts, dict) else None
-    return found if isinstance(found, dict) else None
+    text = facts.get("text_config", facts) if isinstance(facts, dict) else None
+    return text if isinstance(text, dict) else None
 
 
-def _one_set_of_groups(chosen: list[Role]) -> Problems:
+def _one_set_of_groups(chosen: list[MegatronRole]) -> Problems:
     """Roles in the same processes have the same sizes: Megatron-Core has one set of groups per process."""
-    first: dict[str, Role] = {}
-    found: Problems = []
+    first: dict[str, MegatronRole] = {}
+    problems: Problems = []
     for role in chosen:
         other = first.setdefault(role.pool, role)
         for name in _SIZES:
@@ -259,8 +248,8 @@ def _one_set_of_groups(chosen: list[Role]) -> Problems:
             if mine != theirs:
                 message = f"{other.of(name)} is {theirs}, and Megatron-Core has one set of groups per process"
                 fix = "Give both the same size, or the role a pool of its own with trainer.resource_pools."
-                found.append(ConfigError(message, key=role.of(name), got=mine, allowed=[theirs], fix=fix))
-    return found
+                problems.append(ConfigError(message, key=role.of(name), got=mine, allowed=[theirs], fix=fix))
+    return problems
 
 
 # ---- notices -------------------------------------------------------------------------------------------------------
@@ -328,10 +317,10 @@ def _tell(section: str, names: list[str], why: str) -> None:
 
 def _set(node: ConfigNode) -> list[str]:
     """Leaves of a section and of those in it that somebody set: typed, or not the default and following nothing."""
-    usual, found = type(node)(), []
+    usual, names = type(node)(), []
     for name, field in type(node).__dataclass_fields__.items():
         if field.metadata.get("section") is not None:
-            found += [f"{name}.{inner}" for inner in _set(node[name])]
-        elif was_typed(node, name) or (field.metadata["follows"] is None and node[name] != usual[name]):
-            found.append(name)
-    return found
+            names += [f"{name}.{inner}" for inner in _set(node[name])]
+        elif was_typed(node, name) or (node[name] != usual[name] and not follows_another(node, name)):
+            names.append(name)
+    return names

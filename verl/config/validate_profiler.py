@@ -24,15 +24,15 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
     """Of ``global_profiler`` and the roles' sections ``profiler``."""
     settings, roles = cfg.global_profiler, dict(_roles(cfg))
     steps, enabled = settings.steps or [], [key for key, section in roles.items() if section.enable]
-    found = [problem for key in enabled for problem in _of_role(key, roles[key], cfg.trainer.device)]
+    problems = [problem for key in enabled for problem in _of_role(key, roles[key], cfg.trainer.device)]
     if any(not isinstance(step, int) or step < 1 for step in steps):
-        found.append(ConfigError("steps are counted from 1", key=_STEPS, got=steps))
+        problems.append(ConfigError("steps are counted from 1", key=_STEPS, got=steps))
     if steps and not enabled:
         switches = ", ".join(f"{key}.enable" for key in roles)
         notice(_STEPS, f"nothing is profiled without one of {switches}")
     if enabled and not steps:
         notice(f"{enabled[0]}.enable", f"nothing is profiled without {_STEPS}, for instance {_STEPS}=[2]")
-    return found
+    return problems
 
 
 def sft_problems(cfg: SFTTrainerConfig) -> Problems:
