@@ -14,7 +14,7 @@ from verl.agent_loop import AgentLoopManager
 from verl.errors import RewardError, RolloutError
 from verl.metrics import notices, reset_notices
 from verl.protocol import DataProto
-from verl.rewards import Limits, load_reward_function
+from verl.rewards import ScoringLimits, load_reward_function
 from verl.rewards.early import EarlyScorer
 from verl.rewards.managers.batch import BatchRewardManager
 from verl.rewards.managers.dapo import DAPORewardManager
@@ -127,7 +127,7 @@ def test_sampling_goes_on_while_a_row_is_being_scored():
         assert sampled.wait(60), "the scorer holds up sampling"
         return 1.0
 
-    _, found = sample(NaiveRewardManager(TOKENIZER, 0, score, limits=Limits(num_workers=1)), Tells(*WORDS))
+    _, found = sample(NaiveRewardManager(TOKENIZER, 0, score, limits=ScoringLimits(num_workers=1)), Tells(*WORDS))
     assert found["unscorable"] == [False] * 4
 
 

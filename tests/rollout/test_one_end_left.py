@@ -25,7 +25,7 @@ from verl.rollout.place import make_sampler
 
 policy = read_config("ppo_trainer", sys.argv[1:]).actor_rollout_ref
 sampler = make_sampler(policy.rollout, policy.model, "cpu")
-print(sampler._callee.process.process.pid, flush=True)
+print(sampler._handle.process.process.pid, flush=True)
 time.sleep(600)
 """
 

@@ -21,7 +21,7 @@ from verl.rollout import place
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.hosted import HostedSampler, SamplerHost
 from verl.rollout.lost import EngineLostError
-from verl.rollout.replicas import Here
+from verl.single_controller.local import LocalHandle
 from verl.weight_sync import DiskTransport, ResidentTransport, chunk_weights
 
 BACKENDS = ("shared_memory", "disk", "delta", "gloo")
@@ -41,7 +41,8 @@ def model(tmp_path_factory) -> HFModelConfig:
 def hosted(model: HFModelConfig, backend: str, **options) -> HostedSampler:
     """Both ends in this process; the transport does not know."""
     host = SamplerHost(HFSampler(tiny_model()))
-    return HostedSampler(Here(host), place.link(rollout(backend, timeout=20, **options), model, "cpu"))
+    chosen = place.transport_of(rollout(backend, timeout=20, **options), model, "cpu")
+    return HostedSampler(LocalHandle(host), *chosen)
 
 
 def update(sampler: HostedSampler, seed: int, version: int) -> torch.nn.Module:
@@ -79,7 +80,7 @@ def test_what_the_sampler_refuses_is_told_in_its_words_and_the_next_update_is_ta
 def test_what_the_trainer_does_wrong_is_told_in_its_words_and_the_next_update_is_taken(model, backend):
     sampler = hosted(model, backend)
     if backend == "disk":  # nobody can tell a reader of files: it waits
-        sampler._link.make.keywords["timeout"] = 1
+        sampler._begin.keywords["timeout"] = 1
 
     def broken():
         yield next(chunk_weights(export_weights(tiny_model()), 9000, 1))
@@ -88,7 +89,7 @@ def test_what_the_trainer_does_wrong_is_told_in_its_words_and_the_next_update_is
     with pytest.raises(RolloutError, match="the trainer's own error"):
         asyncio.run(sampler.update_weights(broken(), 1))
     if backend == "disk":
-        sampler._link.make.keywords["timeout"] = 20
+        sampler._begin.keywords["timeout"] = 20
     update(sampler, seed=1, version=2)
     assert sample(sampler, requests([prompt(3, 1)]))[0].token_versions[0] == 2
     sampler.close()
@@ -111,7 +112,7 @@ def test_a_sampler_in_a_process_of_its_own_that_is_killed_is_an_error_and_no_han
     sampler = place.make_sampler(rollout("shared_memory"), model, "cpu")
     weights = dict(export_weights(load_causal_lm(model.path, torch.float32)))
     asyncio.run(sampler.update_weights(chunk_weights(weights.items(), 9000, 1), 1))
-    child = sampler._callee.process.process
+    child = sampler._handle.process.process
 
     async def run():
         wanted = requests([prompt(3, 1)], samples=64, max_tokens=400, ignore_eos=True)
@@ -132,15 +133,15 @@ def test_a_sampler_in_a_process_of_its_own_that_is_killed_is_an_error_and_no_han
 
 def test_names_of_upstream_and_this_machine_choose_the_transport(model, tmp_path):
     reset_notices()
-    here = place.link(rollout("shared_memory"), model, "cpu").make()
+    here = place.transport_of(rollout("shared_memory"), model, "cpu")[1]()
     assert isinstance(here, ResidentTransport)
     here.close()
-    assert place.link(rollout("nccl"), model, "cpu").kind == "gloo"
+    assert place.transport_of(rollout("nccl"), model, "cpu")[0] == "gloo"
     assert any("broadcast over gloo" in text for text in notices().values())
-    assert place.link(rollout("nccl"), model, "cuda").kind == "cuda_ipc"
-    below = place.link(rollout("delta_sharded", over="disk", folder=str(tmp_path)), model, "cpu").make()
+    assert place.transport_of(rollout("nccl"), model, "cuda")[0] == "cuda_ipc"
+    below = place.transport_of(rollout("delta_sharded", over="disk", folder=str(tmp_path)), model, "cpu")[1]()
     assert isinstance(below.over, DiskTransport) and below.encoder.dtype == torch.float32
-    nested = place.link(rollout("disk", disk={"folder": str(tmp_path), "checksums": True}), model, "cpu").make()
+    nested = place.transport_of(rollout("disk", disk={"folder": str(tmp_path), "checksums": True}), model, "cpu")[1]()
     assert nested.folder == tmp_path and nested.checksums
     reset_notices()
 
@@ -156,7 +157,7 @@ def test_names_of_upstream_and_this_machine_choose_the_transport(model, tmp_path
 )
 def test_a_transport_or_an_argument_that_is_not_there_is_refused(model, backend, options, said):
     with pytest.raises(ConfigError, match=said):
-        place.link(rollout(backend, **options), model, "cpu")
+        place.transport_of(rollout(backend, **options), model, "cpu")
 
 
 def test_a_module_of_the_users_registers_a_transport(model, tmp_path):
@@ -166,5 +167,5 @@ def test_a_module_of_the_users_registers_a_transport(model, tmp_path):
     )
     config = rollout("carrier_pigeon", folder=str(tmp_path / "loft"))
     engine = replace(config.checkpoint_engine, custom_backend_module=str(tmp_path / "mine.py"))
-    chosen = place.link(replace(config, checkpoint_engine=engine), model, "cpu")
-    assert type(chosen.make()).__name__ == "Pigeon"
+    _, begin = place.transport_of(replace(config, checkpoint_engine=engine), model, "cpu")
+    assert type(begin()).__name__ == "Pigeon"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import pickle
+import traceback
 
 import pytest
 
 from verl.errors import WorkerError
 from verl.protocol import DataProtoFuture
+from verl.single_controller.base import ClassWithInitArgs, Worker
 from verl.single_controller.base.decorator import (
     MAGIC_ATTR,
     Dispatch,
@@ -20,6 +23,7 @@ from verl.single_controller.base.decorator import (
     register_dispatch_mode,
     update_dispatch_mode,
 )
+from verl.single_controller.local import LocalWorkerGroup
 
 
 def test_the_members_are_those_of_upstream():
@@ -63,15 +67,14 @@ def test_register_tags_a_sync_and_an_async_function_and_keeps_its_name():
         "dispatch_mode": Dispatch.ONE_TO_ALL,
         "execute_mode": Execute.RANK_ZERO,
         "blocking": False,
+        "materialize_futures": True,
     }
     assert sync.__name__ == "sync" and sync.__doc__ == "Doc." and sync(None, 3) == 3
     assert getattr(asynchronous, MAGIC_ATTR)["dispatch_mode"] is Dispatch.ALL_TO_ALL
     assert inspect.iscoroutinefunction(asynchronous) and not inspect.iscoroutinefunction(sync)
 
 
-def test_futures_are_fetched_inside_the_worker_unless_told_not_to():
-    future = DataProtoFuture(collect_fn=lambda parts: "whole", futures=[])
-
+class Futures(Worker):
     @register()
     def fetched(self, a, *, b):
         return a, b
@@ -80,8 +83,34 @@ def test_futures_are_fetched_inside_the_worker_unless_told_not_to():
     def kept(self, a):
         return a
 
-    assert fetched(None, future, b=future) == ("whole", "whole")
-    assert kept(None, future) is future
+    def untagged(self, a):
+        return a
+
+
+def test_futures_are_fetched_for_a_tagged_method_unless_told_not_to():
+    future = DataProtoFuture(collect_fn=lambda parts: "whole", futures=[])
+    group = LocalWorkerGroup(None, ClassWithInitArgs(Futures))
+    assert group.fetched(future, b=future) == [("whole", "whole")]
+    assert group.kept(future) == [future] == group.execute_all_sync("untagged", future)
+    assert asyncio.run(group.handle().call("fetched", future, b=1)) == ("whole", 1)
+    assert asyncio.run(group.handle().call("kept", future)) is future
+
+
+def test_a_method_that_is_registered_anew_keeps_its_first_tag_in_the_parent():
+    class Wider(Futures):
+        fetched = register(Dispatch.ONE_TO_ALL)(Futures.fetched)
+
+    assert getattr(Futures.fetched, MAGIC_ATTR)["dispatch_mode"] is Dispatch.ALL_TO_ALL
+    assert getattr(Wider.fetched, MAGIC_ATTR)["dispatch_mode"] is Dispatch.ONE_TO_ALL
+    assert Wider().fetched(1, b=2) == (1, 2)
+
+
+def test_register_puts_no_frame_around_a_method():
+    def names(self):
+        return [frame.name for frame in traceback.extract_stack()[-2:]]
+
+    tagged = register()(names)
+    assert tagged is names and tagged(None)[1] == "names" != tagged(None)[0]
 
 
 def test_wrong_modes_are_refused_when_the_class_is_written():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from tensordict import TensorDict
 
 from verl.errors import BatchError, WorkerError
 from verl.protocol import SHARED_ROWS, DataProto, DataProtoFuture
-from verl.single_controller.base import ClassWithInitArgs, ResourcePool, Worker
+from verl.single_controller.base import CallOptions, ClassWithInitArgs, ResourcePool, Worker
 from verl.single_controller.base.decorator import (
     Dispatch,
     Execute,
@@ -18,6 +20,11 @@ from verl.single_controller.base.decorator import (
     register,
 )
 from verl.single_controller.local import LocalWorkerGroup
+
+
+@dataclass(frozen=True)
+class Scaled(CallOptions):
+    by: int = 1
 
 
 def two_to_all(group, *args):
@@ -39,6 +46,10 @@ class Modes(Worker):
         # dp innermost and counted backwards, so that worker order and data order differ
         self.set_dispatch_collect("turned", dispatch_dp_rank=1 - self.rank % 2, collect_dp_rank=self.rank >= 2)
         self.seen: list = []
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def scale(self, data, options):
+        return DataProto.from_dict({"x": data.batch["x"] * options.by})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def one_to_all(self, x, y=0):
@@ -173,8 +184,13 @@ def test_dp_compute_proto_splits_and_joins(group):
 def test_a_batch_that_does_not_divide_is_refused_with_sizes_and_other_types_by_name(group):
     with pytest.raises(BatchError, match="6 rows does not divide into 4"):
         group.dp_proto(x(6))
-    with pytest.raises(WorkerError, match=r"argument 'other'.*'float'.*meta_info"):
+    with pytest.raises(WorkerError, match=r"argument 'other'.*'float'.*CallOptions"):
         group.dp_proto(x(4), other=0.5)
+
+
+def test_the_options_of_a_call_go_to_every_worker_beside_its_part_of_the_batch(group):
+    assert group.scale(x(4), Scaled(10)).batch["x"].tolist() == [0, 10, 20, 30]
+    assert group.scale(x(3, auto_padding=True), options=Scaled(by=2)).batch["x"].tolist() == [0, 2, 4]
 
 
 def test_auto_padding_fills_up_and_takes_off_again_without_touching_the_argument(group):

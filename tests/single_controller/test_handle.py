@@ -1,4 +1,4 @@
-"""`LocalHandle`: calls, streams, cancelling, time limits, threads."""
+"""`LocalHandle`: calls, cancelling, time limits, threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verl.single_controller.local import LocalHandle, LocalWorkerGroup
 
 class Server:
     def __init__(self):
-        self.started, self.cancelled, self.closed = 0, 0, 0
+        self.started, self.cancelled = 0, 0
         self.release = threading.Event()
 
     async def echo(self, name, timeout=None, method=None):
@@ -34,21 +34,6 @@ class Server:
 
     async def fail_by_timeout(self):
         raise TimeoutError("my own")
-
-    async def tokens(self, count):
-        try:
-            for i in range(count):
-                await asyncio.sleep(0)
-                yield i
-        finally:
-            self.closed += 1
-
-    async def stalls(self):
-        yield 1
-        await asyncio.sleep(60)
-
-    def lines(self, count):
-        yield from range(count)
 
     def thread(self):
         return threading.current_thread()
@@ -165,38 +150,11 @@ def test_cancel_ends_the_calls_in_flight_of_one_method_from_any_thread():
     asyncio.run(main())
 
 
-def test_streams_give_items_of_async_and_plain_generators_and_close_when_left_early():
-    async def main():
-        server = Server()
-        handle = LocalHandle(server)
-        assert [i async for i in handle.stream("tokens", 3)] == [0, 1, 2] and server.closed == 1
-        assert [i async for i in handle.stream("lines", 3)] == [0, 1, 2]
-        items = handle.stream("tokens", 100)
-        async for item in items:
-            if item == 2:
-                break
-        await items.aclose()
-        assert server.closed == 2
-
-    asyncio.run(main())
-
-
-def test_a_stream_waits_for_each_item_only_so_long():
-    async def main():
-        got = []
-        with pytest.raises(WorkerError, match="did not answer"):
-            async for item in LocalHandle(Server(), timeout=1.0).stream("stalls"):
-                got.append(item)
-        assert got == [1]
-
-    asyncio.run(main())
-
-
 def test_an_unknown_or_private_method_is_refused_with_the_nearest_name():
     async def main():
         handle = LocalHandle(Server())
-        with pytest.raises(WorkerError, match="'tokens'"):
-            await handle.call("token")
+        with pytest.raises(WorkerError, match="'thread'"):
+            await handle.call("threat")
         with pytest.raises(WorkerError, match="no method '_private'"):
             await handle.call("_private")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verl.errors import ConfigError, WorkerError
-from verl.single_controller.base import ClassWithInitArgs, ResourcePool, ResourcePoolManager, Role, Roles
+from verl.single_controller.base import ClassWithInitArgs, ResourcePool, ResourcePoolManager, Role, RoleHandle, Roles
 
 
 def test_a_pool_lists_local_sizes_and_ranks_per_process():
@@ -45,18 +45,18 @@ def test_the_names_of_the_roles():
 
 def test_roles_are_an_open_mapping_with_kinds():
     roles = Roles()
-    roles.add(Role.Actor, "A", "trainable")
-    roles.add("implicit_prm", "P", "trainable")
-    roles.add(Role.RefPolicy, "R", "frozen")
-    assert roles["actor"] == roles[Role.Actor] == "A" and Role.RefPolicy in roles and "critic" not in roles
-    assert roles.of_kind("trainable") == {"actor": "A", "implicit_prm": "P"} and roles.kind("ref") == "frozen"
-    assert dict(roles) == {"actor": "A", "implicit_prm": "P", "ref": "R"} and len(roles) == 3
+    actor, learner = RoleHandle("actor", "trainable", "A"), RoleHandle("implicit_prm", "trainable", "P")
+    for handle in (actor, learner, RoleHandle("ref", "frozen", "A")):
+        roles.add(handle)
+    assert roles["actor"] is roles[Role.Actor] is actor and Role.RefPolicy in roles and "critic" not in roles
+    assert roles.of_kind("trainable") == {"actor": actor, "implicit_prm": learner}
+    assert list(roles) == ["actor", "implicit_prm", "ref"] and roles.groups() == ["A", "P"]
     with pytest.raises(WorkerError, match="'actor'"):
         roles["actr"]
     with pytest.raises(ConfigError, match="exists already"):
-        roles.add("actor", "B", "trainable")
+        roles.add(RoleHandle("actor", "trainable", "B"))
     with pytest.raises(ConfigError, match="scorer"):
-        roles.add("x", "B", "trained")
+        RoleHandle("x", "trained", "B")
 
 
 def test_roles_share_the_pools_they_are_mapped_to():

@@ -146,6 +146,22 @@ def test_built_in_scorers_are_picked_by_the_data_source(here):
     assert one["mean"] == pytest.approx(1 / 3) and next(iter(one["metrics"])) == "pass@1"
 
 
+def test_a_missing_truth_is_refused_unless_the_data_set_is_said_to_have_none(here, capsys):
+    write("out.parquet", GIVEN, truths=[None] * len(GIVEN))
+    words = ["data.path=out.parquet", "custom_reward_function.path=free.py", "report.json=report.json"]
+    Path("free.py").write_text(
+        "def compute_score(solution_str, ground_truth):\n    return float(ground_truth is None)\n"
+    )
+    assert main_eval.main(words) == 2
+    assert (
+        "has no ground truth, and compute_score" in (said := capsys.readouterr().err) and "reward.ground_truth" in said
+    )
+    assert main_eval.main([*words, "reward.ground_truth=none"]) == 0
+    assert json.loads(Path("report.json").read_text())["test_score/sums"] == 1.0
+    assert main_eval.main(["data.path=out.parquet", "reward.ground_truth=none"]) == 2
+    assert "the built-in scorers compare with ground truths" in capsys.readouterr().err
+
+
 def test_keyword_arguments_reach_the_scorer_and_say_from_where_an_answer_is_right(here):
     name = write("out.parquet", GIVEN)
     found = evaluate(f"data.path={name}", "custom_reward_function.reward_kwargs={bonus: 0.5}", "report.right_from=1.5")

@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support import addition_rows, tiny_model_dir, tiny_tokenizer, write_prompts
-from verl.agent_loop.generation import Job, generate_file, model_identity
 from verl.errors import ConfigError
 from verl.metrics import notices, reset_notices
 from verl.rollout import Completion, Sampler, SamplingParams
 from verl.trainer import main_generation, main_generation_server
+from verl.trainer.generation import Job, generate_file, model_identity
 from verl.trainer.main_generation_server import split_output
 
 ROWS = 12

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support import tiny_model_dir
+from tests.trainer.ppo.reward_models import reward_worker
 from verl.trainer import dpo_trainer, rm_trainer
 from verl.trainer.pairs import split_at_answers
 
@@ -64,12 +65,9 @@ def test_dpo_prefers_the_chosen_answers_of_prompts_that_it_has_not_seen(here):
 def test_a_reward_model_tells_chosen_from_rejected_and_its_folder_serves_as_one(here):
     steps = train(rm_trainer, "rm")
     assert steps[-1]["val/accuracy"] == 1.0 and steps[-1]["val/loss"] < 0.3
-    from verl.config import HFModelConfig
     from verl.protocol import DataProto
-    from verl.workers.reward_model import RewardModelWorker
 
-    worker = RewardModelWorker(HFModelConfig(path="rm/global_step_8/model/huggingface"))
-    worker.init_model()
+    worker = reward_worker("rm/global_step_8/model/huggingface")
     from transformers import AutoTokenizer
 
     encode = AutoTokenizer.from_pretrained("model").encode

@@ -71,7 +71,7 @@ def test_one_recording_of_a_step_tells_the_phases_of_all_roles_apart(here):
     main_ppo.run_ppo(load_config("ppo_trainer", [*RUN, "global_profiler.steps=[2]", f"{ACTOR}.enable=true"]))
     assert files() == ["step_2/actor_rank0.json.gz"]
     found = ranges("found/step_2/actor_rank0.json.gz")
-    assert {"actor/update_actor", "rollout/generate_sequences", "ref/compute_ref_log_prob"} <= found
+    assert {"actor/train", "rollout/generate_sequences", "ref/infer"} <= found
     assert "aten::mm" in operators("found/step_2/actor_rank0.json.gz")
 
 
@@ -79,9 +79,9 @@ def test_discrete_recordings_hold_one_call_of_an_enabled_role_each(here):
     chosen = [f"{REF}.enable=true", f"{REF}.tool_config.torch.discrete=true", "global_profiler.steps=[1,2]"]
     chosen += [f"{ACTOR}.enable=true", f"{ACTOR}.tool_config.torch.discrete=true"]
     main_ppo.run_ppo(load_config("ppo_trainer", [*RUN, *chosen]))
-    step = ["actor_compute_log_prob_0", "actor_update_actor_1", "actor_update_actor_2", "ref_compute_ref_log_prob_0"]
+    step = ["actor_infer_0", "actor_train_1", "actor_train_2", "ref_infer_0"]
     assert files() == [f"step_{number}/{name}_rank0.json.gz" for number in (1, 2) for name in step]
-    assert ranges("found/step_1/actor_update_actor_2_rank0.json.gz") == {"actor/update_actor"}
+    assert ranges("found/step_1/actor_train_2_rank0.json.gz") == {"actor/train"}
 
 
 def test_steps_in_a_row_share_a_recording_that_is_written_at_the_end_of_the_run_at_the_latest(here):

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import tiny_model_dir, write_prompts
 from verl.checkpoint import find_checkpoint
+from verl.config import provenance
 from verl.config.groups import NAMES
 from verl.config.loading import read_config
 from verl.config.provenance import Provenance, is_harmless
@@ -166,7 +167,8 @@ def test_supervised_runs_are_held_to_the_same(run):
 
 HARMLESS = ("trainer.logger", "trainer.save_freq", "trainer.total_training_steps", "trainer.n_gpus_per_node",
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.rollout.gpu_memory_utilization",
-            "data.val_files", "critic.ppo_max_token_len_per_gpu")  # fmt: skip
+            "data.val_files", "critic.ppo_max_token_len_per_gpu", "actor_rollout_ref.hybrid_engine",
+            "actor_rollout_ref.rollout.n_gpus_per_node", "actor_rollout_ref.rollout.nnodes")  # fmt: skip
 MATHEMATICS = (
     "trainer.seed", "trainer.critic_warmup", "trainer.ref_update_freq", "data.train_files", "data.train_batch_size",
     "actor_rollout_ref.actor.ppo_mini_batch_size", "critic.optim.lr", "actor_rollout_ref.rollout.temperature",
@@ -195,3 +197,52 @@ def test_a_key_that_a_mapping_of_the_users_own_gets_or_loses_changes_the_mathema
     for before, now in ((without, with_it), (with_it, without)):
         (change,) = now.changes(before)
         assert not change.harmless and change.key == word.partition("=")[0].rpartition(".")[0]
+
+
+OPTIM = "actor_rollout_ref.actor.optim"
+
+
+@pytest.mark.parametrize(
+    ("changes", "asks"),
+    [
+        ([], False),
+        ([f"{OPTIM}.lr_warmup_steps=2"], False),
+        ([f"{OPTIM}.lr_warmup_steps_ratio=0.1"], True),
+        ([f"{OPTIM}.lr_warmup_steps_ratio=0.1", f"{OPTIM}.lr_warmup_steps=2"], False),
+        ([f"{OPTIM}.lr_scheduler_type=cosine"], True),
+        ([f"{OPTIM}.lr_scheduler_type=cosine", f"{OPTIM}.total_training_steps=8"], False),
+        ([f"{OPTIM}.lr_decay_style=linear"], True),
+        ([f"{OPTIM}.lr_decay_style=linear", f"{OPTIM}.lr_decay_steps=8"], False),
+    ],
+)
+def test_a_longer_run_is_harmless_unless_its_schedule_is_stretched(here, changes, asks):
+    short, longer = (
+        Provenance.of(read_config("ppo_trainer", [*GRPO, *changes, f"trainer.total_training_steps={steps}"]))
+        for steps in (4, 8)
+    )
+    (change,) = longer.changes(short)
+    assert change.key == "trainer.total_training_steps" and change.harmless is not asks
+    assert ("the schedule depends on the length" in str(change)) is asks
+
+
+def test_a_folder_of_any_size_is_compared_by_names_sizes_and_ends(here, monkeypatch):
+    monkeypatch.setattr(provenance, "MOST_READ", 400)
+    monkeypatch.setattr(provenance, "MOST_FILES", 4)
+    monkeypatch.setattr(provenance, "LEAST_SAMPLE", 50)
+    Path("many").mkdir()
+    for number in range(6):
+        Path("many", f"{number}.bin").write_bytes(bytes(1000))
+    first = digest("many")
+    assert digest("many") == first
+    for file, place, seen in (("0.bin", 3, True), ("3.bin", 999, True), ("3.bin", 500, False), ("5.bin", 3, False)):
+        content = bytearray(1000)
+        content[place] = 1
+        Path("many", file).write_bytes(content)
+        assert (digest("many") != first) is seen, (file, place)
+        Path("many", file).write_bytes(bytes(1000))
+    Path("many", "5.bin").write_bytes(bytes(1001))
+    assert digest("many") != first
+
+
+def digest(folder: str) -> str:
+    return provenance._digest_of_all(folder)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 import torch
 
 from verl.errors import RolloutError
-from verl.weight_sync import SameProcessTransport, WeightChunk, WeightInventory, chunk_weights
+from verl.weight_sync import WeightChunk, WeightInventory, chunk_weights
 
 
 def tied() -> tuple[WeightInventory, torch.Tensor, torch.Tensor]:
@@ -56,17 +54,3 @@ def test_missing_unknown_mixed_and_unfinished_streams_are_errors():
         inventory.receive(full[:-1], 1)
     with pytest.raises(RolloutError, match="after the last chunk"):
         inventory.receive([*full, *full], 1)
-
-
-def test_the_same_process_transport_gives_every_receiver_a_stream_of_its_own():
-    class Receiver:
-        async def update_weights(self, chunks, version):
-            self.seen = [(chunk.version, chunk.last, [n for n, _ in chunk.tensors]) for chunk in chunks]
-            self.version = version
-
-    receivers = [Receiver(), Receiver()]
-    weights = {"a": torch.ones(2), "b": torch.ones(2)}
-    asyncio.run(SameProcessTransport(receivers, bucket_bytes=8).send(weights.items, 7))
-    for receiver in receivers:
-        assert receiver.version == 7
-        assert receiver.seen == [(7, False, ["a"]), (7, True, ["b"])]

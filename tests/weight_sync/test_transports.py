@@ -32,7 +32,7 @@ from verl.weight_sync import (
     transport,
 )
 from verl.weight_sync.shared_memory import reserve
-from verl.weight_sync.wire import Layout
+from verl.weight_sync.wire import ChunkLayout
 
 WEIGHTS = {
     "a": torch.tensor([[float("nan"), -0.0, 1e-40], [float("inf"), 2.0, 3.0]]),
@@ -201,7 +201,7 @@ def test_whoever_waits_long_leaves_the_processor_to_others(monkeypatch):
 @pytest.mark.parametrize("shape", ["[Infinity]", "[-1]", '"x"', "null"])
 def test_a_header_that_makes_no_sense_is_refused(shape):
     with pytest.raises(RolloutError, match="a header of weights"):
-        Layout.decode(f'{{"version": 1, "last": true, "tensors": [["a", "float32", {shape}, 0]]}}'.encode())
+        ChunkLayout.decode(f'{{"version": 1, "last": true, "tensors": [["a", "float32", {shape}, 0]]}}'.encode())
 
 
 def test_disk_brings_every_bit_and_keeps_two_versions(tmp_path):

@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.engines.builders import ragged_batch
 from tests.support import tiny_model_dir
 from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig
+from verl.config.loading import read_config
 from verl.engines.plain import PlainEngine
 from verl.errors import ConfigError, WorkerError
 from verl.single_controller.base.worker import WorkerInfo
+from verl.trainer import models
+from verl.workers.model import ModelWorker
+from verl.workers.options import InferOptions
 from verl.workers.part import make_engine, memory_of
 
 TWO = WorkerInfo(rank=0, world_size=2, master_port=1)
@@ -45,3 +50,21 @@ def test_memory_around_a_phase_is_a_metric():
         held = torch.ones(50 << 20, dtype=torch.uint8)
     before, after = (found[f"perf/memory/generate/{moment}/host_gb"] for moment in ("before", "after"))
     assert after.value - before.value > 0.04 and held.numel() and after.reduction == "max"
+
+
+@pytest.mark.parametrize(
+    ("name", "switch", "key"),
+    [
+        ("actor", "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz", "rollout.log_prob_max_token_len_per_gpu"),
+        ("ref", "actor_rollout_ref.ref.log_prob_use_dynamic_bsz", "ref.log_prob_max_token_len_per_gpu"),
+    ],
+)
+def test_an_error_while_a_model_runs_names_the_setting_of_its_role(name, switch, key, tmp_path):
+    folder, budget = tiny_model_dir(tmp_path), f"actor_rollout_ref.{key}"
+    words = [f"actor_rollout_ref.model.path={folder}", f"{switch}=true", f"{budget}=3"]
+    config = read_config("ppo_trainer", [*words, "trainer.device=cpu"])
+    worker = ModelWorker(models.model_roles(config)[name])
+    worker.init_model()
+    with pytest.raises(ConfigError, match="longest row") as caught:
+        worker.infer(ragged_batch(rows=4), InferOptions(("log_probs",)))
+    assert caught.value.key == budget

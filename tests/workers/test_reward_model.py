@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tests.trainer.ppo.reward_models import reward_model_dir
-from verl.config import HFModelConfig
+from tests.trainer.ppo.reward_models import reward_model_dir, reward_worker
 from verl.protocol import DataProto
-from verl.workers import RewardModelWorker
 
 
 def rows(prompts: list[list[int]], responses: list[list[int]]) -> DataProto:
@@ -31,8 +29,7 @@ def rows(prompts: list[list[int]], responses: list[list[int]]) -> DataProto:
 
 
 def test_the_score_is_the_head_after_the_last_token_and_stands_on_it(tmp_path):
-    worker = RewardModelWorker(HFModelConfig(path=str(reward_model_dir(tmp_path))))
-    worker.init_model()
+    worker = reward_worker(reward_model_dir(tmp_path))
     data = rows([[5, 6, 7], [8]], [[9, 10], [11, 12, 13]])
     scores = worker.compute_rm_score(data).batch["rm_scores"]
     model = worker.part.engine.model

@@ -74,7 +74,7 @@ class AgentData:
 
     def output(self) -> AgentLoopOutput:
         """The trajectory as the trainer takes it."""
-        found = {
+        fields = {
             "tool_call_counts": self.tool_call_count,
             "turn_scores": list(self.turn_scores),
             "tool_rewards": list(self.tool_rewards),
@@ -89,7 +89,7 @@ class AgentData:
             token_versions=self.token_versions,
             num_turns=self.user_turns + self.assistant_turns + 1,
             metrics=AgentLoopMetrics(tool_calls=self.tool_seconds, num_preempted=self.num_preempted),
-            extra_fields={**found, **self.extra_fields},
+            extra_fields={**fields, **self.extra_fields},
             finish_reason=self.finish_reason,
             measures=self.metrics,
         )

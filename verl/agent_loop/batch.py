@@ -123,25 +123,25 @@ def object_array(values: Sequence[object]) -> np.ndarray:
 
 def loop_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, Metric]:
     """``timing_s/agent_loop/*`` under upstream's names, the slowest trajectory apart, and why responses ended."""
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     if not outputs:
-        return found
+        return metrics
     for name in ("generate_sequences", "tool_calls", "compute_score", "num_preempted"):
         values = [float(vars(o.metrics)[name]) for o in outputs]
-        found[f"timing_s/agent_loop/{name}/min"] = Metric(min(values), "min")
-        found[f"timing_s/agent_loop/{name}/max"] = Metric(max(values), "max")
-        found[f"timing_s/agent_loop/{name}/mean"] = Metric(sum(values) / len(values), weight=len(values))
+        metrics[f"timing_s/agent_loop/{name}/min"] = Metric(min(values), "min")
+        metrics[f"timing_s/agent_loop/{name}/max"] = Metric(max(values), "max")
+        metrics[f"timing_s/agent_loop/{name}/mean"] = Metric(sum(values) / len(values), weight=len(values))
     slowest = max(outputs, key=lambda o: o.metrics.generate_sequences + o.metrics.tool_calls)
-    found["timing_s/agent_loop/slowest/generate_sequences"] = Metric(slowest.metrics.generate_sequences, "max")
-    found["timing_s/agent_loop/slowest/tool_calls"] = Metric(slowest.metrics.tool_calls, "max")
-    found["timing_s/agent_loop/slowest/prompt_length"] = Metric(len(slowest.prompt_ids), "max")
-    found["timing_s/agent_loop/slowest/response_length"] = Metric(len(slowest.response_ids), "max")
+    metrics["timing_s/agent_loop/slowest/generate_sequences"] = Metric(slowest.metrics.generate_sequences, "max")
+    metrics["timing_s/agent_loop/slowest/tool_calls"] = Metric(slowest.metrics.tool_calls, "max")
+    metrics["timing_s/agent_loop/slowest/prompt_length"] = Metric(len(slowest.prompt_ids), "max")
+    metrics["timing_s/agent_loop/slowest/response_length"] = Metric(len(slowest.response_ids), "max")
     lengths = [sum(o.response_mask) for o in outputs]
-    found["rollout/sampled_tokens"] = Metric(float(sum(lengths)), "sum")
+    metrics["rollout/sampled_tokens"] = Metric(float(sum(lengths)), "sum")
     for reason in ("stop", "length", "abort"):
         share = sum(o.finish_reason == reason for o in outputs) / len(outputs)
-        found[f"rollout/finish_reason/{reason}"] = Metric(share, weight=len(outputs))
+        metrics[f"rollout/finish_reason/{reason}"] = Metric(share, weight=len(outputs))
     measured = MetricSet()
     for output in outputs:
         measured.merge(output.measures)
-    return {**found, **dict(measured.items())}
+    return {**metrics, **dict(measured.items())}

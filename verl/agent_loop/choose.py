@@ -95,14 +95,14 @@ def read_loops(path: str | None) -> dict[str, dict[str, Any]]:
     Raises:
         ConfigError: another form, or two entries with one name.
     """
-    found: dict[str, dict[str, Any]] = {}
+    loops: dict[str, dict[str, Any]] = {}
     for number, entry in enumerate(entries_of(read_user_yaml(path, KEY), KEY, path) if path else []):
         place, entry = f"{path}, entry {number}", dict(entry)
         name = entry.pop("name", None)
         if not isinstance(name, str) or not isinstance(entry.get("_target_"), str):
             raise ConfigError("an entry without name or _target_", key=place, got=sorted(entry))
         taken = sorted(set(entry) & set(RESERVED))
-        if name in found or taken:
+        if name in loops or taken:
             raise ConfigError("a name that is taken", key=place, got=taken[0] if taken else name)
-        found[name] = entry
-    return found
+        loops[name] = entry
+    return loops

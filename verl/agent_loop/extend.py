@@ -30,7 +30,7 @@ class TemplateRefuses(RolloutError):
 
 
 @dataclass(frozen=True)
-class Difference:
+class TokenDifference:
     """Where the recorded tokens are not those of the conversation rendered anew."""
 
     position: int
@@ -98,7 +98,7 @@ class Extender:
 
     def difference(
         self, recorded: Sequence[int], messages: Sequence[Message], tools: Sequence[Any] | None = None
-    ) -> Difference | None:
+    ) -> TokenDifference | None:
         """Where the recorded tokens differ from the same messages rendered anew; None where they do not.
 
         What the template writes after the last recorded token is no difference.
@@ -109,7 +109,7 @@ class Extender:
         try:
             rendered = self.template.encode(self._render(shaped, tools, add_generation_prompt=False))
         except DataError as error:
-            return Difference(0, tuple(recorded[:SHOWN_TOKENS]), (), "", f"the template refuses: {error}", False)
+            return TokenDifference(0, tuple(recorded[:SHOWN_TOKENS]), (), "", f"the template refuses: {error}", False)
         count = min(len(recorded), len(rendered))
         at = next((i for i in range(count) if recorded[i] != rendered[i]), count)
         if at == len(recorded):
@@ -117,7 +117,7 @@ class Extender:
         sides = tuple(recorded[at : at + SHOWN_TOKENS]), tuple(rendered[at : at + SHOWN_TOKENS])
         texts = [self.tokenizer.decode(list(side), skip_special_tokens=False) for side in sides]
         whole = ["".join(self.tokenizer.decode(list(ids)[at:]).split()) for ids in (recorded, rendered)]
-        return Difference(at, *sides, texts[0], texts[1], only_space=whole[1].startswith(whole[0]))
+        return TokenDifference(at, *sides, texts[0], texts[1], only_space=whole[1].startswith(whole[0]))
 
     def text(self, sampled: Sequence[int]) -> str:
         """An answer's text as a template is given it: special tokens stay, the turn's end goes."""
@@ -167,8 +167,8 @@ class Extender:
         """What follows an answer as tokens; its own end token is not written twice."""
         end = self._end_text(sampled)
         if end:
-            head, found, tail = after.partition(end)
-            if found and (not head.strip() or form == "calls"):
+            head, mark, tail = after.partition(end)
+            if mark and (not head.strip() or form == "calls"):
                 ids = self.template.encode(end + tail)
                 return ids[1:] if ids[:1] == [int(sampled[-1])] else self.template.encode(tail)
             notice(
@@ -215,7 +215,7 @@ def plain(message: Message) -> Message:
 
 def _shaped(messages: Sequence[Message], form: Form) -> list[Message]:
     """The messages as a template takes them; in the last form the tool answers of one turn are one user turn."""
-    found: list[Message] = []
+    shaped: list[Message] = []
     joins = False
     for message in messages:
         if "said" in message:
@@ -224,14 +224,14 @@ def _shaped(messages: Sequence[Message], form: Form) -> list[Message]:
             message = SampledMessage(role="assistant", content=content, **with_calls)
         if form == "user" and message["role"] == "tool":
             if joins:
-                found[-1]["content"] += f"\n{message['content']}"
+                shaped[-1]["content"] += f"\n{message['content']}"
             else:
-                found.append({"role": "user", "content": message["content"]})
+                shaped.append({"role": "user", "content": message["content"]})
             joins = True
             continue
-        found.append(message)
+        shaped.append(message)
         joins = False
-    return found
+    return shaped
 
 
 def _cannot(reason: str) -> RunStops:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from verl import env
-from verl.config.sampler_sizes import devices_of
+from verl.config.sampler_sizes import spec_of
 from verl.rollout.base import Sampler
 from verl.rollout.from_sync import run_now
 from verl.rollout.server.process import HostProcess
@@ -30,7 +30,7 @@ def served(rollout: Any, model: Any, count: int, device: str, argv: Sequence[str
     started: list[HostProcess] = []
     try:
         for number in range(count):
-            own = devices_of_server(number, devices_of(rollout), device)
+            own = devices_of_server(number, spec_of(rollout).devices, device)
             started.append(HostProcess(argv, device, f"server {number}", key=key, environment=own))
         for process in started:
             run_now(process.wait_until_up(rollout.server.max_start_wait_time))

@@ -123,8 +123,8 @@ class ToolAgentLoop(AgentLoopBase):
         data.prompt_ids = self.shared.extender.prompt(data.messages, schemas)
         most = int(self.config.prompt_length)
         if len(data.prompt_ids) > most:
-            found = f"a prompt with its tools has {len(data.prompt_ids)} tokens, more than {most}; it is not cut"
-            notice("data.max_prompt_length", found)
+            reason = f"a prompt with its tools has {len(data.prompt_ids)} tokens, more than {most}; it is not cut"
+            notice("data.max_prompt_length", reason)
         return data
 
     async def _turns(
@@ -229,12 +229,12 @@ class ToolAgentLoop(AgentLoopBase):
         """What the simulated user says; nothing where the conversation is over."""
         messages = [plain(message) for message in data.messages]
         user = partner.user
-        found = await self._with_user(user, user.generate_response, partner.instance, messages, **partner.kwargs)
+        answer = await self._with_user(user, user.generate_response, partner.instance, messages, **partner.kwargs)
         try:
-            is_over, text, score, metrics = found
+            is_over, text, score, metrics = answer
             data.turn_scores.append(float(score))
         except (TypeError, ValueError) as error:
-            raise UserFailed(user.name, f"it returned {found!r}, not (is over, text, score, metrics)") from error
+            raise UserFailed(user.name, f"it returned {answer!r}, not (is over, text, score, metrics)") from error
         for name, value in (metrics or {}).items():
             if isinstance(value, int | float):
                 data.metrics.add(f"interaction/{user.name}/{name}", float(value), "mean")

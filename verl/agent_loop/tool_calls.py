@@ -42,7 +42,7 @@ class CallLimits:
 
 
 @dataclass(frozen=True)
-class Reply:
+class ToolReply:
     """The answer to one call."""
 
     name: str
@@ -55,13 +55,13 @@ class Reply:
 
     def message(self) -> dict[str, Any]:
         """The answer as a message."""
-        found = {"role": "tool", "content": self.text, "name": self.name}
-        return {**found, "tool_call_id": self.call_id} if self.call_id else found
+        message = {"role": "tool", "content": self.text, "name": self.name}
+        return {**message, "tool_call_id": self.call_id} if self.call_id else message
 
     def entry(self) -> dict[str, Any]:
         """The answer for people."""
-        found = {"name": self.name, "arguments": self.arguments, "answer": self.text, "reward": self.reward}
-        return {**found, "seconds": round(self.seconds, 4), **({"fault": self.fault} if self.fault else {})}
+        entry = {"name": self.name, "arguments": self.arguments, "answer": self.text, "reward": self.reward}
+        return {**entry, "seconds": round(self.seconds, 4), **({"fault": self.fault} if self.fault else {})}
 
 
 class Fault(Exception):
@@ -92,7 +92,7 @@ class ToolCalls:
 
     async def run(
         self, data: AgentData, items: Sequence[FunctionCall | Malformed], names: Sequence[str], form: str = ""
-    ) -> list[Reply]:
+    ) -> list[ToolReply]:
         """The answers to the calls of one turn, in their order.
 
         Args:
@@ -107,7 +107,7 @@ class ToolCalls:
         if rest > 0:
             data.metrics.add("tool_calls/beyond_parallel_limit", rest, "sum")
             most = "1 call runs" if self.limits.parallel == 1 else f"{self.limits.parallel} calls run"
-            replies.append(Reply("", f"Error: at most {most} per turn; {rest} more did not run.", fault="limit"))
+            replies.append(ToolReply("", f"Error: at most {most} per turn; {rest} more did not run.", fault="limit"))
         data.tool_seconds += time.perf_counter() - start
         return replies
 
@@ -116,9 +116,9 @@ class ToolCalls:
         for name, instance in data.instances.items():
             tool, kwargs = self.tools[name], _row_kwargs(data, name)
             try:
-                found = await self._run(tool.calc_reward, instance, **(kwargs.get("calc_reward_kwargs") or {}))
-                if found is not None:
-                    data.reward_scores[name] = _finite(found)
+                reward = await self._run(tool.calc_reward, instance, **(kwargs.get("calc_reward_kwargs") or {}))
+                if reward is not None:
+                    data.reward_scores[name] = _finite(reward)
             except Exception as error:  # boundary: a user's tool
                 self._tell(data, name, "calc_reward", error)
             try:
@@ -140,7 +140,7 @@ class ToolCalls:
             except Exception as error:  # boundary: a user's tool
                 self._tell(data, name, "create", error)
 
-    async def _answer(self, data: AgentData, item: Any, names: Sequence[str], form: str) -> Reply:
+    async def _answer(self, data: AgentData, item: Any, names: Sequence[str], form: str) -> ToolReply:
         start = time.perf_counter()
         name = item.name if isinstance(item, FunctionCall) else ""
         call_id = item.tool_call_id if isinstance(item, FunctionCall) else None
@@ -160,7 +160,7 @@ class ToolCalls:
             data.metrics.add(f"tool_calls/{name}/count", 1, "sum")
             data.metrics.add(f"tool_calls/{name}/failed", float(bool(kind)), "mean")
             data.metrics.add(f"tool_calls/{name}/seconds", seconds, "mean")
-        return Reply(name, self._shortened(data, text), arguments, call_id, reward, seconds, kind)
+        return ToolReply(name, self._shortened(data, text), arguments, call_id, reward, seconds, kind)
 
     def _arguments(self, call: FunctionCall, names: Sequence[str]) -> dict[str, Any]:
         if call.name not in names:
@@ -184,8 +184,8 @@ class ToolCalls:
         if takes(tool.execute, "agent_data"):
             kwargs["agent_data"] = data
         try:
-            found = await self._run(tool.execute, data.instances[name], arguments, **kwargs)
-            response, reward, metrics = unpacked(found)
+            returned = await self._run(tool.execute, data.instances[name], arguments, **kwargs)
+            response, reward, metrics = unpacked(returned)
         except TimeLimit as error:
             raise Fault("timeout", f"the tool {name} gave {error}") from error
         except Exception as error:  # boundary: a user's tool; the model is told, the person too
@@ -221,16 +221,16 @@ class ToolCalls:
         )
 
 
-def unpacked(found: Any) -> tuple[str, float | None, Mapping[str, Any]]:
+def unpacked(returned: Any) -> tuple[str, float | None, Mapping[str, Any]]:
     """(text, step reward, metrics) of what `BaseTool.execute` returned.
 
     Raises:
         TypeError: it returned something else than its contract says; the message names it.
         ValueError: the reward is not a finite number.
     """
-    if not isinstance(found, tuple) or len(found) != 3:
-        raise TypeError(f"the tool returned {type(found).__name__}, not (ToolResponse, reward, metrics)")
-    response, reward, metrics = found
+    if not isinstance(returned, tuple) or len(returned) != 3:
+        raise TypeError(f"the tool returned {type(returned).__name__}, not (ToolResponse, reward, metrics)")
+    response, reward, metrics = returned
     if isinstance(response, str):
         response = ToolResponse(text=response)
     if not isinstance(response, ToolResponse):
@@ -262,8 +262,8 @@ def takes(method: Callable[..., Any], name: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _takes(function: Callable[..., Any], name: str) -> bool:
-    found = inspect.signature(function).parameters
-    return name in found or any(p.kind is p.VAR_KEYWORD for p in found.values())
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def openai_call(call: FunctionCall, number: int) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def _row_kwargs(data: AgentData, name: str) -> Mapping[str, Any]:
 
 
 def _finite(value: Any) -> float:
-    found = float(value)
-    if not math.isfinite(found):
-        raise ValueError(f"the reward is {found}")
-    return found
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"the reward is {number}")
+    return number

@@ -154,15 +154,15 @@ class Encoder:
         return self._array(array)
 
     def _items(self, values: Sequence[Any]) -> list[Any]:
-        found = []
+        items = []
         try:
             for value in values:
-                found.append(self.encode(value))
+                items.append(self.encode(value))
         except Refused as refused:
-            raise refused.inside(len(found)) from None
+            raise refused.inside(len(items)) from None
         except RecursionError:
             raise Refused("values nested this deeply cannot be written") from None
-        return found
+        return items
 
     def _list(self, values: list[Any]) -> Any:
         if len(values) >= PACKED_LENGTH:
@@ -175,15 +175,15 @@ class Encoder:
 
     def _dict(self, values: dict[Any, Any]) -> Any:
         plain = TAG not in values and all(type(key) is str for key in values)
-        found, key = {}, None
+        encoded, key = {}, None
         try:
             for key, value in values.items():
-                found[key] = self.encode(value)
+                encoded[key] = self.encode(value)
         except Refused as refused:
             raise refused.inside(key) from None
         if plain:
-            return found
-        return {TAG: ["dict", [[self.encode(key), value] for key, value in found.items()]]}
+            return encoded
+        return {TAG: ["dict", [[self.encode(key), value] for key, value in encoded.items()]]}
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
         code = DTYPE_CODES.get(tensor.dtype)
@@ -240,10 +240,10 @@ class Decoder:
         except (ValueError, LookupError, TypeError, OverflowError, RuntimeError, OSError) as error:
             raise DataError(f"damaged batch data ({type(error).__name__}: {error})") from error
 
-    def _hook(self, found: dict[str, Any]) -> Any:
-        if TAG not in found:
-            return found
-        tag, *rest = found[TAG]
+    def _hook(self, mapping: dict[str, Any]) -> Any:
+        if TAG not in mapping:
+            return mapping
+        tag, *rest = mapping[TAG]
         if tag not in self._by_tag:
             raise DataError("unknown kind of value in batch data", got=tag, fix="Was it written by a newer version?")
         return self._by_tag[tag](*rest)

@@ -70,8 +70,8 @@ def even_bounds(num_rows: int, parts: int) -> list[tuple[int, int]]:
 
 def divisors(number: int, near: int, limit: int = 8) -> list[int]:
     """The divisors of ``number`` that lie nearest to ``near``, ascending: sizes that would have worked."""
-    found = {d for i in range(1, int(number**0.5) + 1) if number % i == 0 for d in (i, number // i)}
-    return sorted(sorted(found, key=lambda d: (abs(d - near), d))[:limit])
+    numbers = {d for i in range(1, int(number**0.5) + 1) if number % i == 0 for d in (i, number // i)}
+    return sorted(sorted(numbers, key=lambda d: (abs(d - near), d))[:limit])
 
 
 def union_tensor_dict(tensor_dict1: TensorDictBase, tensor_dict2: TensorDictBase) -> TensorDictBase:

@@ -110,12 +110,12 @@ class _Widths:
 
     @classmethod
     def of(cls, batch: TensorDictBase) -> _Widths:
-        found: dict[str, int] = {}
+        widths: dict[str, int] = {}
         for key, value in batch.items():
             field = declared_field(key)
             if field is not None and field.time_axis is not None and value.dim() >= -field.time_axis + 1:
-                found.setdefault(str(field.time_symbol), value.shape[field.time_axis])
-        prompt, response, both = found.get("P"), found.get("T"), found.get("P+T")
+                widths.setdefault(str(field.time_symbol), value.shape[field.time_axis])
+        prompt, response, both = widths.get("P"), widths.get("T"), widths.get("P+T")
         if both is not None and prompt is None and response is not None:
             prompt = both - response
         if both is not None and response is None and prompt is not None:
@@ -193,8 +193,8 @@ def _pad(part: torch.Tensor, axis: int, count: int, value: PaddingValue, left: b
 
 
 def _common_keys(keys: list[list[str]], what: str) -> list[str]:
-    for index, found in enumerate(keys):
-        for key in set(keys[0]) ^ set(found):
+    for index, names in enumerate(keys):
+        for key in set(keys[0]) ^ set(names):
             holder, lacks = (0, index) if key in keys[0] else (index, 0)
             error = missing_key_error(key, keys[lacks], f"batch {lacks} (batch {holder} has it)")
             raise BatchError(f"batches with different {what} cannot be joined: {error.message}", fix=error.fix)

@@ -152,13 +152,17 @@ class Sampler(ABC):
         A completion never mixes versions: call `abort` first where running requests should not hold up the update.
         """
 
+    async def confirm(self, version: int) -> int:
+        """The version in use, asked for after somebody has sent ``version``, perhaps from another process."""
+        return self.version
+
     @abstractmethod
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
         """End these requests (all, if None) now with what they have; returns how many there were."""
 
     @abstractmethod
     async def sleep(self, level: int = 1) -> None:
-        """Free memory between phases: 1 the key/value cache, 2 the weights as well."""
+        """Free memory between phases: 1 the KV cache, 2 the weights as well."""
 
     @abstractmethod
     async def wake(self) -> None:

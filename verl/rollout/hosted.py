@@ -1,8 +1,9 @@
-"""A sampler in a process of its own, with weights that come by a transport: both sides of it.
+"""A sampler in another process, with weights that come by a transport: both sides of it.
 
-`SamplerHost` lives in the other process, behind a handle of Ray or behind HTTP. `HostedSampler` is the sampler that the
-trainer's process sees. An update is under way at both ends at once: the host takes the stream while a thread here sends
-it. Whatever goes wrong with it ends the transport, and the next update makes a new one.
+`SamplerHost` lives in the other process, behind a handle of Ray or behind HTTP. `RemoteSampler` is the sampler that
+requests see from elsewhere, `HostedSampler` the one that weights are sent to as well. An update is under way at both
+ends at once: the host takes the stream while a thread here sends it. Whatever goes wrong with it ends the transport,
+and the next update makes a new one.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from verl.registry import SAMPLERS, TRANSPORTS
+from verl.errors import RolloutError
+from verl.registry import TRANSPORTS
 from verl.rollout.base import Completion, Request, Sampler
-from verl.rollout.replicas import LOSSES, Callee
+from verl.rollout.service import LOSSES
+from verl.single_controller.base.handle import Handle
 from verl.weight_sync import Transport, WeightChunk
 from verl.weight_sync.transport import OtherEndError
 
@@ -65,49 +67,23 @@ class SamplerHost:
         return self.sampler.version
 
 
-class EngineHost(SamplerHost):
-    """With the engine that ``rollout.name`` names, made in the process in which this object is made.
-
-    Args:
-        rollout, model: sections of the configuration.
-    """
-
-    def __init__(self, rollout: Any, model: Any, device: str):
-        super().__init__(SAMPLERS.get(rollout.name).from_config(rollout, model, device=device), device)
-
-
 def _remoteness(error: BaseException) -> int:
     """How far an error is from the cause: a process that is gone breaks its connections, and both fail the transfer."""
     return 0 if isinstance(error, LOSSES) else 2 if isinstance(error, OtherEndError) else 1
 
 
-@dataclass(frozen=True)
-class Link:
-    """Which transport goes to a hosted sampler.
+class RemoteSampler(Sampler):
+    """A sampler behind a handle, whose weights somebody else sends.
 
     Args:
-        kind: name in the registry of transports.
-        make: makes the trainer's end.
-    """
-
-    kind: str
-    make: Callable[[], Transport]
-
-
-class HostedSampler(Sampler):
-    """A sampler that lives behind a callee.
-
-    Args:
-        callee: of a `SamplerHost`.
-        link: how weights get there.
+        handle: of a `SamplerHost`.
 
     Example:
-        >>> sampler = HostedSampler(host_object(ClassWithInitArgs(EngineHost, rollout, model, "cpu")), link)
+        >>> service = SamplerService({name: RemoteSampler(handle) for name, handle in handles.items()})
     """
 
-    def __init__(self, callee: Callee, link: Link, name: str = "the sampler's process"):
-        self._callee, self._link, self.name = callee, link, name
-        self._transport: Transport | None = None
+    def __init__(self, handle: Handle):
+        self._handle = handle
         self._version = 0
         self._stats: dict[str, float] = {"forward_tokens": 0.0, "steps": 0.0}
 
@@ -116,52 +92,81 @@ class HostedSampler(Sampler):
         return self._version
 
     async def generate(self, request: Request) -> Completion:
-        done: Completion = await self._callee.call("generate", request)
+        done: Completion = await self._handle.call("generate", request)
         return done
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
         wanted = None if request_ids is None else list(request_ids)
-        count: int = await self._callee.call("abort", wanted)
+        count: int = await self._handle.call("abort", wanted)
         return count
 
     async def sleep(self, level: int = 1) -> None:
-        await self._callee.call("sleep", level)
+        await self._handle.call("sleep", level)
 
     async def wake(self) -> None:
-        await self._callee.call("wake")
+        await self._handle.call("wake")
+
+    async def confirm(self, version: int) -> int:
+        status = await self._handle.call("status")
+        self._version, self._stats = int(status["version"]), status["stats"]
+        return self._version
 
     def stats(self) -> dict[str, float]:
-        """As they were after the last update of the weights, and ``weight_bytes_sent``."""
+        """As they were when its version was last asked for."""
         return dict(self._stats)
 
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
+        raise RolloutError(f"weights reach {self._handle.name} from the trainer's process, not through this one")
+
+
+class HostedSampler(RemoteSampler):
+    """A sampler behind a handle that weights are sent to from here.
+
+    Args:
+        handle: of a `SamplerHost`.
+        transport: name in the registry of transports.
+        begin: makes the trainer's end of one.
+
+    Example:
+        >>> sampler = HostedSampler(ChildHandle(rollout, model, "cpu", kind), *transport_of(rollout, model, "cpu"))
+    """
+
+    def __init__(self, handle: Handle, transport: str, begin: Callable[[], Transport]):
+        super().__init__(handle)
+        self._kind, self._begin = transport, begin
+        self._transport: Transport | None = None
+        self._bytes_sent = 0.0
+
+    def stats(self) -> dict[str, float]:
+        """As they were after the last update of the weights, and ``weight_bytes_sent``."""
+        return {**self._stats, "weight_bytes_sent": self._bytes_sent}
+
+    async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
         if self._transport is None:
-            self._transport = await asyncio.to_thread(self._link.make)
+            self._transport = await asyncio.to_thread(self._begin)
         transport = self._transport
         sending: asyncio.Future[Any] = asyncio.ensure_future(asyncio.to_thread(transport.send, chunks))
         taking: asyncio.Future[Any] = asyncio.ensure_future(
-            self._callee.call("take_weights", self._link.kind, transport.address, version)
+            self._handle.call("take_weights", self._kind, transport.address, version)
         )
         try:
             await asyncio.wait({sending, taking}, return_when=asyncio.FIRST_EXCEPTION)
             if taking.done() and taking.exception() is not None:
                 transport.abandon(str(taking.exception()))
-            found = await asyncio.gather(sending, taking, return_exceptions=True)
+            ends = await asyncio.gather(sending, taking, return_exceptions=True)
         except BaseException:  # cancelled: the thread must end before its memory goes
             transport.abandon("the update was cancelled")
             taking.cancel()
             await asyncio.wait({sending})
             self.forget_transport()
             raise
-        errors = [error for error in found if isinstance(error, BaseException)]
+        errors = [error for error in ends if isinstance(error, BaseException)]
         if errors:
             self.forget_transport()
             raise min(errors, key=_remoteness)
-        sent: Any = found[0]
-        self._version = version
-        status = await self._callee.call("status")
-        total = self._stats.get("weight_bytes_sent", 0.0) + float(sent)
-        self._stats = {**status["stats"], "weight_bytes_sent": total}
+        sent: Any = ends[0]
+        self._bytes_sent += float(sent)
+        await self.confirm(version)
 
     def forget_transport(self) -> None:
         """The next update makes a new one."""
@@ -172,6 +177,6 @@ class HostedSampler(Sampler):
     def close(self) -> None:
         """End the other process."""
         self.forget_transport()
-        close = getattr(self._callee, "close", None)  # a callee of this process has none
+        close = getattr(self._handle, "close", None)
         if close is not None:
             close()

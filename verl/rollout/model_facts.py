@@ -54,5 +54,5 @@ class ModelFacts:
 def _json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    found = read_json(file.read_text(encoding="utf-8"))
-    return found if isinstance(found, dict) else {}
+    content = read_json(file.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}

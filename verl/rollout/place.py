@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from verl import env
+from verl.config.node import replace
+from verl.config.sampler_sizes import spec_of
 from verl.device import torch_dtype
 from verl.errors import ConfigError, suggest
 from verl.metrics import notice
 from verl.registry import SAMPLERS, TRANSPORTS, load_module
 from verl.rollout.base import Sampler
-from verl.rollout.hosted import EngineHost, HostedSampler, Link
-from verl.rollout.replicas import Callee
-from verl.rollout.server.child import ChildCallee
+from verl.rollout.devices import shown
+from verl.rollout.hosted import HostedSampler
+from verl.rollout.server.child import ChildHandle
+from verl.rollout.server.sampler import ServerSampler, addresses
 from verl.rollout.stream_check import shapes_on_disk
-from verl.single_controller.base.hosting import hosting
-from verl.single_controller.base.resources import ClassWithInitArgs
+from verl.weight_sync import Transport
 
 SAME_PROCESS = "naive"
 RINGS = ("shared_memory", "cuda_ipc")
@@ -28,25 +31,49 @@ RINGS = ("shared_memory", "cuda_ipc")
 _E = "actor_rollout_ref.rollout.checkpoint_engine"
 
 
-def make_sampler(rollout: Any, model: Any, device: str, name: str = "sampler") -> Sampler:
-    """The sampler of one worker: in its process, or with any other transport than ``naive`` in one of its own.
+def servers_of(rollout: Any) -> list[str]:
+    """Addresses of the servers that sample, where the engine is one that asks servers; empty where it is made here."""
+    asks = rollout.name == "server" or (rollout.name == "sglang" and rollout.server.url)
+    return addresses(rollout.server.url) if asks else []
+
+
+def server_sampler(url: str, rollout: Any, model: Any, is_alone: bool) -> ServerSampler:
+    """The sampler over one server; beside others it is asked once, because another one answers sooner."""
+    api = "sglang" if rollout.name == "sglang" else None
+    return ServerSampler.one_of(rollout, model, url, api=api, max_attempts=None if is_alone else 1)
+
+
+def make_sampler(rollout: Any, model: Any, device: str, is_beside: bool = True, devices: Sequence[str] = ()) -> Sampler:
+    """The sampler of one worker: in its process, or with any other transport than ``naive`` in a child of it.
 
     Args:
         rollout, model: sections of the configuration.
         device: of the worker.
-        name: of the process, for messages.
+        is_beside: the trainer lives in this process, too; in any other one the sampler needs no child.
+        devices: of all ranks of the replica that this worker leads; empty: those that it sees.
     """
-    if rollout.checkpoint_engine.backend == SAME_PROCESS:
+    with env.within(shown(devices, spec_of(rollout).devices, device)):
+        return _made(rollout, model, device, is_beside)
+
+
+def _made(rollout: Any, model: Any, device: str, is_beside: bool) -> Sampler:
+    if not is_beside and rollout.standalone_gpu_memory_utilization is not None:
+        rollout = replace(rollout, gpu_memory_utilization=rollout.standalone_gpu_memory_utilization)
+    if not is_beside or rollout.checkpoint_engine.backend == SAME_PROCESS:
         sampler: Sampler = SAMPLERS.get(rollout.name).from_config(rollout, model, device=device)
         return sampler
-    chosen = link(rollout, model, device)
-    hosted = HostedSampler(_callee(rollout, model, device, name, chosen.kind), chosen)
+    kind, begin = transport_of(rollout, model, device)
+    hosted = HostedSampler(ChildHandle(rollout, model, device, kind), kind, begin)
     atexit.register(hosted.close)
     return hosted
 
 
-def link(rollout: Any, model: Any, device: str) -> Link:
-    """The transport that ``backend`` names, with ``engine_kwargs``, which may stand below its name."""
+def transport_of(rollout: Any, model: Any, device: str) -> tuple[str, Callable[[], Transport]]:
+    """The transport that ``backend`` names, with ``engine_kwargs``, which may stand below its name.
+
+    Returns:
+        Its name in the registry, and what makes the trainer's end of it.
+    """
     engine = rollout.checkpoint_engine
     if engine.custom_backend_module:
         load_module(_as_module(engine.custom_backend_module))
@@ -68,7 +95,7 @@ def link(rollout: Any, model: Any, device: str) -> Link:
     size = int(engine.update_weights_bucket_megabytes) << 20
     if below in RINGS:
         size = min(size, _enough(model, size))
-    return Link(kind, partial(TRANSPORTS.get(kind).begin, size, device, **options))
+    return kind, partial(TRANSPORTS.get(kind).begin, size, device, **options)
 
 
 def _instead_of_nccl(device: str) -> str:
@@ -96,13 +123,6 @@ def _check_options(kind: str, below: str, options: Mapping[str, Any]) -> None:
                 allowed=sorted(known),
                 fix=suggest(name, known),
             )
-
-
-def _callee(rollout: Any, model: Any, device: str, name: str, transport: str) -> Callee:
-    host = hosting()
-    if host is None:
-        return ChildCallee(rollout, model, device, transport)
-    return host(ClassWithInitArgs(EngineHost, rollout, model, device), name)
 
 
 def _dtype(rollout: Any, device: str) -> torch.dtype:

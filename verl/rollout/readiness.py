@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from verl.errors import RolloutError
+from verl.rollout.lost import EngineLostError
 
 LEVELS = (1, 2)
 """Of sleep: the cache; the cache and the weights."""
@@ -18,15 +19,19 @@ class Readiness:
         version: of the weights.
         is_asleep: nothing is sampled until `wake`.
         broken: why nothing can be sampled until whole weights arrive; None if it can.
+        lost: why nothing can be sampled any more; None if it can.
     """
 
     def __init__(self) -> None:
         self.version = 0
         self.is_asleep = False
         self.broken: str | None = None
+        self.lost: str | None = None
 
     def check(self) -> None:
-        """Raise `RolloutError` if nothing can be sampled now."""
+        """Raise `RolloutError` if nothing can be sampled now, `EngineLostError` if nothing can be any more."""
+        if self.lost is not None:
+            raise EngineLostError(self.lost)
         reason = "it sleeps; call wake() first" if self.is_asleep else self.broken
         if reason is not None:
             raise RolloutError(f"the sampler cannot sample: {reason}")

@@ -42,13 +42,13 @@ def check_same(before: Sequence[float], after: Sequence[float]) -> None:
         )
 
 
-def check_uniform(found: Sequence[float], vocab_size: int, fix: str = FIX) -> None:
+def check_uniform(log_probs: Sequence[float], vocab_size: int, fix: str = FIX) -> None:
     """With one embedding for all tokens a tied head makes them equally probable, unless it goes on with the old ones.
 
     Raises:
         RolloutError: it is not.
     """
-    shift = max((abs(value + math.log(vocab_size)) for value in found), default=math.nan)
+    shift = max((abs(value + math.log(vocab_size)) for value in log_probs), default=math.nan)
     if not shift <= TOLERANCE:
         raise RolloutError(
             "this engine cannot take new weights for this model: its head, which is tied to the embeddings, goes on "

@@ -73,12 +73,12 @@ class StreamCheck:
 
 def shapes_on_disk(folder: str | Path) -> Shapes | None:
     """The shapes of the tensors in a folder's safetensors files by name, from their headers; None if there are none."""
-    found: Shapes = {}
+    shapes: Shapes = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
             header = read_json(opened.read(size))
-        found |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
     if ModelFacts.of(folder).is_tied:
-        found.pop(TIED, None)
-    return found or None
+        shapes.pop(TIED, None)
+    return shapes or None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl import device
-from verl.config import HFModelConfig, PPOTrainerConfig, replace
+from verl.config import PPOTrainerConfig, replace
 from verl.config.root import uses_critic, uses_reference, uses_reward_model
 from verl.data import RLHFDataset, create_rl_dataset
 from verl.metrics import notice
@@ -17,9 +17,9 @@ from verl.observability import samples as sample_output
 from verl.observability.tracking import Tracking
 from verl.rewards import check_reward_data
 from verl.single_controller.base import Role
-from verl.trainer.placement import added_roles, strategy
-from verl.trainer.ppo.validation import Sampled
-from verl.workers.part import Limits, Site
+from verl.trainer.models import RM, model_roles
+from verl.trainer.ppo.validation import ValidationSamples
+from verl.workers.part import Site
 from verl.workers.scoring import reward_manager as reward_manager
 
 
@@ -52,30 +52,19 @@ def need_reward_model(config: PPOTrainerConfig) -> bool:
     return uses_reward_model(config)
 
 
-def worker_arguments(
-    config: PPOTrainerConfig, role: Role | str, total_steps: int, device_name: str, processes: int
-) -> dict[str, Any]:
-    """Constructor arguments of the worker that plays ``role`` in a pool of ``processes``."""
-    length, seed = config.data.max_response_length, config.trainer.seed
-    for added in added_roles(config):
-        if added.name == role:
-            site = Site(device_name, strategy(added.strategy, processes), seed, total_steps, length)
-            return {"role": added, "site": site}
-    if role == Role.Critic:
-        site = Site(device_name, strategy(config.critic.strategy, processes), seed, total_steps, length)
-        return {"config": config.critic, "site": site}
-    if role == Role.RewardModel:
-        return _reward_model_arguments(config, device_name, processes)
-    policy = config.actor_rollout_ref
-    site = Site(
-        device_name,
-        strategy(policy.actor.strategy, processes),
-        seed,
-        total_steps,
-        length,
-        strategy(policy.ref.strategy, processes),
-    )
-    arguments = {"config": config.actor_rollout_ref, "role": str(role), "site": site, "data": config.data}
+def worker_arguments(config: PPOTrainerConfig, role: Role | str, total_steps: int, device_name: str) -> dict[str, Any]:
+    """Constructor arguments of the worker that plays ``role``."""
+    named, roles, policy = str(role), model_roles(config), config.actor_rollout_ref
+    site = Site(device_name, config.trainer.seed, total_steps, policy.nccl_timeout)
+    if named == RM:
+        settings = config.reward.reward_model
+        read = policy.model
+        if settings.input_tokenizer is not None:
+            read = replace(read, tokenizer_path=settings.input_tokenizer, custom_chat_template=None)
+        return {"role": roles[named], "site": site, "policy": read, "max_length": settings.max_length}
+    if named in roles:
+        return {"role": roles[named], "site": site}
+    arguments = {"config": policy, "site": site, "data": config.data}
     return {**arguments, "scoring": config} if scores_while_sampling(config) else arguments
 
 
@@ -86,35 +75,6 @@ def scores_while_sampling(config: PPOTrainerConfig) -> bool:
         notice("reward.while_sampling", why)
         return False
     return config.reward.while_sampling
-
-
-def _reward_model_arguments(config: PPOTrainerConfig, device_name: str, processes: int) -> dict[str, Any]:
-    settings, policy = config.reward.reward_model, config.actor_rollout_ref.model
-    model = HFModelConfig(
-        path=str(settings.model_path),
-        trust_remote_code=settings.trust_remote_code,
-        external_lib=settings.external_lib,
-        override_config=settings.override_config,
-        use_shm=settings.use_shm,
-        use_remove_padding=settings.use_remove_padding,
-    )
-    if settings.input_tokenizer is not None:
-        policy = replace(policy, tokenizer_path=settings.input_tokenizer, custom_chat_template=None)
-    return {
-        "model": model,
-        "engine": settings.fsdp_config,
-        "megatron": settings.megatron,
-        "limits": Limits.of(
-            settings.micro_batch_size_per_gpu,
-            settings.micro_batch_size,
-            settings.use_dynamic_bsz,
-            settings.forward_max_token_len_per_gpu,
-            processes,
-        ),
-        "site": Site(device_name, strategy(settings.strategy, processes), config.trainer.seed),
-        "policy": policy,
-        "max_length": settings.max_length,
-    }
 
 
 def dataset(config: PPOTrainerConfig, tokenizer: Any, processor: Any, is_train: bool) -> Any:
@@ -151,7 +111,7 @@ def one_by_one(table: Any, column: str, at_once: int = 1000) -> Iterator[Any]:
 
 
 def report_validation(
-    config: PPOTrainerConfig, tracking: Tracking | None, seen: Sampled, step: int, folder: Path | None
+    config: PPOTrainerConfig, tracking: Tracking | None, seen: ValidationSamples, step: int, folder: Path | None
 ) -> None:
     """Write validation samples to ``folder`` (``trainer.validation_data_dir``) and a few of them to the trackers."""
     trainer = config.trainer
@@ -173,15 +133,15 @@ def speed_of_training(
 
     The second is the share of the device's bf16 peak; it is left out where that peak is not known (a CPU).
     """
-    found = {name: value for name, value in metrics.items() if not name.endswith("/tflop")}
+    rates = {name: value for name, value in metrics.items() if not name.endswith("/tflop")}
     peak = device_peak_flops(device.device_name(device.resolve_device(config.trainer.device)))
     for role in ("actor", "critic"):
         spent = seconds.get(f"update_{role}", 0.0)
         if f"{role}/tflop" in metrics and spent > 0:
-            found[f"perf/tflops/{role}"] = metrics[f"{role}/tflop"] / spent / num_ranks
+            rates[f"perf/tflops/{role}"] = metrics[f"{role}/tflop"] / spent / num_ranks
             if peak:
-                found[f"perf/mfu/{role}"] = found[f"perf/tflops/{role}"] * 1e12 / peak
-    return found
+                rates[f"perf/mfu/{role}"] = rates[f"perf/tflops/{role}"] * 1e12 / peak
+    return rates
 
 
 def memory_metrics(config: PPOTrainerConfig) -> dict[str, float]:

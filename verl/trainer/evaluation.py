@@ -39,17 +39,22 @@ class Answers:
     texts: list[str]
 
 
-def read_answers(path: str, data: EvaluationDataConfig, key: str, needs_source: bool) -> Answers:
+def read_answers(
+    path: str, data: EvaluationDataConfig, key: str, needs_source: bool, has_truths: bool = True
+) -> Answers:
     """The answers in a file, with what the scorer needs of each row.
 
     Args:
         needs_source: a built-in scorer is picked by the data source, so that its column has to be there.
+        has_truths: rows have a column with the ground truth.
 
     Raises:
         DataError: a missing column, a row without answers, or something that is no text.
     """
     table, origin = read_files(path, key=key)
-    wanted = [data.response_key, data.reward_model_key, *([data.data_source_key] if needs_source else [])]
+    wanted = [data.response_key]
+    wanted += [data.reward_model_key] if has_truths else []
+    wanted += [data.data_source_key] if needs_source else []
     for column in wanted:
         require_column(column, table.column_names, file=origin.files[0], key=f"data.{_setting_of(column, data)}")
     samples, prompts, texts = [], [], []
@@ -59,7 +64,7 @@ def read_answers(path: str, data: EvaluationDataConfig, key: str, needs_source: 
         if not answers or not all(isinstance(answer, str) for answer in answers):
             raise DataError(f"no text in the column {data.response_key!r}", key=origin.describe(number), got=answers)
         source = row.get(data.data_source_key)
-        holder = row[data.reward_model_key]
+        holder = row[data.reward_model_key] if has_truths else {}
         if not isinstance(holder, dict):
             fault = f"no fields in the column {data.reward_model_key!r}"
             raise DataError(fault, key=origin.describe(number), got=holder, allowed='{"ground_truth": ...}')
@@ -100,9 +105,9 @@ def report(answers: Answers, results: Sequence[RewardResult], right_from: float,
     scores = [result.score for result in results]
     infos: dict[str, list[Any]] = {"score": list(scores)}
     for name in ("acc", "pred"):
-        found = [result.extra.get(name) for result in results]
-        if any(value is not None for value in found):
-            infos[name] = found
+        reported = [result.extra.get(name) for result in results]
+        if any(value is not None for value in reported):
+            infos[name] = reported
     voted = process_validation_metrics(sources, answers.prompts, infos, seed=seed)
     found_reports = {}
     for source in sorted(set(sources)):
@@ -125,12 +130,12 @@ def report(answers: Answers, results: Sequence[RewardResult], right_from: float,
 
 def _grouped(rows: Sequence[int], prompts: Sequence[int], values: Sequence[Any]) -> dict[int, list[Any]]:
     """prompt -> the values of its answers; an answer without one is left out, its prompt is not."""
-    found: dict[int, list[Any]] = {}
+    groups: dict[int, list[Any]] = {}
     for i in rows:
-        kept = found.setdefault(prompts[i], [])
+        kept = groups.setdefault(prompts[i], [])
         if values[i] is not None:
             kept.append(values[i])
-    return found
+    return groups
 
 
 def _is_right(result: RewardResult, right_from: float) -> bool | None:
@@ -146,15 +151,15 @@ def pass_at_k(right: Mapping[int, Sequence[bool]]) -> dict[str, float]:
     Of n answers of a prompt c are right: 1 - C(n-c, k) / C(n, k).
     """
     longest = max((len(values) for values in right.values()), default=0)
-    found = {}
+    estimates = {}
     for k in [1, *subset_sizes(longest)] if longest > 1 else [1] * (longest > 0):
         chances = []
         for values in right.values():
             n, wrong = len(values), len(values) - sum(values)
             if n >= k:
                 chances.append(1.0 - math.comb(wrong, k) / math.comb(n, k))
-        found[f"pass@{k}"] = float(np.mean(chances))
-    return found
+        estimates[f"pass@{k}"] = float(np.mean(chances))
+    return estimates
 
 
 def interval(values: Sequence[float], seed: int) -> tuple[float, float]:
@@ -192,24 +197,24 @@ def compare(
     shared = sorted(set(ours) & set(others))
     if not shared:
         raise DataError("the two files have no prompt in common", key="report.compare", got=f"{len(others)} prompts")
-    found = {}
+    differences = {}
     for source in sorted({source for source, _ in shared}):
         gaps = np.array([ours[key] - others[key] for key in shared if key[0] == source])
         drawn = np.random.default_rng(seed).integers(0, len(gaps), size=(DRAWS, len(gaps)))
         means = gaps[drawn].mean(axis=1)
         low, high = np.percentile(means, INTERVAL)
         better = float((means > 0).mean() + (means == 0).mean() / 2)
-        found[source] = Difference(len(gaps), float(gaps.mean()), (float(low), float(high)), better)
-    return found
+        differences[source] = Difference(len(gaps), float(gaps.mean()), (float(low), float(high)), better)
+    return differences
 
 
 def _by_text(answers: Answers, results: Sequence[RewardResult]) -> dict[tuple[str, str], float]:
     """(data source, prompt) -> mean score of its answers that have one."""
-    found: dict[tuple[str, str], list[float]] = {}
+    scores_of: dict[tuple[str, str], list[float]] = {}
     for sample, prompt, result in zip(answers.samples, answers.prompts, results):
         if result.score is not None:
-            found.setdefault((str(sample.data_source), answers.texts[prompt]), []).append(result.score)
-    return {key: float(np.mean(scores)) for key, scores in found.items()}
+            scores_of.setdefault((str(sample.data_source), answers.texts[prompt]), []).append(result.score)
+    return {key: float(np.mean(scores)) for key, scores in scores_of.items()}
 
 
 def sample_table(answers: Answers, results: Sequence[RewardResult]) -> pa.Table:
@@ -236,14 +241,14 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, (bool, int, float)) else None
 
 
-def markdown(found: Mapping[str, SourceReport], differences: Mapping[str, Difference] | None = None) -> str:
+def markdown(reports: Mapping[str, SourceReport], differences: Mapping[str, Difference] | None = None) -> str:
     """The report for people."""
     lines = ["# Evaluation", "", "| data source | prompts | answers | mean score | 95 % | unscorable |",
              "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
-    for source, one in found.items():
+    for source, one in reports.items():
         bounds = f"{one.interval[0]:.4f} to {one.interval[1]:.4f}"
         lines.append(f"| {source} | {one.prompts} | {one.answers} | {one.mean:.4f} | {bounds} | {one.unscorable} |")
-    for source, one in found.items():
+    for source, one in reports.items():
         lines += ["", f"## {source}", "", "| metric | value |", "| --- | --- |"]
         lines += [f"| {name} | {value:.4f} |" for name, value in one.metrics.items()]
     if differences:

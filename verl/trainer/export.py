@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from verl.errors import NotBuiltError, VerlError
 from verl.metrics import notice
 from verl.models.merging import compare, merge
+from verl.registry import ENGINES
 from verl.storage import check_push, default_hub, push_to_hub
 
-BACKENDS = ("fsdp", "megatron")
 READ_OFF = {
     "tie_word_embedding": "whether they are tied is read off the model's config.json",
     "is_value_model": "the kind of model is read off its config.json",
@@ -24,7 +24,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("merge", "write a Hugging Face folder"), ("test", "merge, then compare with a folder")):
         command = commands.add_parser(name, help=text)
-        command.add_argument("--backend", default="fsdp", help="fsdp or megatron; what it was is read off the files")
+        command.add_argument("--backend", help="training backend; what it was is read off the files")
         command.add_argument("--local_dir", required=True, help="role folder of a checkpoint: global_step_N/actor")
         command.add_argument("--target_dir", default="tmp", help="where the Hugging Face folder goes")
         command.add_argument("--trust-remote-code", action="store_true", help="run modelling code of the checkpoint")
@@ -60,12 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(a: argparse.Namespace) -> int:
-    if a.backend not in BACKENDS:
+    if a.backend is not None and a.backend not in ENGINES.names():
         raise NotBuiltError(
             "merging checkpoints of this backend is not built yet",
             key="--backend",
             got=a.backend,
-            allowed=BACKENDS,
+            allowed=ENGINES.names(),
         )
     for name, why in READ_OFF.items():
         if vars(a)[name]:

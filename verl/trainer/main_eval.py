@@ -20,8 +20,8 @@ from verl.rewards.dispatch import answer_of, check_data_sources, default_compute
 from verl.rewards.function import RewardFunction, load_reward_function
 from verl.rewards.programs import code_runner
 from verl.rewards.samples import RewardFailure, RewardResult, RewardSample
-from verl.rewards.scoring import Limits, Scorer
-from verl.rewards.truths import check_truths
+from verl.rewards.scoring import Scorer, ScoringLimits
+from verl.rewards.truths import check_setting, check_truths
 from verl.trainer import evaluation
 from verl.trainer.command import report
 from verl.trainer.evaluation import Answers
@@ -36,21 +36,22 @@ def run_eval(config: EvaluationConfig) -> str:
         if own.path
         else RewardFunction.of(default_compute_score, kwargs)
     )
-    scorer = Scorer(function, Limits(timeout=config.report.timeout, num_workers=config.report.num_workers))
+    check_setting(function, config.reward.ground_truth)
+    scorer = Scorer(function, ScoringLimits(timeout=config.report.timeout, num_workers=config.report.num_workers))
     answers, results = _scored(config, scorer, config.data.path, "data.path")
     settings = config.report
-    found = evaluation.report(answers, results, settings.right_from, settings.seed)
+    reports = evaluation.report(answers, results, settings.right_from, settings.seed)
     differences = None
     if settings.compare:
         other, theirs = _scored(config, scorer, settings.compare, "report.compare")
         differences = evaluation.compare(answers, results, other, theirs, settings.seed)
     scorer.close()
-    text = evaluation.markdown(found, differences)
+    text = evaluation.markdown(reports, differences)
     if settings.markdown:
         Path(settings.markdown).write_text(text, encoding="utf-8")
     if settings.json:
-        numbers: dict[str, Any] = {f"test_score/{source}": one.mean for source, one in found.items()}
-        numbers["data_sources"] = {source: asdict(one) for source, one in found.items()}
+        numbers: dict[str, Any] = {f"test_score/{source}": one.mean for source, one in reports.items()}
+        numbers["data_sources"] = {source: asdict(one) for source, one in reports.items()}
         if differences is not None:
             numbers["differences"] = {source: asdict(gap) for source, gap in differences.items()}
         Path(settings.json).write_text(json.dumps(_finite(numbers), indent=1) + "\n", encoding="utf-8")
@@ -62,12 +63,14 @@ def run_eval(config: EvaluationConfig) -> str:
 def _scored(config: EvaluationConfig, scorer: Scorer, path: str, key: str) -> tuple[Answers, list[RewardResult]]:
     """The answers of a file and their scores; the first failure is shown, the others are counted."""
     builtin = scorer.function.is_builtin
-    answers = evaluation.read_answers(path, config.data, key, needs_source=builtin)
+    has_truths = config.reward.ground_truth != "none"
+    answers = evaluation.read_answers(path, config.data, key, needs_source=builtin, has_truths=has_truths)
+    if has_truths:
+        truths = [{"ground_truth": sample.ground_truth} for sample in answers.samples]
+        check_truths(scorer.function, truths, lambda row: f"{path}, row {answers.samples[row].row}")
     if builtin:
         sources = [sample.data_source for sample in answers.samples]
         check_data_sources(sources, config.data.data_source_key)
-        truths = [{"ground_truth": sample.ground_truth} for sample in answers.samples]
-        check_truths(scorer.function, truths, lambda row: f"{path}, row {answers.samples[row].row}")
         if any(map(runs_programs, sources)):
             given = scorer.function.reward_kwargs
             places = given.get("max_concurrent", 64)

@@ -17,11 +17,11 @@ from verl.trainer.command import report
 def run_generation(config: GenerationConfig) -> str:
     """Run a checked configuration; returns the path of the output."""
     from verl import device
-    from verl.agent_loop.generation import Job, generate_file, model_identity, sampling_of
     from verl.data import tokenizer_of
     from verl.registry import SAMPLERS
     from verl.storage import copy_to_local
     from verl.trainer import runtime
+    from verl.trainer.generation import Job, generate_file, model_identity, sampling_of
 
     runtime.start(config.trainer.seed)
     path = copy_to_local(config.model.path, use_shm=config.model.use_shm, error=ModelError, key="model.path")

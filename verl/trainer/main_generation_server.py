@@ -13,7 +13,7 @@ from typing import cast
 
 from verl.config import PPOTrainerConfig, load_config, replace
 from verl.config.checks import missing_folder
-from verl.config.sampler_sizes import devices_of
+from verl.config.sampler_sizes import spec_of
 from verl.errors import ConfigError, ModelError, VerlError
 from verl.trainer.command import report
 
@@ -28,11 +28,11 @@ def run_generation_server(config: PPOTrainerConfig, output: str, argv: list[str]
         argv: the command line that the configuration came from, which the servers get too.
     """
     from verl import device
-    from verl.agent_loop.generation import Job, generate_file, model_identity, sampling_of
     from verl.agent_loop.served import served
     from verl.data import tokenizer_of
     from verl.storage import copy_to_local
     from verl.trainer import runtime
+    from verl.trainer.generation import Job, generate_file, model_identity, sampling_of
 
     runtime.start(config.trainer.seed)
     policy = config.actor_rollout_ref
@@ -62,7 +62,7 @@ def run_generation_server(config: PPOTrainerConfig, output: str, argv: list[str]
 def count_of(config: PPOTrainerConfig) -> int:
     """How many servers: one per ``rollout.tensor_model_parallel_size`` x ``pipeline_model_parallel_size`` processes."""
     processes = config.trainer.nnodes * (config.trainer.n_gpus_per_node or 1)
-    return processes // devices_of(config.actor_rollout_ref.rollout)
+    return processes // spec_of(config.actor_rollout_ref.rollout).devices
 
 
 def split_output(argv: list[str]) -> tuple[str, list[str]]:
@@ -73,17 +73,17 @@ def split_output(argv: list[str]) -> tuple[str, list[str]]:
     """
     from verl import env
 
-    found, rest = "", []
+    output, rest = "", []
     for word in argv:
         key, equals, value = word.lstrip("+").partition("=")
         if key == OUTPUT and equals:
-            found = value
+            output = value
         else:
             rest.append(word)
-    if not found.endswith(".parquet"):
+    if not output.endswith(".parquet"):
         fix = f"Add +{OUTPUT}=answers.parquet."
-        raise ConfigError("names the parquet file to write", key=OUTPUT, got=found or None, fix=fix)
-    path = env.expand(found)
+        raise ConfigError("names the parquet file to write", key=OUTPUT, got=output or None, fix=fix)
+    path = env.expand(output)
     for problem in missing_folder(OUTPUT, str(Path(path).parent)):  # before servers are started for it
         raise problem
     return path, rest

@@ -42,7 +42,7 @@ class PairTrainer(SupervisedTrainer):
     def validate(self) -> dict[str, float]:
         """``val/loss`` and ``val/<metric of the loss>``: means over the pairs of the validation rows."""
         assert self.val_loader is not None, "there is nothing to validate on"
-        found: dict[str, float] = {}
+        sums_of_names: dict[str, float] = {}
         pairs = 0.0
         for rows in self.val_loader:
             batch = self.complete(self._share(self.make_batch(rows)), "val")
@@ -54,10 +54,10 @@ class PairTrainer(SupervisedTrainer):
             loss, metrics = self.loss_fn(outputs, batch.batch, norm)
             here = len(batch) / 2
             values = {"loss": loss.item(), **MetricSet(metrics).values()}
-            found = {name: found.get(name, 0.0) + here * value for name, value in values.items()}
+            sums_of_names = {name: sums_of_names.get(name, 0.0) + here * value for name, value in values.items()}
             pairs += here
-        names = max(self.ctx.exchange(sorted(found)), key=len)  # a rank without rows has none
-        *sums, everyone = self.ctx.sum(*(found.get(name, 0.0) for name in names), pairs)
+        names = max(self.ctx.exchange(sorted(sums_of_names)), key=len)  # a rank without rows has none
+        *sums, everyone = self.ctx.sum(*(sums_of_names.get(name, 0.0) for name in names), pairs)
         return {f"val/{name}": total / max(everyone, 1.0) for name, total in zip(names, sums)}
 
 
@@ -115,9 +115,9 @@ class DPOTrainer(PairTrainer):
         if there:
             return {name: self._everywhere(known.get(name), len(rows.dataframe), name) for name, rows in data.items()}
         reference = self._make_reference()  # given up afterwards
-        found = {name: self._pass_over(reference, rows) for name, rows in data.items()}
-        self.ctx.only_main(lambda: _write(file, found))
-        return found
+        log_probs = {name: self._pass_over(reference, rows) for name, rows in data.items()}
+        self.ctx.only_main(lambda: _write(file, log_probs))
+        return log_probs
 
     def _pass_over(self, reference: ModelPart, dataset: Any) -> Tensor:
         sums = torch.zeros(len(dataset.dataframe), 2)
@@ -158,17 +158,17 @@ def split_at_answers(rows: dict[str, Tensor]) -> DataProto:
     columns = torch.arange(left + right)[None] - (left - common)[:, None]  # of each place, the column it comes from
     attended = (columns >= 0) & (columns < lengths[:, None])
     source = columns.clamp(0, ids.shape[1] - 1)
-    found = {
+    both_sides = {
         name: torch.where(attended, values.gather(1, source), 0) for name, values in (("ids", ids), ("on", trained))
     }
     attention = attended.to(there.dtype)
     return DataProto.from_dict(
         tensors={
-            "input_ids": found["ids"],
+            "input_ids": both_sides["ids"],
             "attention_mask": attention,
             "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
-            "responses": found["ids"][:, left:],
-            "response_mask": found["on"][:, left:],
+            "responses": both_sides["ids"][:, left:],
+            "response_mask": both_sides["on"][:, left:],
         }
     )
 

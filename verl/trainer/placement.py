@@ -1,26 +1,22 @@
-"""Which role runs in which processes: the pools of a run, from the configuration.
+"""From the topology of a run to its worker classes and resource pools.
 
-One pool holds every role (colocated: they take turns on the same devices), and ``trainer.resource_pools`` gives roles
-processes of their own (split). Neither changes a number.
+Roles of one pool share its processes (colocated: they take turns on the same devices). Where a role lives changes no
+number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl import device
 from verl.config import PPOTrainerConfig
 from verl.config.root import uses_critic, uses_reference, uses_reward_model
-from verl.registry import SCHEDULES
+from verl.config.topology import Topology, added_roles
 from verl.single_controller.base import ResourcePool, ResourcePoolManager, Role
 from verl.single_controller.local import LocalWorkerGroup
-from verl.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
-from verl.workers.model import ModelRole, ModelWorker
-
-GLOBAL_POOL = "global_pool"
-REWARD_POOL = "reward_pool"
+from verl.workers import ActorRolloutRefWorker, ModelWorker, RewardModelWorker, RolloutWorker
 
 
 @dataclass(frozen=True)
@@ -42,46 +38,46 @@ class Place:
     devices_per_node: Sequence[int] | None = field(default=None)
 
 
-def processes_per_node(config: PPOTrainerConfig) -> int:
-    """``trainer.n_gpus_per_node``; left out, one."""
-    return 1 if config.trainer.n_gpus_per_node is None else config.trainer.n_gpus_per_node
-
-
-def pool_sizes(config: PPOTrainerConfig) -> dict[str, list[int]]:
-    """Processes per node of every pool in which a role of this run lives."""
-    used = set(_pool_of_roles(config).values())
-    sizes = {GLOBAL_POOL: [processes_per_node(config)] * config.trainer.nnodes}
-    sizes |= {name: list(pool["processes"]) for name, pool in config.trainer.resource_pools.items()}
-    model = config.reward.reward_model
-    sizes[REWARD_POOL] = [model.n_gpus_per_node] * model.nnodes
-    return {name: counts for name, counts in sizes.items() if name in used}
-
-
-def strategy(named: str, processes: int) -> str:
-    """``auto`` is the plain engine on one process, and fsdp2 on several."""
-    if named != "auto":
-        return named
-    return "plain" if processes == 1 else "fsdp2"
+def topology_of(config: PPOTrainerConfig) -> Topology:
+    """Who lives where in a run, the roles of its schedule included."""
+    return Topology.of(config, added_roles(config))
 
 
 def role_worker_mapping(config: PPOTrainerConfig) -> dict[Role | str, type]:
-    """Which worker class plays which role; a reference policy in a pool of its own is a role of its own."""
-    if not uses_reference(config):
-        mapping: dict[Role | str, type] = {Role.ActorRollout: ActorRolloutRefWorker}
-    elif "ref" in _named_roles(config):
-        mapping = {Role.ActorRollout: ActorRolloutRefWorker, Role.RefPolicy: ActorRolloutRefWorker}
-    else:
-        mapping = {Role.ActorRolloutRef: ActorRolloutRefWorker}
+    """Which worker class plays which role; each worker holds one model."""
+    mapping: dict[Role | str, type] = {Role.Actor: ModelWorker}
+    if uses_reference(config):
+        mapping[Role.RefPolicy] = ModelWorker
+    mapping[Role.Rollout] = RolloutWorker
     if uses_critic(config):
-        mapping[Role.Critic] = CriticWorker
+        mapping[Role.Critic] = ModelWorker
     if uses_reward_model(config):
         mapping[Role.RewardModel] = RewardModelWorker
     return mapping | {role.name: ModelWorker for role in added_roles(config)}
 
 
-def added_roles(config: PPOTrainerConfig) -> list[ModelRole]:
-    """The models that the run's schedule, which a recipe may bring, adds to the library's roles."""
-    return SCHEDULES.get(config.trainer.v1.trainer_mode).added_roles(config)
+def parts_of(role: Role | str, worker_class: type) -> dict[str, type]:
+    """The roles behind upstream's names for several in one worker, and the class of each."""
+    parts = {str(Role.ActorRollout): ("actor",), str(Role.ActorRolloutRef): ("actor", "ref")}.get(str(role))
+    if parts is None:
+        return {str(role): worker_class}
+    return {**dict.fromkeys(parts, worker_class), "rollout": RolloutWorker}
+
+
+def samples_itself(mapping: Mapping[Role | str, type]) -> bool:
+    """Whether a class of the user's for the policy has its own way to sample, which the loop then calls."""
+    own = [getattr(worker_class, "generate_sequences", None) for role, worker_class in mapping.items()
+           if "actor" in parts_of(role, worker_class)]  # fmt: skip
+    return any(method not in (None, ActorRolloutRefWorker.generate_sequences) for method in own)
+
+
+def random_streams(roles: Collection[str]) -> dict[str, str]:
+    """Roles of one process that draw from one sequence of random numbers, and its name.
+
+    Those of the policy do. A checkpoint holds the state of that sequence, so its name must stay as it is.
+    """
+    policy = {"actor", "ref", "rollout"} & set(roles) if "actor" in roles else set()
+    return dict.fromkeys(policy, "actor_rollout_ref" if "ref" in policy else "actor_rollout")
 
 
 def resource_pools(config: PPOTrainerConfig, place: Place | None = None) -> ResourcePoolManager:
@@ -90,28 +86,11 @@ def resource_pools(config: PPOTrainerConfig, place: Place | None = None) -> Reso
     Raises:
         ConfigError: the machines do not have what the pools ask for.
     """
-    place = place or Place(device=device.resolve_device(config.trainer.device))
+    place, topology = place or Place(device=device.resolve_device(config.trainer.device)), topology_of(config)
     return ResourcePoolManager(
-        resource_pool_spec=pool_sizes(config),
-        mapping=_pool_of_roles(config),
+        resource_pool_spec={pool.name: list(pool.processes) for pool in topology.pools},
+        mapping={role: topology.part(str(role)).pool for role in role_worker_mapping(config)},
         device_kind=place.device,
         devices_per_node=place.devices_per_node,
         pool_class=place.pool_class,
     )
-
-
-def _pool_of_roles(config: PPOTrainerConfig) -> Mapping[Role | str, str]:
-    named = _named_roles(config)
-    pooled = {role.name: role.pool for role in added_roles(config)}
-    return {role: named.get(pooled.get(str(role), str(role)), GLOBAL_POOL) for role in role_worker_mapping(config)}
-
-
-def _named_roles(config: PPOTrainerConfig) -> dict[str, str]:
-    own = {str(Role.RewardModel): REWARD_POOL} if config.reward.reward_model.enable_resource_pool else {}
-    return own | dict(_roles_and_pools(config.trainer.resource_pools))
-
-
-def _roles_and_pools(pools: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, pool in pools.items():
-        for role in pool["roles"]:
-            yield role, name

@@ -18,9 +18,10 @@ from verl.config import PPOTrainerConfig, save_config, to_dict
 from verl.config.loading import writable
 from verl.config.validate_megatron import refuse_without_cuda, roles
 from verl.metrics import notice, start_logging
-from verl.trainer.placement import Place, pool_sizes
+from verl.trainer.placement import Place, topology_of
 
 if TYPE_CHECKING:
+    from verl.config.topology import Topology
     from verl.single_controller.ray.runtime import Started
 
 
@@ -49,7 +50,9 @@ def enter(config: PPOTrainerConfig) -> Iterator[Place]:
     """
     start(config.trainer.seed)
     external_lib = config.actor_rollout_ref.model.external_lib
-    if runtime_of(config) == "local":
+    topology = topology_of(config)
+    notice("topology", str(topology))
+    if topology.runtime == "local":
         on = device.resolve_device(config.trainer.device)
         refuse_without_cuda(roles(config), on, external_lib)
         yield Place("local", on)
@@ -57,7 +60,7 @@ def enter(config: PPOTrainerConfig) -> Iterator[Place]:
     from verl.single_controller import ray as cluster  # loads Ray
 
     try:
-        place = _on_ray(config)
+        place = _on_ray(config, topology)
         refuse_without_cuda(roles(config), place.device, external_lib)
         random.seed(config.trainer.seed)  # Ray draws from python's generator while it starts
         yield place
@@ -87,26 +90,18 @@ def write_config(config: Any) -> None:
     save_config(config, Path(config.trainer.default_local_dir) / "config.yaml")
 
 
-def runtime_of(config: PPOTrainerConfig) -> str:
-    """``trainer.runtime``, where ``auto`` is this process for runs of one process, and Ray for all others."""
-    named, pools = config.trainer.runtime, pool_sizes(config)
-    if named != "auto":
-        return named
-    return "local" if list(pools.values()) == [[1]] else "ray"
-
-
-def _on_ray(config: PPOTrainerConfig) -> Place:
+def _on_ray(config: PPOTrainerConfig, topology: Topology) -> Place:
     from verl.single_controller import ray as cluster
     from verl.single_controller.ray.address import find_address
     from verl.single_controller.ray.cluster import devices_per_node
 
-    pools, settings = pool_sizes(config), to_dict(config.ray_kwargs.ray_init)
+    settings = to_dict(config.ray_kwargs.ray_init)
     kind = config.trainer.device
     if find_address(settings) is None:
         kind = device.resolve_device(kind)
-    largest = max(pools.values(), key=lambda counts: (len(counts), max(counts)))
-    others = sum(sum(counts) for counts in pools.values()) - sum(largest)
-    started = cluster.start(largest, kind, settings, further_processes=others)
+    largest = max(topology.pools, key=lambda pool: (len(pool.processes), max(pool.processes)))
+    others = topology.processes - largest.size
+    started = cluster.start(list(largest.processes), kind, settings, further_processes=others)
     _tell(started)
     on_device = started.device != "cpu"
     return Place(
@@ -129,4 +124,4 @@ def _tell(started: Started) -> None:
     notice("trainer.runtime", f"the run uses {where} with {len(nodes)} node(s): {', '.join(map(str, nodes))}")
 
 
-__all__ = ["Place", "enter", "runtime_of", "start"]
+__all__ = ["Place", "enter", "start"]

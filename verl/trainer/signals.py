@@ -133,10 +133,10 @@ class StopSignals:
             self._droppable = False
             raise StepDropped
 
-    def _unraisable(self, found: sys.UnraisableHookArgs) -> None:
+    def _unraisable(self, event: sys.UnraisableHookArgs) -> None:
         """A signal in a finalizer, where Python goes on after an exception: the end of the block raises it."""
-        if not isinstance(found.exc_value, StepDropped):
-            self._before_unraisable(found)
+        if not isinstance(event.exc_value, StepDropped):
+            self._before_unraisable(event)
 
     def _listen(self, reader: int) -> None:
         """Answer every signal the moment it comes; leave at the second one, whatever the main thread is doing."""

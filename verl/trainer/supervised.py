@@ -17,6 +17,7 @@ from verl.algorithms.losses import LossFn
 from verl.checkpoint import CheckpointReader, CheckpointWriter, EngineState, find_checkpoint
 from verl.config import HFModelConfig, SFTTrainerConfig, to_dict
 from verl.config.provenance import Provenance, check_resume
+from verl.config.topology import backend_of
 from verl.data import stateful_loader
 from verl.distributed import Ranks
 from verl.metrics import notice
@@ -25,10 +26,9 @@ from verl.observability.tracking import Tracking
 from verl.protocol import DataProto
 from verl.single_controller.spmd import Spmd
 from verl.trainer import rng, runtime
-from verl.trainer.placement import strategy
 from verl.trainer.signals import StopSignals
 from verl.trainer.watch import Watch, signs_of_supervised
-from verl.workers.part import Limits, ModelPart, layout, local_model, make_engine
+from verl.workers.part import ModelPart, PassLimits, layout, local_model, make_engine
 
 
 class SupervisedTrainer:
@@ -101,7 +101,7 @@ class SupervisedTrainer:
         Rows that belong together have one prompt, which is computed once where rows are packed.
         """
         c = self.config
-        named = strategy(c.engine.strategy, self.ctx.world_size)
+        named = backend_of(c.engine.strategy, self.ctx.world_size)
         return make_engine(
             named,
             model=model,
@@ -112,10 +112,10 @@ class SupervisedTrainer:
         )
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> PassLimits:
         """Rows or tokens of one forward pass."""
         data = self.config.data
-        return Limits.of(data.micro_batch_size_per_gpu, None, data.use_dynamic_bsz, data.max_token_len_per_gpu, 1)
+        return PassLimits.of(data.micro_batch_size_per_gpu, None, data.use_dynamic_bsz, data.max_token_len_per_gpu, 1)
 
     def fit(self) -> None:
         """Train to the end; the last step is validated and saved where these are switched on."""
@@ -166,9 +166,9 @@ class SupervisedTrainer:
 
     def _train(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step on this rank's rows of ``batch``; the metrics of all rows, equal on every rank."""
-        found = self.part.train(self.complete(self._share(batch))).values()
-        (found["tflop"],) = self.ctx.sum(found["tflop"])  # counted over a rank's own rows
-        metrics = {f"train/{name}": value for name, value in found.items()}
+        measured = self.part.train(self.complete(self._share(batch))).values()
+        (measured["tflop"],) = self.ctx.sum(measured["tflop"])  # counted over a rank's own rows
+        metrics = {f"train/{name}": value for name, value in measured.items()}
         metrics["train/global_tokens"] = int(batch.tensors["attention_mask"].sum())
         return metrics
 

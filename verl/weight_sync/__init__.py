@@ -6,9 +6,9 @@ from verl.weight_sync.cuda_ipc import CudaIpcTransport
 from verl.weight_sync.delta import DeltaDecoder, DeltaEncoder
 from verl.weight_sync.delta_transport import DeltaTransport
 from verl.weight_sync.disk import DiskTransport
+from verl.weight_sync.fan_out import StreamReceiver, deliver, fan_out
 from verl.weight_sync.inventory import WeightInventory
 from verl.weight_sync.resident import ResidentTransport
-from verl.weight_sync.same_process import SameProcessTransport, WeightReceiver
 from verl.weight_sync.shared_memory import SharedMemoryTransport
 from verl.weight_sync.transport import Transport
 
@@ -20,11 +20,12 @@ __all__ = [
     "DeltaTransport",
     "DiskTransport",
     "ResidentTransport",
-    "SameProcessTransport",
     "SharedMemoryTransport",
+    "StreamReceiver",
     "Transport",
     "WeightChunk",
     "WeightInventory",
-    "WeightReceiver",
     "chunk_weights",
+    "deliver",
+    "fan_out",
 ]

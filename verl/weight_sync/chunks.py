@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -86,5 +86,6 @@ def taking(chunks: Iterable[WeightChunk]) -> Iterator[Iterator[WeightChunk]]:
     try:
         yield stream
     finally:
-        if isinstance(stream, Generator):
-            stream.close()
+        close = getattr(stream, "close", None)  # generators have it, and branches of `fan_out`
+        if close is not None:
+            close()

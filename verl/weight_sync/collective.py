@@ -23,7 +23,7 @@ from verl.distributed.store import gloo_group, meet
 from verl.errors import RolloutError
 from verl.weight_sync.chunks import WeightChunk, pieces
 from verl.weight_sync.transport import OtherEndError, Transport
-from verl.weight_sync.wire import MAX_HEADER, Layout, chunk_of
+from verl.weight_sync.wire import MAX_HEADER, ChunkLayout, chunk_of
 
 GAVE_UP = -1
 HERE = "verl-sampler-is-here"
@@ -173,7 +173,7 @@ class BroadcastTransport(Transport):
 
     def _send(self, piece: WeightChunk, which: int) -> list[Broadcast]:
         """Start on a piece; small weights, and those that are not contiguous, go by way of one of the buffers."""
-        layout = Layout.of(piece)
+        layout = ChunkLayout.of(piece)
         tensors = [tensor.detach() for _, tensor in piece.tensors]
         direct = [_is_direct(tensor, self.device) for tensor in tensors]
         beside = [place for place, straight in zip(layout.entries, direct) if not straight]
@@ -199,7 +199,7 @@ class BroadcastTransport(Transport):
         parts = self._start_all([body[_span(layout, *run)] for run in _runs(layout)])
         return Arriving(layout, body, parts, None if layout.last else self._start(self._frame()))
 
-    def _layout(self, frame: Broadcast) -> Layout:
+    def _layout(self, frame: Broadcast) -> ChunkLayout:
         frame.wait()
         length = int(frame.tensor[:LENGTH].view(torch.int64))
         if length == GAVE_UP:
@@ -209,7 +209,7 @@ class BroadcastTransport(Transport):
         rest = torch.empty(max(0, LENGTH + length - FRAME_BYTES), dtype=torch.uint8, device=self.device)
         _wait(self._start_all([rest]))
         text = torch.cat([frame.tensor, rest])[LENGTH : LENGTH + length]
-        return Layout.decode(text.cpu().numpy().tobytes())[0]
+        return ChunkLayout.decode(text.cpu().numpy().tobytes())[0]
 
     def _frame(self, length: int = 0, text: bytes = b"") -> torch.Tensor:
         """A frame, and behind it what of the header has no room there; the receiver's is empty."""
@@ -276,7 +276,7 @@ class Broadcast:
 class Arriving:
     """A piece that is on its way, and the frame of the next one."""
 
-    layout: Layout
+    layout: ChunkLayout
     body: torch.Tensor
     parts: list[Broadcast]
     frame: Broadcast | None
@@ -291,7 +291,7 @@ def _wait(parts: list[Broadcast]) -> None:
         part.wait()
 
 
-def _runs(layout: Layout) -> Iterator[tuple[int, int]]:
+def _runs(layout: ChunkLayout) -> Iterator[tuple[int, int]]:
     """The messages of a piece, by their first and last weight: large weights alone, small neighbours together."""
     begin = 0
     for number, entry in enumerate(layout.entries):
@@ -304,7 +304,7 @@ def _runs(layout: Layout) -> Iterator[tuple[int, int]]:
         yield begin, len(layout.entries) - 1
 
 
-def _span(layout: Layout, first: int, last: int) -> slice:
+def _span(layout: ChunkLayout, first: int, last: int) -> slice:
     """Where the bytes of neighbours lie."""
     end = layout.entries[last]
     return slice(layout.entries[first].offset, end.offset + end.num_bytes)

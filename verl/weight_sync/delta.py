@@ -71,9 +71,9 @@ class DeltaEncoder:
             for name, tensor in chunk.tensors:
                 tensors += self._encode(name, tensor)
             header = torch.tensor([chunk.version, -1 if base is None else base], dtype=torch.int64)
-            found = WeightChunk(chunk.version, [(META, header), *tensors], chunk.last, is_unit=True)
-            self.num_bytes += found.num_bytes
-            yield found
+            encoded = WeightChunk(chunk.version, [(META, header), *tensors], chunk.last, is_unit=True)
+            self.num_bytes += encoded.num_bytes
+            yield encoded
             last = chunk
         if last is not None and last.last:
             self._version = last.version
@@ -100,7 +100,7 @@ class DeltaEncoder:
             return [_sum(name, total), (f"{name}|{WHOLE}", tensor.detach())]
         before, after = theirs[where], ours[where]
         theirs[where] = after
-        streams = _compress(*(_on_host(found) for found in (where, before, after)))
+        streams = _compress(*(_on_host(part) for part in (where, before, after)))
         return [
             _sum(name, total),
             *((f"{name}|{suffix}", data) for suffix, data in zip(SUFFIXES, streams) if len(data)),
@@ -129,8 +129,8 @@ class DeltaDecoder:
         version, ended = -1, False
         with taking(chunks) as stream:
             for chunk in stream:
-                found = dict(chunk.tensors)
-                header = found.pop(META, None)
+                parts = dict(chunk.tensors)
+                header = parts.pop(META, None)
                 if header is None or header.numel() != 2:
                     raise RolloutError("these weights are not differences", fix="Encode them with DeltaEncoder.")
                 version, wanted = (int(x) for x in header)
@@ -140,16 +140,16 @@ class DeltaDecoder:
                         got="no weights" if base is None else f"version {base}",
                         fix="Send the whole weights once (DeltaEncoder.reset).",
                     )
-                names = dict.fromkeys(key.rpartition("|")[0] for key in found)
-                tensors = [(name, self._decode(name, found)) for name in names]
+                names = dict.fromkeys(key.rpartition("|")[0] for key in parts)
+                tensors = [(name, self._decode(name, parts)) for name in names]
                 ended = chunk.last
                 yield WeightChunk(version, tensors, chunk.last)
         if ended:
             self.version = version
 
     @torch.no_grad()
-    def _decode(self, name: str, found: dict[str, torch.Tensor]) -> torch.Tensor:
-        whole = found.get(f"{name}|{WHOLE}")
+    def _decode(self, name: str, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+        whole = parts.get(f"{name}|{WHOLE}")
         if whole is not None:
             kept = self._kept.get(name)
             if kept is None or kept.shape != whole.shape or kept.dtype != whole.dtype or kept.device != whole.device:
@@ -159,13 +159,13 @@ class DeltaDecoder:
             kept = self._kept.get(name)
             if kept is None:
                 raise RolloutError("differences of a weight that never arrived whole", key=name)
-            streams = [found.get(f"{name}|{suffix}") for suffix in SUFFIXES]
+            streams = [parts.get(f"{name}|{suffix}") for suffix in SUFFIXES]
             if streams[0] is not None:
                 bits = kept.view(-1).view(INTEGERS[kept.element_size()])
                 where, steps = _expand(streams, kept.element_size(), bits.numel(), name)
                 index = torch.from_numpy(where).to(bits.device)
                 bits[index] = bits[index] + torch.from_numpy(steps).to(bits.device)
-        expected = found.get(f"{name}|sum")
+        expected = parts.get(f"{name}|sum")
         if expected is None or int(expected) != _as_signed(checksum(kept)):
             raise RolloutError(
                 "the weights after an update are not the trainer's: the checksum differs",
@@ -184,8 +184,8 @@ def _places(mask: Any) -> Any:
     return np.flatnonzero(mask) if isinstance(mask, np.ndarray) else mask.nonzero().view(-1)
 
 
-def _on_host(found: Any) -> np.ndarray:
-    return found if isinstance(found, np.ndarray) else found.cpu().numpy()
+def _on_host(values: Any) -> np.ndarray:
+    return values if isinstance(values, np.ndarray) else values.cpu().numpy()
 
 
 def _compress(where: np.ndarray, before: np.ndarray, after: np.ndarray) -> list[torch.Tensor]:
@@ -240,10 +240,10 @@ def _expand(streams: list[torch.Tensor | None], width: int, numel: int, name: st
 
 def _inflate(stream: torch.Tensor, most: int) -> bytes:
     """Decompress; no more than ``most`` bytes, so that a few bytes cannot claim all memory."""
-    found = zlib.decompressobj().decompress(stream.cpu().numpy().tobytes(), most + 1)
-    if len(found) > most:
+    inflated = zlib.decompressobj().decompress(stream.cpu().numpy().tobytes(), most + 1)
+    if len(inflated) > most:
         raise ValueError("more differences than elements")
-    return found
+    return inflated
 
 
 def _zigzag(difference: np.ndarray) -> np.ndarray:

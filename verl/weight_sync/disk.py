@@ -27,7 +27,7 @@ from verl.protocol.codec import tensor_bytes
 from verl.weight_sync.checksum import checksum, combine
 from verl.weight_sync.chunks import WeightChunk, pieces
 from verl.weight_sync.transport import OtherEndError, Transport
-from verl.weight_sync.wire import Layout, chunk_of
+from verl.weight_sync.wire import ChunkLayout, chunk_of
 
 BYTES, HEADER = ".bin", ".json"
 PIECE_BYTES = 8 << 20
@@ -106,7 +106,7 @@ class DiskTransport(Transport):
         except BaseException:
             if target is not None:
                 with suppress(OSError):
-                    self._publish(_part(target, number), Layout(version, False, []), gave_up=True)
+                    self._publish(_part(target, number), ChunkLayout(version, False, []), gave_up=True)
             raise
         for stale in target.glob(f"*{BYTES}"):
             if int(stale.stem) >= number:
@@ -144,20 +144,20 @@ class DiskTransport(Transport):
         """What every header of a stream carries, and those of no other stream."""
         return {"writer": self._name, "stream": f"{self._name}-{self._streams}"}
 
-    def _await(self, header: Path, version: int) -> tuple[bytes, Layout, dict[str, Any]]:
+    def _await(self, header: Path, version: int) -> tuple[bytes, ChunkLayout, dict[str, Any]]:
         """A header as soon as one is there that the wanted writer wrote: its text, and what it says."""
-        found: list[tuple[bytes, Layout, dict[str, Any]]] = []
+        arrived: list[tuple[bytes, ChunkLayout, dict[str, Any]]] = []
 
         def is_there() -> bool:
             text = _text(header)
             if text:
-                layout, more = Layout.decode(text)
+                layout, more = ChunkLayout.decode(text)
                 if self.writer in (None, more.get("writer")):
-                    found.append((text, layout, more))
-            return bool(found)
+                    arrived.append((text, layout, more))
+            return bool(arrived)
 
         self.wait_until(is_there, f"version {version} of the weights in {self.folder}")
-        return found[0]
+        return arrived[0]
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -173,7 +173,7 @@ class DiskTransport(Transport):
             ) from error
 
     def _write(self, path: Path, piece: WeightChunk) -> None:
-        layout = Layout.of(piece)
+        layout = ChunkLayout.of(piece)
         with _opened(path.with_suffix(BYTES), os.O_WRONLY | os.O_CREAT) as handle:
             # A file never becomes shorter: a slow reader that has mapped it would be killed instead of hearing of it.
             if os.fstat(handle).st_size < layout.num_bytes:
@@ -182,7 +182,7 @@ class DiskTransport(Transport):
                 _write_at(handle, place.offset, tensor_bytes(tensor).data)
         self._publish(path, layout, **({"checksum": _checksum(piece)} if self.checksums else {}))
 
-    def _publish(self, path: Path, layout: Layout, **more: Any) -> None:
+    def _publish(self, path: Path, layout: ChunkLayout, **more: Any) -> None:
         """Write the header of a part, which appears as a whole."""
         draft = path.with_suffix(".part")
         with _opened(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as handle:

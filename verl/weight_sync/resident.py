@@ -19,7 +19,7 @@ import torch
 from verl.errors import RolloutError
 from verl.weight_sync.chunks import WeightChunk
 from verl.weight_sync.shared_memory import WANTED, SharedMemoryTransport, reserve
-from verl.weight_sync.wire import Layout
+from verl.weight_sync.wire import ChunkLayout
 
 
 class ResidentTransport(SharedMemoryTransport):
@@ -57,11 +57,11 @@ class ResidentTransport(SharedMemoryTransport):
         yield chunk
 
     def _fill(self, chunk: WeightChunk) -> None:
-        self._body(Layout.of(chunk).num_bytes)
+        self._body(ChunkLayout.of(chunk).num_bytes)
         super()._fill(chunk)
         self._place += 1
 
-    def _read(self, number: int) -> tuple[Layout, torch.Tensor]:
+    def _read(self, number: int) -> tuple[ChunkLayout, torch.Tensor]:
         layout, _ = super()._read(number)
         body = self._body(layout.num_bytes)
         self._place += 1

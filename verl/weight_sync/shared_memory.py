@@ -20,7 +20,7 @@ import torch
 from verl.errors import RolloutError
 from verl.weight_sync.chunks import WeightChunk, pieces
 from verl.weight_sync.transport import OtherEndError, Transport
-from verl.weight_sync.wire import Layout, chunk_of, write_into
+from verl.weight_sync.wire import ChunkLayout, chunk_of, write_into
 
 EMPTY, FULL, GAVE_UP = 0, 1, 2
 """States of a slot."""
@@ -151,15 +151,15 @@ class SharedMemoryTransport(Transport):
     def _pieces(self, chunk: WeightChunk) -> Iterator[WeightChunk]:
         return pieces(chunk, min(PIECE_BYTES, self.bucket_bytes))
 
-    def _read(self, number: int) -> tuple[Layout, torch.Tensor]:
+    def _read(self, number: int) -> tuple[ChunkLayout, torch.Tensor]:
         header, body = self._slot(number)
         length = self._get(number, LENGTH)
         if not 0 < length <= HEADER_SHARE:
             raise RolloutError("a header of weights has an impossible length", got=length)
-        return Layout.decode(header[:length].numpy().tobytes())[0], body
+        return ChunkLayout.decode(header[:length].numpy().tobytes())[0], body
 
     def _fill(self, chunk: WeightChunk) -> None:
-        layout = Layout.of(chunk)
+        layout = ChunkLayout.of(chunk)
         if layout.num_bytes > self._most_bytes:
             raise RolloutError(
                 "a weight is larger than a bucket of shared memory",

@@ -53,9 +53,9 @@ class Transport(ABC):
     @classmethod
     def options(cls) -> list[str]:
         """Names of the arguments of `begin` that a configuration may set."""
-        found = {**inspect.signature(cls).parameters, **inspect.signature(cls.begin).parameters}
+        parameters = {**inspect.signature(cls).parameters, **inspect.signature(cls.begin).parameters}
         named = {"bucket_bytes", "device", *cls.not_options}
-        return [name for name, p in found.items() if name not in named and p.kind is not p.VAR_KEYWORD]
+        return [name for name, p in parameters.items() if name not in named and p.kind is not p.VAR_KEYWORD]
 
     @classmethod
     def reach(cls, address: Mapping[str, Any], device: str = "cpu") -> Transport:

@@ -30,7 +30,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorPlace:
     """Where a tensor lies in the buffer."""
 
     name: str
@@ -44,12 +44,12 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ChunkLayout:
     """What a buffer holds."""
 
     version: int
     last: bool
-    entries: list[Entry]
+    entries: list[TensorPlace]
 
     @property
     def num_bytes(self) -> int:
@@ -57,12 +57,12 @@ class Layout:
         return max((_aligned(e.offset + e.num_bytes) for e in self.entries), default=0)
 
     @classmethod
-    def of(cls, chunk: WeightChunk) -> Layout:
+    def of(cls, chunk: WeightChunk) -> ChunkLayout:
         entries, offset = [], 0
         for name, tensor in chunk.tensors:
             if _dtype_name(tensor.dtype) not in DTYPES:
                 raise RolloutError("weights of this dtype cannot be sent", key=name, got=str(tensor.dtype))
-            entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), offset))
+            entries.append(TensorPlace(name, tensor.dtype, tuple(tensor.shape), offset))
             offset = _aligned(offset + entries[-1].num_bytes)
         return cls(chunk.version, chunk.last, entries)
 
@@ -72,34 +72,34 @@ class Layout:
         return json.dumps({"version": self.version, "last": self.last, "tensors": rows, **more}).encode()
 
     @classmethod
-    def decode(cls, text: bytes) -> tuple[Layout, dict[str, Any]]:
+    def decode(cls, text: bytes) -> tuple[ChunkLayout, dict[str, Any]]:
         """A layout and the fields of the transport.
 
         Raises:
             RolloutError: this is no header.
         """
         try:
-            found = read_json(text)
+            header = read_json(text)
             entries = [
-                Entry(str(name), DTYPES[dtype], tuple(int(n) for n in shape), int(offset))
-                for name, dtype, shape, offset in found.pop("tensors")
+                TensorPlace(str(name), DTYPES[dtype], tuple(int(n) for n in shape), int(offset))
+                for name, dtype, shape, offset in header.pop("tensors")
             ]
-            layout = cls(int(found.pop("version")), bool(found.pop("last")), entries)
+            layout = cls(int(header.pop("version")), bool(header.pop("last")), entries)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise RolloutError(f"a header of weights cannot be read: {type(error).__name__}: {error}") from error
         if any(e.offset < 0 or e.offset % ALIGNMENT or min(e.shape, default=0) < 0 for e in entries):
             raise RolloutError("a header of weights describes an impossible layout")
-        return layout, found
+        return layout, header
 
 
-def write_into(chunk: WeightChunk, layout: Layout, buffer: torch.Tensor) -> None:
+def write_into(chunk: WeightChunk, layout: ChunkLayout, buffer: torch.Tensor) -> None:
     """Copy a chunk's tensors to their places in a 1-D uint8 buffer, on whichever device it is."""
     with torch.no_grad():
         for (_, tensor), place in zip(chunk.tensors, views(layout, buffer)):
             place[1].copy_(tensor.detach(), non_blocking=True)
 
 
-def views(layout: Layout, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def views(layout: ChunkLayout, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors that look into a 1-D uint8 buffer.
 
     Raises:
@@ -112,7 +112,7 @@ def views(layout: Layout, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Ten
         yield e.name, buffer[e.offset : end].view(e.dtype).view(e.shape)
 
 
-def chunk_of(layout: Layout, buffer: torch.Tensor, lasts: bool = False) -> WeightChunk:
+def chunk_of(layout: ChunkLayout, buffer: torch.Tensor, lasts: bool = False) -> WeightChunk:
     """The chunk whose tensors look into a 1-D uint8 buffer; ``lasts`` as in `WeightChunk`.
 
     Raises:

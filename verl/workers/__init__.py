@@ -1,13 +1,14 @@
 """Worker classes: thin registered methods, one engine or sampler call each."""
 
-__all__ = ["ActorRolloutRefWorker", "CriticWorker", "RewardModelWorker", "TrainingWorker"]
-
 _HOMES = {
     "ActorRolloutRefWorker": "verl.workers.actor_rollout_ref",
     "CriticWorker": "verl.workers.critic",
+    "ModelWorker": "verl.workers.model",
     "RewardModelWorker": "verl.workers.reward_model",
-    "TrainingWorker": "verl.workers.training",
+    "RolloutWorker": "verl.workers.rollout",
+    "TrainingWorker": "verl.workers.model",
 }
+__all__ = sorted(_HOMES)  # noqa: PLE0605
 
 
 def __getattr__(name: str):

@@ -1,35 +1,85 @@
-"""The worker of a model that a recipe adds to a run: it builds what a `ModelRole` says."""
+"""The worker of one model: it builds what a `ModelRole` says, infers, trains, saves, loads, and sends its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from verl.algorithms.losses import LossFn
-from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig
+from verl.checkpoint import FileRecord
+from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig, ProfilerConfig
 from verl.config.megatron import MegatronEngineConfig
-from verl.single_controller.base import Dispatch, register
-from verl.workers.part import Limits, ModelPart, Site, layout, local_model, make_engine, schedule_steps, seat_of
-from verl.workers.training import TrainingWorker
+from verl.config.topology import backend_of
+from verl.data import tokenizer_of
+from verl.engines.base import Engine
+from verl.errors import WorkerError
+from verl.metrics import MetricSet
+from verl.models.lora import LoraSettings
+from verl.protocol import DataProto
+from verl.single_controller.base import (
+    CallOptions,
+    Dispatch,
+    RoleHandle,
+    RoleKind,
+    make_nd_compute_dataproto_dispatch_fn,
+    make_nd_compute_metric_dispatch_fn,
+    register,
+)
+from verl.workers.background import InBackground
+from verl.workers.options import InferOptions, TrainOptions
+from verl.workers.part import (
+    ModelPart,
+    PassLimits,
+    Site,
+    base_of,
+    data_rank_of,
+    layout,
+    load_part,
+    local_model,
+    make_engine,
+    meshes_of,
+    save_part,
+    saved_records,
+    schedule_steps,
+)
+from verl.workers.profiling import ProfiledWorker, profiled
+from verl.workers.sending import Sent, WeightSender
+
+Options = TypeVar("Options", bound=CallOptions)
+CONTENTS = ("model", "optimizer", "extra")
 
 
 @dataclass(frozen=True)
 class ModelRole:
-    """A language model beside the library's roles: what its worker builds, and how the dataflow calls it.
+    """A model of a run: what its worker builds, and how the dataflow calls it.
 
     Args:
         name: of the role; its metrics and its folder in a checkpoint bear it.
         model: the section that is loaded.
         key: the setting that names the model, for messages.
-        strategy: training backend; ``auto`` is settled where the size of the pool is known.
+        strategy: training backend; ``auto`` leaves it to the number of workers.
         fsdp, megatron: how the backend holds it.
         limits: the number of ranks -> rows or tokens of one pass.
+        train_limits: the same for passes that train, where they differ.
+        kind: ``causal_lm``, or ``value`` for a scalar head.
         temperature: logits are divided by it before every softmax.
         optim: None for a frozen model.
-        loss_fn: what training minimises.
+        loss: makes what training minimises, in the worker's process.
         grad_clip: largest norm of its gradient.
         mini_batch_size: prompts per optimizer step, over all ranks.
+        epochs, shuffle, shuffle_seed: how the loop goes through a batch.
+        rows_per_step: rows per optimizer step, over all ranks; 0: all that one call brings.
+        share_prompts: the prompt of several rows is computed once.
+        reference_of: the role whose reference this model is; beside it in one process, an adapter's base is not loaded
+            twice, and its exact KL is measured against this model.
+        has_tokenizer: its folder in a checkpoint gets the tokenizer.
+        profiler: which calls are recorded; None: none.
         pool: the role's name in ``trainer.resource_pools``.
+        role_kind: what may be asked of it; left out, it is trainable with an optimizer and frozen without.
     """
 
     name: str
@@ -38,41 +88,235 @@ class ModelRole:
     strategy: str
     fsdp: FSDPEngineConfig
     megatron: MegatronEngineConfig
-    limits: Callable[[int], Limits]
+    limits: Callable[[int], PassLimits]
+    train_limits: Callable[[int], PassLimits] | None = None
+    kind: str = "causal_lm"
     temperature: float = 1.0
     optim: OptimizerConfig | None = None
-    loss_fn: LossFn | None = None
+    loss: Callable[[], LossFn] | None = None
     grad_clip: float = 1.0
     mini_batch_size: int = 0
+    epochs: int = 1
+    shuffle: bool = False
+    shuffle_seed: int = 0
+    rows_per_step: int = 0
+    share_prompts: bool = True
+    reference_of: str = ""
+    has_tokenizer: bool = False
+    profiler: ProfilerConfig | None = None
     pool: str = ""
+    role_kind: RoleKind | None = None
+
+    def handle(self, group: Any) -> RoleHandle:
+        """What the dataflow holds of this role, over the worker group that plays it."""
+        kind = self.role_kind or ("frozen" if self.optim is None else "trainable")
+        return RoleHandle(self.name, kind, group, self.mini_batch_size, self.epochs, self.shuffle, self.shuffle_seed)
 
 
-class ModelWorker(TrainingWorker):
-    """A causal language model that infers and, with an optimizer, trains."""
+class ModelWorker(ProfiledWorker):
+    """One model that infers and, with an optimizer, trains.
+
+    Args:
+        role: what it builds.
+        site: device, seed and length of the run.
+    """
+
+    part: ModelPart
+    _options: CallOptions | None = None
 
     def __init__(self, role: ModelRole, site: Site | None = None):
         super().__init__()
         self.role, self.site = role, site or Site()
+        self.tokenizer: Any = None
+        self.sending = InBackground("verl-weights")
+        self.sender: WeightSender | None = None
+        self._sent = Sent()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the model, and make the optimizer where it has one."""
+        role = self.role
+        model = local_model(role.model, role.key)
+        if role.has_tokenizer:
+            self.tokenizer = tokenizer_of(model)
+        learner = self.fused_worker_dict.get(role.reference_of)
+        if learner is not None and LoraSettings.of(learner.role.model) is not None:
+            engine, self.sending = base_of(learner.part.engine), learner.sending
+        else:
+            engine = self._make_engine(model)
+        ranks = data_rank_of(self, engine).size
+        self.part = ModelPart(
+            engine,
+            train_limits=(role.train_limits or role.limits)(ranks),
+            infer_limits=role.limits(ranks),
+            loss_fn=None if role.loss is None else role.loss(),
+            temperature=role.temperature,
+            mini_batch_rows=max(1, role.rows_per_step // ranks) if role.rows_per_step else None,
+            sections=[section for section in (role.fsdp, role.megatron, model, role.optim) if section is not None],
+        )
+        if learner is not None:
+            learner.part.engine.compare_with(engine)
+
+    def _make_engine(self, model: HFModelConfig) -> Engine:
         role, site = self.role, self.site
-        engine = make_engine(
-            site.strategy,
+        strategy = backend_of(role.strategy, self.world_size)
+        return make_engine(
+            strategy,
             self.info,
-            model=local_model(role.model, role.key),
+            site.timeout,
+            model=model,
             optim=role.optim,
-            kind="causal_lm",
+            kind=role.kind,
             grad_clip=role.grad_clip,
             total_training_steps=site.total_training_steps if role.optim is None else schedule_steps(role.optim, site),
             device=site.device,
             seed=site.seed,
-            **layout(site.strategy, role.model, role.fsdp, role.megatron, share_prompts=True),
+            **layout(strategy, role.model, role.fsdp, role.megatron, role.share_prompts),
         )
-        self.part = ModelPart(
-            engine,
-            train_limits=role.limits(seat_of(self, engine).size),
-            loss_fn=role.loss_fn,
-            temperature=role.temperature,
-        )
+
+    def profiling(self) -> tuple[str, ProfilerConfig | None]:
+        return self.role.name, self.role.profiler
+
+    def meshes(self) -> dict[str, tuple[int, bool]]:
+        part = getattr(self, "part", None)
+        return {**meshes_of(self, **{"model": part, self.role.name: part}), **super().meshes()}
+
+    # ---- computing ---------------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="model"))
+    @profiled
+    def infer(self, batch: DataProto, options: InferOptions) -> DataProto:
+        """Forward passes: a batch of ``options.outputs``, each (B, T) float32."""
+        self.sending.wait()
+        return DataProto.from_dict(tensors=self.part.infer(batch, options.outputs))
+
+    @register(dispatch_mode=make_nd_compute_metric_dispatch_fn(mesh_name="model"))
+    @profiled
+    def train(self, batch: DataProto, options: TrainOptions) -> MetricSet:
+        """One optimizer step per mini-batch; metrics are those of the loss, plus ``grad_norm`` and ``lr``."""
+        self.sending.wait()
+        return self.part.train(batch, options.more_updates)
+
+    @contextmanager
+    def asked(self, options: CallOptions) -> Iterator[None]:
+        """What `options_of` gives inside a method of upstream's name, which takes a batch alone."""
+        self._options = options
+        try:
+            yield
+        finally:
+            self._options = None
+
+    def options_of(self, kind: type[Options]) -> Options:
+        """The options of the loop's call; the defaults where the method is called by itself."""
+        return self._options if isinstance(self._options, kind) else kind()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_loss_fn(self, loss_fn: LossFn) -> None:
+        """Replace the loss that training minimises."""
+        self.part.loss_fn = loss_fn
+
+    # ---- weights -----------------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_weights(self, version: int) -> Sent:
+        """Send this model's weights as ``version`` to the replicas that this rank feeds."""
+        self.sending.wait()
+        self._send(version)
+        return self._sent
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def begin_weight_update(self, version: int) -> None:
+        """As `send_weights`, while the caller goes on; whatever needs this model waits for its end.
+
+        Alone, this worker does it in a thread, so that other roles in its process go on, too. One of several does it
+        in this call: its collectives must not meet those of another role.
+        """
+        self.sending.wait()
+        if self.world_size == 1:
+            self.sending.begin(lambda: self._send(version))
+        else:
+            self._send(version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def end_weight_update(self) -> Sent:
+        """Wait for what `begin_weight_update` began; what went wrong with it is raised here, or in the result."""
+        self.sending.wait()
+        return self._sent
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def feed(self, senders: list[WeightSender]) -> None:
+        """Send weights to replicas of another pool; ``senders`` has one entry per rank."""
+        self.sender = senders[self.rank]
+
+    def _send(self, version: int) -> None:
+        sender = self.sender or self.neighbour("rollout").sender
+        self._sent = sender.send(self.part.engine, version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_from(self, role: str) -> None:
+        """Take over the weights of the model that plays ``role`` in this process."""
+        source = self.neighbour(role)
+        source.sending.wait()
+        self.sending.wait()
+        self.part.engine.copy_weights(source.part.engine)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def get_weights(self) -> dict[str, Tensor]:
+        """The weights under Hugging Face names."""
+        self.sending.wait()
+        return dict(self.part.engine.export_weights())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_weights(self, weights: dict[str, Tensor]) -> None:
+        """Take over weights under Hugging Face names (reference refresh, moving averages)."""
+        self.sending.wait()
+        self.part.engine.load_weights(weights)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def to(self, device: str) -> None:
+        """``cpu`` offloads model and optimizer, anything else brings them back."""
+        self.sending.wait()
+        if device == "cpu":
+            self.part.engine.offload()
+        else:
+            self.part.engine.onload()
+
+    def neighbour(self, role: str) -> Any:
+        """The worker that plays ``role`` in this process.
+
+        Raises:
+            WorkerError: the role lives elsewhere.
+        """
+        worker = self.fused_worker_dict.get(role)
+        if worker is None:
+            known = sorted(self.fused_worker_dict)
+            raise WorkerError(f"{self.role.name!r} needs the role {role!r} in its own process", got=known)
+        return worker
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(
+        self, local_path: str, contents: tuple[str, ...] = CONTENTS, background: bool = False
+    ) -> dict[str, FileRecord]:
+        """Write this model's state into ``local_path``; returns the records of the files (see `write_part`).
+
+        With ``background`` it returns after copying the state, and `checkpoint_records` has the records later.
+        """
+        self.sending.wait()
+        return save_part(self.part, local_path, contents, self.tokenizer, background)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint_records(self, wait: bool = False) -> Mapping[str, FileRecord] | None:
+        """The records of a save in the background, or None while it is being written."""
+        return saved_records(self.part, wait)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, local_path: str, contents: tuple[str, ...] = CONTENTS) -> None:
+        """Continue from what `save_checkpoint` wrote; a sampler gets the weights at the next `send_weights`."""
+        self.sending.wait()
+        load_part(self.part, local_path, contents)
+
+
+TrainingWorker = ModelWorker
+"""Upstream's name."""

@@ -6,20 +6,22 @@ for every role that a recipe adds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verl import distributed, env
 from verl.algorithms.losses import LossFn
-from verl.checkpoint import BackgroundPart
+from verl.checkpoint import BackgroundPart, EngineState, FileRecord, read_part, write_part
 from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig, replace
 from verl.config.megatron import MegatronEngineConfig
 from verl.config.node import full_keys
+from verl.config.topology import backend_of
 from verl.device import memory_now
 from verl.engines.adapters import BaseOfAdapter
-from verl.engines.base import Engine, Seat
+from verl.engines.base import DataRank, Engine
 from verl.engines.settings import PassSettings
 from verl.errors import ConfigError, ModelError, WorkerError
 from verl.metrics import Metric, MetricSet
@@ -36,38 +38,63 @@ class Site:
 
     Args:
         device: ``cpu``, ``cuda`` or ``npu``.
-        strategy: name of the training backend in the engine registry; ``auto`` has been resolved by the trainer.
         seed: master seed of the run.
         total_training_steps: length of the run in steps, for learning-rate schedules.
-        response_length: the configured maximum of response tokens.
-        ref_strategy: training backend of the reference policy where it differs.
+        timeout: seconds after which a peer that does not come is an error (``actor_rollout_ref.nccl_timeout``).
     """
 
     device: str = "cpu"
-    strategy: str = "plain"
     seed: int = 1
     total_training_steps: int = 1
-    response_length: int | None = None
-    ref_strategy: str | None = None
+    timeout: float | None = None
+
+
+LIMIT_KEYS = ("micro_batch_size_per_gpu", "max_token_len_per_gpu")
+"""What engines call the two limits of a pass."""
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How many rows or tokens one forward pass takes; both None leaves the choice to the engine."""
+class PassLimits:
+    """How many rows or tokens one forward pass takes; both None leaves the choice to the engine.
+
+    Args:
+        keys: the settings behind the two, for messages.
+    """
 
     micro_batch_size: int | None = None
     max_tokens: int | None = None
+    keys: tuple[str, str] = LIMIT_KEYS
 
     @classmethod
     def of(
-        cls, per_gpu: int | None, total: int | None, use_dynamic: bool, max_tokens: int | None, num_ranks: int
-    ) -> Limits:
+        cls,
+        per_gpu: int | None,
+        total: int | None,
+        use_dynamic: bool,
+        max_tokens: int | None,
+        num_ranks: int,
+        keys: tuple[str, str] = LIMIT_KEYS,
+    ) -> PassLimits:
         """From the configuration: the per-GPU count wins over the deprecated total, a token budget over both."""
         if use_dynamic:
-            return cls(max_tokens=max_tokens)
+            return cls(max_tokens=max_tokens, keys=keys)
         if per_gpu is None and total is not None:
             per_gpu = max(1, total // num_ranks)
-        return cls(micro_batch_size=per_gpu)
+        return cls(micro_batch_size=per_gpu, keys=keys)
+
+    @contextmanager
+    def named(self, *sections: Any) -> Iterator[None]:
+        """An error of an engine about one of the two, or about a setting of these sections, gets the full key."""
+        full = dict(zip(LIMIT_KEYS, self.keys))
+        with full_keys(*sections):
+            try:
+                yield
+            except ConfigError as error:
+                if error.key not in full:
+                    raise
+                key = full[error.key]
+                named = ConfigError(error.message, key=key, got=error.got, allowed=error.allowed, fix=error.fix)
+                raise named.with_traceback(error.__traceback__) from error.__cause__
 
 
 class ModelPart:
@@ -79,20 +106,22 @@ class ModelPart:
         loss_fn: what `train` minimises; None for a frozen model.
         temperature: logits are divided by it before every softmax (the sampling temperature for policies).
         mini_batch_rows: rows of one optimizer step on this rank; None takes the whole batch in one step.
+        sections: of the configuration that the engine is built from, for messages.
     """
 
     def __init__(
         self,
         engine: Engine,
         *,
-        train_limits: Limits | None = None,
-        infer_limits: Limits | None = None,
+        train_limits: PassLimits | None = None,
+        infer_limits: PassLimits | None = None,
         loss_fn: LossFn | None = None,
         temperature: float = 1.0,
         mini_batch_rows: int | None = None,
+        sections: Sequence[Any] = (),
     ):
-        self.engine = engine
-        self.train_limits = train_limits or Limits()
+        self.engine, self.sections = engine, tuple(sections)
+        self.train_limits = train_limits or PassLimits()
         self.infer_limits = infer_limits or self.train_limits
         self.loss_fn = loss_fn
         self.temperature = temperature
@@ -102,39 +131,70 @@ class ModelPart:
     def infer(self, batch: DataProto, outputs: tuple[str, ...]) -> dict[str, Any]:
         """Forward passes without gradient: name -> (B, T) float32."""
         limits = self.infer_limits
-        return self.engine.infer(
-            batch,
-            outputs=outputs,
-            temperature=self.temperature,
-            micro_batch_size=limits.micro_batch_size,
-            max_tokens=limits.max_tokens,
-        )
+        with limits.named(*self.sections):
+            return self.engine.infer(
+                batch,
+                outputs=outputs,
+                temperature=self.temperature,
+                micro_batch_size=limits.micro_batch_size,
+                max_tokens=limits.max_tokens,
+            )
 
-    def train(self, batch: DataProto) -> MetricSet:
+    def train(self, batch: DataProto, more_updates: bool = False) -> MetricSet:
         """One optimizer step per mini-batch of ``batch``.
 
         The controller sends one mini-batch at a time; a caller that sends more gets them cut in row order. The
-        learning-rate schedule advances unless ``meta_info["more_updates"]`` says that this global step goes on.
+        learning-rate schedule advances unless ``more_updates`` says that this global step goes on.
         """
         if self.loss_fn is None:
             raise WorkerError("this model is frozen and has no loss", fix="Set a loss before training it.")
-        metrics = MetricSet()
+        metrics, limits = MetricSet(), self.train_limits
         rows = self.mini_batch_rows or len(batch)
         for part in batch.split(rows) if len(batch) else [batch]:  # a rank without rows enters the same collectives
-            found = self.engine.train_batch(
-                part,
-                self.loss_fn,
-                temperature=self.temperature,
-                micro_batch_size=self.train_limits.micro_batch_size,
-                max_tokens=self.train_limits.max_tokens,
-            )
-            metrics.merge(per_step(found))
+            with limits.named(*self.sections):
+                measured = self.engine.train_batch(
+                    part,
+                    self.loss_fn,
+                    temperature=self.temperature,
+                    micro_batch_size=limits.micro_batch_size,
+                    max_tokens=limits.max_tokens,
+                )
+            metrics.merge(per_step(measured))
             lengths = part.tensors["attention_mask"].sum(-1).tolist()
             metrics.add("tflop", self.engine.train_flops(lengths) / 1e12, "sum")
             mini_batch_done()
-        if not batch.meta_info.get("more_updates", False):
+        if not more_updates:
             self.engine.step_scheduler()
         return metrics
+
+
+def save_part(
+    part: ModelPart, folder: str, contents: tuple[str, ...], tokenizer: Any = None, background: bool = False
+) -> dict:
+    """Write one model's sections and its Hugging Face folder; only the first rank writes and returns records.
+
+    With ``background`` only the copy is made before this returns; `saved_records` has the records.
+    """
+    engine = part.engine
+    state, writer = engine.state(), engine.hf_writer(tokenizer)
+
+    def write() -> dict[str, FileRecord]:
+        if not background:
+            return write_part(Path(folder), state, contents, writer)
+        part.being_saved.start(Path(folder), state, contents, writer)
+        return {}
+
+    return engine.only_first(write) or {}
+
+
+def saved_records(part: ModelPart, wait: bool) -> Mapping[str, FileRecord] | None:
+    """What a save in the background has written, or None while it is at it; empty on all ranks but the first."""
+    return part.being_saved.wait() if wait else part.being_saved.poll()
+
+
+def load_part(part: ModelPart, folder: str, contents: tuple[str, ...]) -> None:
+    """Load the sections in ``contents``, which only the first rank reads; the others stay as they are."""
+    part.engine.load_state(part.engine.only_first(lambda: read_part(Path(folder), contents)) or EngineState())
 
 
 @contextmanager
@@ -144,9 +204,9 @@ def memory_of(phase: str, device: str) -> Iterator[dict[str, Metric]]:
     The mapping is full once the block has ended. Around sampling it tells about training too: what is there before is
     what training left, and what is there afterwards is what training must live beside.
     """
-    found = _memory(phase, "before", device)
-    yield found
-    found.update(_memory(phase, "after", device))
+    metrics = _memory(phase, "before", device)
+    yield metrics
+    metrics.update(_memory(phase, "after", device))
 
 
 def _memory(phase: str, moment: str, device: str) -> dict[str, Metric]:
@@ -169,8 +229,8 @@ def per_step(metrics: MetricSet) -> MetricSet:
 
 def local_model(model: HFModelConfig, key: str) -> HFModelConfig:
     """The model section with its path on this machine: fetched from a hub or HDFS, copied to shared memory if asked."""
-    found = copy_to_local(model.path, use_shm=model.use_shm, error=ModelError, key=key)
-    return replace(model, path=found)
+    local = copy_to_local(model.path, use_shm=model.use_shm, error=ModelError, key=key)
+    return replace(model, path=local)
 
 
 def schedule_steps(optim: OptimizerConfig, site: Site) -> int:
@@ -181,24 +241,22 @@ def schedule_steps(optim: OptimizerConfig, site: Site) -> int:
 def layout(
     strategy: str, model: HFModelConfig, fsdp: FSDPEngineConfig, megatron: MegatronEngineConfig, share_prompts: bool
 ) -> dict[str, Any]:
-    """``engine`` and ``passes`` of `make_engine`: the section that the strategy reads, and how its rows are laid out.
-
-    Megatron-Core's engine is told nothing of the second: it pads rows.
-    """
-    if strategy == "megatron":
-        return {"engine": megatron, "passes": None}
-    return {"engine": fsdp, "passes": PassSettings.of(model, fsdp, share_prompts)}
+    """``engine`` and ``passes`` of `make_engine`: the section that the backend reads, and how its rows are laid out."""
+    kind = ENGINES.get(strategy)
+    engine = getattr(kind, "section", Engine.section)(fsdp, megatron)
+    aligns = getattr(kind, "aligns_rows", Engine.aligns_rows)
+    return {"engine": engine, "passes": PassSettings.of(model, engine, share_prompts) if aligns else None}
 
 
-def seat_of(worker: Worker, engine: Engine) -> Seat:
+def data_rank_of(worker: Worker, engine: Engine) -> DataRank:
     """Which part of a batch a worker gets for an engine; where the engine does not say, a part of its own."""
-    return engine.seat or Seat(worker.rank, worker.world_size, True)
+    return engine.data_rank or DataRank(worker.rank, worker.world_size, True)
 
 
 def meshes_of(worker: Worker, **parts: ModelPart | None) -> dict[str, tuple[int, bool]]:
     """`Worker.meshes` of the models that a worker has by now, each under the name of its mesh."""
-    seats = {name: seat_of(worker, part.engine) for name, part in parts.items() if part is not None}
-    return {name: (seat.rank, seat.speaks) for name, seat in seats.items()}
+    data_ranks = {name: data_rank_of(worker, part.engine) for name, part in parts.items() if part is not None}
+    return {name: (rank.rank, rank.speaks) for name, rank in data_ranks.items()}
 
 
 def make_engine(
@@ -221,13 +279,13 @@ def make_engine(
 
 
 def _join(strategy: str, place: WorkerInfo, timeout: float | None, device: str, trains: bool) -> None:
-    if strategy == "plain":
+    if getattr(ENGINES.get(strategy), "is_alone", Engine.is_alone):
         if trains:
             raise ConfigError(
-                f"the plain engine trains in one process, and there are {place.world_size} workers",
+                f"the {strategy} engine trains in one process, and there are {place.world_size} workers",
                 key="actor_rollout_ref.actor.strategy",
                 got=strategy,
-                fix="Leave it out, or set it to fsdp2.",
+                fix=f"Leave it out, or set it to {backend_of('auto', place.world_size)}.",
             )
         return  # a frozen model may well be whole on every worker
     if env.get_int("WORLD_SIZE", 1) != place.world_size:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.config import FSDPEngineConfig, HFModelConfig
-from verl.config.megatron import MegatronEngineConfig
+from verl.config import HFModelConfig
 from verl.config.reward_model import headless
 from verl.data import hf_tokenizer
 from verl.data.rewriting import Rewriter, speaks_alike
@@ -16,23 +15,20 @@ from verl.errors import ModelError
 from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.single_controller.base import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl.workers.part import Limits, ModelPart, Site, layout, local_model, make_engine, meshes_of
-from verl.workers.profiling import ProfiledWorker
+from verl.workers.model import ModelRole, ModelWorker
+from verl.workers.part import Site, local_model
 
 MODEL_KEY = "reward.reward_model.model_path"
 TRUNCATED = "rm_truncated"
 """Column (B,) bool of a rewritten batch: the beginning of the conversation was cut off."""
 
 
-class RewardModelWorker(ProfiledWorker):
+class RewardModelWorker(ModelWorker):
     """Scores responses with a scalar head on a language-model trunk.
 
     Args:
-        model: the reward model; a classification checkpoint with one label brings its own head.
-        engine: how it is held.
-        megatron: the same, for that backend.
-        limits: rows or tokens of one forward pass.
-        site: device, training backend and seed.
+        role: the reward model; a classification checkpoint with one label brings its own head.
+        site: device and seed.
         policy: the model section in whose tokens the samples are written, None for the reward model's own. Where the
             two tokenizers differ, conversations are written anew with the reward model's chat template.
         max_length: longest conversation written anew, in tokens; of a longer one the beginning is cut off.
@@ -40,41 +36,22 @@ class RewardModelWorker(ProfiledWorker):
 
     def __init__(
         self,
-        model: HFModelConfig,
-        engine: FSDPEngineConfig | None = None,
-        limits: Limits | None = None,
+        role: ModelRole,
         site: Site | None = None,
         policy: HFModelConfig | None = None,
         max_length: int | None = None,
-        megatron: MegatronEngineConfig | None = None,
     ):
-        super().__init__()
-        self.model_config, self.engine_config = model, engine or FSDPEngineConfig()
-        self.limits, self.site = limits or Limits(), site or Site()
+        super().__init__(role, site)
         self.policy, self.max_length = policy, max_length
-        self.megatron = megatron or MegatronEngineConfig()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the reward model, frozen."""
-        model = local_model(self.model_config, MODEL_KEY)
+        model = local_model(self.role.model, MODEL_KEY)
         for problem in headless(model.path):
             raise problem
         self.rewriter = self._make_rewriter(model)
-        engine = make_engine(
-            self.site.strategy,
-            self.info,
-            model=model,
-            optim=None,
-            kind="value",
-            device=self.site.device,
-            seed=self.site.seed,
-            **layout(self.site.strategy, model, self.engine_config, self.megatron, share_prompts=True),
-        )
-        self.part = ModelPart(engine, infer_limits=self.limits)
-
-    def meshes(self) -> dict[str, tuple[int, bool]]:
-        return {**meshes_of(self, rm=getattr(self, "part", None)), **super().meshes()}
+        super().init_model()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rm"))
     def compute_rm_score(self, data: DataProto) -> DataProto:
@@ -85,16 +62,16 @@ class RewardModelWorker(ProfiledWorker):
         mask = data.tensors["response_mask"]
         columns: dict[str, Any] = {}
         if self.rewriter is None:
-            found = self._scores(data)
+            values = self._scores(data)
         else:
             anew = self.rewriter.rewrite(data)
-            found, columns[TRUNCATED] = self._scores(anew.batch), anew.cut
+            values, columns[TRUNCATED] = self._scores(anew.batch), anew.cut
             for row, error in anew.refused.items():
                 notice("reward.reward_model", f"a conversation cannot be written for the reward model: {error}")
-                found[row] = float("nan")
+                values[row] = float("nan")
         scores = torch.zeros_like(mask, dtype=torch.float32)
         rows = mask.bool().any(-1)
-        scores[rows, last_positions(mask)[rows]] = found[rows]
+        scores[rows, last_positions(mask)[rows]] = values[rows]
         return DataProto.from_dict(tensors={"rm_scores": scores}, non_tensors=columns)
 
     def _scores(self, data: DataProto) -> Tensor:
@@ -102,9 +79,9 @@ class RewardModelWorker(ProfiledWorker):
         mask = data.tensors["response_mask"]
         values = self.part.infer(with_end_column(data), ("values",))["values"]
         rows = mask.bool().any(-1)
-        found = torch.zeros(len(mask), dtype=torch.float32)
-        found[rows] = values[rows, last_positions(mask)[rows] + 1]
-        return found
+        scores = torch.zeros(len(mask), dtype=torch.float32)
+        scores[rows] = values[rows, last_positions(mask)[rows] + 1]
+        return scores
 
     def _make_rewriter(self, model: HFModelConfig) -> Rewriter | None:
         if self.policy is None:

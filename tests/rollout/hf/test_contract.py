@@ -61,7 +61,7 @@ def memory_of_sleep() -> None:
     """Runs in a process of its own, where nothing else frees or takes memory."""
     shape = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
     model = tiny_model("llama", **shape)
-    for arguments in ({}, {"owns_model": True}, {"owns_model": True, "paged": True}):
+    for arguments in ({}, {"owns_model": True}, {"owns_model": True, "record": True}):
         sampler = HFSampler(model, **arguments)
         sample(sampler, requests([prompt(8, 1)], max_tokens=2))
         asyncio.run(sampler.sleep())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from verl.rollout.hf.kv_pool import Block, BufferPool, Group, KVShape, capacity_class, move_groups, regroup
+from verl.rollout.hf.kv_pool import BufferPool, Group, KVBlock, KVShape, capacity_class, move_groups, regroup
 from verl.rollout.hf.rows import Prompt, Row
 
 SHAPE = KVShape(num_layers=2, num_heads=3, key_dim=4, value_dim=5, dtype=torch.float32, device=torch.device("cpu"))
@@ -20,7 +20,7 @@ def row(name: int, cached: int = 3) -> Row:
     return made
 
 
-def fill(block: Block, *members: list[Row | None], prefix_len: int = 0) -> None:
+def fill(block: KVBlock, *members: list[Row | None], prefix_len: int = 0) -> None:
     """Groups of rows whose cells hold the number of their first prompt token; a prefix holds its first row's."""
     block.reserve(len(members))
     for rows in members:
@@ -37,7 +37,7 @@ def number(member: Row) -> int:
     return member.prompt.token_ids[0]
 
 
-def check(block: Block) -> None:
+def check(block: KVBlock) -> None:
     """Every row is where its cell says, with its own numbers in both parts."""
     for index, group in enumerate(block.groups):
         for slot, member in enumerate(group.rows):
@@ -61,7 +61,7 @@ def test_a_buffer_that_was_given_back_serves_the_next_block_of_similar_size():
 
 
 def test_a_block_keeps_its_contents_when_it_needs_more_room():
-    block = Block(SHAPE, pool(), width=1, prefix_capacity=0, capacity=16)
+    block = KVBlock(SHAPE, pool(), width=1, prefix_capacity=0, capacity=16)
     fill(block, [row(1)], [row(2)])
     assert block.room == 2
     fill(block, [row(3)])
@@ -70,7 +70,7 @@ def test_a_block_keeps_its_contents_when_it_needs_more_room():
 
 
 def test_holes_are_closed_by_groups_from_the_end():
-    block = Block(SHAPE, pool(), width=1, prefix_capacity=0, capacity=16)
+    block = KVBlock(SHAPE, pool(), width=1, prefix_capacity=0, capacity=16)
     rows = [row(i) for i in range(1, 7)]
     fill(block, *[[r] for r in rows])
     for index in (0, 2, 5):
@@ -82,8 +82,8 @@ def test_holes_are_closed_by_groups_from_the_end():
 
 def test_whole_groups_move_with_their_prefix_and_their_holes():
     memory = pool()
-    source = Block(SHAPE, memory, width=2, prefix_capacity=16, capacity=16)
-    target = Block(SHAPE, memory, width=2, prefix_capacity=32, capacity=32)
+    source = KVBlock(SHAPE, memory, width=2, prefix_capacity=16, capacity=16)
+    target = KVBlock(SHAPE, memory, width=2, prefix_capacity=32, capacity=32)
     fill(target, [row(9), row(8)], prefix_len=2)
     fill(source, [row(1), None], [row(2), row(3)], [row(4), row(5)], prefix_len=2)
     move_groups(source, target, [0, 2])
@@ -101,8 +101,8 @@ def test_whole_groups_move_with_their_prefix_and_their_holes():
 
 def test_sparse_groups_are_laid_out_in_narrower_ones():
     memory = pool()
-    source = Block(SHAPE, memory, width=4, prefix_capacity=16, capacity=16)
-    target = Block(SHAPE, memory, width=2, prefix_capacity=16, capacity=32)
+    source = KVBlock(SHAPE, memory, width=4, prefix_capacity=16, capacity=16)
+    target = KVBlock(SHAPE, memory, width=2, prefix_capacity=16, capacity=32)
     fill(source, [row(1), None, row(2), row(3)], [None, row(4), None, None], prefix_len=2)
     regroup(source, target, [(0, [0, 2]), (0, [3]), (1, [1])])
     assert [[r and number(r) for r in g.rows] for g in target.groups] == [[1, 2], [3, None], [4, None]]

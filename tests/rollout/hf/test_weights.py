@@ -11,7 +11,7 @@ from tests.rollout.builders import largest_difference, prompt, requests, sample,
 from verl.errors import RolloutError
 from verl.models import export_weights
 from verl.rollout.hf.sampler import HFSampler
-from verl.weight_sync import SameProcessTransport, WeightChunk, chunk_weights
+from verl.weight_sync import WeightChunk, chunk_weights
 
 WANTED = requests([prompt(5, 1), prompt(28, 2)], samples=4, max_tokens=12, ignore_eos=True)
 
@@ -151,7 +151,7 @@ def test_sleep_frees_the_cache_and_level_two_the_weights():
 def test_shared_weights_are_the_trainers_own_memory():
     trainer = tiny_model(seed=1)
     sampler = HFSampler(tiny_model(), share_weights=True)
-    asyncio.run(SameProcessTransport([sampler], bucket_bytes=1000).send(lambda: export_weights(trainer), 1))
+    asyncio.run(sampler.update_weights(chunk_weights(export_weights(trainer), 1000, 1), 1))
     ours = dict(sampler.model.named_parameters())
     assert all(ours[name].data_ptr() == value.data_ptr() for name, value in trainer.named_parameters())
     assert largest_difference(trainer, WANTED, sample(sampler, WANTED)) < 2e-5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 
@@ -11,6 +12,7 @@ from verl.rollout.base import Request, SamplingParams
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.server import own
 from verl.rollout.server.host import Host
+from verl.rollout.server.process import HostProcess
 from verl.serving import loopback
 from verl.serving.client import Client, Reply
 
@@ -91,3 +93,14 @@ def test_an_abort_of_no_requests_ends_none_and_one_that_names_none_ends_all(samp
         return none["aborted"], whole["aborted"], (await running).finish_reason
 
     assert asyncio.run(run()) == (0, 1, "abort")
+
+
+def test_a_host_that_nobody_waited_for_leaves_neither_pipe_nor_folder():
+    host = HostProcess([], "cpu", "a host that is not needed")
+    pipe, folder = host._pipe, host.folder
+    os.fstat(pipe)
+    host.close()
+    host.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(pipe)
+    assert not folder.exists()

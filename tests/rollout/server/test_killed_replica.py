@@ -14,11 +14,12 @@ import pytest
 
 from tests.rollout.builders import requests, sample, stopped_at_work
 from tests.support import tiny_model_dir
+from verl.errors import RolloutError
 from verl.rollout.hf.sampler import HFSampler
-from verl.rollout.replicas import Replicas
 from verl.rollout.server.host import LISTENING
 from verl.rollout.server.process import KEY
 from verl.rollout.server.sampler import ServerSampler
+from verl.rollout.service import SamplerService
 from verl.weight_sync import chunk_weights
 
 COUNT = 2
@@ -53,7 +54,7 @@ def over(url, folder):
 
 @pytest.mark.dist
 def test_new_weights_reach_hosts_in_other_processes_and_bad_ones_do_not(hosts, folder, tmp_path):
-    replicas = Replicas([over(url, folder) for _, url in hosts])
+    replicas = SamplerService({url: over(url, folder) for _, url in hosts})
     reference = HFSampler(str(folder), device="cpu")
     weights = [(name, tensor * 1.5) for name, tensor in reference.model.state_dict().items()]
     wanted = requests([(10, 11, 12)], 4, max_tokens=8, ignore_eos=True)
@@ -71,11 +72,16 @@ def test_new_weights_reach_hosts_in_other_processes_and_bad_ones_do_not(hosts, f
     original = list(HFSampler(str(folder), device="cpu").model.state_dict().items())
     asyncio.run(replicas.update_weights(chunk_weights(original, 1 << 12, 7), 7))
     assert [d.log_probs for d in sample(replicas, wanted)] == [d.log_probs for d in before]
+    other = SamplerService({url: over(url, folder) for _, url in hosts})  # which loads nothing itself
+    with pytest.raises(RolloutError, match=r"other weights.*Got 7.*8"):
+        asyncio.run(other.publish(8))
+    asyncio.run(other.publish(7))
+    assert other.version == 7 and other.stats()["replicas_alive"] == COUNT
 
 
 @pytest.mark.dist
 def test_every_prompt_gets_exactly_its_samples_when_a_replica_is_killed_in_mid_generation(hosts, folder):
-    replicas = Replicas([over(url, folder) for _, url in hosts])
+    replicas = SamplerService({url: over(url, folder) for _, url in hosts})
     prompts = [tuple(range(10 + i, 20 + i)) for i in range(6)]
     wanted = requests(prompts, SAMPLES, max_tokens=400, ignore_eos=True, seed=5)
     victim = hosts[0][0]

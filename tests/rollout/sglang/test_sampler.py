@@ -5,22 +5,25 @@ from __future__ import annotations
 import dataclasses
 import sys
 
+import psutil
 import pytest
 
 from tests.rollout.server.servers import serving
 from tests.rollout.server.test_kinds import sglang_answer
 from tests.rollout.server.test_sampler import ask
 from tests.support import tiny_model_dir
+from verl import env
 from verl.config import ActorRolloutRefConfig, PPOTrainerConfig, leaves, record_reads, replace
 from verl.config.loading import read_config
-from verl.errors import MissingDependencyError
+from verl.errors import ConfigError, MissingDependencyError
 from verl.ports import free_port
 from verl.rollout import Request, SamplingParams
 from verl.rollout.from_sync import run_now
 from verl.rollout.lost import EngineLostError
-from verl.rollout.replicas import Replicas
+from verl.rollout.place import make_sampler
 from verl.rollout.server.process import ServerProcess
 from verl.rollout.server.sampler import ServerSampler
+from verl.rollout.service import SamplerService
 from verl.rollout.sglang import sampler as module
 from verl.rollout.sglang.sampler import SGLangSampler, as_flags, command
 
@@ -55,15 +58,31 @@ def section(**changes):
 
 def test_the_sections_become_the_command_line_of_the_server(model):
     found = command(
-        section(tensor_model_parallel_size=2, gpu_memory_utilization=0.7, max_model_len=4096, quantization="fp8",
-                **{"engine_kwargs.sglang": {"attention_backend": "fa3", "port": 7, "log_level": None}}),
+        section(tensor_model_parallel_size=4, pipeline_model_parallel_size=2, expert_parallel_size=4,
+                gpu_memory_utilization=0.7, max_model_len=4096, quantization="fp8",
+                **{"engine_kwargs.sglang": {"attention_backend": "fa3", "log_level": None}}),
         model, "cuda", 30001,
     )  # fmt: skip
     assert found[1:3] == ["-m", "sglang.launch_server"]
     flags = dict(zip(found[3::2], found[4::2]))
-    expected = {"--tp-size": "2", "--mem-fraction-static": "0.7", "--context-length": "4096", "--dtype": "bfloat16",
-                "--quantization": "fp8", "--attention-backend": "fa3", "--port": "7"}  # fmt: skip
+    expected = {"--tp-size": "4", "--pp-size": "2", "--ep-size": "4", "--mem-fraction-static": "0.7",
+                "--context-length": "4096", "--dtype": "bfloat16", "--quantization": "fp8",
+                "--attention-backend": "fa3", "--port": "30001"}  # fmt: skip
     assert {name: flags.get(name) for name in expected} == expected and "--log-level" not in found
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("tp", "rollout.tensor_model_parallel_size"),
+        ("pipeline_parallel_size", "rollout.pipeline_model_parallel_size"),
+        ("dp_size", "several replicas share the requests"),
+        ("port", "Leave it out"),
+    ],
+)
+def test_flags_that_move_a_server_or_change_its_devices_are_refused(model, name, fix):
+    with pytest.raises(ConfigError, match=f"engine_kwargs.sglang.{name}: .*{fix}"):
+        command(section(**{"engine_kwargs.sglang": {name: 2}}), model, "cuda", 30001)
 
 
 def test_flags_without_a_value_stand_alone_and_switched_off_ones_not_at_all():
@@ -89,6 +108,21 @@ def test_a_server_is_started_asked_and_ended(model, monkeypatch, tmp_path):
     assert not sampler.process.is_alive
 
 
+def test_a_server_of_several_devices_sees_those_of_its_replica(model, monkeypatch, tmp_path):
+    """Pretended devices: the stand-in does not look at them."""
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6")
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(
+        module, "command", lambda r, m, d, port: [sys.executable, str(tmp_path / "stand_in.py"), str(port)]
+    )
+    sampler = make_sampler(section(name="sglang", tensor_model_parallel_size=2), model, "cuda", devices=["6", "2"])
+    started = psutil.Process(sampler.process.process.pid)
+    assert {one.environ()["CUDA_VISIBLE_DEVICES"] for one in [started, *started.children()]} == {"6,2"}
+    assert env.get("CUDA_VISIBLE_DEVICES") == "6"
+    sampler.close()
+
+
 def test_a_server_that_does_not_start_leaves_its_last_words_in_the_error():
     port = free_port()
     process = ServerProcess.foreign(
@@ -110,7 +144,7 @@ def test_running_servers_are_used_and_several_of_them_are_replicas(model):
     with serving({"/generate": sglang_answer()}) as one, serving({"/generate": sglang_answer()}) as two:
         single = SGLangSampler.from_config(section(**{"server.url": one.url}), model)
         both = SGLangSampler.from_config(section(**{"server.url": [one.url, two.url]}), model)
-        assert isinstance(both, Replicas) and not isinstance(single, Replicas)
+        assert isinstance(both, SamplerService) and not isinstance(single, SamplerService)
         for sampler in (single, both):
             assert ask(sampler, Request("a", (40,), SamplingParams(max_tokens=2)))[0].token_ids == (7, 8)
 

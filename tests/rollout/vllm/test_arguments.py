@@ -12,7 +12,7 @@ import torch
 from tests.support import tiny_model_dir
 from verl.config import ActorRolloutRefConfig, PPOTrainerConfig, leaves, record_reads
 from verl.config.loading import read_config
-from verl.errors import ConfigError, MissingDependencyError, RolloutError
+from verl.errors import ConfigError, MissingDependencyError, NotBuiltError, RolloutError
 from verl.metrics import notices, reset_notices
 from verl.rollout.model_facts import ModelFacts
 from verl.rollout.vllm import arguments, hand_over, versions
@@ -80,6 +80,30 @@ def test_engine_kwargs_are_passed_on_but_not_the_samplers_own():
     assert arguments.merged({"seed": 1}, {"swap_space": 2, "seed": 3}) == {"swap_space": 2, "seed": 3}
     with pytest.raises(ConfigError, match="logprobs_mode: this argument of vLLM is set by the sampler"):
         arguments.merged({}, {"logprobs_mode": "raw_logprobs"})
+
+
+def test_the_sizes_of_an_engine_come_from_keys_of_their_own_and_make_it_start_its_workers_itself():
+    two = made(tensor_model_parallel_size=2, pipeline_model_parallel_size=3)
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "distributed_executor_backend": "mp"}
+    assert {name: two[name] for name in sizes} == sizes and arguments.num_workers(two) == 6
+    assert "distributed_executor_backend" not in made()
+    with pytest.raises(ConfigError, match=r"vllm\.tensor_parallel_size: .*Set .*rollout\.tensor_model_parallel_size"):
+        arguments.merged({}, {"tensor_parallel_size": 2})
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "said"),
+    [
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}, ConfigError, "Allowed: mp"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, ConfigError, "processes that it starts"),
+        ({"pipeline_parallel_size": 2}, RolloutError, "pipeline does not run on a CPU"),
+        ({"data_parallel_size": 2}, NotBuiltError, "several replicas share the requests"),
+    ],
+)
+def test_a_layout_of_workers_that_an_engine_does_not_have_is_refused_before_it_starts(layout, kind, said):
+    with pytest.raises(kind, match=said):
+        arguments.check_layout(layout, on_cpu=True)
+    arguments.check_layout({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, on_cpu=False)
 
 
 def test_what_a_version_lacks_is_left_out_if_it_is_ours_and_an_error_if_it_is_the_users():
@@ -176,4 +200,5 @@ def test_every_setting_that_vllm_follows_is_read_for_it():
     with record_reads() as reads:
         arguments.from_config(config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, "cpu", ModelFacts())
     followed = {key for key, field in leaves(PPOTrainerConfig) if "vllm" in field.metadata["engines"]}
-    assert {key for key in followed if key.startswith(R)} - reads == set()
+    of_the_place = {f"{R}.standalone_gpu_memory_utilization"}  # read where it is known that nothing trains beside it
+    assert {key for key in followed if key.startswith(R)} - reads == of_the_place

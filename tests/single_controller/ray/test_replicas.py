@@ -12,7 +12,8 @@ import pytest
 from tests.rollout.builders import requests, sample
 from tests.support import tiny_model_dir
 from verl.rollout.hf.sampler import HFSampler
-from verl.rollout.replicas import Replicas
+from verl.rollout.hosted import RemoteSampler
+from verl.rollout.service import SamplerService
 from verl.single_controller.base import ClassWithInitArgs
 from verl.single_controller.ray import host_object, runtime
 
@@ -31,7 +32,7 @@ def test_a_killed_actor_costs_no_answer_and_changes_none(ray, tmp_path):
     handles = [
         host_object(ClassWithInitArgs(HFSampler, folder, device="cpu"), f"sampler[{i}]", timeout=120) for i in range(2)
     ]
-    replicas = Replicas(handles, [handle.name for handle in handles])
+    replicas = SamplerService({handle.name: RemoteSampler(handle) for handle in handles})
     wanted = requests([tuple(range(10 + i, 20 + i)) for i in range(6)], 8, max_tokens=450, ignore_eos=True)
     victim = handles[0]._fleet.members[0].pid
 

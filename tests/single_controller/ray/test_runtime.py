@@ -123,6 +123,21 @@ def test_a_run_that_this_machine_cannot_hold_is_refused_before_anything_starts(a
     assert set(psutil.Process().children()) <= before
 
 
+def test_files_of_a_cluster_of_our_own_lie_where_no_other_user_can_go(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    own = tmp_path / f"verl-{os.geteuid()}"
+    assert security.folder_for_files() == f"{own}/ray" and stat.S_IMODE(own.stat().st_mode) == 0o700
+    own.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"RAY_TMPDIR.*not a folder of this user's alone.*rm -rf"):
+        security.folder_for_files()
+
+
+def test_a_folder_for_temporary_files_that_is_too_deep_for_sockets_is_passed_over(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / ("d" * 60)))
+    assert security.folder_for_files() == f"/tmp/verl-{os.geteuid()}/ray"
+
+
 # ---- which cluster -------------------------------------------------------------------------------------------------
 
 

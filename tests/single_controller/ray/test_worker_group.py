@@ -445,28 +445,6 @@ def test_requests_run_beside_each_other_and_can_be_cancelled(friendly):
     assert state["begun"] == state["cancelled"] == 2
 
 
-def test_streams_are_pulled_and_leaving_one_ends_the_method(friendly):
-    handle = friendly.handle(0)
-    friendly.execute_rank_zero_sync("forget")
-
-    async def run() -> list[int]:
-        seen = []
-        async for number in handle.stream("count", 1000):
-            seen.append(number)
-            if number == 2:
-                break
-        assert [n async for n in handle.stream("count", 2)] == [0, 1]
-        got = []
-        with pytest.raises(KeyError, match="three"):
-            async for number in handle.stream("count_plain", 9):
-                got.append(number)
-        return seen + got
-
-    assert asyncio.run(run()) == [0, 1, 2, 0, 1, 2]
-    state = friendly.execute_rank_zero_sync("state")
-    assert state["closed"] == 2 and state["seen"] == [0, 1, 2, 0, 1]  # it never ran ahead
-
-
 def test_async_methods_of_a_group_draw_as_they_do_locally(friendly):
     theirs = local(1, Friendly, "friendly")
     assert friendly.throw_async() == theirs.throw_async()

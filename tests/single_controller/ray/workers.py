@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
 
 import numpy as np
 import torch
@@ -146,7 +145,7 @@ class Friendly(Dice):
 
     def __init__(self, sides: int = 6):
         super().__init__(sides)
-        self.begun, self.cancelled, self.met, self.closed = 0, 0, 0, 0
+        self.begun, self.cancelled, self.met = 0, 0, 0
         self.seen: list[int] = []
 
     @register(Dispatch.ONE_TO_ALL)
@@ -174,26 +173,11 @@ class Friendly(Dice):
         while self.met < others:
             await asyncio.sleep(0.001)
 
-    async def count(self, stop: int) -> AsyncIterator[int]:
-        try:
-            for number in range(stop):
-                self.seen.append(number)
-                yield number
-        finally:
-            self.closed += 1
-
-    def count_plain(self, stop: int) -> Iterator[int]:
-        for number in range(stop):
-            if number == 3:
-                raise KeyError("three")
-            yield number
-
     def forget(self) -> None:
         self.seen.clear()
-        self.closed = 0
 
     def state(self) -> dict:
-        return {"begun": self.begun, "cancelled": self.cancelled, "closed": self.closed, "seen": list(self.seen)}
+        return {"begun": self.begun, "cancelled": self.cancelled, "seen": list(self.seen)}
 
 
 class Broken(Worker):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from scripts.count_frames import counted
 from tests.support import tiny_model_dir, write_prompts
 from verl.trainer import main_ppo
 
@@ -41,11 +42,12 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left: its metrics and its samples by step, and its folder."""
+    """What a run left: its metrics and its samples by step, its folder, and where they were counted its frames."""
 
     steps: list[dict[str, Any]]
     samples: list[list[dict[str, Any]]]
     folder: Path
+    frames: tuple[str, ...] = ()
 
     def weights(self, step: int) -> dict[tuple[str, str], Any]:
         """Every tensor of a checkpoint but the random states, by file and name."""
@@ -118,4 +120,6 @@ def train(task: Path, two_nodes: str) -> Callable[..., Run]:
 @pytest.fixture(scope="session")
 def alone(train: Callable[..., Run]) -> Run:
     """The run that all others are compared with: four steps in this process."""
-    return train("alone", 4, "trainer.runtime=local", "trainer.save_freq=4")
+    with counted() as frames:
+        run = train("alone", 4, "trainer.runtime=local", "trainer.save_freq=4")
+    return replace(run, frames=tuple(frames))

@@ -28,13 +28,12 @@ FSDP = ("actor_rollout_ref.actor.strategy=fsdp", "critic.strategy=fsdp", TWO)
 
 @pytest.fixture(scope="module")
 def megatron(train: Callable[..., Run], task: Path) -> Run:
-    """Tensor parallel 2 on a folder that the converter wrote; the two ranks hold the sampler together."""
+    """Tensor parallel 2 on a folder that the converter wrote."""
     convert(task / "model", task / "converted")
-    together = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
-    return train("megatron", 3, *MEGATRON, "actor_rollout_ref.model.path=converted", together, "trainer.save_freq=2")
+    return train("megatron", 3, *MEGATRON, "actor_rollout_ref.model.path=converted", "trainer.save_freq=2")
 
 
-def test_ranks_that_train_and_sample_in_tensor_parallel_do_as_one_process_does(megatron: Run, alone: Run):
+def test_ranks_that_train_in_tensor_parallel_do_as_one_process_does(megatron: Run, alone: Run):
     agree(megatron, alone, steps=slice(3))
     assert [[s["output"] for s in step] for step in megatron.samples] == [
         [s["output"] for s in step] for step in alone.samples[:3]
@@ -82,10 +81,10 @@ def test_its_checkpoint_goes_on_with_fsdp_and_that_ones_with_megatron(megatron: 
 
 
 def test_an_adapter_trains_and_samples_on_both_ranks_as_in_one_process(train: Callable[..., Run]):
-    """Its base is the reference; the ranks that hold the sampler together get slices of the merged weights."""
+    """Its base is the reference."""
     lora = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8")
     alone = train("adapter_alone", 2, "trainer.runtime=local", *lora)
-    both = train("adapter", 2, *MEGATRON, "actor_rollout_ref.rollout.tensor_model_parallel_size=2", *lora)
+    both = train("adapter", 2, *MEGATRON, *lora)
     agree(both, alone, tolerance=1e-4)
     assert [[s["output"] for s in step] for step in both.samples] == [
         [s["output"] for s in step] for step in alone.samples

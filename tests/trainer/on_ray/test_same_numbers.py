@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from scripts.count_frames import LOCAL_FRAMES, RAY_FRAMES, SETTING, counted
 from tests.trainer.on_ray.conftest import Run
 from verl.metrics import notices, reset_notices
 
@@ -27,12 +28,16 @@ def agree(run: Run, reference: Run, tolerance: float = 1e-5, steps: slice = slic
 
 
 def test_ray_with_one_worker_gives_the_bits_of_this_process(train: Callable[..., Run], alone: Run):
-    ray = train("one", 4, "trainer.runtime=ray", "trainer.save_freq=4")
+    with counted() as frames:
+        ray = train("one", 4, "trainer.runtime=ray", "trainer.save_freq=4", SETTING)
     assert [numbers(step) for step in ray.steps] == [numbers(step) for step in alone.steps]
     assert ray.samples == alone.samples and len(ray.samples) == 4
     ours, theirs = ray.weights(4), alone.weights(4)
     assert ours.keys() == theirs.keys() and len(ours) > 50
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert 0 < len(frames) <= RAY_FRAMES, frames
+    assert 0 < len(alone.frames) <= LOCAL_FRAMES, alone.frames
+    assert frames[-1] == alone.frames[-1] == "verl.engines.step.clip_and_step"
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +58,8 @@ def test_two_workers_give_the_samples_the_losses_and_the_gradients_of_one(two: R
 
 def test_a_worker_of_two_records_the_step_it_is_asked_to(two: Run):
     found = sorted(path.name for path in (two.folder / "profile" / "step_2").iterdir())
-    assert found[0] == "actor_compute_log_prob_0_rank1.json.gz" and len(found) > 1
-    assert all(name.startswith("actor_update_actor_") and name.endswith("_rank1.json.gz") for name in found[1:])
-
-
-def test_workers_that_hold_the_sampler_together_sample_and_learn_as_one_process_does(
-    train: Callable[..., Run], alone: Run
-):
-    size = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
-    shared = train("shared", 2, "trainer.n_gpus_per_node=2", size)
-    agree(shared, alone, steps=slice(2))
+    assert found[0] == "actor_infer_0_rank1.json.gz" and len(found) > 1
+    assert all(name.startswith("actor_train_") and name.endswith("_rank1.json.gz") for name in found[1:])
 
 
 def test_samplers_in_actors_of_their_own_and_weights_in_the_background_change_no_number(

@@ -14,6 +14,9 @@ import torch
 from transformers import AutoConfig, AutoModelForTokenClassification, PreTrainedTokenizerFast
 
 from tests.support import tiny_model_dir
+from verl.config import PPOTrainerConfig, replace
+from verl.trainer.models import reward_model
+from verl.workers import RewardModelWorker
 
 OTHER_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|im_end|>{% endfor %}"
@@ -79,3 +82,11 @@ def judge(answer: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         server.shutdown()
         thread.join(10)
         server.server_close()
+
+
+def reward_worker(folder) -> RewardModelWorker:
+    """A worker of its own that holds the reward model in ``folder``."""
+    config = replace(PPOTrainerConfig(), **{"reward.reward_model.model_path": str(folder)})
+    worker = RewardModelWorker(reward_model(config))
+    worker.init_model()
+    return worker

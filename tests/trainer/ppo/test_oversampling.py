@@ -11,7 +11,7 @@ from tests.trainer.ppo.test_dynamic_sampling import GROUPS, PATTERNS, rows
 from verl.config import PPOTrainerConfig, replace
 from verl.metrics import reset_notices
 from verl.protocol import DataProto
-from verl.trainer.ppo.context import StepContext
+from verl.trainer.ppo.context import RunState
 from verl.trainer.ppo.oversampling import choose
 
 
@@ -26,7 +26,7 @@ def chosen(rates: dict[str, list[float]], finish: list[str] | None = None, **dat
         "unscorable": np.array([acc is None for accs in rates.values() for acc in accs]),
     }
     samples = DataProto.from_dict({"token_level_scores": torch.zeros(len(uids), 1)}, columns)
-    ctx = StepContext(config, reward=dict, total_steps=1)
+    ctx = RunState(config, reward=dict, total_steps=1).open(1)
     return list(choose(samples, ctx).non_tensor_batch["uid"]), ctx.metrics.values()
 
 

@@ -14,6 +14,7 @@ from verl.metrics import MetricSet
 from verl.protocol import DataProto
 from verl.trainer.ppo import stages
 from verl.trainer.ppo.pairing import pair_up
+from verl.workers.options import TrainOptions
 
 SPIN = {"actor_rollout_ref.actor.policy_loss.loss_mode": "recipe.spin.core:dpo"}
 
@@ -75,7 +76,7 @@ class Trained:
     seed: int = 3
     seen: list[DataProto] = field(default_factory=list)
 
-    def train(self, mini_batch: DataProto, more_updates: bool) -> MetricSet:
+    def train(self, mini_batch: DataProto, options: TrainOptions) -> MetricSet:
         self.seen.append(mini_batch)
         return MetricSet()
 

@@ -222,14 +222,18 @@ def test_it_lives_with_the_others_or_in_a_pool_of_its_own(here):
     words = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model", ON, f"{RM}.model_path=rm",
              "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", "data.train_batch_size=4",
              "actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.device=cpu"]  # fmt: skip
+
+    def sizes(config):
+        return {pool.name: pool.size for pool in placement.topology_of(config).pools}
+
     shared = load_config("ppo_trainer", words)
-    assert placement.pool_sizes(shared) == {"global_pool": [1]}
+    assert sizes(shared) == {"global_pool": 1}
     own = load_config(
         "ppo_trainer", [*words, f"{RM}.enable_resource_pool=true", f"{RM}.nnodes=1", f"{RM}.n_gpus_per_node=2"]
     )
-    assert placement.pool_sizes(own) == {"global_pool": [1], "reward_pool": [2]}
+    assert sizes(own) == {"global_pool": 1, "reward_pool": 2}
     named = load_config("ppo_trainer", [*words, "+trainer.resource_pools.judges={roles: [rm], processes: [1]}"])
-    assert placement.pool_sizes(named) == {"global_pool": [1], "judges": [1]}
+    assert sizes(named) == {"global_pool": 1, "judges": 1}
 
 
 def test_a_folder_of_several_labels_is_refused(here):

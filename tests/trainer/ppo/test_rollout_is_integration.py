@@ -14,7 +14,7 @@ from verl.config import PPOTrainerConfig, RolloutCorrectionConfig, replace
 from verl.errors import ConfigError, DataError
 from verl.protocol import DataProto
 from verl.trainer.ppo import correction, stages
-from verl.trainer.ppo.context import StepContext
+from verl.trainer.ppo.context import RunState, StepContext
 from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode, compute_rollout_correction_and_add_to_batch
 
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
@@ -157,7 +157,7 @@ def hand_made(**changes) -> tuple[DataProto, StepContext]:
         non_tensors={"uid": np.array(["a", "a", "b", "b"], dtype=object)},
     )
     config = {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 2, "data.train_batch_size": 2}
-    return batch, StepContext(replace(PPOTrainerConfig(), **config, **changes), lambda _: {}, 1)
+    return batch, RunState(replace(PPOTrainerConfig(), **config, **changes), lambda _: {}, 1).open(0)
 
 
 def test_weights_follow_their_rows_into_mini_batches():

@@ -10,9 +10,9 @@ from verl.config import PPOTrainerConfig, replace
 from verl.errors import DataError
 from verl.metrics import Metric, MetricSet, notices, reset_notices
 from verl.protocol import DataProto
+from verl.single_controller.base import RoleHandle
 from verl.trainer.ppo import stages
-from verl.trainer.ppo.context import SamplePool, StepContext
-from verl.trainer.ppo.roles import RoleHandle
+from verl.trainer.ppo.context import RunState, SamplePool, StepContext
 
 
 def config(**changes) -> PPOTrainerConfig:
@@ -21,7 +21,7 @@ def config(**changes) -> PPOTrainerConfig:
 
 
 def context(reward=None, **changes) -> StepContext:
-    return StepContext(config(**changes), reward or (lambda batch: {}), total_steps=10)
+    return RunState(config(**changes), reward or (lambda batch: {}), total_steps=10).open(0)
 
 
 def batch(rewards: list[float], uids: list[str], lengths: list[int] | None = None) -> DataProto:
@@ -86,8 +86,7 @@ def test_groups_are_filtered_by_any_reward_detail():
 
 def test_an_endless_refill_stops_at_the_limit():
     limits = {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 2}
-    ctx = context(**limits)
-    ctx.begin(1, 0)
+    ctx = context(**limits).run.open(1)
     ctx.count_gen_batch()
     ctx.count_gen_batch()
     with pytest.raises(DataError, match=r"2 batches of prompts were sampled, only 0 of 4 samples kept"):
@@ -96,8 +95,7 @@ def test_an_endless_refill_stops_at_the_limit():
 
 def test_a_refill_without_a_limit_is_told_once_it_takes_long():
     reset_notices()
-    ctx = context(**{"algorithm.filter_groups.enable": True})
-    ctx.begin(3, 0)
+    ctx = context(**{"algorithm.filter_groups.enable": True}).run.open(3)
     for _ in range(9):
         ctx.count_gen_batch()
     assert notices() == {}
@@ -142,8 +140,8 @@ class Group:
     def data_parallel_size(self, mesh_name):
         return 1
 
-    def update_actor(self, data):
-        self.calls.append((data.batch["advantages"][:, 0].tolist(), data.meta_info["more_updates"]))
+    def train(self, data, options):
+        self.calls.append((data.batch["advantages"][:, 0].tolist(), options.more_updates))
         return [MetricSet()]
 
 
@@ -230,7 +228,7 @@ def test_one_varying_reward_of_several_keeps_a_group():
     data.non_tensor_batch["style"] = np.array([0.0, 1.0, 0.5, 0.5], dtype=object)
     data.non_tensor_batch["right"] = np.array([1.0, 1.0, 0.0, 0.0], dtype=object)
     ctx = context(**{"algorithm.filter_groups.enable": True})
-    ctx.config = replace(
+    ctx.run.config = replace(
         ctx.config, **{"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["style", "right"]}
     )
     assert stages.keep(data, ctx).non_tensor_batch["uid"].tolist() == ["a", "a"]
@@ -250,7 +248,7 @@ def test_rejection_shrinks_the_mask_that_is_trained_on():
     seen = []
 
     class Actor(Group):
-        def update_actor(self, data):
+        def train(self, data, options):
             seen.append(data.batch["response_mask"])
             return [MetricSet({"rollout_corr/kl": Metric(1.0), "pg_loss": Metric(2.0)})]
 
@@ -279,7 +277,7 @@ def test_a_correction_needs_the_old_log_probs_and_the_bypass_mode_leaves_them_ou
 def test_what_an_estimator_names_decides_what_the_dataflow_makes():
     ctx = context()
     assert not ctx.needs_reward_baselines and not ctx.needs_sum_pi_squared
-    ctx.estimator = lambda token_level_rewards, response_mask, reward_baselines, sum_pi_squared, old_log_probs: None
+    ctx.run.estimator = lambda token_level_rewards, response_mask, reward_baselines, sum_pi_squared, old_log_probs: None
     assert ctx.needs_reward_baselines and ctx.needs_sum_pi_squared and ctx.needs_old_log_prob
 
 
@@ -288,7 +286,7 @@ def test_tokens_are_counted_for_each_data_parallel_rank():
 
     class Group:
         def data_parallel_size(self, mesh):
-            assert mesh == "actor"
+            assert mesh == "model"
             return 2
 
     data = batch([0.0] * 8, list("abcdefgh"), [4, 4, 1, 1, 4, 4, 1, 1])

@@ -40,7 +40,8 @@ def the_same(one: Seen, other: Seen) -> bool:
 
 def sampler_of(seen: Seen):
     (worker,) = seen.trainer.roles["rollout"].group.workers
-    return worker.sampler
+    (sampler,) = worker.replicas.values()
+    return sampler
 
 
 def test_weights_that_arrive_in_the_background_give_the_numbers_of_a_run_that_waits(here):

@@ -52,18 +52,18 @@ def load_environment(path: str) -> Callable[..., Any]:
     """
     file, colon, name = path.rpartition(":")
     if not (colon and file.endswith(".py")):
-        found = load_object(path)
+        environment = load_object(path)
     else:
         members = vars(load_module(file))
-        found = members.get(name)
-        if not callable(found):
+        environment = members.get(name)
+        if not callable(environment):
             names = [n for n, m in members.items() if n[0] != "_" and callable(m)]
             raise ConfigError(
                 f"{file} has no {name!r}", key="environment", allowed=names or "none found", fix=suggest(name, names)
             )
-    if not callable(found):
+    if not callable(environment):
         raise ConfigError("not callable", key="environment", got=path, allowed="a class or function that makes one")
-    return found
+    return environment
 
 
 class Environment:
@@ -89,19 +89,19 @@ class Environment:
         if missing:
             raise EnvironmentFailure(f"{type(self._it).__name__} has no method {missing[0]}")
         given = {"seed": seed, "options": None if options is None else dict(options)}
-        found = await self._call("reset", self._it.reset, **_taken(self._it.reset, given))
-        if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping):
-            found = found[0]
-        return _text(found, "reset")
+        answer = await self._call("reset", self._it.reset, **_taken(self._it.reset, given))
+        if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
+            answer = answer[0]
+        return _text(answer, "reset")
 
     async def step(self, action: str) -> Step:
         """Do what the model wrote."""
-        found = await self._call("step", self._it.step, action)
-        if not isinstance(found, tuple) or len(found) not in (4, 5):
+        answer = await self._call("step", self._it.step, action)
+        if not isinstance(answer, tuple) or len(answer) not in (4, 5):
             raise EnvironmentFailure(
-                f"step returned {found!r:.100}, not (observation, reward, terminated, truncated, info)"
+                f"step returned {answer!r:.100}, not (observation, reward, terminated, truncated, info)"
             )
-        observation, reward, terminated, *rest = found
+        observation, reward, terminated, *rest = answer
         truncated, info = (rest[0], rest[1]) if len(rest) == 2 else (False, rest[0])
         if isinstance(reward, bool) or not isinstance(reward, numbers.Real) or not math.isfinite(reward):
             raise EnvironmentFailure(f"step returned the reward {reward!r:.100}, which is no finite number")
@@ -129,8 +129,8 @@ class Environment:
 async def _run(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **named)
-    found = await in_thread(function, *arguments, **named)
-    return await found if inspect.isawaitable(found) else found
+    result = await in_thread(function, *arguments, **named)
+    return await result if inspect.isawaitable(result) else result
 
 
 def _taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -157,11 +157,11 @@ def _types(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")
-    found = {kind} if isinstance(kind, str) else set(kind or ())
+    types = {kind} if isinstance(kind, str) else set(kind or ())
     for name in ("anyOf", "oneOf", "allOf"):
         for part in schema.get(name) or ():
-            found |= _types(part)
-    return found
+            types |= _types(part)
+    return types
 
 
 WORDS = {"true": True, "false": False, "null": None, "none": None}

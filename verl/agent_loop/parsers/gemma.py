@@ -90,22 +90,22 @@ class Notation:
             raise ValueError(f"something follows at character {self.at}")
 
     def _object(self, depth: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        members: dict[str, Any] = {}
         while not self._take("}"):
-            if found:
+            if members:
                 self._need(",")
             key = self._quoted() if self._take(QUOTE) else self._key()
             self._need(":")
-            found[key] = self.value(depth + 1)
-        return found
+            members[key] = self.value(depth + 1)
+        return members
 
     def _list(self, depth: int) -> list[Any]:
-        found: list[Any] = []
+        items: list[Any] = []
         while not self._take("]"):
-            if found:
+            if items:
                 self._need(",")
-            found.append(self.value(depth + 1))
-        return found
+            items.append(self.value(depth + 1))
+        return items
 
     def _key(self) -> str:
         bare = self._bare.match(self.text, self._skip())
@@ -122,9 +122,9 @@ class Notation:
         return text
 
     def _take(self, mark: str) -> bool:
-        found = self.text.startswith(mark, self._skip())
-        self.at += len(mark) if found else 0
-        return found
+        is_there = self.text.startswith(mark, self._skip())
+        self.at += len(mark) if is_there else 0
+        return is_there
 
     def _need(self, mark: str) -> None:
         if not self._take(mark):

@@ -171,8 +171,8 @@ class DeepSeekV3ToolParser(ToolParser):
         if not begun:
             return Parsed(text)
         _, *blocks = rest.split(self._start)
-        found: list[FunctionCall | Malformed] = [self._read(block) for block in blocks[:MOST_CALLS]]
-        return Parsed(content.strip(), found or [Malformed("its section holds no call")])
+        calls: list[FunctionCall | Malformed] = [self._read(block) for block in blocks[:MOST_CALLS]]
+        return Parsed(content.strip(), calls or [Malformed("its section holds no call")])
 
     def _read(self, block: str) -> FunctionCall | Malformed:
         inside, closed, _ = block.partition(self._end)

@@ -50,9 +50,9 @@ class TaggedToolParser(ToolParser):
         content = (text[:first] + text[after:] if after > first else text[:first]).strip()
         body = text[first : after if after > first else len(text)]
         opened = list(self.function.finditer(body))
-        ends = [found.start() for found in opened[1:]] + [len(body)]
+        ends = [match.start() for match in opened[1:]] + [len(body)]
         pairs = list(zip(opened, ends))[:MOST_CALLS]
-        items = [self._read(found[1], body[found.end() : end], tools) for found, end in pairs]
+        items = [self._read(match[1], body[match.end() : end], tools) for match, end in pairs]
         if not opened or self.function.search(text, last) is None:
             items.append(Malformed("its block holds no function"))
         return Parsed(content, items[:MOST_CALLS])
@@ -63,29 +63,29 @@ class TaggedToolParser(ToolParser):
             return Malformed(f"it is not closed by {self.function_end}")
         types, arguments = argument_types(tools, name), {}
         opened = self._parameters(inside)
-        ends = [found.start() for found in opened[1:]] + [len(inside)]
-        for found, end in zip(opened, ends):
-            value, closed, _ = inside[found.end() : end].rpartition(self.parameter_end)
+        ends = [match.start() for match in opened[1:]] + [len(inside)]
+        for match, end in zip(opened, ends):
+            value, closed, _ = inside[match.end() : end].rpartition(self.parameter_end)
             if not closed:
-                return Malformed(f"its argument {found['name']!r} is not closed by {self.parameter_end}")
+                return Malformed(f"its argument {match['name']!r} is not closed by {self.parameter_end}")
             try:
-                arguments[found["name"]] = self._value(found, value, types.get(found["name"], set()))
+                arguments[match["name"]] = self._value(match, value, types.get(match["name"], set()))
             except ValueError as error:
-                return Malformed(f"its argument {found['name']!r} is not valid JSON ({error})")
+                return Malformed(f"its argument {match['name']!r} is not valid JSON ({error})")
         return FunctionCall(as_json(arguments), name)
 
     def _parameters(self, inside: str) -> list[re.Match[str]]:
         """Where arguments begin: at the first tag, and at each one that follows the end of an argument."""
-        found: list[re.Match[str]] = []
+        matches: list[re.Match[str]] = []
         for match in self.parameter.finditer(inside):
             at = match.start()
             while at and inside[at - 1].isspace():
                 at -= 1
-            if not found or inside.endswith(self.parameter_end, 0, at):
-                found.append(match)
-        return found
+            if not matches or inside.endswith(self.parameter_end, 0, at):
+                matches.append(match)
+        return matches
 
-    def _value(self, found: re.Match[str], text: str, types: set[str]) -> Any:
+    def _value(self, match: re.Match[str], text: str, types: set[str]) -> Any:
         if self.framed:
             text = text.removeprefix("\n").removesuffix("\n")
         return typed(text, types)
@@ -146,10 +146,10 @@ class DeepSeekV4ToolParser(TaggedToolParser):
     parameter = re.compile(r'<｜DSML｜parameter name="(?P<name>[^"\n]+)"(?: string="(?P<string>true|false)")?>')
     parameter_end = "</｜DSML｜parameter>"
 
-    def _value(self, found: re.Match[str], text: str, types: set[str]) -> Any:
-        if found["string"] == "false":
+    def _value(self, match: re.Match[str], text: str, types: set[str]) -> Any:
+        if match["string"] == "false":
             return read_argument(text)
-        return text if found["string"] else typed(text, types)
+        return text if match["string"] else typed(text, types)
 
 
 @ToolParser.register("glm")

@@ -32,7 +32,7 @@ class AgentFailure(Exception):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AgentOutcome:
     """What an agent returned: a reward or None, and further values of its row."""
 
     reward: float | None = None
@@ -49,8 +49,8 @@ def load_agent(path: str) -> Callable[..., Any]:
     file, name = (head, name) if colon and head.endswith(".py") else (path, "")
     if file.endswith(".py"):
         members = vars(load_module(file))
-        found = members.get(name) if name else next((members[n] for n in USUAL_NAMES if callable(members.get(n))), None)
-        if not callable(found):
+        agent = members.get(name) if name else next((members[n] for n in USUAL_NAMES if callable(members.get(n))), None)
+        if not callable(agent):
             functions = [n for n, m in members.items() if inspect.isfunction(m) and n[0] != "_"]
             raise ConfigError(
                 f"{file} has no function {name or 'agent'!r}",
@@ -60,9 +60,9 @@ def load_agent(path: str) -> Callable[..., Any]:
                 fix=suggest(name or "agent", functions) or "Name it: agent: file.py:my_function.",
             )
     else:
-        found = load_object(path)
-    _check(found, path)
-    return found
+        agent = load_object(path)
+    _check(agent, path)
+    return agent
 
 
 def _check(function: Callable[..., Any], path: str) -> None:
@@ -79,7 +79,7 @@ def _check(function: Callable[..., Any], path: str) -> None:
         )
 
 
-async def run_agent(function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float) -> Outcome:
+async def run_agent(function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float) -> AgentOutcome:
     """Call the agent with those of ``arguments`` that it takes.
 
     Raises:
@@ -99,7 +99,7 @@ async def run_agent(function: Callable[..., Any], arguments: Mapping[str, Any], 
     return read_outcome(returned)
 
 
-def read_outcome(returned: Any) -> Outcome:
+def read_outcome(returned: Any) -> AgentOutcome:
     """A number, a bool, None, or a dict with ``score`` or ``reward`` and further values."""
     extra: dict[str, Any] = {}
     if isinstance(returned, Mapping):
@@ -107,11 +107,11 @@ def read_outcome(returned: Any) -> Outcome:
         scores = [extra.pop(name) for name in ("reward", "score") if name in extra]
         returned = scores[0] if scores else None
     if returned is None:
-        return Outcome(None, extra)
+        return AgentOutcome(None, extra)
     if not isinstance(returned, numbers.Real) or not math.isfinite(returned):
         wanted = "a finite number, None, or a dict with 'score'"
         raise AgentFailure(f"returned {returned!r:.80}, which is no reward: {wanted}")
-    return Outcome(float(returned), extra)
+    return AgentOutcome(float(returned), extra)
 
 
 class _Call:
@@ -149,12 +149,12 @@ class _Call:
 
     def _work(self) -> None:
         try:
-            found = self._function(**self._arguments)
-            if inspect.isawaitable(found):
-                found = asyncio.run(self._turn(found))
+            result = self._function(**self._arguments)
+            if inspect.isawaitable(result):
+                result = asyncio.run(self._turn(result))
         except BaseException as error:  # boundary: the user's code, which may even call sys.exit
-            found = error
-        self._future.set_result(found)
+            result = error
+        self._future.set_result(result)
 
     async def _turn(self, work: Any) -> Any:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()

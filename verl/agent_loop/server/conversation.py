@@ -43,7 +43,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Reply:
+class ModelReply:
     """All answers to a request; `Conversation.delivered` records them."""
 
     ask: Ask
@@ -80,7 +80,7 @@ class Conversation:
     lost: EngineLostError | None = None
     overridden: int = 0
 
-    async def answer(self, ask: Ask) -> Reply:
+    async def answer(self, ask: Ask) -> ModelReply:
         """Sample the answers to a request.
 
         Raises:
@@ -98,14 +98,14 @@ class Conversation:
         if any(done.finish_reason == "abort" for done in dones):
             raise ApiError(410, "The rollout has ended: enough samples of this batch are done.", "rollout_over")
         choices = [await self._choice(ask, parent, inserted, done) for done in dones]
-        return Reply(ask, tuple(choices), len(before) + len(inserted))
+        return ModelReply(ask, tuple(choices), len(before) + len(inserted))
 
-    def delivered(self, reply: Reply) -> None:
+    def delivered(self, reply: ModelReply) -> None:
         """Record answers that go to the client; what never arrives is no part of its conversation."""
         for choice in reply.choices:
             self.record.add(choice.answer)
 
-    def undelivered(self, reply: Reply) -> None:
+    def undelivered(self, reply: ModelReply) -> None:
         """Forget answers whose client has gone before it got them: it will ask again."""
         for choice in reply.choices:
             self.record.drop(choice.answer)
@@ -143,13 +143,13 @@ class Conversation:
                 "context_length_exceeded",
                 "messages" if ask.messages is not None else "prompt",
             )
-        found = {**self.sampling, "max_tokens": min(left, ask.max_tokens or left)}
+        parameters = {**self.sampling, "max_tokens": min(left, ask.max_tokens or left)}
         stops = [ids[0] for ids in map(self._ids, ask.stops) if len(ids) == 1]
         if ask.parses_calls and self.parser is not None:
             stops += self.parser.stop_token_ids
         if stops:
-            found["stop_token_ids"] = tuple(stops)
-        return {**found, **self._asked(ask)}
+            parameters["stop_token_ids"] = tuple(stops)
+        return {**parameters, **self._asked(ask)}
 
     def _asked(self, ask: Ask) -> dict[str, Any]:
         """What of the request's own sampling counts."""
@@ -186,8 +186,8 @@ class Conversation:
 
     async def _calls(self, tokens: Sequence[int], tools: Sequence[Any], text: str) -> tuple[str, tuple[ToolCall, ...]]:
         try:
-            found = self.parser.extract_tool_calls(list(tokens), list(tools))
-            rest, calls = await found if inspect.isawaitable(found) else found
+            extracted = self.parser.extract_tool_calls(list(tokens), list(tools))
+            rest, calls = await extracted if inspect.isawaitable(extracted) else extracted
         except Exception as error:  # boundary: a user's parser
             name = type(self.parser).__name__
             notice(f"the tool-call parser {name}", f"failed: {type(error).__name__}: {error}. The answer is its text.")
@@ -202,10 +202,10 @@ def cut_at(done: Completion, stops: Sequence[str], text_of: Callable[[Sequence[i
     """The completion up to the token that completes the first stop text, and its text without that."""
     text = text_of(done.token_ids)
     places = [text.find(stop) for stop in stops]
-    found = [(place, stop) for place, stop in zip(places, stops) if place >= 0]
-    if not found:
+    cuts = [(place, stop) for place, stop in zip(places, stops) if place >= 0]
+    if not cuts:
         return done, text
-    place, stop = min(found)
+    place, stop = min(cuts)
     end = place + len(stop)
 
     def is_complete(count: int) -> bool:

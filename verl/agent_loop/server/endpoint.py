@@ -14,22 +14,22 @@ from verl.agent_loop.server import replies
 from verl.agent_loop.server.conversation import Conversation
 from verl.agent_loop.server.errors import unknown_model
 from verl.agent_loop.server.protocol import Ask, read_chat, read_text
-from verl.serving import Answered, Asked, Handle, Limits, Server
+from verl.serving import Answered, Asked, Handle, Server, ServerLimits
 
 
 class Endpoint:
     """OpenAI's chat completions, completions and models over the samplers of its conversations."""
 
-    def __init__(self, limits: Limits | None = None):
+    def __init__(self, limits: ServerLimits | None = None):
         self._conversations: dict[str, Conversation] = {}
-        self._lock = asyncio.Lock()
+        self._lock = asyncio.Lock()  # conversations that begin and end: the server starts with the first
         routes: dict[tuple[str, str], Handle] = {
             ("POST", "/v1/chat/completions"): self._chat,
             ("POST", "/v1/completions"): self._text,
             ("GET", "/v1/models"): self._models,
             ("GET", "/v1/models/{name:path}"): self._model,
         }
-        self.server = Server(routes, self._owner, limits or Limits())
+        self.server = Server(routes, self._owner, limits or ServerLimits())
 
     @asynccontextmanager
     async def open(self, conversation: Conversation) -> AsyncIterator[str]:
@@ -48,11 +48,11 @@ class Endpoint:
 
     def _owner(self, token: str) -> Conversation | None:
         """Compares with every key in constant time, so that a guess tells nothing by how long it took."""
-        given, found = token.encode(), None
+        given, owner = token.encode(), None
         for key, conversation in self._conversations.items():
             if hmac.compare_digest(key.encode(), given):
-                found = conversation
-        return found
+                owner = conversation
+        return owner
 
     async def _chat(self, asked: Asked) -> Answered:
         return await self._complete(asked.owner, read_chat(asked.json()))

@@ -12,7 +12,7 @@ from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.agent_loop.failed import COLUMN, failed
 from verl.agent_loop.parsers import ToolParser
-from verl.agent_loop.server.agent import AgentFailure, Outcome, run_agent
+from verl.agent_loop.server.agent import AgentFailure, AgentOutcome, run_agent
 from verl.agent_loop.server.conversation import Conversation
 from verl.agent_loop.server.endpoint import shared_endpoint
 from verl.agent_loop.server.prompts import Prompts
@@ -24,7 +24,7 @@ STOP_POLL = 0.25
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedEndpoint:
     """What all rows of an entry share."""
 
     settings: AgentSettings
@@ -41,14 +41,16 @@ class OpenAIAgentLoop(AgentLoopBase):
     says what the entry in the YAML file of ``rollout.agent.agent_loop_config_path`` may hold.
     """
 
-    shared: Shared
+    shared: SharedEndpoint
 
     @classmethod
-    def prepare(cls, config: Any, tokenizer: Any, data_config: Any = None, **kwargs: Any) -> Shared:
+    def prepare(cls, config: Any, tokenizer: Any, data_config: Any = None, **kwargs: Any) -> SharedEndpoint:
         settings = AgentSettings.read(kwargs)
         parser = ToolParser.get_tool_parser(settings.tool_format or config.multi_turn.format, tokenizer)
         of_data = None if data_config is None else data_config.get("apply_chat_template_kwargs")
-        return Shared(settings, settings.function(), parser, {**dict(of_data or {}), **settings.template_kwargs})
+        return SharedEndpoint(
+            settings, settings.function(), parser, {**dict(of_data or {}), **settings.template_kwargs}
+        )
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         conversation = self._conversation(sampling_params)
@@ -62,7 +64,7 @@ class OpenAIAgentLoop(AgentLoopBase):
         output.metrics.tool_calls = max(0.0, time.perf_counter() - start - conversation.client.seconds)
         return output
 
-    async def _outcome(self, given: dict[str, Any]) -> Outcome | AgentFailure:
+    async def _outcome(self, given: dict[str, Any]) -> AgentOutcome | AgentFailure:
         """What the agent returned or did wrong; it is ended early once no more is to be sampled for the batch."""
         work = asyncio.ensure_future(run_agent(self.shared.function, given, self.shared.settings.timeout))
         try:
@@ -91,7 +93,7 @@ class OpenAIAgentLoop(AgentLoopBase):
         )
 
     async def _output(
-        self, conversation: Conversation, outcome: Outcome | AgentFailure, row: dict[str, Any]
+        self, conversation: Conversation, outcome: AgentOutcome | AgentFailure, row: dict[str, Any]
     ) -> AgentLoopOutput:
         settings, record = self.shared.settings, conversation.record
         error = outcome if isinstance(outcome, AgentFailure) else None
@@ -117,7 +119,7 @@ class OpenAIAgentLoop(AgentLoopBase):
             return output
         if error is not None:
             return failed(output, f"the agent {settings.agent}", error, settings.on_error)
-        assert isinstance(outcome, Outcome)
+        assert isinstance(outcome, AgentOutcome)
         output.extra_fields.update(outcome.extra)
         output.reward_score = outcome.reward
         return output

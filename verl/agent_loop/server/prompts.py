@@ -113,8 +113,8 @@ def _message_key(message: Message) -> Hashable:
     if message["role"] != "assistant":
         return _canonical(message)
     calls = [call.get("function", call) for call in message.get("tool_calls", []) if isinstance(call, Mapping)]
-    found = tuple((str(call.get("name")), _canonical(call.get("arguments"))) for call in calls)
-    return ("assistant", message["content"].strip(), found)
+    called = tuple((str(call.get("name")), _canonical(call.get("arguments"))) for call in calls)
+    return ("assistant", message["content"].strip(), called)
 
 
 def _canonical(value: Any) -> str:

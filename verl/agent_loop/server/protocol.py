@@ -158,7 +158,7 @@ def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
     for name, low, high in (("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0)):
         if name in body:
             value = body[name]
@@ -166,12 +166,12 @@ def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
                 raise bad(name, f"{name} must be a number.")
             if not low <= value <= high or (name == "top_p" and value == 0):
                 raise bad(name, f"{name}={value} is outside its range ({low:g} to {high:g}).")
-            found[name] = float(value)
+            sampling[name] = float(value)
     if "top_k" in body:
-        found["top_k"] = _whole(body, "top_k", -1)
+        sampling["top_k"] = _whole(body, "top_k", -1)
     if "seed" in body:
-        found["seed"] = _whole(body, "seed", 0, 2**63 - 1)
-    return found
+        sampling["seed"] = _whole(body, "seed", 0, 2**63 - 1)
+    return sampling
 
 
 def _whole(body: Mapping[str, Any], name: str, low: int, high: int = 2**31 - 1) -> int:
@@ -196,30 +196,30 @@ def _messages(given: Any) -> list[Message]:
     if len(given) > MOST_MESSAGES:
         raise bad("messages", f"{len(given)} messages are more than the {MOST_MESSAGES} that are allowed.")
     try:
-        found = as_messages(given, where=lambda: "messages")
+        messages = as_messages(given, where=lambda: "messages")
     except (DataError, NotBuiltError, TypeError) as error:
         raise bad("messages", str(error)) from error
-    for number, message in enumerate(found):
+    for number, message in enumerate(messages):
         if message["role"] not in ROLES:
             raise bad(f"messages[{number}].role", f"unknown role {_short(message['role'])}; known: {', '.join(ROLES)}.")
-    return found
+    return messages
 
 
 def _tools(given: Any) -> tuple[dict[str, Any], ...]:
     try:
-        found = as_tools(given if isinstance(given, list) else None, where=lambda: "tools")
+        tools = as_tools(given if isinstance(given, list) else None, where=lambda: "tools")
     except DataError as error:
         raise bad("tools", str(error)) from error
     if given is not None and not isinstance(given, list):
         raise bad("tools", "tools must be a list.")
-    for number, tool in enumerate(found or []):
+    for number, tool in enumerate(tools or []):
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, Mapping) or not _is_name(function.get("name")):
             raise bad(f"tools[{number}]", 'each tool must be {"type": "function", "function": {"name": ...}}.')
         parameters = function.get("parameters", {})
         if not isinstance(parameters, Mapping) or not isinstance(parameters.get("properties", {}), Mapping):
             raise bad(f"tools[{number}].function.parameters", "parameters must be the JSON schema of an object.")
-    return tuple(found or [])
+    return tuple(tools or [])
 
 
 def _prompt(given: Any) -> str | tuple[int, ...]:

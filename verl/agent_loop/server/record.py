@@ -43,12 +43,12 @@ class Answer:
     @property
     def path(self) -> list[Answer]:
         """From the first answer to this one."""
-        found: list[Answer] = []
+        path: list[Answer] = []
         node: Answer | None = self
         while node is not None:
-            found.append(node)
+            path.append(node)
             node = node.parent
-        return found[::-1]
+        return path[::-1]
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from verl.agent_loop.server.conversation import Choice, Reply
+from verl.agent_loop.server.conversation import Choice, ModelReply
 from verl.agent_loop.server.prompts import Prompts
 
 DONE = b"data: [DONE]\n\n"
 
 
-def whole(reply: Reply, prompts: Prompts) -> dict[str, Any]:
+def whole(reply: ModelReply, prompts: Prompts) -> dict[str, Any]:
     """The answer to a request that is not streamed."""
     is_chat = reply.ask.messages is not None
     make = _chat_choice if is_chat else _text_choice
@@ -24,7 +24,7 @@ def whole(reply: Reply, prompts: Prompts) -> dict[str, Any]:
             "usage": usage(reply)}  # fmt: skip
 
 
-def chunks(reply: Reply, prompts: Prompts) -> Iterator[bytes]:
+def chunks(reply: ModelReply, prompts: Prompts) -> Iterator[bytes]:
     """The events of a streamed answer; the sampler hands answers over whole, so each comes in one piece."""
     is_chat = reply.ask.messages is not None
     head = _head(reply, "chat.completion.chunk" if is_chat else "text_completion")
@@ -43,7 +43,7 @@ def event(payload: Any) -> bytes:
     return b"data: " + json.dumps(payload).encode() + b"\n\n"
 
 
-def usage(reply: Reply) -> dict[str, int]:
+def usage(reply: ModelReply) -> dict[str, int]:
     made = sum(len(choice.answer.done.token_ids) for choice in reply.choices)
     return {
         "prompt_tokens": reply.prompt_tokens,
@@ -61,12 +61,12 @@ def model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "verl"}
 
 
-def _head(reply: Reply, kind: str) -> dict[str, Any]:
+def _head(reply: ModelReply, kind: str) -> dict[str, Any]:
     made = f"{'chatcmpl' if reply.ask.messages is not None else 'cmpl'}-{secrets.token_hex(12)}"
     return {"id": made, "object": kind, "created": int(time.time()), "model": reply.ask.model}
 
 
-def _chat_choice(number: int, choice: Choice, reply: Reply, prompts: Prompts) -> dict[str, Any]:
+def _chat_choice(number: int, choice: Choice, reply: ModelReply, prompts: Prompts) -> dict[str, Any]:
     return {
         "index": number,
         "message": _message(choice),
@@ -90,7 +90,7 @@ def _tool_calls(choice: Choice) -> list[dict[str, Any]]:
     ]
 
 
-def _pieces(number: int, choice: Choice, reply: Reply, prompts: Prompts) -> Iterator[dict[str, Any]]:
+def _pieces(number: int, choice: Choice, reply: ModelReply, prompts: Prompts) -> Iterator[dict[str, Any]]:
     """The deltas of one chat answer: role, text, calls, end."""
     end = {"index": number, "logprobs": None, "finish_reason": None}
     yield {**end, "delta": {"role": "assistant", "content": "", "refusal": None}}
@@ -103,11 +103,11 @@ def _pieces(number: int, choice: Choice, reply: Reply, prompts: Prompts) -> Iter
     yield {**end, "delta": {}, "finish_reason": choice.finish_reason}
 
 
-def _text_pieces(number: int, choice: Choice, reply: Reply, prompts: Prompts) -> Iterator[dict[str, Any]]:
+def _text_pieces(number: int, choice: Choice, reply: ModelReply, prompts: Prompts) -> Iterator[dict[str, Any]]:
     yield _text_choice(number, choice, reply, prompts)
 
 
-def _text_choice(number: int, choice: Choice, reply: Reply, prompts: Prompts) -> dict[str, Any]:
+def _text_choice(number: int, choice: Choice, reply: ModelReply, prompts: Prompts) -> dict[str, Any]:
     done = choice.answer.done
     logprobs = None
     if reply.ask.logprobs:

@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 
 from verl.errors import RolloutError
 from verl.models.attention.masked import Flavour, causal_attention
-from verl.rollout.hf.kv_pool import Block, KVShape
+from verl.rollout.hf.kv_pool import KVBlock, KVShape
 from verl.rollout.hf.rows import Chunk, Row
 
 ATTENTION_NAME = "verl_pool"
@@ -44,11 +44,15 @@ class DecodePlan:
 
     The indices hold while no row comes or goes; `advance` moves them to the next token.
 
+    Args:
+        fixed: every step is the same operations on the same memory, as a recorded one must be.
+
     Attributes:
         longest: most cached tokens in any row's own part; must stay below the block's capacity.
+        furthest: largest position of a row's next token.
     """
 
-    def __init__(self, block: Block):
+    def __init__(self, block: KVBlock, fixed: bool = False):
         self.block = block
         self.rows: list[Row] = []
         width, heads = block.width, block.shape.num_heads
@@ -74,19 +78,21 @@ class DecodePlan:
         grid = np.zeros(groups * width, dtype=np.int64)
         grid[cell] = position
         self.is_full = len(cell) == groups * width
-        self._column = int(own[0]) if self.is_full and (own == own[0]).all() else None
+        in_step = not fixed and self.is_full and bool((own == own[0]).all())
+        self._column = int(own[0]) if in_step else None
         self.query_index, self.out_index, self.write_index, self.positions, self.grid, self.key_positions = (
             torch.from_numpy(np.ascontiguousarray(x)).to(device)
             for x in (query.ravel(), out.ravel(), write.ravel(), position, grid.reshape(groups, width),
                       _key_positions(block, prefix))
         )  # fmt: skip
-        self.longest = int(own.max(initial=0))
+        self.longest, self.furthest = int(own.max(initial=0)), int(position.max(initial=0))
         self._masks: dict[tuple[int | None, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._row_cells = torch.from_numpy(cell).to(device)
 
     def advance(self) -> None:
         """Every row has one more cached token."""
         self.longest += 1
+        self.furthest += 1
         if self._column is not None:
             self._column += 1
         self.positions += 1
@@ -165,7 +171,7 @@ def _scores(query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor, how: Fl
     return scores.tanh_().mul_(how.softcap).add_(mask)
 
 
-def _key_positions(block: Block, prefix: np.ndarray) -> np.ndarray:
+def _key_positions(block: KVBlock, prefix: np.ndarray) -> np.ndarray:
     """(F, E) position in the sequence of what each cell holds or will hold; `HIDDEN` for padding of the prefix."""
     shared = np.arange(block.prefix_capacity)
     first = np.where(shared < prefix[:, None], shared, HIDDEN)
@@ -209,15 +215,15 @@ class PrefillPlan:
         first = 0
         for chunks in self._split():
             lengths = [c.length for c in chunks]
-            found = PromptSet(chunks, first, sum(lengths), max(lengths))
-            if min(lengths) < found.longest:
-                grid = np.zeros((len(chunks), found.longest), dtype=np.int64)
-                cells = np.arange(found.longest) < np.array(lengths)[:, None]
-                grid[cells] = np.arange(found.count)
-                found.gather = torch.from_numpy(grid.ravel()).to(self.device)
-                found.scatter = torch.from_numpy(np.flatnonzero(cells)).to(self.device)
-            self.sets.append(found)
-            first += found.count
+            prompts = PromptSet(chunks, first, sum(lengths), max(lengths))
+            if min(lengths) < prompts.longest:
+                grid = np.zeros((len(chunks), prompts.longest), dtype=np.int64)
+                cells = np.arange(prompts.longest) < np.array(lengths)[:, None]
+                grid[cells] = np.arange(prompts.count)
+                prompts.gather = torch.from_numpy(grid.ravel()).to(self.device)
+                prompts.scatter = torch.from_numpy(np.flatnonzero(cells)).to(self.device)
+            self.sets.append(prompts)
+            first += prompts.count
 
     @classmethod
     def staging(cls, chunks: list[Chunk], shape: KVShape, same_length_only: bool = False) -> PrefillPlan:

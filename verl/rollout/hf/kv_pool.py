@@ -32,6 +32,10 @@ class KVShape:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def token_bytes(self) -> int:
+        return self.num_layers * self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
 
 class BufferPool:
     """Flat buffers by size; a buffer that is given back serves the next block of similar size.
@@ -92,12 +96,12 @@ class Group:
 class Cell:
     """Where a row is."""
 
-    block: Block
+    block: KVBlock
     group: Group
     slot: int
 
 
-class Block:
+class KVBlock:
     """Groups of one width and one pair of capacities, dense from 0 to ``len(groups)``.
 
     Attributes:
@@ -190,7 +194,7 @@ class Block:
         return buffer[:numel].view(shape)
 
 
-def move_groups(source: Block, target: Block, indices: Sequence[int]) -> None:
+def move_groups(source: KVBlock, target: KVBlock, indices: Sequence[int]) -> None:
     """Append whole groups of ``source`` to ``target``, which has the same width and at least the same capacities."""
     first, count = len(target.groups), len(indices)
     target.reserve(count)
@@ -206,7 +210,7 @@ def move_groups(source: Block, target: Block, indices: Sequence[int]) -> None:
     source.changed = True
 
 
-def regroup(source: Block, target: Block, picks: Sequence[tuple[int, Sequence[int]]]) -> None:
+def regroup(source: KVBlock, target: KVBlock, picks: Sequence[tuple[int, Sequence[int]]]) -> None:
     """Append groups to ``target`` that are made of some rows of the groups of ``source``.
 
     Args:

@@ -9,7 +9,7 @@ Shapes: T packed tokens, H query heads, h key/value heads, d head dimension, V v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from verl.models.attention import Flavour
 from verl.rollout.hf.attention import StepPlan, UnsupportedModelError
-from verl.rollout.hf.parts import Part
 from verl.rollout.hf.projections import (
     GRID,
     CopiedLinear,
@@ -36,9 +35,6 @@ FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3
 FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}
 """Rotary embeddings whose angles depend on the position alone, so that a table can hold them."""
 MAX_TABLE = 1 << 20
-
-
-Summed = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Attend(Protocol):
@@ -73,13 +69,10 @@ class NativeLayer:
         module: the layer of transformers.
         flavour: of its attention.
         projections: how its matrix products are computed.
-        summed: joins what ranks that share the layer's heads and inner width computed; null: there are no others.
     """
 
-    def __init__(
-        self, number: int, module: Any, flavour: Flavour, projections: Projections, summed: Summed | None = None
-    ):
-        self.number, self.flavour, self.projections, self.summed = number, flavour, projections, summed
+    def __init__(self, number: int, module: Any, flavour: Flavour, projections: Projections):
+        self.number, self.flavour, self.projections = number, flavour, projections
         attention = module.self_attn
         self.head_dim = int(attention.head_dim)
         self.num_kv_heads = len(attention.k_proj.weight) // self.head_dim
@@ -88,10 +81,9 @@ class NativeLayer:
         self.q_norm, self.k_norm = (Norm(parts[name]) if name in parts else None for name in ("q_norm", "k_norm"))
 
     def __call__(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
-        attended, summed = attend(self, self._first_norm(x)), self.summed
-        x = self.projections.out(attended, x) if summed is None else x + summed(self.projections.out(attended))
+        x = self.projections.out(attend(self, self._first_norm(x)), x)
         normed = self._second_norm(x)
-        return self.projections.mlp(normed, x) if summed is None else x + summed(self.projections.mlp(normed))
+        return self.projections.mlp(normed, x)
 
 
 @dataclass(frozen=True)
@@ -127,23 +119,19 @@ class NativeModel:
             fused. Call `refresh` when new ones have arrived.
         flavours: per layer, as the family's own modules call attention.
         max_positions: length of the rotary table.
-        part: which part of a model this rank has; null: all of it.
 
     Raises:
         UnsupportedModelError: not such a model.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, flavours: Sequence[Flavour], max_positions: int, part: Part | None = None
-    ):
+    def __init__(self, model: PreTrainedModel, flavours: Sequence[Flavour], max_positions: int):
         _check(model, max_positions)
         inner: Any = model.model
-        self.model, self.max_positions, self.part = model, max_positions, part
-        summed = None if part is None else part.peers.sum
+        self.model, self.max_positions = model, max_positions
         self._packs = model.device.type == "cpu" and can_pack(model.dtype, sum(p.nbytes for p in model.parameters()))
         make = PackedProjections if self._packs else FusedProjections
         self.layers = [
-            NativeLayer(number, module, flavours[number], make(_modules(module)), summed)
+            NativeLayer(number, module, flavours[number], make(_modules(module)))
             for number, module in enumerate(inner.layers)
         ]
         self._norm, self._embedding = Norm(inner.norm), inner.embed_tokens
@@ -161,7 +149,7 @@ class NativeModel:
 
     def forward(self, ids: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """As above, with any attention."""
-        x = self._embedding.weight[ids] if self.part is None else self._embedding(ids)
+        x = self._embedding.weight[ids]
         for layer in self.layers:
             x = layer(x, attend)
         return self.logits(x if wanted is None else x[wanted])
@@ -181,10 +169,8 @@ class NativeModel:
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         x = self._norm(x)
         if self._packed_head is not None:
-            logits = self._packed_head(x)
-        else:
-            logits = F.linear(x, self._head.weight, self._head.bias)
-        return logits if self.part is None else self.part.joined(logits)
+            return self._packed_head(x)
+        return F.linear(x, self._head.weight, self._head.bias)
 
     def rows_for(self, tokens: int) -> int:
         """How many tokens are best computed where these are wanted."""
@@ -224,11 +210,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 def _modules(layer: Any) -> LayerModules:
     a, m = layer.self_attn, layer.mlp
-    found = LayerModules(a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj)
-    for module in vars(found).values():
+    modules = LayerModules(a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj)
+    for module in vars(modules).values():
         if type(module) is not nn.Linear:
             raise UnsupportedModelError(f"one of its layers is a {type(module).__name__}, not a plain linear layer")
-    return found
+    return modules
 
 
 def _check(model: PreTrainedModel, max_positions: int) -> None:

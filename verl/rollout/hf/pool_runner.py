@@ -1,7 +1,8 @@
-"""The fast runner: packed steps over the key/value pool, for every model that uses transformers' attention interface.
+"""The fast runner: packed steps over the KV cache, for every model that uses transformers' attention interface.
 
 Rows live in blocks (see `kv_pool`). Between two steps the runner closes holes, moves groups whose own part is full to a
-larger block, and splits groups that have become sparse; during a step nothing moves.
+larger block, and splits groups that have become sparse; during a step nothing moves. Where steps are recorded (see
+`replay`), rows that ended keep their place until a quarter of them has, because a new layout is a new recording.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from verl.rollout.hf.attention import ATTENTION_NAME, DecodePlan, PrefillPlan, StepPlan, attending
-from verl.rollout.hf.kv_pool import Block, BufferPool, Cell, Group, KVShape, capacity_class, move_groups, regroup
+from verl.rollout.hf.kv_pool import BufferPool, Cell, Group, KVBlock, KVShape, capacity_class, move_groups, regroup
 from verl.rollout.hf.native import NativeModel
+from verl.rollout.hf.replay import Replay
 from verl.rollout.hf.rows import Chunk, Prompt, Row
 from verl.rollout.hf.runner import UNLIMITED, BorrowedModel
 
@@ -25,6 +28,10 @@ SPARSE = 0.7
 """A block with fewer living rows than this part of its slots is looked at for splitting."""
 WORTH_MOVING = 0.75
 """Groups move if the attention cost falls below that part."""
+IDLE = 0.25
+"""Part of the rows of a recorded step that may have ended."""
+FREE_SHARE = 0.4
+"""Part of the device's free memory for rows where no size is given; moving a block takes as much once more."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +43,16 @@ class PoolPolicy:
             into each row, which saves two matrix products a layer.
         pass_tokens: prompts of more tokens than that are spread over several forward passes; on CPU larger
             activations only leave the cache.
+        record_after: steps that a layout must last to be recorded; None: none is.
+        cache_bytes: memory of the cache; None: what is needed, on CUDA within `FREE_SHARE` of what is free.
         exact: every row alone, its extent a function of its own length, tokens padded to a multiple of
             ``row_multiple``: results are then bitwise independent of the batch.
     """
 
     min_shared: int = 24
     pass_tokens: int = 1024
+    record_after: int | None = None
+    cache_bytes: int | None = None
     exact: bool = False
     row_multiple: int = 8
 
@@ -68,10 +79,16 @@ class PoolRunner:
         self.model, self.shape, self.policy, self.native = model, shape, policy or PoolPolicy(), native
         self.can_chunk = not self.policy.exact
         self.prefill_tokens = self.decode_tokens = 0
-        self.blocks: list[Block] = []
-        self._plans: dict[Block, DecodePlan] = {}
+        self.blocks: list[KVBlock] = []
+        self._plans: dict[KVBlock, DecodePlan] = {}
         self._rows: list[Row] = []
         self._is_stale = False
+        self._num_ended = 0
+        self._alive: torch.Tensor | None = None
+        self._replay: Replay | None = None
+        self._recordings: Any = None
+        self._limit: int | None = None
+        self._promised: dict[Row, int] = {}
         self._borrowed = BorrowedModel(model, ATTENTION_NAME)
         self._pool = BufferPool(shape.dtype, shape.device)
 
@@ -83,21 +100,24 @@ class PoolRunner:
     def rows(self) -> list[Row]:
         if self._is_stale:
             self._settle()
-        return self._rows
+        return [row for row in self._rows if row.cell is not None] if self._num_ended else self._rows
 
     def step(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        if self._is_stale or any(plan.longest >= block.capacity for block, plan in self._plans.items()):
+        if self._is_stale or (self._num_ended and chunks) or self._is_full():
             self._settle()
         parts = []
         with torch.inference_mode() if self.native is not None else self._borrowed.ready():
-            for number, together in enumerate(self._passes(chunks)):
-                parts.append(self._forward(together, with_rows=number == 0))
+            if self._replay is not None and not chunks:
+                parts.append(self._replayed(self._replay))
+            else:
+                for number, together in enumerate(self._passes(chunks)):
+                    parts.append(self._forward(together, with_rows=number == 0))
             for plan in self._plans.values():
                 plan.advance()
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def place(self, admitted: Sequence[tuple[Prompt, Sequence[Row]]]) -> None:
-        members: dict[Block, list[tuple[Prompt, list[Row]]]] = defaultdict(list)
+        members: dict[KVBlock, list[tuple[Prompt, list[Row]]]] = defaultdict(list)
         for prompt, rows in admitted:
             if len(rows) == 1 or prompt.length < self.policy.min_shared or self.policy.exact:
                 members[self._find(1, 0, prompt.length + 1)].append((prompt, list(rows)))
@@ -114,24 +134,43 @@ class PoolRunner:
 
     def remove(self, rows: Sequence[Row]) -> None:
         for row in rows:
+            self._promised.pop(row, None)
             if isinstance(row.cell, Cell):
                 row.cell.group.rows[row.cell.slot] = None
                 row.cell.block.changed = True
                 row.cell = None
-        self._is_stale = True
+                self._num_ended += 1
+        self._alive = None
+        self._is_stale = self._is_stale or self._replay is None or self._num_ended > IDLE * len(self._rows)
 
     def clear(self) -> None:
         for row in self._rows:
             row.cell = None
         self._rows, self.blocks, self._plans, self._is_stale = [], [], {}, False
+        # A recording holds the addresses of the cache: it goes with it.
+        self._replay, self._recordings, self._num_ended, self._alive = None, None, 0, None
+        self._limit, self._promised = None, {}
         self._pool = BufferPool(self.shape.dtype, self.shape.device)
 
     @property
     def capacity(self) -> int:
-        return UNLIMITED
+        return UNLIMITED if self.cache_bytes is None else self.cache_bytes // self.shape.token_bytes
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """What rows may take together; None: blocks grow as they need."""
+        if self._limit is None:
+            self._limit = self.policy.cache_bytes or _free_bytes(self.shape.device)
+        return self._limit
 
     def reserve(self, row: Row) -> bool:
-        return True  # blocks grow as they need
+        if self.cache_bytes is None:
+            return True
+        need = (row.prompt.length + row.budget) * self.shape.token_bytes
+        if sum(self._promised.values()) + need > self.cache_bytes:
+            return False
+        self._promised[row] = need
+        return True
 
     def refresh(self) -> None:
         if self.native is not None:
@@ -140,6 +179,24 @@ class PoolRunner:
     def release(self) -> None:
         if self.native is not None:
             self.native.release()
+
+    def _is_full(self) -> bool:
+        """Whether a block has no room for one more token, or a row that ended is about to leave the model's context."""
+        if any(plan.longest >= block.capacity for block, plan in self._plans.items()):
+            return True
+        most = self.native.max_positions if self.native is not None and self._num_ended else UNLIMITED
+        return any(plan.furthest >= most for plan in self._plans.values())
+
+    def _replayed(self, replay: Replay) -> torch.Tensor:
+        """(living rows, V) logits."""
+        logits = replay([row.tokens[-1] for row in self._rows])
+        self.decode_tokens += len(self._rows) - self._num_ended
+        if not self._num_ended:
+            return logits
+        if self._alive is None:
+            alive = [number for number, row in enumerate(self._rows) if row.cell is not None]
+            self._alive = torch.tensor(alive, device=self.shape.device)
+        return logits[self._alive]
 
     def _passes(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
         """Chunks of one step, cut into forward passes; running rows go with the first one."""
@@ -182,14 +239,14 @@ class PoolRunner:
         if self.native is not None:
             return self.native(ids, positions, plan, wanted)
         with attending(plan) as cache:
-            found = self.model(
+            output = self.model(
                 input_ids=ids[None],
                 position_ids=positions[None],
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=0 if wanted is None else wanted,
             )
-        return found.logits[0]
+        return output.logits[0]
 
     def _wanted(self, num_rows: int, chunks: Sequence[Chunk]) -> torch.Tensor | None:
         """Positions of the packed row whose logits are needed; None stands for all of them."""
@@ -226,14 +283,25 @@ class PoolRunner:
                     block.changed = False
                     self._plans.pop(block, None)
                     if block.groups:
-                        self._plans[block] = DecodePlan(block)
+                        self._plans[block] = DecodePlan(block, fixed=self.policy.record_after is not None)
                     else:
                         block.free()
         self.blocks = [block for block in self.blocks if block.groups]
-        self._rows = [row for block in self.blocks for row in self._plans[block].rows]
-        self._is_stale = False
+        plans = [self._plans[block] for block in self.blocks]
+        self._rows = [row for plan in plans for row in plan.rows]
+        self._is_stale, self._num_ended, self._alive = False, 0, None
+        if self._replay is None or self._replay.plans != plans:
+            self._replay = self._new_replay(plans)
 
-    def _tidy(self, block: Block) -> None:
+    def _new_replay(self, plans: list[DecodePlan]) -> Replay | None:
+        if self.native is None or self.policy.record_after is None or not plans:
+            return None
+        if self._recordings is None and self.shape.device.type == "cuda":
+            self._recordings = torch.cuda.graph_pool_handle()
+        with torch.inference_mode():
+            return Replay(self.native, plans, self.policy.record_after, self._recordings)
+
+    def _tidy(self, block: KVBlock) -> None:
         block.compact()
         slots = len(block.groups) * block.width
         alive = block.num_alive
@@ -250,14 +318,14 @@ class PoolRunner:
         target = self._find(width, block.prefix_capacity, block.capacity, avoid=block)
         regroup(block, target, picks)
 
-    def _grow(self, block: Block) -> None:
+    def _grow(self, block: KVBlock) -> None:
         """Move the groups of which a row has no room for its next token."""
         full = [i for i, group in enumerate(block.groups) if group.longest >= block.capacity]
         if full:
             target = self._find(block.width, block.prefix_capacity, block.capacity + 1, avoid=block)
             move_groups(block, target, full)
 
-    def _find(self, width: int, prefix_len: int, need: int, avoid: Block | None = None) -> Block:
+    def _find(self, width: int, prefix_len: int, need: int, avoid: KVBlock | None = None) -> KVBlock:
         """The tightest block with room for ``need`` own tokens, or a new one; loose fits keep the blocks few."""
         capacity, prefix = capacity_class(need), capacity_class(prefix_len) if prefix_len else 0
         loose = capacity if self.policy.exact else 2 * need + 32
@@ -271,12 +339,12 @@ class PoolRunner:
         ]
         if fitting:
             return min(fitting, key=lambda b: (b.capacity, b.prefix_capacity))
-        block = Block(self.shape, self._pool, width, prefix, capacity)
+        block = KVBlock(self.shape, self._pool, width, prefix, capacity)
         self.blocks.append(block)
         return block
 
 
-def _write_prompt(block: Block, prompt: Prompt, rows: Sequence[Row]) -> None:
+def _write_prompt(block: KVBlock, prompt: Prompt, rows: Sequence[Row]) -> None:
     """Append groups for these rows and copy the prompt's keys and values into them."""
     if block.prefix_keys is not None and block.prefix_values is not None:
         first = block.append(Group([*rows, *([None] * (block.width - len(rows)))], prompt.length))
@@ -296,7 +364,15 @@ def _write_prompt(block: Block, prompt: Prompt, rows: Sequence[Row]) -> None:
         done = end
 
 
-def _attention_cost(block: Block, width: int) -> float:
+def _free_bytes(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int((free + unused) * FREE_SHARE)
+
+
+def _attention_cost(block: KVBlock, width: int) -> float:
     """Cells read per step if the living rows of each group were laid out in groups of ``width``."""
     groups = sum(-(-group.num_alive // width) for group in block.groups)
     # A prefix is read once per group; more queries on it cost a little more.

@@ -5,7 +5,6 @@ A family that passes needs no code of its own here. One that does not is served 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,14 +21,12 @@ from verl.rollout.hf.attention import (
     UnsupportedModelError,
     attending,
 )
-from verl.rollout.hf.graph_runner import GraphPolicy, GraphRunner
 from verl.rollout.hf.kv_pool import KVShape
 from verl.rollout.hf.native import NativeModel
 from verl.rollout.hf.padded_runner import PaddedRunner
-from verl.rollout.hf.parts import Part
 from verl.rollout.hf.pool_runner import PoolPolicy, PoolRunner
 from verl.rollout.hf.rows import Chunk, Prompt, Row
-from verl.rollout.hf.runner import BorrowedModel, Runner, vocab_size
+from verl.rollout.hf.runner import BorrowedModel, ModelRunner, vocab_size
 
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 PROBE_TOKENS = 12
@@ -37,8 +34,6 @@ WINDOW_IN_REACH = 64
 """A sliding window up to this long is crossed by the probe; for a longer one it is checked that the layer names it."""
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 LOW_PRECISION_TOLERANCE = 0.1
-PROBE_LENGTH, PROBE_CACHE = 256, 64 << 20
-"""Longest sequence and bytes of the cache of a trial."""
 
 
 class RecordingPlan(StepPlan):
@@ -78,15 +73,12 @@ def padded_runner(model: PreTrainedModel, max_model_len: int) -> PaddedRunner:
     return PaddedRunner(model)
 
 
-def pool_runner(
-    model: PreTrainedModel, max_model_len: int, policy: PoolPolicy, owned: bool = False, part: Part | None = None
-) -> PoolRunner:
+def pool_runner(model: PreTrainedModel, max_model_len: int, policy: PoolPolicy, owned: bool = False) -> PoolRunner:
     """A runner that was tried on ``model``.
 
     Args:
         owned: the sampler alone changes the weights and nobody has hooks on the modules: `NativeModel` may replace
             them.
-        part: which part of a model this rank has; null: all of it.
 
     Raises:
         UnsupportedModelError: why the pool cannot serve this model.
@@ -104,18 +96,25 @@ def pool_runner(
         if isinstance(error, UnsupportedModelError):
             raise
         raise UnsupportedModelError(f"a trial on a few tokens failed ({type(error).__name__}: {error})") from error
-    native = _native(model, flavours, max_model_len, part) if owned and not policy.exact else None
-    if native is not None and not _agrees(model, PoolRunner(model, shape, policy, native), max_model_len):
+    native = _native(model, flavours, max_model_len) if owned and not policy.exact else None
+    plain = replace(policy, record_after=None)
+    if native is not None and not _agrees(model, PoolRunner(model, shape, plain, native), max_model_len):
         native = None
-    return PoolRunner(model, shape, policy, native)
+    if policy.record_after is None:
+        return PoolRunner(model, shape, plain, native)
+    if native is None:
+        why = "its family is not written out" if owned else "the sampler does not own its weights"
+        notice(f"CUDA graphs, {type(model).__name__}", f"{why}, so it decodes without graphs")
+        return PoolRunner(model, shape, plain, None)
+    trial = PoolRunner(model, shape, replace(policy, record_after=1), native)
+    return PoolRunner(model, shape, policy if _agrees(model, trial, max_model_len) else plain, native)
 
 
-def _agrees(model: PreTrainedModel, runner: Runner, max_model_len: int) -> bool:
+def _agrees(model: PreTrainedModel, runner: ModelRunner, max_model_len: int) -> bool:
     """Whether a faster way to compute the same does compute the same here; a notice where it does not."""
-    expected: tuple[type[Exception], ...] = FOREIGN_CODE + _compiler_errors()
     try:
         compare(model, runner, max_model_len)
-    except expected as error:
+    except FOREIGN_CODE as error:
         notice(
             f"{type(runner).__name__}, {type(model).__name__}",
             f"samples more slowly than it could, because a trial failed: {type(error).__name__}: {error}",
@@ -124,36 +123,10 @@ def _agrees(model: PreTrainedModel, runner: Runner, max_model_len: int) -> bool:
     return True
 
 
-def _compiler_errors() -> tuple[type[Exception], ...]:
-    """What Triton raises over a kernel that it cannot compile here."""
-    if importlib.util.find_spec("triton") is None:
-        return ()
-    from triton.errors import TritonError
-
-    return (TritonError,)
-
-
-def graph_runner(runner: PoolRunner, max_model_len: int, policy: GraphPolicy) -> Runner:
-    """The same over a paged cache with fixed shapes, tried out; where that fails, a notice and ``runner`` itself."""
-    native, model = runner.native, runner.model
-    if native is None:
-        notice(f"CUDA graphs, {type(model).__name__}", "its family is not written out, so it decodes without graphs")
-        return runner
-    length = min(max_model_len, PROBE_LENGTH)
-    trial = GraphRunner(native, runner.shape, replace(policy, max_rows=4, max_tokens=length, cache_bytes=PROBE_CACHE))
-    agrees = _agrees(model, trial, length)
-    trial.clear()
-    if not agrees:
-        return runner
-    return GraphRunner(native, runner.shape, policy)
-
-
-def _native(
-    model: PreTrainedModel, flavours: list[Flavour], max_model_len: int, part: Part | None
-) -> NativeModel | None:
+def _native(model: PreTrainedModel, flavours: list[Flavour], max_model_len: int) -> NativeModel | None:
     """None for a family that is not written out: its own modules serve it, with the same results."""
     try:
-        return NativeModel(model, flavours, max_model_len, part)
+        return NativeModel(model, flavours, max_model_len)
     except UnsupportedModelError as error:
         log.info("the hf sampler: %s runs through transformers' modules: %s", type(model).__name__, error.message)
         return None
@@ -191,7 +164,7 @@ def _check_windows(model: PreTrainedModel, windows: dict[int, int | None], max_m
         raise UnsupportedModelError("a layer has a sliding window that its attention call does not name")
 
 
-def compare(model: PreTrainedModel, runner: Runner, max_model_len: int) -> None:
+def compare(model: PreTrainedModel, runner: ModelRunner, max_model_len: int) -> None:
     """Two prompts, one of them with two rows, a prefill and two decoding steps against plain forward passes.
 
     Raises:
@@ -226,9 +199,9 @@ def compare(model: PreTrainedModel, runner: Runner, max_model_len: int) -> None:
 
 def _reference(model: PreTrainedModel, rows: Sequence[Row]) -> torch.Tensor:
     """(rows, 3, V) logits of the positions that `compare` looked at, by the model's own attention, without a cache."""
-    found = []
+    references = []
     with BorrowedModel(model, None).ready():
         for row in rows:
             ids = torch.tensor([[*row.prompt.token_ids, *row.tokens[:2]]], device=model.device)
-            found.append(model(input_ids=ids, use_cache=False).logits[0, -3:].float())
-    return torch.stack(found)
+            references.append(model(input_ids=ids, use_cache=False).logits[0, -3:].float())
+    return torch.stack(references)

@@ -11,8 +11,7 @@ together: query, key and value in one product. Two forms hold the same numbers:
 from __future__ import annotations
 
 import functools
-import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -94,8 +93,6 @@ class FusedProjections:
         self._qkv = _join([layer.q, layer.k, layer.v])
         self._gate_up = _join([layer.gate, layer.up])
 
-        self._gate = _best_gate(layer.gate.weight.device)
-
     def qkv(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         return self.joint_qkv(x).split(self._layer.sizes, dim=-1)
 
@@ -107,7 +104,8 @@ class FusedProjections:
 
     def mlp(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
         down = self._layer.down
-        return _plus(F.linear(self._gate(F.linear(x, *self._gate_up)), down.weight, down.bias), onto)
+        gate, up = F.linear(x, *self._gate_up).chunk(2, dim=-1)
+        return _plus(F.linear(F.silu(gate) * up, down.weight, down.bias), onto)
 
     def refresh(self) -> None:
         pass
@@ -217,8 +215,8 @@ class TurnedLinear:
     def joined(self, x: torch.Tensor, other: torch.Tensor, how: str) -> torch.Tensor:
         if how == "mul":
             return self(x).mul_(other)
-        found = torch.addmm(other, x, self._weight)
-        return found if self._bias is None else found.add_(self._bias)
+        summed = torch.addmm(other, x, self._weight)
+        return summed if self._bias is None else summed.add_(self._bias)
 
 
 def laid_out(weight: torch.Tensor, bias: torch.Tensor | None) -> CopiedLinear:
@@ -249,20 +247,6 @@ def _blas_is_even(outer: int, inner: int) -> bool:
 
 def _plus(x: torch.Tensor, onto: torch.Tensor | None) -> torch.Tensor:
     return x if onto is None else onto + x
-
-
-def silu_gate(x: torch.Tensor) -> torch.Tensor:
-    """(T, 2 * I), gate before up -> ``silu(gate) * up`` (T, I)."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def _best_gate(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return silu_gate
-    from verl.rollout.hf import gate_kernel
-
-    return gate_kernel.silu_gate
 
 
 def can_pack(dtype: torch.dtype, num_bytes: int) -> bool:

@@ -16,7 +16,7 @@ UNLIMITED = 1 << 62
 """Capacity of a cache that grows as it needs."""
 
 
-class Runner(Protocol):
+class ModelRunner(Protocol):
     """Computes steps over the rows it was given.
 
     Attributes:
@@ -93,12 +93,12 @@ class BorrowedModel:
 
     def __init__(self, model: nn.Module, implementation: str | None):
         self.model, self.implementation = model, implementation
-        found: dict[int, PreTrainedConfig] = {}
+        configs: dict[int, PreTrainedConfig] = {}
         for module in model.modules():
             config = vars(module).get("config")
             if isinstance(config, PreTrainedConfig):
-                found[id(config)] = config
-        self._configs = list(found.values())
+                configs[id(config)] = config
+        self._configs = list(configs.values())
 
     @contextmanager
     def ready(self) -> Iterator[None]:

@@ -26,17 +26,18 @@ from verl.rollout.adapters import sent_alone
 from verl.rollout.base import Completion, Request, Sampler, check_request, tell_of_context
 from verl.rollout.hf.attention import UnsupportedModelError
 from verl.rollout.hf.draw import DrawColumns, draw
-from verl.rollout.hf.graph_runner import GraphPolicy
-from verl.rollout.hf.parts import Part
-from verl.rollout.hf.pool_runner import PoolPolicy, PoolRunner
-from verl.rollout.hf.probe import graph_runner, padded_runner, pool_runner
+from verl.rollout.hf.pool_runner import PoolPolicy
+from verl.rollout.hf.probe import padded_runner, pool_runner
 from verl.rollout.hf.rows import UNIFORMS_AT_ONCE, Row
-from verl.rollout.hf.runner import Runner, vocab_size
+from verl.rollout.hf.runner import ModelRunner, vocab_size
 from verl.rollout.hf.scheduler import Admission, Scheduler
-from verl.rollout.hf.weights import ModelWeights
+from verl.rollout.hf.weights import SamplerWeights
 from verl.rollout.readiness import Readiness, check_level
 from verl.rollout.uniforms import stream_key, uniforms
 from verl.weight_sync import WeightChunk
+
+RECORD_AFTER = 3
+"""Decoding steps over the same rows before they are recorded as a CUDA graph."""
 
 
 class HFSampler(Sampler):
@@ -57,15 +58,14 @@ class HFSampler(Sampler):
         full_determinism: bitwise the same result whatever else is in the batch, at some cost in speed.
         stop_token_ids: end every response; None takes the end tokens of the model's generation config.
         share_prompts: compute equal prompts once.
-        share_weights: see `ModelWeights`.
-        paged: decode over a paged cache of fixed shapes, on CUDA with graphs; None: on CUDA. Takes effect where the
-            sampler owns the model and its family is written out.
+        share_weights: see `SamplerWeights`.
+        record: decode over rows that keep their places, on CUDA by recorded graphs; None: on CUDA, unless
+            ``enforce_eager``. Takes effect where the sampler owns the model and its family is written out.
         enforce_eager: no CUDA graphs.
-        cache_bytes: memory of the paged cache; None: what is needed, within most of the free memory.
+        cache_bytes: memory of the KV cache; None: what is needed, on CUDA within a part of the free memory.
         owns_model: nobody else changes the model's weights, so that they may be rearranged; None: where it was loaded
             here.
-        part: of which part of a model ``model`` is; null: of all of it.
-        adapter: see `ModelWeights`.
+        adapter: see `SamplerWeights`.
 
     Example:
         >>> sampler = HFSampler("path/to/model")
@@ -87,10 +87,9 @@ class HFSampler(Sampler):
         share_prompts: bool = True,
         share_weights: bool = False,
         owns_model: bool | None = None,
-        paged: bool | None = None,
+        record: bool | None = None,
         enforce_eager: bool = False,
         cache_bytes: int | None = None,
-        part: Part | None = None,
         adapter: LoraSettings | None = None,
     ):
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
@@ -110,10 +109,16 @@ class HFSampler(Sampler):
         self.max_model_len = _context_length(model, max_model_len)
         self.stop_token_ids = frozenset(_default_stops(model) if stop_token_ids is None else stop_token_ids)
         owned = owned and not share_weights
-        self._runner: Runner = _make_runner(model, self.max_model_len, full_determinism, owned, part)
-        if isinstance(self._runner, PoolRunner) and (model.device.type == "cuda" if paged is None else paged):
-            policy = GraphPolicy(max_num_seqs, self.max_model_len, cache_bytes, use_graphs=not enforce_eager)
-            self._runner = graph_runner(self._runner, self.max_model_len, policy)
+        on_cuda = model.device.type == "cuda"
+        if record is None:
+            record = on_cuda and not enforce_eager and not full_determinism
+        policy = PoolPolicy(
+            exact=full_determinism,
+            pass_tokens=16384 if on_cuda else PoolPolicy.pass_tokens,
+            record_after=RECORD_AFTER if record else None,
+            cache_bytes=cache_bytes,
+        )
+        self._runner: ModelRunner = _make_runner(model, self.max_model_len, policy, owned)
         self._scheduler = Scheduler(
             max_num_seqs,
             max_num_batched_tokens,
@@ -122,7 +127,7 @@ class HFSampler(Sampler):
             share=share_prompts,
             reserve=self._runner.reserve,
         )
-        self._weights = ModelWeights(model, share_weights, part, adapter)
+        self._weights = SamplerWeights(model, share_weights, adapter)
         self._state = Readiness()
         self._task: asyncio.Task[None] | None = None
         self._is_held = False
@@ -137,16 +142,15 @@ class HFSampler(Sampler):
         ``rollout.dtype=auto`` is bfloat16 on an accelerator and float32 on CPU.
 
         Raises:
-            ConfigError: a tensor group: the workers of a training run form one (`verl.rollout.group`), other programs
-                sample in one process.
+            ConfigError: several devices for one model.
         """
         if rollout.tensor_model_parallel_size > 1:
             raise ConfigError(
-                "this program samples with the hf engine in one process, which holds the whole model",
+                "the hf engine holds the whole model in one process",
                 key=key_of(rollout, "tensor_model_parallel_size"),
                 got=rollout.tensor_model_parallel_size,
                 allowed=[1],
-                fix=f"Leave it out, or set {key_of(rollout, 'name')}=vllm.",
+                fix=f"Leave it out, or set {key_of(rollout, 'name')} to vllm or sglang, which share a model out.",
             )
         auto = "float32" if device == "cpu" else "bfloat16"
         loaded = load_causal_lm(
@@ -178,7 +182,7 @@ class HFSampler(Sampler):
 
     @classmethod
     def why_merged(cls, rollout: Any) -> str:
-        return "each rank holds a part of every weight" if rollout.tensor_model_parallel_size > 1 else ""
+        return ""
 
     @property
     def version(self) -> int:
@@ -331,8 +335,8 @@ class HFSampler(Sampler):
         rows = list(self._runner.rows)
         complete = [chunk.prompt for chunk in admission.chunks if chunk.completes]
         prompts = [*complete, *admission.joining]
-        for prompt, found in zip(complete, logits[len(rows) :]):
-            prompt.logits = found
+        for prompt, last_logits in zip(complete, logits[len(rows) :]):
+            prompt.logits = last_logits
         parts = [logits[: len(rows)], *(p.logits.expand(len(p.rows), -1) for p in prompts if p.logits is not None)]
         admitted = [(prompt, self._scheduler.take(prompt)) for prompt in prompts]
         fresh = [row for _, members in admitted for row in members]
@@ -422,13 +426,11 @@ class _Hold:
             s._ensure_running()
 
 
-def _make_runner(
-    model: PreTrainedModel, max_model_len: int, full_determinism: bool, owned: bool, part: Part | None
-) -> Runner:
+def _make_runner(model: PreTrainedModel, max_model_len: int, policy: PoolPolicy, owned: bool) -> ModelRunner:
     try:
-        return pool_runner(model, max_model_len, PoolPolicy(exact=full_determinism), owned, part)
+        return pool_runner(model, max_model_len, policy, owned)
     except UnsupportedModelError as error:
-        if full_determinism:
+        if policy.exact:
             raise
         notice(
             f"actor_rollout_ref.rollout.name=hf, {type(model).__name__}",
@@ -455,9 +457,9 @@ def _context_length(model: PreTrainedModel, wanted: int | None) -> int:
 def _default_stops(model: PreTrainedModel) -> Sequence[int]:
     """End-of-sequence ids of the generation config, else of the model's configuration."""
     generation: GenerationConfig | None = model.generation_config
-    found = None if generation is None else generation.eos_token_id
-    if found is None:
-        found = model.config.get_text_config(decoder=True).eos_token_id
-    if found is None:
+    stops = None if generation is None else generation.eos_token_id
+    if stops is None:
+        stops = model.config.get_text_config(decoder=True).eos_token_id
+    if stops is None:
         return ()
-    return [int(x) for x in found] if isinstance(found, Sequence) else [int(found)]
+    return [int(x) for x in stops] if isinstance(stops, Sequence) else [int(stops)]

@@ -90,24 +90,28 @@ class Scheduler:
 
     def admit(self, num_running: int) -> Admission:
         """Fill the free seats and the rest of the step's token budget."""
-        found = Admission()
+        admission = Admission()
         budget = self.max_num_batched_tokens - num_running
         for prompt in self._computing:
-            budget -= _next_chunk(prompt, budget, found)
+            budget -= _next_chunk(prompt, budget, admission)
         seats = self.max_num_seqs - num_running - sum(len(prompt.rows) for prompt in self._computing)
         while self._line and seats > 0:
             row = self._line[0][2]
             if row.state == "waiting":
                 prompt = row.prompt
                 is_new = prompt.logits is None and not prompt.rows
-                if is_new and budget < (1 if self.can_chunk else prompt.length) and (found.chunks or self.can_chunk):
+                if (
+                    is_new
+                    and budget < (1 if self.can_chunk else prompt.length)
+                    and (admission.chunks or self.can_chunk)
+                ):
                     break
                 if not self.reserve(row):
                     break
                 if is_new:
-                    budget -= _next_chunk(prompt, budget if self.can_chunk else prompt.length, found)
+                    budget -= _next_chunk(prompt, budget if self.can_chunk else prompt.length, admission)
                 elif prompt.logits is not None and not prompt.rows:
-                    found.joining.append(prompt)
+                    admission.joining.append(prompt)
                 if not prompt.rows:
                     self._computing.append(prompt)
                 self.prompt_hits += not is_new
@@ -117,8 +121,8 @@ class Scheduler:
                 seats -= 1
             heapq.heappop(self._line)
         # Neighbours of similar length can attend in one call.
-        found.chunks.sort(key=lambda chunk: (chunk.start > 0, chunk.length))
-        return found
+        admission.chunks.sort(key=lambda chunk: (chunk.start > 0, chunk.length))
+        return admission
 
     def take(self, prompt: Prompt) -> list[Row]:
         """The admitted rows of a complete prompt; they run from here on. `release` it once they have a place."""
@@ -158,10 +162,10 @@ class Scheduler:
                 del self._known[prompt.token_ids]
 
 
-def _next_chunk(prompt: Prompt, budget: int, found: Admission) -> int:
+def _next_chunk(prompt: Prompt, budget: int, admission: Admission) -> int:
     """Add the next piece of a prompt; returns its length."""
     length = min(budget, prompt.length - prompt.num_done)
     if length <= 0:
         return 0
-    found.chunks.append(Chunk(prompt, prompt.num_done, prompt.num_done + length))
+    admission.chunks.append(Chunk(prompt, prompt.num_done, prompt.num_done + length))
     return length

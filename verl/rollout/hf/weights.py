@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -13,19 +12,17 @@ from verl.models import export_weights, load_weights
 from verl.models.lora import LoraSettings
 from verl.models.weights import views_on_disk
 from verl.rollout.hf.adapter import ArrivingAdapter
-from verl.rollout.hf.parts import Part
 from verl.weight_sync import WeightChunk, WeightInventory
 from verl.weight_sync.chunks import taking
 from verl.weight_sync.inventory import copy_into
 
 
-class ModelWeights:
+class SamplerWeights:
     """The weights of a sampler's model as a place where new ones arrive.
 
     Args:
         share: take over the trainer's memory instead of copying, wherever dtype, device and layout are equal. The
             trainer's next step then changes the sampler at once, so nothing may be sampled between the two.
-        part: which part of a model this rank has. Weights may then arrive whole, or as this rank's part.
         adapter: of which nothing but the factors arrives; the weights that are there are its base.
     """
 
@@ -33,10 +30,9 @@ class ModelWeights:
         self,
         model: PreTrainedModel,
         share: bool = False,
-        part: Part | None = None,
         adapter: LoraSettings | None = None,
     ):
-        self.model, self.share, self.part = model, share, part
+        self.model, self.share = model, share
         self.num_bytes = 0
         self._lasts = False
         self._adapter = None if adapter is None else ArrivingAdapter(model, adapter)
@@ -98,9 +94,6 @@ class ModelWeights:
         with taking(chunks) as stream:
             for chunk in stream:
                 self._lasts = chunk.lasts
-                if self.part is not None:
-                    own = [(name, self.part.of(name, tensor)) for name, tensor in chunk.tensors]
-                    chunk = replace(chunk, tensors=own)
                 yield chunk
                 del chunk
 
@@ -115,14 +108,14 @@ class ModelWeights:
 
 def _targets(model: PreTrainedModel) -> dict[str, torch.Tensor] | None:
     """Hugging Face name, of tied weights each -> the memory of the weight; None where it lies nowhere as a whole."""
-    found = dict(model.state_dict(keep_vars=True))
-    if {name for name, _ in export_weights(model)} <= set(found):
-        return found
+    targets = dict(model.state_dict(keep_vars=True))
+    if {name for name, _ in export_weights(model)} <= set(targets):
+        return targets
     views = views_on_disk(model)
     if views is None:
         return None
     places = {(view.data_ptr(), view.numel()) for view in views.values()}
-    return views | {name: t for name, t in found.items() if (t.data_ptr(), t.numel()) in places}
+    return views | {name: t for name, t in targets.items() if (t.data_ptr(), t.numel()) in places}
 
 
 def _is_alone(tensor: torch.Tensor) -> bool:

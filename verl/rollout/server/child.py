@@ -1,4 +1,4 @@
-"""A sampler in a child process, called like a handle: where no cluster runtime can host it.
+"""A sampler in a child process of a worker, behind a handle.
 
 The process is `verl.rollout.server.host`; it ends with this one. It reads its sections of the configuration from a file
 that only this user can read, because a command line is seen by everybody.
@@ -11,6 +11,8 @@ import dataclasses
 import json
 from typing import Any
 
+import torch
+
 from verl.config import to_dict
 from verl.errors import RolloutError
 from verl.rollout.base import Completion, Request
@@ -19,6 +21,7 @@ from verl.rollout.lost import EngineLostError
 from verl.rollout.server import own
 from verl.rollout.server.client import HttpClient, reason
 from verl.rollout.server.process import TRANSPORT, HostProcess
+from verl.single_controller.base.handle import Handle
 
 ANSWER_SECONDS = 24 * 3600.0
 """The process is watched; how long an answer takes is its own affair."""
@@ -33,8 +36,8 @@ CALLS = {
 """Path of a method, and the names of its arguments."""
 
 
-class ChildCallee:
-    """The callee of a sampler's host in a child process.
+class ChildHandle(Handle):
+    """The handle of a `SamplerHost` in a child process.
 
     Args:
         rollout, model: sections of the configuration.
@@ -46,11 +49,13 @@ class ChildCallee:
     """
 
     def __init__(self, rollout: Any, model: Any, device: str, transport: str):
+        super().__init__("the sampler's process")
         # Its own sampler is an ordinary one in its process: the transport is between that process and this one.
         plain = dataclasses.replace(rollout, checkpoint_engine=type(rollout.checkpoint_engine)())
         sections = {"actor_rollout_ref": {"rollout": to_dict(plain), "model": to_dict(model)}}
+        threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
         file = (FILE, json.dumps(sections))
-        self.process = HostProcess([TRANSPORT, transport], device, "the sampler's process", file)
+        self.process = HostProcess([TRANSPORT, transport], device, self.name, file, environment=threads)
         try:
             run_now(self.process.wait_until_up(rollout.server.max_start_wait_time))
         except BaseException:
@@ -58,13 +63,12 @@ class ChildCallee:
             raise
         self._client = HttpClient(self.process.url, key=self.process.key)
 
-    async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """As `Handle.call` for the methods of a `SamplerHost`."""
+    async def _invoke(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if method == "generate":
             return await self._generate(*args, **kwargs)
         path, names = CALLS[method]
-        found = await self._ask(path, {**dict(zip(names, args)), **kwargs})
-        return int(found["aborted"]) if method == "abort" else found
+        result = await self._ask(path, {**dict(zip(names, args)), **kwargs})
+        return int(result["aborted"]) if method == "abort" else result
 
     def close(self) -> None:
         """End the process."""
@@ -73,15 +77,15 @@ class ChildCallee:
     async def _generate(self, request: Request) -> Completion:
         if request.images is not None or request.videos is not None:
             raise RolloutError("a sampler in a process of its own takes text only", key=f"request {request.id}")
-        found = await self._ask(own.GENERATE, own.to_json(request))
-        ids = tuple(found["token_ids"])
+        completion = await self._ask(own.GENERATE, own.to_json(request))
+        ids = tuple(completion["token_ids"])
         return Completion(
             request.id,
             ids,
-            tuple(found["log_probs"]),
-            found["finish_reason"],
-            (int(found["version"]),) * len(ids),
-            num_preempted=int(found["num_preempted"]),
+            tuple(completion["log_probs"]),
+            completion["finish_reason"],
+            (int(completion["version"]),) * len(ids),
+            num_preempted=int(completion["num_preempted"]),
         )
 
     async def _ask(self, path: str, payload: Any) -> Any:
@@ -91,10 +95,10 @@ class ChildCallee:
             if not await self._has_ended():
                 raise
             raise EngineLostError(self.process.obituary) from error
-        found = answer.json()
+        content = answer.json()
         if answer.status >= 300:
             raise RolloutError(reason(answer))
-        return found
+        return content
 
     async def _has_ended(self) -> bool:
         """Connections break a moment before the process is gone."""

@@ -162,10 +162,10 @@ def accepted(answer: Reply, where: str) -> Any:
 def reason(answer: Reply) -> str:
     """What an error says, in the forms in which servers say it."""
     try:
-        found = answer.json()
+        content = answer.json()
     except WireError:
         return answer.body[:SHOWN].decode("utf-8", "replace").strip() or "no reason given"
     for name in ("error", "message", "detail"):
-        while isinstance(found, dict) and name in found:
-            found = found[name]
-    return str(found)[:SHOWN]
+        while isinstance(content, dict) and name in content:
+            content = content[name]
+    return str(content)[:SHOWN]

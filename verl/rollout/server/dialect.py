@@ -12,7 +12,7 @@ from verl.rollout.gated import Sampled
 from verl.rollout.reload_check import FIX
 
 
-class Ask(Protocol):
+class AskServer(Protocol):
     """One question to the server, with retries: the JSON of its answer."""
 
     async def __call__(self, method: str, path: str, payload: Any = None, *, once: bool = False) -> Any: ...
@@ -46,7 +46,7 @@ class Dialect(ABC):
     updates_from_folder = False
     """Whether it takes new weights from a folder that it can read."""
 
-    def __init__(self, ask: Ask, model: str, text: Callable[[], Text]):
+    def __init__(self, ask: AskServer, model: str, text: Callable[[], Text]):
         self.ask, self.model, self.text = ask, model, text
 
     @abstractmethod
@@ -58,7 +58,7 @@ class Dialect(ABC):
         """
 
     @abstractmethod
-    def answer(self, request: Request, found: Any) -> Sampled:
+    def answer(self, request: Request, content: Any) -> Sampled:
         """The completion in an answer; a KeyError, IndexError, TypeError or ValueError means that it is nonsense."""
 
     def key(self, request: Request) -> str:
@@ -85,6 +85,10 @@ class Dialect(ABC):
             got="server",
             fix="Use it for evaluation (trainer.val_only=true, main_generation), or train on vLLM or SGLang.",
         )
+
+    async def version(self) -> int | None:
+        """The version of the weights that the server has; None if it does not say."""
+        return None
 
     async def prompt_log_probs(self, token_ids: Sequence[int]) -> list[float] | None:
         """Of every token of a prompt but the first; None if the server does not say."""
@@ -115,10 +119,10 @@ def budget_of(request: Request) -> int:
 
 def token_ids(values: Any) -> tuple[int, ...]:
     """Whole numbers, or a TypeError: a server that says 7.5 does not mean 7."""
-    found = tuple(values)
-    if isinstance(values, str) or any(type(value) is not int for value in found):
-        raise TypeError(f"token ids {str(found)[:80]}")
-    return found
+    ids = tuple(values)
+    if isinstance(values, str) or any(type(value) is not int for value in ids):
+        raise TypeError(f"token ids {str(ids)[:80]}")
+    return ids
 
 
 def log_probs(values: Any) -> tuple[float, ...]:

@@ -35,14 +35,14 @@ from verl.rollout.hosted import SamplerHost
 from verl.rollout.server import own
 from verl.rollout.server.process import ANNOUNCE, END_WITH_STDIN, KEY, TRANSPORT
 from verl.rollout.server.weights import version_of
-from verl.serving import Answered, ApiError, Asked, Handle, Limits, Server, loopback, secret, unix
+from verl.serving import Answered, ApiError, Asked, Handle, Server, ServerLimits, loopback, secret, unix
 from verl.storage import copy_to_local
 from verl.weight_sync import chunk_weights
 
 BUCKET_BYTES = 256 << 20
 LISTENING = "listening on "
 EVERYWHERE = ("0.0.0.0", "::")
-LIMITS = Limits(body=64 << 20)
+LIMITS = ServerLimits(body=64 << 20)
 
 
 class Host:
@@ -126,8 +126,8 @@ class Host:
         return {}
 
     async def _info(self, payload: Any) -> Any:
-        found = {"version": self.sampler.version, "stats": self.sampler.stats()}
-        return {**found, "weights_dir": str(self.weights_dir)}
+        info = {"version": self.sampler.version, "stats": self.sampler.stats()}
+        return {**info, "weights_dir": str(self.weights_dir)}
 
 
 def answering(call: Callable[[Any], Awaitable[Any]]) -> Handle:
@@ -180,9 +180,9 @@ def names_of(host: str) -> tuple[str, ...]:
     if host not in EVERYWHERE:
         return (f"[{host}]" if ":" in host else host, socket.gethostname())
     families = (socket.AF_INET, socket.AF_INET6)
-    found = [entry.address.partition("%")[0] for entries in psutil.net_if_addrs().values() for entry in entries
+    addresses = [entry.address.partition("%")[0] for entries in psutil.net_if_addrs().values() for entry in entries
              if entry.family in families]  # fmt: skip
-    return (socket.gethostname(), *(f"[{name}]" if ":" in name else name for name in found))
+    return (socket.gethostname(), *(f"[{name}]" if ":" in name else name for name in addresses))
 
 
 def _own_folder(below: str | None) -> str:
@@ -196,9 +196,9 @@ def _own_folder(below: str | None) -> str:
 
 def _key(folder: str) -> str:
     """The key that the environment holds; without one a new key, in a file that only this user can read."""
-    found = env.get(KEY)
-    if found is not None:
-        return found
+    key = env.get(KEY)
+    if key is not None:
+        return key
     made, file = secret.new_key(), Path(folder) / "key"
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
         out.write(made)

@@ -50,8 +50,8 @@ class VLLMDialect(Dialect):
             **({"priority": request.priority} if request.priority else {}),
         }
 
-    def answer(self, request: Request, found: Any) -> Sampled:
-        (choice,) = found["choices"]
+    def answer(self, request: Request, content: Any) -> Sampled:
+        (choice,) = content["choices"]
         logs = choice["logprobs"]
         ids = choice.get("token_ids")
         if ids is None:
@@ -140,8 +140,8 @@ class OpenAIDialect(Dialect):
             "seed": seed,
         }
 
-    def answer(self, request: Request, found: Any) -> Sampled:
-        (choice,) = found["choices"]
+    def answer(self, request: Request, content: Any) -> Sampled:
+        (choice,) = content["choices"]
         text, why = choice["text"], str(choice["finish_reason"])
         ids = tuple(self.text().encode(text, add_special_tokens=False))[: budget_of(request)]
         if not ids and why == "stop":  # it ended at once, and the end token is not part of the text

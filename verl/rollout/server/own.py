@@ -29,10 +29,10 @@ class OwnDialect(Dialect):
     def question(self, request: Request, stops: Sequence[int], seed: int) -> tuple[str, dict[str, Any]]:
         return GENERATE, to_json(request)
 
-    def answer(self, request: Request, found: Any) -> Sampled:
-        ids = token_ids(found["token_ids"])
-        logs = log_probs(found["log_probs"]) if found["log_probs"] or not ids else None
-        return Sampled(ids, logs, str(found["finish_reason"]), num_preempted=int(found["num_preempted"]))
+    def answer(self, request: Request, content: Any) -> Sampled:
+        ids = token_ids(content["token_ids"])
+        logs = log_probs(content["log_probs"]) if content["log_probs"] or not ids else None
+        return Sampled(ids, logs, str(content["finish_reason"]), num_preempted=int(content["num_preempted"]))
 
     async def abort(self, keys: Sequence[str]) -> bool:
         await self.ask("POST", ABORT, {"request_ids": list(keys)})
@@ -43,6 +43,9 @@ class OwnDialect(Dialect):
 
     async def update(self, folder: str, version: int) -> None:
         await self.ask("POST", UPDATE, {"version": version})
+
+    async def version(self) -> int | None:
+        return int((await self.ask("GET", INFO))["version"])
 
     async def sleep(self, level: int) -> bool:
         await self.ask("POST", SLEEP, {"level": level})
@@ -65,20 +68,20 @@ KINDS: dict[str, tuple[type, ...]] = {
 
 def to_json(request: Request) -> dict[str, Any]:
     """A request as JSON; images and videos stay behind, they are refused before."""
-    found = {name: value for name, value in vars(request).items() if name not in ("images", "videos")}
-    return {**found, "sampling": vars(request.sampling)}
+    fields = {name: value for name, value in vars(request).items() if name not in ("images", "videos")}
+    return {**fields, "sampling": vars(request.sampling)}
 
 
-def from_json(found: Any) -> Request:
+def from_json(content: Any) -> Request:
     """The request in a payload.
 
     Raises:
         RolloutError: it is none.
     """
     try:
-        sampling = dict(found["sampling"])
+        sampling = dict(content["sampling"])
         sampling["stop_token_ids"] = tuple(int(token) for token in sampling["stop_token_ids"])
-        rest = {name: value for name, value in found.items() if name != "sampling"}
+        rest = {name: value for name, value in content.items() if name != "sampling"}
         for name in ("token_ids", "generated_prefix"):
             rest[name] = token_ids(rest[name])
         for name, value in {**rest, **sampling}.items():

@@ -168,7 +168,7 @@ class HostProcess(ServerProcess):
             command += [END_WITH_STDIN, ANNOUNCE, str(theirs), *arguments]
             super().__init__(command, f"unix:{path}", {**(environment or {}), KEY: self.key}, name, (theirs,))
         except BaseException:
-            os.close(self._pipe)
+            self._close_pipe()
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
         finally:
@@ -178,7 +178,7 @@ class HostProcess(ServerProcess):
         try:
             await asyncio.to_thread(self._hear, seconds)
         finally:
-            os.close(self._pipe)
+            self._close_pipe()
             if self._file is not None:
                 self._file.unlink(missing_ok=True)
 
@@ -196,19 +196,26 @@ class HostProcess(ServerProcess):
 
     def close(self) -> None:
         super().close()
+        self._close_pipe()  # of one that nobody waited for
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _close_pipe(self) -> None:
+        """Once: its number may be another file's by now."""
+        pipe, self._pipe = self._pipe, -1
+        if pipe >= 0:
+            os.close(pipe)
 
 
 def owners_of(port: int) -> set[int]:
     """The users whose processes listen on a port of this machine."""
-    found = set()
+    owners = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(table).read_text().splitlines()[1:]:
                 fields = line.split()
                 if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == LISTENS:
-                    found.add(int(fields[7]))
-    return found
+                    owners.add(int(fields[7]))
+    return owners
 
 
 LISTENS = "0A"

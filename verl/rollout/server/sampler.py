@@ -27,13 +27,13 @@ from verl.rollout.from_sync import run_now
 from verl.rollout.gated import UNLIMITED, GatedSampler, Sampled, request_seed, what_is_wrong
 from verl.rollout.lost import EngineLostError
 from verl.rollout.model_facts import ModelFacts
-from verl.rollout.replicas import Replicas
 from verl.rollout.server.client import Breaker, HttpClient, Retrying, accepted
 from verl.rollout.server.dialect import Dialect
 from verl.rollout.server.openai import OpenAIDialect, VLLMDialect
 from verl.rollout.server.own import INFO, OwnDialect
 from verl.rollout.server.tgi import TGIDialect
 from verl.rollout.server.weights import WeightFolder
+from verl.rollout.service import SamplerService
 from verl.rollout.sglang.dialect import SGLangDialect
 from verl.rollout.stream_check import StreamCheck, shapes_on_disk
 from verl.weight_sync import WeightChunk
@@ -220,9 +220,9 @@ class ServerSampler(GatedSampler):
         async def attempt() -> Sampled:
             if request.id in self._aborted:  # between two attempts
                 return Sampled((), (), "abort")
-            found = accepted(await self._client.ask("POST", path, payload, self.timeout), f"{self.url}{path}")
+            content = accepted(await self._client.ask("POST", path, payload, self.timeout), f"{self.url}{path}")
             try:
-                sampled = dialect.answer(request, found)
+                sampled = dialect.answer(request, content)
                 wrong = what_is_wrong(request, sampled, self.vocab_size)
             except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
                 wrong = f"{type(error).__name__}: {error}"
@@ -261,6 +261,15 @@ class ServerSampler(GatedSampler):
                 )
         self._is_verified = True
 
+    async def confirm(self, version: int) -> int:
+        """The version that the server has; of one that cannot say, whoever sent the version has loaded it."""
+        reported = await (await self.connect()).version()
+        current = version if reported is None else reported
+        if current == version:
+            with self._state.updating(version):
+                pass
+        return current
+
     async def _fall_asleep(self, level: int) -> None:
         dialect = await self.connect()
         if not await dialect.sleep(level):
@@ -295,13 +304,13 @@ class ServerSampler(GatedSampler):
         """Ask for the same token at temperature 0 and at nearly 0: only a scaled distribution makes it certain."""
         for number in range(4):
             prompt = tuple(self._probe_tokens()[number:])
-            found = []
+            answers = []
             for temperature in (0.0, 0.02):
                 sampling = SamplingParams(max_tokens=1, temperature=temperature, ignore_eos=dialect.takes_ids)
                 request = Request(f"verl-probe-{number}-{temperature}", prompt, sampling)
-                found.append((await self._answer(dialect, request)).log_probs or (0.0,))
-            if found[0][0] < -0.1:
-                return abs(found[1][0] - found[0][0]) > 1e-3
+                answers.append((await self._answer(dialect, request)).log_probs or (0.0,))
+            if answers[0][0] < -0.1:
+                return abs(answers[1][0] - answers[0][0]) > 1e-3
         return True
 
     def _probe_tokens(self) -> list[int]:
@@ -328,13 +337,13 @@ class ServerSampler(GatedSampler):
     async def _served(self, kind: str) -> str:
         if kind in ("sglang", "tgi", "verl"):
             return self.model
-        found = await self._ask("GET", "/v1/models")
+        listed = await self._ask("GET", "/v1/models")
         try:
-            entry = found["data"][0]
+            entry = listed["data"][0]
             self.max_model_len = min(self.max_model_len, int(entry.get("max_model_len") or UNLIMITED))
             return str(entry["id"])
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise EngineLostError(f"{self.url}/v1/models answered with nonsense: {str(found)[:200]}") from error
+            raise EngineLostError(f"{self.url}/v1/models answered with nonsense: {str(listed)[:200]}") from error
 
     async def _until_up(self) -> None:
         """Return once it answers; one of this library before it is told the key, another one only where it may be."""
@@ -399,14 +408,14 @@ def addresses(url: Any) -> list[str]:
     Raises:
         ConfigError: none.
     """
-    found = [url] if isinstance(url, str) else list(url or [])
-    if not found:
+    urls = [url] if isinstance(url, str) else list(url or [])
+    if not urls:
         raise ConfigError(
             "actor_rollout_ref.rollout.name=server needs the address of a server",
             key=f"{_S}.url",
             fix=f"Set {_S}.url=http://host:port.",
         )
-    return [str(one) for one in found]
+    return [str(one) for one in urls]
 
 
 def over_addresses(
@@ -416,17 +425,17 @@ def over_addresses(
     if len(urls) == 1:
         return ServerSampler.one_of(rollout, model, urls[0], api=api, api_key=api_key)
     # Another replica answers sooner than one that is asked again.
-    samplers = [ServerSampler.one_of(rollout, model, url, api=api, max_attempts=1, api_key=api_key) for url in urls]
-    return Replicas(samplers, urls, max_resends=rollout.server.max_attempts)
+    samplers = {u: ServerSampler.one_of(rollout, model, u, api=api, max_attempts=1, api_key=api_key) for u in urls}
+    return SamplerService(samplers, max_resends=rollout.server.max_attempts)
 
 
 def _api_key(variable: str | None) -> str | None:
     if variable is None:
         return None
-    found = env.get(variable)
-    if found is None:
+    key = env.get(variable)
+    if key is None:
         raise ConfigError("this environment variable is not set", key=f"{_S}.api_key_env", got=variable)
-    return found
+    return key
 
 
 def _authorization(api_key: str | None) -> Mapping[str, str]:

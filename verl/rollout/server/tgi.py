@@ -48,8 +48,8 @@ class TGIDialect(Dialect):
             },
         }
 
-    def answer(self, request: Request, found: Any) -> Sampled:
-        details = (found[0] if isinstance(found, list) else found)["details"]
+    def answer(self, request: Request, content: Any) -> Sampled:
+        details = (content[0] if isinstance(content, list) else content)["details"]
         seen = token_ids(token["id"] for token in details["prefill"])
         if list(seen) != prompt_of(request):
             raise RolloutError(

@@ -42,8 +42,8 @@ class SGLangDialect(Dialect):
             },
         }
 
-    def answer(self, request: Request, found: Any) -> Sampled:
-        meta = (found[0] if isinstance(found, list) else found)["meta_info"]
+    def answer(self, request: Request, content: Any) -> Sampled:
+        meta = (content[0] if isinstance(content, list) else content)["meta_info"]
         why = meta["finish_reason"]
         why = why["type"] if isinstance(why, dict) else str(why)
         triples = meta["output_token_logprobs"]  # (log-prob, token id, text or null)
@@ -56,9 +56,9 @@ class SGLangDialect(Dialect):
 
     async def update(self, folder: str, version: int) -> None:
         payload = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
-        found = await self.ask("POST", "/update_weights_from_disk", payload)
-        if not found.get("success"):
-            raise RolloutError(f"SGLang does not take the weights: {found.get('message')}", key=f"version {version}")
+        answer = await self.ask("POST", "/update_weights_from_disk", payload)
+        if not answer.get("success"):
+            raise RolloutError(f"SGLang does not take the weights: {answer.get('message')}", key=f"version {version}")
 
     async def sleep(self, level: int) -> bool:
         tags = ["kv_cache"] if level == 1 else ["kv_cache", "weights"]

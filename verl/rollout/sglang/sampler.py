@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from verl.errors import MissingDependencyError
+from verl.errors import ConfigError, MissingDependencyError
 from verl.ports import free_port
 from verl.rollout.base import Sampler
 from verl.rollout.from_sync import run_now
@@ -15,6 +15,15 @@ from verl.rollout.server.process import ServerProcess
 from verl.rollout.server.sampler import ServerSampler, addresses, over_addresses
 
 _R = "actor_rollout_ref.rollout"
+_SIZE = f"Set {_R}.%s, from which the server's devices are counted."
+OURS = {
+    **dict.fromkeys(("tp-size", "tp", "tensor-parallel-size"), _SIZE % "tensor_model_parallel_size"),
+    **dict.fromkeys(("pp-size", "pp", "pipeline-parallel-size"), _SIZE % "pipeline_model_parallel_size"),
+    **dict.fromkeys(("ep-size", "ep", "expert-parallel-size"), _SIZE % "expert_parallel_size"),
+    **dict.fromkeys(("dp-size", "dp", "data-parallel-size"), "Leave it out: several replicas share the requests."),
+    **dict.fromkeys(("model-path", "model", "host", "port", "device", "nnodes", "node-rank"), "Leave it out."),
+}
+"""Flags by which a server would not be where it is looked for, or not on the devices of its replica; and what to do."""
 
 
 class SGLangSampler(ServerSampler):
@@ -64,6 +73,8 @@ def command(rollout: Any, model: Any, device: str, port: int) -> list[str]:
         "dtype": auto if rollout.dtype == "auto" else rollout.dtype,
         "random-seed": rollout.seed,
         "tp-size": rollout.tensor_model_parallel_size,
+        "pp-size": rollout.pipeline_model_parallel_size,
+        "ep-size": rollout.expert_parallel_size,
         "mem-fraction-static": rollout.gpu_memory_utilization,
         "max-running-requests": rollout.max_num_seqs,
         "context-length": rollout.max_model_len,
@@ -79,14 +90,30 @@ def command(rollout: Any, model: Any, device: str, port: int) -> list[str]:
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:
     """``{"a-b": 1, "c": True, "d": None}`` -> ``["--a-b", "1", "--c"]``."""
-    found: list[str] = []
+    flags: list[str] = []
     for name, value in values.items():
         if value is True:
-            found.append(f"--{name}")
+            flags.append(f"--{name}")
         elif value is not None and value is not False:
-            found += [f"--{name}", str(value)]
-    return found
+            flags += [f"--{name}", str(value)]
+    return flags
 
 
 def _user(rollout: Any) -> dict[str, Any]:
-    return {name.replace("_", "-"): value for name, value in (rollout.engine_kwargs.sglang or {}).items()}
+    """``engine_kwargs.sglang`` as flags.
+
+    Raises:
+        ConfigError: one of them is set by a key of its own, or by what started the server.
+    """
+    flags = {}
+    for name, value in (rollout.engine_kwargs.sglang or {}).items():
+        flag = name.replace("_", "-")
+        if flag in OURS:
+            raise ConfigError(
+                "this argument of SGLang's server is set by the sampler itself",
+                key=f"{_R}.engine_kwargs.sglang.{name}",
+                got=value,
+                fix=OURS[flag],
+            )
+        flags[flag] = value
+    return flags

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from verl.errors import ConfigError, RolloutError, suggest
+from verl.errors import ConfigError, NotBuiltError, RolloutError, suggest
 from verl.metrics import notice
 from verl.models import lora
 from verl.models.lora import LoraSettings
@@ -16,8 +16,17 @@ from verl.rollout.vllm.extension import PATH
 from verl.rollout.vllm.versions import ADAPTER_RANKS, CPU_HEAD_DIMS
 
 _R = "actor_rollout_ref.rollout"
+LAUNCHER = "mp"
+"""How an engine gets its workers: processes of its own. Beside Ray vLLM would ask Ray for them, which has given their
+devices to the trainers; with ``external_launcher`` every rank would have to hear of every request in one order."""
 OURS = ("model", "worker_extension_cls", "skip_tokenizer_init", "logprobs_mode")
 """Arguments on which the sampler depends; ``engine_kwargs`` may not change them."""
+SIZES = {
+    "tensor_parallel_size": f"{_R}.tensor_model_parallel_size",
+    "pipeline_parallel_size": f"{_R}.pipeline_model_parallel_size",
+    "enable_expert_parallel": f"{_R}.expert_parallel_size",
+}
+"""Nor these, which have keys of their own."""
 
 
 def from_config(rollout: Any, model: Any, device: str, facts: ModelFacts) -> dict[str, Any]:
@@ -52,7 +61,8 @@ def from_config(rollout: Any, model: Any, device: str, facts: ModelFacts) -> dic
         "worker_extension_cls": PATH,
         **({} if adapter is None else of_adapter(adapter)),
     }
-    return {k: v for k, v in merged(given, rollout.engine_kwargs.vllm or {}).items() if v is not None}
+    chosen = {k: v for k, v in merged(given, rollout.engine_kwargs.vllm or {}).items() if v is not None}
+    return chosen if num_workers(chosen) == 1 else {"distributed_executor_backend": LAUNCHER, **chosen}
 
 
 def of_adapter(settings: LoraSettings) -> dict[str, Any]:
@@ -82,12 +92,12 @@ def merged(given: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]
         ConfigError: one of them is the sampler's own.
     """
     for name in extra:
-        if name in OURS:
+        if name in OURS or name in SIZES:
             raise ConfigError(
                 "this argument of vLLM is set by the sampler itself",
                 key=f"{_R}.engine_kwargs.vllm.{name}",
                 got=extra[name],
-                fix="Leave it out.",
+                fix=f"Set {SIZES[name]}, from which its devices are counted." if name in SIZES else "Leave it out.",
             )
     return {**given, **extra}
 
@@ -102,10 +112,10 @@ def known(arguments: Mapping[str, Any], engine_args: type, ours: Mapping[str, An
         ConfigError: an argument of the user's that this version does not have.
     """
     names = {field.name for field in dataclasses.fields(engine_args)}
-    found = {}
+    accepted = {}
     for name, value in arguments.items():
         if name in names:
-            found[name] = value
+            accepted[name] = value
         elif name in ours:
             notice(f"{_R}.name", f"this version of vLLM has no argument {name!r}; it is left out")
         else:
@@ -115,7 +125,47 @@ def known(arguments: Mapping[str, Any], engine_args: type, ours: Mapping[str, An
                 got=value,
                 fix=suggest(name, names) or "Is it an argument of another version?",
             )
-    return found
+    return accepted
+
+
+def num_workers(arguments: Mapping[str, Any]) -> int:
+    """Processes of an engine with these arguments."""
+    return int(arguments.get("tensor_parallel_size") or 1) * int(arguments.get("pipeline_parallel_size") or 1)
+
+
+def check_layout(arguments: Mapping[str, Any], on_cpu: bool) -> None:
+    """Refuse a layout of workers that the engine does not have, before it is started.
+
+    Raises:
+        ConfigError: workers that are no processes of the engine's own.
+        RolloutError: a pipeline on a CPU.
+        NotBuiltError: several engines in one.
+    """
+    launcher = arguments.get("distributed_executor_backend", LAUNCHER)
+    if num_workers(arguments) > 1 and launcher != LAUNCHER:
+        raise ConfigError(
+            "the workers of an engine are processes that it starts itself",
+            key=f"{_R}.engine_kwargs.vllm.distributed_executor_backend",
+            got=launcher,
+            allowed=[LAUNCHER],
+            fix="Leave it out.",
+        )
+    if on_cpu and int(arguments.get("pipeline_parallel_size") or 1) > 1:
+        raise RolloutError(
+            "vLLM's pipeline does not run on a CPU: its second stage has no memory for what the first one sends",
+            key=f"{_R}.pipeline_model_parallel_size",
+            got=arguments["pipeline_parallel_size"],
+            allowed="1",
+            fix=f"Set {_R}.tensor_model_parallel_size instead.",
+        )
+    if int(arguments.get("data_parallel_size") or 1) > 1:
+        raise NotBuiltError(
+            "a vLLM engine that is stepped here schedules for one data-parallel rank",
+            key=f"{_R}.engine_kwargs.vllm.data_parallel_size",
+            got=arguments["data_parallel_size"],
+            allowed="1",
+            fix="Leave it out: several replicas share the requests.",
+        )
 
 
 def check_model(facts: ModelFacts, on_cpu: bool) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import TimeoutError as AnswerTimeoutError
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +23,13 @@ from verl.rollout.base import Request
 from verl.rollout.gated import request_seed
 from verl.rollout.vllm import hand_over, versions
 from verl.rollout.vllm.adapter import as_folder
-from verl.rollout.vllm.arguments import known
+from verl.rollout.vllm.arguments import check_layout, known, num_workers
 from verl.weight_sync import WeightChunk
 
 RELOAD_SECONDS = 600.0
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+WORKERS_ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+"""A fork would copy this process's device, its threads' locks and its copies of other processes' pipes."""
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
@@ -42,7 +45,7 @@ class Piece:
 
 
 @dataclass
-class Step:
+class EngineStep:
     """What one step brought."""
 
     pieces: list[Piece] = field(default_factory=list)
@@ -66,7 +69,8 @@ class VLLMEngine:
         self._engine = self._thread.submit(self._start, arguments, ours).result()
 
     def _start(self, arguments: dict[str, Any], ours: Sequence[str]) -> Any:
-        for name, value in ENVIRONMENT.items():
+        self.num_workers = num_workers(arguments)
+        for name, value in (ENVIRONMENT | (WORKERS_ENVIRONMENT if self.num_workers > 1 else {})).items():
             env.set_default(name, value)
         version = versions.installed_version()
         versions.check_version(version)
@@ -75,20 +79,23 @@ class VLLMEngine:
             env.set_default(name, value)
         logging.getLogger("vllm").setLevel(env.get("VLLM_LOGGING_LEVEL") or "ERROR")
         engine_args, engine_class, self._params = versions.vllm_modules()
+        check_layout(arguments, self.on_cpu)
         chosen = known(arguments, engine_args, dict.fromkeys(ours))
         self.reports_processed = chosen.get("logprobs_mode") == "processed_logprobs"
-        self.num_workers = int(chosen.get("tensor_parallel_size", 1)) * int(chosen.get("pipeline_parallel_size", 1))
         self._engine_class = engine_class
+        threads = torch.get_num_threads()
         try:
             return engine_class.from_engine_args(engine_args(**chosen))
-        except (ValueError, NotImplementedError, RuntimeError, OSError) as error:
+        except Exception as error:  # boundary: of workers that do not start vLLM says no more than this
             raise RolloutError(f"vLLM {version} did not start: {told(error)}", fix="See the cause.") from error
+        finally:
+            torch.set_num_threads(threads)  # with workers of its own vLLM leaves this process one
 
     @property
     def max_model_len(self) -> int:
         return int(self._engine.model_config.max_model_len)
 
-    async def step(self, new: Sequence[tuple[str, Request, tuple[int, ...]]], dropped: Sequence[str]) -> Step:
+    async def step(self, new: Sequence[tuple[str, Request, tuple[int, ...]]], dropped: Sequence[str]) -> EngineStep:
         """Add and drop requests, then compute one step.
 
         Args:
@@ -97,20 +104,20 @@ class VLLMEngine:
         """
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._step, list(new), list(dropped))
 
-    def _step(self, new: list[tuple[str, Request, tuple[int, ...]]], dropped: list[str]) -> Step:
-        found = Step()
+    def _step(self, new: list[tuple[str, Request, tuple[int, ...]]], dropped: list[str]) -> EngineStep:
+        step = EngineStep()
         for name, request, stops in new:
             try:
                 prompt = {"prompt_token_ids": [*request.token_ids, *request.generated_prefix]}
                 params = self.sampling_params(request, stops)
                 self._engine.add_request(name, prompt, params, **self._adapted(), **self._priority(request))
             except (ValueError, TypeError) as error:
-                found.refused.append((name, error))
+                step.refused.append((name, error))
         if dropped:
             self._engine.abort_request(dropped)
         if self._engine.has_unfinished_requests():
-            found.pieces = [piece_of(output) for output in self._engine.step()]
-        return found
+            step.pieces = [piece_of(output) for output in self._engine.step()]
+        return step
 
     def sampling_params(self, request: Request, stops: tuple[int, ...]) -> Any:
         """vLLM's parameters for what is left of a request's budget."""
@@ -153,7 +160,7 @@ class VLLMEngine:
                 self._take_files(chunks)
         except RolloutError:  # the stream's own, as it is
             raise
-        except (ValueError, KeyError, AssertionError, RuntimeError) as error:
+        except (ValueError, KeyError, AssertionError, RuntimeError, AnswerTimeoutError) as error:
             raise RolloutError(f"vLLM does not take the weights: {told(error)}") from error
         self._engine.reset_prefix_cache()
 
@@ -186,12 +193,15 @@ class VLLMEngine:
 
     def _take_files(self, chunks: Iterable[WeightChunk]) -> None:
         folder = hand_over.open_folder()
+        reading = self._thread.submit(self._rpc, "verl_take_files", str(folder), RELOAD_SECONDS)
         try:
-            reading = self._thread.submit(self._rpc, "verl_take_files", str(folder), RELOAD_SECONDS)
             hand_over.publish(folder, chunks, self.num_workers, RELOAD_SECONDS, reading.done)
-            reading.result(RELOAD_SECONDS)
+            refusals = [said for said in reading.result(RELOAD_SECONDS) if said]
         finally:
             hand_over.close_folder(folder)
+            wait([reading], RELOAD_SECONDS)  # workers that still look for a bucket see that the folder is gone
+        if refusals:
+            raise RolloutError(f"vLLM does not take the weights: {refusals[0]}")
 
     def _rpc(self, method: str, *arguments: Any) -> Any:
         return self._engine.collective_rpc(method, args=arguments)

@@ -6,8 +6,11 @@ files in shared memory, one bucket at a time, while the sender writes the next o
 
 from __future__ import annotations
 
+import multiprocessing
+import shutil
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -18,6 +21,7 @@ from verl.rollout.vllm.versions import reload_weights
 
 PATH = "verl.rollout.vllm.extension.WeightReceiver"
 END = "end"
+REFUSED = "refused"
 POLL_SECONDS = 0.002
 
 
@@ -30,9 +34,19 @@ class WeightReceiver:
         """Take tensors of this process."""
         reload_weights(self, iter(weights))
 
-    def verl_take_files(self, folder: str, seconds: float) -> None:
-        """Take the buckets that appear in a folder; see `publish`."""
-        reload_weights(self, buckets(Path(folder), self.rank, seconds))
+    def verl_take_files(self, folder: str, seconds: float) -> str:
+        """Take the buckets that appear in a folder, see `publish`; why they could not be taken, empty if they were.
+
+        Nothing is raised: of several workers that fail vLLM hears the first, and would take what the next one said for
+        its answer to the next call. A mark in the folder tells the sender at once; vLLM answers it when all have ended.
+        """
+        try:
+            reload_weights(self, buckets(Path(folder), self.rank, seconds))
+        except Exception as error:  # boundary: the engine's process raises it
+            with suppress(FileNotFoundError):  # the sender has given up
+                (Path(folder) / REFUSED).touch()
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def verl_take_folder(self, folder: str) -> None:
         """Take the safetensors files of a folder."""
@@ -63,7 +77,18 @@ def _next(folder: Path, number: int, seconds: float) -> Path | None:
     while not file.exists():
         if last.exists():
             return None
+        if not folder.is_dir():
+            raise RolloutError("the sender has given up", key=f"bucket {number}")
+        if _sender_has_ended():
+            shutil.rmtree(folder, ignore_errors=True)  # nobody else is left to do it
+            raise RolloutError("the process that sends the weights has ended", key=f"bucket {number}")
         if time.monotonic() > deadline:
             raise RolloutError(f"the next weights did not come within {seconds} s", key=f"bucket {number}")
         time.sleep(POLL_SECONDS)
     return file
+
+
+def _sender_has_ended() -> bool:
+    """Whether the engine's process, which starts its workers and sends them their weights, is gone."""
+    sender = multiprocessing.parent_process()
+    return sender is not None and not sender.is_alive()

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from verl.errors import RolloutError
-from verl.rollout.vllm.extension import END, POLL_SECONDS
+from verl.rollout.vllm.extension import END, POLL_SECONDS, REFUSED
 from verl.weight_sync import WeightChunk
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -35,11 +35,18 @@ def publish(
     Args:
         readers: workers that read each bucket.
         seconds: how long the readers may take for a bucket.
-        is_over: whether the readers have ended, by an error for instance; then nobody is waited for.
+        is_over: whether the readers have ended, by an error for instance; then nobody is waited for, nor where one of
+            them has refused a bucket.
     """
     number = 0
+
+    def ends() -> bool:
+        return is_over() or (folder / REFUSED).exists()
+
     for chunk in chunks:
-        _wait_for(folder, number - AHEAD, readers, seconds, is_over)
+        if ends():
+            continue  # the export goes on: other ranks take part in it
+        _wait_for(folder, number - AHEAD, readers, seconds, ends)
         whole = {name: tensor.detach().to("cpu").contiguous() for name, tensor in chunk.tensors}
         _write(folder, number, whole)
         number += 1
@@ -61,7 +68,9 @@ def _wait_for(folder: Path, number: int, readers: int, seconds: float, is_over: 
     if number < 0:
         return
     deadline = time.monotonic() + seconds
-    while len(list(folder.glob(f"{number}.read-*"))) < readers and not is_over():
+    while len(list(folder.glob(f"{number}.read-*"))) < readers:
+        if is_over():
+            return  # a reader that goes on to the end mark may not have opened it yet
         if time.monotonic() > deadline:
             raise RolloutError(f"the sampler's workers did not take the weights within {seconds} s")
         time.sleep(POLL_SECONDS)

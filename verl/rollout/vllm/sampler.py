@@ -18,6 +18,7 @@ from verl.rollout import reload_check
 from verl.rollout.adapters import sent_alone
 from verl.rollout.base import Request, tell_of_context
 from verl.rollout.gated import GatedSampler, Sampled
+from verl.rollout.lost import EngineLostError
 from verl.rollout.model_facts import ModelFacts
 from verl.rollout.stream_check import StreamCheck, shapes_on_disk
 from verl.rollout.vllm import arguments, versions
@@ -230,10 +231,10 @@ class VLLMSampler(GatedSampler):
             running.future.set_exception(refusal)
 
     def _fail_all(self, error: Exception) -> None:
-        self._state.broken = f"vLLM failed: {told(error)}"
+        self._state.lost = f"vLLM failed: {told(error)}"
         for running in self._running.values():
             if not running.future.done():
-                failure = RolloutError(f"vLLM failed while it sampled: {type(error).__name__}: {told(error)}")
+                failure = EngineLostError(f"vLLM failed while it sampled: {type(error).__name__}: {told(error)}")
                 failure.__cause__ = error
                 running.future.set_exception(failure)
 

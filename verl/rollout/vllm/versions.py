@@ -31,8 +31,8 @@ ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 def parse(version: str) -> tuple[int, ...]:
     """``0.10.1.1.post2`` -> (0, 10, 1, 1)."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in found.group().split(".")) if found else ()
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()
 
 
 def installed_version() -> str:

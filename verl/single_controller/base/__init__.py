@@ -12,14 +12,16 @@ from verl.single_controller.base.decorator import (
     register_dispatch_mode,
     update_dispatch_mode,
 )
+from verl.single_controller.base.dispatch import CallOptions
 from verl.single_controller.base.handle import Handle
 from verl.single_controller.base.resources import ClassWithInitArgs, ResourcePool, ResourcePoolManager
 from verl.single_controller.base.rng import RngState, worker_seed
-from verl.single_controller.base.roles import Role, RoleEntry, RoleKind, Roles
+from verl.single_controller.base.roles import Role, RoleHandle, RoleKind, Roles
 from verl.single_controller.base.worker import Worker, WorkerInfo, build
 from verl.single_controller.base.worker_group import WorkerGroup
 
 __all__ = [
+    "CallOptions",
     "ClassWithInitArgs",
     "ColocatedWorker",
     "Dispatch",
@@ -29,7 +31,7 @@ __all__ = [
     "ResourcePoolManager",
     "RngState",
     "Role",
-    "RoleEntry",
+    "RoleHandle",
     "RoleKind",
     "Roles",
     "Worker",

@@ -24,14 +24,19 @@ class ColocatedWorker(Worker):
     """The outer worker; made by `create_colocated_worker_cls`, not by hand."""
 
     class_dict: ClassVar[Mapping[str, ClassWithInitArgs]] = {}
+    streams: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self) -> None:
         super().__init__()
         self.worker_dict: dict[str, Any] = {}
         self.rng_dict: dict[str, RngState] = {}
+        states: dict[str, RngState] = {}
         for role, class_with_init in self.class_dict.items():
             info = replace(self.info, role=role)
-            rng = self.rng_dict[role] = RngState(worker_seed(info.seed, role, info.rank))
+            stream = self.streams.get(role, role)
+            if stream not in states:
+                states[stream] = RngState(worker_seed(info.seed, stream, info.rank))
+            rng = self.rng_dict[role] = states[stream]
             with rng.active():
                 worker = self.worker_dict[role] = build(class_with_init, info)
             if isinstance(worker, Worker):
@@ -40,27 +45,30 @@ class ColocatedWorker(Worker):
 
     def meshes(self) -> dict[str, tuple[int, bool]]:
         """The outer worker answers for the meshes of all its roles."""
-        found = super().meshes()
+        meshes = super().meshes()
         for role, worker in self.worker_dict.items():
             for name, place in worker.meshes().items() if isinstance(worker, Worker) else ():
-                if found.setdefault(name, place) != place:
+                if meshes.setdefault(name, place) != place:
                     raise WorkerError(
                         f"two roles registered the mesh {name!r} differently",
-                        got=(found[name], place),
+                        got=(meshes[name], place),
                         fix=f"Name the mesh of {role!r} after its role, or spawn a group per role.",
                     )
-        return found
+        return meshes
 
 
-def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> ClassWithInitArgs:
+def create_colocated_worker_cls(
+    class_dict: Mapping[str, ClassWithInitArgs], streams: Mapping[str, str] | None = None
+) -> ClassWithInitArgs:
     """The class of a process that hosts all these roles, ready for a worker group.
 
     Args:
         class_dict: role name -> class with its arguments.
+        streams: role name -> name of its random numbers, for roles that draw from one sequence; else it is the role's.
     """
     if not class_dict:
         raise WorkerError("a colocated worker needs at least one role")
-    members: dict[str, Any] = {"class_dict": dict(class_dict)}
+    members: dict[str, Any] = {"class_dict": dict(class_dict), "streams": dict(streams or {})}
     for role, class_with_init in class_dict.items():
         for name, method in inspect.getmembers(class_with_init.cls, inspect.isroutine):
             if getattr(method, MAGIC_ATTR, None) is not None:

@@ -1,14 +1,14 @@
 """`register`: tag a worker method with how the controller calls it.
 
-The tag is data on the function; a worker group of any runtime reads it and binds a method of the same name that
-dispatches, executes and collects.
+The tag is data on the function, which stays as it is: calling it wraps nothing around it. A worker group of any runtime
+reads the tag and binds a method of the same name that dispatches, executes and collects.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from functools import partial, wraps
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial, update_wrapper
+from types import FunctionType
 from typing import Any, TypeVar
 
 from verl.errors import WorkerError, suggest
@@ -29,7 +29,7 @@ from verl.single_controller.base.dispatch import (
 from verl.single_controller.base.dynamic_enum import DynamicEnum
 
 MAGIC_ATTR = "attrs_3141562937"
-"""Attribute of a tagged method: a dict with dispatch_mode, execute_mode and blocking."""
+"""Attribute of a tagged method: a dict with dispatch_mode, execute_mode, blocking and materialize_futures."""
 F = TypeVar("F", bound=Callable[..., Any])
 _ND = "register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=...)) takes its place."
 
@@ -158,7 +158,7 @@ def register(
         dispatch_mode: a `Dispatch` member, or a dict with ``dispatch_fn`` and ``collect_fn``.
         execute_mode: `Execute.ALL` or `Execute.RANK_ZERO`.
         blocking: wait for the result; else the caller gets futures at once.
-        materialize_futures: `DataProtoFuture` arguments are fetched inside the worker before the method runs.
+        materialize_futures: the runtime fetches `DataProtoFuture` arguments inside the worker, before the method runs.
 
     Example:
         >>> class Critic(Worker):
@@ -174,31 +174,40 @@ def register(
             got=(dispatch_mode, execute_mode),
             fix="Use Dispatch.ALL_TO_ALL with Execute.RANK_ZERO.",
         )
-    tag = {"dispatch_mode": dispatch_mode, "execute_mode": execute_mode, "blocking": blocking}
+    tag = {
+        "dispatch_mode": dispatch_mode,
+        "execute_mode": execute_mode,
+        "blocking": blocking,
+        "materialize_futures": materialize_futures,
+    }
 
     def tagged(function: F) -> F:
-        if inspect.iscoroutinefunction(function):
-
-            @wraps(function)
-            async def inner(*args: Any, **kwargs: Any) -> Any:
-                if materialize_futures:
-                    args, kwargs = _materialized(args, kwargs)
-                return await function(*args, **kwargs)
-        else:
-
-            @wraps(function)
-            def inner(*args: Any, **kwargs: Any) -> Any:
-                if materialize_futures:
-                    args, kwargs = _materialized(args, kwargs)
-                return function(*args, **kwargs)
-
-        setattr(inner, MAGIC_ATTR, tag)
-        return inner  # type: ignore[return-value]
+        if isinstance(function, FunctionType) and hasattr(function, MAGIC_ATTR):
+            function = _copied(function)  # a subclass that registers its parent's method anew leaves the parent's tag
+        setattr(function, MAGIC_ATTR, tag)
+        return function
 
     return tagged
 
 
-def _materialized(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _copied(function: FunctionType) -> Any:
+    copy = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return update_wrapper(copy, function)
+
+
+def materialized(
+    method: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with which a runtime calls a worker's method: futures of batches fetched, unless its tag says not.
+
+    A method without a tag gets them as they are.
+    """
+    # Read by name: any callable may stand behind a method's name, also one that was never registered.
+    if not getattr(method, MAGIC_ATTR, {}).get("materialize_futures", False):
+        return tuple(args), dict(kwargs)
     return tuple(_fetched(value) for value in args), {key: _fetched(value) for key, value in kwargs.items()}
 
 
@@ -240,6 +249,7 @@ __all__ = [
     "get_predefined_execute_fn",
     "make_nd_compute_dataproto_dispatch_fn",
     "make_nd_compute_metric_dispatch_fn",
+    "materialized",
     "register",
     "register_dispatch_mode",
     "update_dispatch_mode",

@@ -24,6 +24,10 @@ PADDING_SIZE_KEY = "_padding_size_key_x123d"
 """Keyword under which a dispatch function tells how many rows it added; the caller takes them off the result again."""
 
 
+class CallOptions:
+    """Base of frozen dataclasses that say how a call is to be done; all workers get the same."""
+
+
 def dispatch_one_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same arguments for every worker."""
     size = worker_group.world_size
@@ -84,7 +88,8 @@ def collect_dp_compute_data_proto(worker_group: Any, output: Any) -> Any:
 
 
 def split_batches(parts: int, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Cut every batch among the arguments into ``parts``; the arguments themselves are not changed.
+    """Cut every batch among the arguments into ``parts``; the arguments themselves are not changed, `CallOptions`
+    go to every part.
 
     A batch with padding enabled that does not divide gets copies of its last row, and the keyword
     `PADDING_SIZE_KEY` says how many; all batches of the call must then have the same number of rows.
@@ -92,12 +97,12 @@ def split_batches(parts: int, args: Sequence[Any], kwargs: dict[str, Any]) -> tu
     batches: dict[int | str, Any] = dict(enumerate(args))
     batches.update(kwargs)
     for name, value in batches.items():
-        if not isinstance(value, (DataProto, DataProtoFuture, TensorDictBase)):
+        if not isinstance(value, (DataProto, DataProtoFuture, TensorDictBase, CallOptions)):
             raise WorkerError(
                 f"argument {name!r} cannot be split over {parts} workers",
                 got=type(value).__name__,
                 allowed="DataProto, DataProtoFuture, TensorDict",
-                fix="Plain settings go into the meta_info of the batch.",
+                fix="Settings of the call go into a dataclass derived from CallOptions.",
             )
     padded = {n: v for n, v in batches.items() if isinstance(v, DataProto) and v.is_padding_enabled()}
     sizes = {len(batch) for batch in padded.values()}
@@ -120,6 +125,8 @@ def _padded(batch: DataProto, pad_size: int) -> DataProto:
 
 
 def _chunks(value: Any, parts: int) -> list[Any]:
+    if isinstance(value, CallOptions):
+        return [value] * parts
     if isinstance(value, TensorDictBase):
         return [chunk.to_tensordict() for chunk in DataProto.from_tensordict(value).chunk(parts)]
     return value.chunk(parts)
@@ -208,13 +215,13 @@ def collect_nd_compute_data_proto(mesh_name: str, worker_group: Any, output: Any
 
 
 def _joined(outputs: Sequence[Any]) -> Any:
-    found = join_outputs(outputs)
-    if isinstance(found, DataProtoFuture):
-        return replace(found, collect_fn=_joined)
-    if isinstance(found, DataProto) and SHARED_ROWS in found.meta_info:
-        meta = {name: value for name, value in found.meta_info.items() if name != SHARED_ROWS}
-        return DataProto(found.batch, found.non_tensor_batch, meta)
-    return found
+    joined = join_outputs(outputs)
+    if isinstance(joined, DataProtoFuture):
+        return replace(joined, collect_fn=_joined)
+    if isinstance(joined, DataProto) and SHARED_ROWS in joined.meta_info:
+        meta = {name: value for name, value in joined.meta_info.items() if name != SHARED_ROWS}
+        return DataProto(joined.batch, joined.non_tensor_batch, meta)
+    return joined
 
 
 def refuse_direct_rollout(worker_group: Any, *args: Any, **kwargs: Any) -> Any:

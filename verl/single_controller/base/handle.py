@@ -10,7 +10,8 @@ import asyncio
 import copy
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from verl.errors import WorkerError
@@ -29,6 +30,16 @@ def note_origin(error: BaseException, where: str) -> None:
         error.__notes__ = [*getattr(error, "__notes__", ()), note]
 
 
+@contextmanager
+def noted(where: str) -> Iterator[None]:
+    """An exception passes as it is, with a note that says which worker and method it comes from."""
+    try:
+        yield
+    except Exception as error:
+        note_origin(error, where)
+        raise
+
+
 class Handle(ABC):
     """One object that answers calls.
 
@@ -37,11 +48,10 @@ class Handle(ABC):
 
     Args:
         name: for messages, for instance ``rollout[0]``.
-        timeout: seconds after which a call, or the wait for one item of a stream, is given up; None waits for ever.
+        timeout: seconds after which a call is given up; None waits for ever.
 
     Example:
         >>> completion = await handle.call("generate", request)
-        >>> async for piece in handle.stream("generate_stream", request): ...
     """
 
     def __init__(self, name: str = "", timeout: float | None = None):
@@ -52,10 +62,6 @@ class Handle(ABC):
     def _invoke(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Coroutine[Any, Any, Any]:
         """Run a method and give its result; must let go when it is cancelled."""
 
-    @abstractmethod
-    def _iterate(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AsyncIterator[Any]:
-        """Run a method that yields."""
-
     async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """The result of ``method(*args, **kwargs)``.
 
@@ -63,18 +69,6 @@ class Handle(ABC):
             WorkerError: there is no such method, the call took too long, or it was cancelled by `cancel`.
         """
         return await self._await(method, self._invoke(method, args, kwargs))
-
-    async def stream(self, method: str, /, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        """The items of a method that yields, one by one; leaving the loop early ends the method."""
-        items = self._iterate(method, args, kwargs)
-        try:
-            while True:
-                item = await self._await(method, _next(items))
-                if item is _END:
-                    return
-                yield item
-        finally:
-            await _close(items)
 
     def cancel(self, method: str | None = None) -> int:
         """Cancel the calls in flight, of one method or all; returns how many. Callable from any thread."""
@@ -109,17 +103,3 @@ class Handle(ABC):
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task}, timeout=CANCEL_SECONDS)
-
-
-_END = object()
-
-
-async def _next(items: AsyncIterator[Any]) -> Any:
-    """The next item, or the end mark: a StopAsyncIteration cannot travel through a task."""
-    return await anext(items, _END)
-
-
-async def _close(items: AsyncIterator[Any]) -> None:
-    close = getattr(items, "aclose", None)  # iterators need not have it, generators do
-    if close is not None:
-        await close()

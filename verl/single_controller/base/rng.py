@@ -34,6 +34,8 @@ class _Chain:
     alive = True
 
 
+# Whichever thread runs a worker's call, for the whole of it: the generators belong to the process. Calls inside a call
+# have its chain and do not take it again.
 _process = threading.Lock()
 _chain: ContextVar[_Chain | None] = ContextVar("rng_chain", default=None)
 

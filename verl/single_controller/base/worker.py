@@ -111,7 +111,7 @@ class Worker:
         """The devices of this worker as a comma list, or ``not set``."""
         if self._cuda_visible_devices is not None:
             return self._cuda_visible_devices
-        return next((found for name in DEVICE_VARIABLES if (found := env.get(name))), "not set")
+        return next((devices for name in DEVICE_VARIABLES if (devices := env.get(name))), "not set")
 
     # ---- meshes ------------------------------------------------------------------------------------------------
 

@@ -47,12 +47,16 @@ class WorkerGroup(ABC):
     # ---- what a runtime provides -------------------------------------------------------------------------------
 
     @abstractmethod
-    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Start a method on every worker; arguments that are all lists of world_size are handed out one each."""
+    def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Start a method on every worker; arguments that are all lists of world_size are handed out one each.
+
+        Returns:
+            A reference per worker; `wait` has what is behind them.
+        """
 
     @abstractmethod
-    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Start a method on the first worker."""
+    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Start a method on the first worker, with the arguments as they are; returns a reference."""
 
     @abstractmethod
     def _is_worker_alive(self, worker: Any) -> bool:
@@ -64,19 +68,21 @@ class WorkerGroup(ABC):
 
     # ---- execution ---------------------------------------------------------------------------------------------
 
-    def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return self.execute_all_async(method_name, *args, **kwargs)
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """`execute_all` under its longer name."""
+        return self.execute_all(method_name, *args, **kwargs)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """`execute_all_async`, and wait."""
-        return self.wait(self.execute_all_async(method_name, *args, **kwargs))
+        """`execute_all`, and wait."""
+        return self.wait(self.execute_all(method_name, *args, **kwargs))
 
-    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        return self.execute_rank_zero_async(method_name, *args, **kwargs)
+    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """`execute_rank_zero` under its longer name."""
+        return self.execute_rank_zero(method_name, *args, **kwargs)
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """`execute_rank_zero_async`, and wait."""
-        return self.wait(self.execute_rank_zero_async(method_name, *args, **kwargs))
+        """`execute_rank_zero`, and wait."""
+        return self.wait(self.execute_rank_zero(method_name, *args, **kwargs))
 
     def spread(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """The arguments of each worker."""

@@ -17,7 +17,7 @@ from verl.errors import WorkerError
 
 END_SECONDS = 5.0
 """How long the end of the program waits for what the loop is in the middle of."""
-_lock = threading.Lock()
+_lock = threading.Lock()  # threads that call an async method first: two would start two loops
 _loop: asyncio.AbstractEventLoop | None = None
 _thread: threading.Thread | None = None
 

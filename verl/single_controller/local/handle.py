@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
@@ -12,10 +12,9 @@ from functools import partial
 from typing import Any
 
 from verl.errors import WorkerError, suggest
+from verl.single_controller.base.decorator import materialized
 from verl.single_controller.base.handle import Handle
 from verl.single_controller.base.rng import RngState, in_worker_call
-
-_END = object()
 
 
 class LocalHandle(Handle):
@@ -48,24 +47,11 @@ class LocalHandle(Handle):
 
     async def _invoke(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         function = self._method(method)
+        args, kwargs = materialized(function, args, kwargs)
         if inspect.iscoroutinefunction(function):
             return await function(*args, **kwargs)
         result = await self._in_thread(partial(function, *args, **kwargs))
         return await result if inspect.isawaitable(result) else result
-
-    async def _iterate(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AsyncIterator[Any]:
-        function = self._method(method)
-        if inspect.isasyncgenfunction(function):
-            items = function(*args, **kwargs)
-            try:
-                async for item in items:
-                    yield item
-            finally:
-                await items.aclose()
-            return
-        iterator: Iterator[Any] = iter(await self._in_thread(partial(function, *args, **kwargs)))
-        while (item := await self._in_thread(partial(next, iterator, _END))) is not _END:
-            yield item
 
     def _method(self, name: str) -> Callable[..., Any]:
         function = getattr(self._target, name, None)  # the name comes from the caller

@@ -18,7 +18,8 @@ from verl.errors import WorkerError, suggest
 from verl.ports import free_port
 from verl.protocol import DataProto
 from verl.single_controller.base.colocated import ColocatedWorker
-from verl.single_controller.base.handle import note_origin
+from verl.single_controller.base.decorator import materialized
+from verl.single_controller.base.handle import noted
 from verl.single_controller.base.resources import ClassWithInitArgs, ResourcePool
 from verl.single_controller.base.rng import RngState, worker_seed
 from verl.single_controller.base.worker import WorkerInfo, build
@@ -61,8 +62,8 @@ class LocalWorkerGroup(WorkerGroup):
         for rank, (local_rank, local_size) in enumerate(zip(pool.local_rank_list(), pool.local_world_size_list())):
             info = WorkerInfo(rank, pool.world_size, local_rank, local_size, LOCALHOST, port, role, seed)
             rng = RngState(worker_seed(seed, role, rank))
-            with rng.active():
-                workers.append(self._annotated(f"{role}[{rank}].__init__", build, class_with_init, info))
+            with rng.active(), noted(f"{role}[{rank}].__init__"):
+                workers.append(build(class_with_init, info))
             rngs.append(rng)
         self._attach(role, class_with_init.cls, workers, rngs, port)
 
@@ -103,11 +104,11 @@ class LocalWorkerGroup(WorkerGroup):
         """The asynchronous form of one worker."""
         return LocalHandle(self._workers[rank], self._worker_names[rank], timeout, max_concurrency, self._rngs[rank])
 
-    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Future[Any]]:
-        return [self._run(rank, method_name, a, k) for rank, (a, k) in enumerate(self.spread(args, kwargs))]
+    def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[Future[Any]]:
+        return self._run(method_name, self.spread(args, kwargs))
 
-    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._run(0, method_name, args, kwargs)
+    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        return self._run(method_name, [(args, kwargs)])[0]
 
     @property
     def master_address(self) -> str:
@@ -120,34 +121,30 @@ class LocalWorkerGroup(WorkerGroup):
     def _is_worker_alive(self, worker: Any) -> bool:
         return True
 
-    def _run(self, rank: int, method_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        name = f"{self._worker_names[rank]}.{method_name}"
-        try:
-            with self._rngs[rank].active():
-                result = self._annotated(name, self._call, self._workers[rank], method_name, args, kwargs)
-        except Exception as error:  # boundary: what the caller's ``get`` or ``wait`` raises
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-        return future
+    def _run(self, method_name: str, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Future[Any]]:
+        """Run a method on the first workers, one call each, in the order of their ranks."""
+        futures = []
+        for (args, kwargs), worker, rng, name in zip(calls, self._workers, self._rngs, self._worker_names):
+            future: Future[Any] = Future()
+            futures.append(future)
+            try:
+                with rng.active(), noted(f"{name}.{method_name}"):
+                    method = self._method(worker, method_name)
+                    args, kwargs = materialized(method, args, kwargs)
+                    result = method(*map(_own, args), **{key: _own(value) for key, value in kwargs.items()})
+                    result = run_coroutine(result) if inspect.iscoroutine(result) else result
+            except Exception as error:  # boundary: what the caller's ``get`` or ``wait`` raises
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+        return futures
 
-    def _call(self, worker: Any, method_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        method = getattr(worker, method_name, None)
+    def _method(self, worker: Any, name: str) -> Any:
+        method = getattr(worker, name, None)  # the name comes from the caller
         if not callable(method):
-            known = [name for name, _ in inspect.getmembers(type(worker), inspect.isroutine) if name[0] != "_"]
-            raise WorkerError(f"{self.role} has no method {method_name!r}", fix=suggest(method_name, known))
-        result = method(*(_own(v) for v in args), **{k: _own(v) for k, v in kwargs.items()})
-        return run_coroutine(result) if inspect.iscoroutine(result) else result
-
-    @staticmethod
-    def _annotated(where: str, function: Any, *args: Any) -> Any:
-        """Run; an exception passes as it is, with a note that says which worker it comes from."""
-        try:
-            return function(*args)
-        except Exception as error:
-            note_origin(error, where)
-            raise
+            known = [n for n, _ in inspect.getmembers(type(worker), inspect.isroutine) if n[0] != "_"]
+            raise WorkerError(f"{self.role} has no method {name!r}", fix=suggest(name, known))
+        return method
 
 
 def _own(value: Any) -> Any:

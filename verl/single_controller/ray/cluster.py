@@ -15,7 +15,7 @@ RESOURCES = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     """One living node."""
 
     id: str
@@ -30,10 +30,10 @@ class Node:
         return f"{self.address} ({self.id[:8]})" if self.id else self.address
 
 
-def nodes() -> list[Node]:
+def nodes() -> list[ClusterNode]:
     """The living nodes, sorted by address."""
-    alive = (found for found in ray.nodes() if found["Alive"])
-    listed = [Node(n["NodeID"], n["NodeManagerAddress"], dict(n["Resources"])) for n in alive]
+    alive = (entry for entry in ray.nodes() if entry["Alive"])
+    listed = [ClusterNode(n["NodeID"], n["NodeManagerAddress"], dict(n["Resources"])) for n in alive]
     return sorted(listed, key=lambda node: (_sortable(node.address), node.id))
 
 
@@ -59,23 +59,23 @@ def require(processes_on_nodes: Sequence[int], resource: str, seconds: float = 0
         time.sleep(0.5)
 
 
-def too_small(processes_on_nodes: Sequence[int], resource: str, found: Sequence[Node]) -> ConfigError:
+def too_small(processes_on_nodes: Sequence[int], resource: str, nodes: Sequence[ClusterNode]) -> ConfigError:
     """The error that lists sizes: asked for, and found on each node."""
-    sizes = ", ".join(f"{node}: {node.amount(resource)}" for node in found)
+    sizes = ", ".join(f"{node}: {node.amount(resource)}" for node in nodes)
     many = len(processes_on_nodes) > 1
     return ConfigError(
         "the Ray cluster is smaller than the run",
         key="trainer.nnodes" if many else "trainer.n_gpus_per_node",
         got=f"asked for {resource} on {len(processes_on_nodes)} node(s): {list(processes_on_nodes)}",
-        allowed=f"{resource} found on {len(found)} node(s): {sizes}",
+        allowed=f"{resource} found on {len(nodes)} node(s): {sizes}",
         fix="Make a cluster with `ray start --head` on one machine and `ray start --address=...` on the others, give "
         "its nodes more with --num-cpus or --num-gpus, or lower trainer.nnodes and trainer.n_gpus_per_node.",
     )
 
 
-def fits(processes_on_nodes: Sequence[int], resource: str, found: Sequence[Node]) -> bool:
+def fits(processes_on_nodes: Sequence[int], resource: str, nodes: Sequence[ClusterNode]) -> bool:
     """Whether every entry has a node of its own that is large enough."""
-    have = sorted((node.amount(resource) for node in found), reverse=True)
+    have = sorted((node.amount(resource) for node in nodes), reverse=True)
     asked = sorted(processes_on_nodes, reverse=True)
     return len(asked) <= len(have) and all(want <= there for want, there in zip(asked, have))
 

@@ -97,8 +97,8 @@ def fetch(references: list[Any]) -> list[Any]:
     try:
         return ray.get(references)
     except RayError as error:
-        found, cause = meaning(_root(references, error))
-        raise found from cause
+        translated, cause = meaning(_root(references, error))
+        raise translated from cause
 
 
 def meaning(error: RayError, with_note: bool = True) -> tuple[BaseException, BaseException | None]:
@@ -133,11 +133,11 @@ def meaning(error: RayError, with_note: bool = True) -> tuple[BaseException, Bas
 
 
 def _missing_module(error: RayError) -> WorkerError | None:
-    found = _MISSING.search(str(error))
-    if found is None:
+    match = _MISSING.search(str(error))
+    if match is None:
         return None
     return WorkerError(
-        f"a worker's process has no module {found.group(1)!r}",
+        f"a worker's process has no module {match.group(1)!r}",
         fix="What is sent to workers must be importable on every node: install the package there, or put its folder on "
         "PYTHONPATH before `ray start`.",
     )
@@ -158,7 +158,7 @@ def _root(references: list[Any], error: RayError) -> RayError:
     if isinstance(error, RayActorError) or len(references) < 2:
         return error
     ready, _ = ray.wait(list(dict.fromkeys(references)), num_returns=len(set(references)), timeout=SETTLE_SECONDS)
-    found = []
+    causes = []
     for reference in references:
         try:
             if reference in ready:
@@ -166,8 +166,8 @@ def _root(references: list[Any], error: RayError) -> RayError:
         except RayActorError as death:
             return death
         except RayError as failure:
-            found.append(failure)
-    return found[0] if found else error
+            causes.append(failure)
+    return causes[0] if causes else error
 
 
 def _portable(error: Exception) -> Exception:

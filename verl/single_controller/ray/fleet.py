@@ -68,7 +68,7 @@ class Fleet:
     def __init__(self, name: str, members: Sequence[Member]):
         self.name, self.members = name, list(members)
         self._cluster = ray.get_runtime_context().gcs_address
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # callers and the thread that watches: who writes the obituary, and closing
         self._obituary: str | None = None
         self._closed = False
         self._unfinished: list[Any] = []
@@ -257,11 +257,11 @@ def _last_lines(member: Member) -> list[str]:
 
 def read_tail(files: Sequence[str], lines: int = LOG_LINES) -> list[str]:
     """The last lines of each file, in the order of the files."""
-    found: list[str] = []
+    tail: list[str] = []
     for file in files:
         if Path(file).is_file():
             with open(file, "rb") as text:
                 text.seek(max(0, Path(file).stat().st_size - LOG_BYTES))
                 end = text.read(LOG_BYTES).decode(errors="replace")
-            found += [line.rstrip() for line in end.splitlines()[-lines:] if line.strip()]
-    return [line for line in found if not line.startswith(":")]  # Ray's own marks (:job_id:, :actor_name:)
+            tail += [line.rstrip() for line in end.splitlines()[-lines:] if line.strip()]
+    return [line for line in tail if not line.startswith(":")]  # Ray's own marks (:job_id:, :actor_name:)

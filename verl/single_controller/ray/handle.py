@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl import env
 from verl.single_controller.base.handle import Handle
 from verl.single_controller.base.resources import ClassWithInitArgs
-from verl.single_controller.base.worker import DEVICE_VARIABLES
 from verl.single_controller.ray import failures, transfer
 from verl.single_controller.ray.class_with_args import RayClassWithInitArgs
 from verl.single_controller.ray.fleet import Fleet
-from verl.single_controller.ray.launch import REGISTER_SECONDS, Recipe, launch
-from verl.single_controller.ray.resource_pool import Slot
+from verl.single_controller.ray.launch import REGISTER_SECONDS, LaunchPlan, launch
+from verl.single_controller.ray.resource_pool import ProcessSlot
 
 
 class RayHandle(Handle):
@@ -56,19 +52,6 @@ class RayHandle(Handle):
         ((args, kwargs),) = transfer.share([(args, kwargs)])
         return await self._answer(self._actor.request.remote([self._target, method], *args, **kwargs))
 
-    async def _iterate(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AsyncIterator[Any]:
-        key = f"{method}#{uuid.uuid4().hex}"
-        ((args, kwargs),) = transfer.share([(args, kwargs)])
-        await self._answer(self._actor.open_stream.remote(key, [self._target, method], *args, **kwargs))
-        try:
-            while True:
-                there, item = await self._answer(self._actor.next_item.remote(key))
-                if not there:
-                    return
-                yield item
-        finally:
-            self._actor.close_stream.remote(key)
-
     async def _answer(self, reference: Any) -> Any:
         try:
             return await reference
@@ -86,7 +69,7 @@ def host_object(
     *,
     timeout: float | None = None,
     max_concurrency: int = 1,
-    slot: Slot | None = None,
+    slot: ProcessSlot | None = None,
     share: float = 1.0,
     seed: int = 0,
     environment: Mapping[str, str] | None = None,
@@ -108,10 +91,9 @@ def host_object(
         register_seconds: how long the process may take to come up.
     """
     ray_cls = RayClassWithInitArgs.of(class_with_init)
-    recipe = Recipe(
+    recipe = LaunchPlan(
         role=name or ray_cls.cls.__name__,
         class_with_init=ray_cls,
-        hosting=host_beside,
         seed=seed,
         share=share,
         detached=detached,
@@ -122,12 +104,3 @@ def host_object(
     )
     fleet, _ = launch(recipe, [slot])
     return RayHandle(fleet.members[0].actor, "", fleet.members[0].name, timeout, fleet)
-
-
-def host_beside(class_with_init: ClassWithInitArgs, name: str) -> RayHandle:
-    """As `host_object`, on this process's node and with its devices, which the two use in turn."""
-    here = ray.get_runtime_context().get_node_id()
-    ray_cls = RayClassWithInitArgs.of(class_with_init)
-    ray_cls.update_options({"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False)})
-    devices = {variable: value for variable in DEVICE_VARIABLES if (value := env.get(variable))}
-    return host_object(ray_cls, name, environment=devices)

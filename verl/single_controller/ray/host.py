@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -101,19 +101,6 @@ class WorkerHost(HostBase):
         target, method = request
         return self.place.perform(target, method, args, kwargs)
 
-    def open_stream(self, key: str, request: Request, /, *args: Any, **kwargs: Any) -> None:
-        """Begin to run a method that yields."""
-        target, method = request
-        self.place.open_stream(key, target, method, args, kwargs)
-
-    def next_item(self, key: str) -> tuple[bool, Any]:
-        """(True, the next item), or (False, None) at the end."""
-        return self.place.next_item(key)
-
-    def close_stream(self, key: str) -> None:
-        """End the method if it is still running."""
-        self.place.close_stream(key)
-
 
 class AsyncWorkerHost(HostBase):
     """A worker with async methods, or any object behind a handle.
@@ -129,7 +116,6 @@ class AsyncWorkerHost(HostBase):
         self._order = ThreadPoolExecutor(1, thread_name_prefix="verl-calls")
         self._threads = self._order if num_threads == 1 else ThreadPoolExecutor(num_threads, "verl-requests")
         self._turns: dict[str, Turns] = {}
-        self._streams: dict[str, AsyncGenerator[Any, None]] = {}
 
     async def ping(self) -> None:
         """A sign of life."""
@@ -161,32 +147,6 @@ class AsyncWorkerHost(HostBase):
         if self.place.is_async(target, method):
             return await self.place.attend(target, method, args, kwargs)
         return await self._in(self._threads, self.place.perform, target, method, args, kwargs)
-
-    async def open_stream(self, key: str, request: Request, /, *args: Any, **kwargs: Any) -> None:
-        """Begin to run a method that yields."""
-        target, method = request
-        if self.place.is_async(target, method):
-            self._streams[key] = self.place.async_items(target, method, args, kwargs)
-        else:
-            await self._in(self._threads, self.place.open_stream, key, target, method, args, kwargs)
-
-    async def next_item(self, key: str) -> tuple[bool, Any]:
-        """(True, the next item), or (False, None) at the end."""
-        items = self._streams.get(key)
-        if items is None:
-            return await self._in(self._threads, self.place.next_item, key)
-        with self.place.reporting(key):
-            async for item in items:
-                return True, item
-        return False, None
-
-    async def close_stream(self, key: str) -> None:
-        """End the method if it is still running."""
-        items = self._streams.pop(key, None)
-        if items is None:
-            await self._in(self._threads, self.place.close_stream, key)
-        else:
-            await items.aclose()
 
     def _in(self, threads: ThreadPoolExecutor, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().run_in_executor(threads, partial(function, *args))

@@ -17,12 +17,11 @@ from ray.exceptions import GetTimeoutError
 from verl import env
 from verl.errors import WorkerError
 from verl.single_controller.base.colocated import ColocatedWorker
-from verl.single_controller.base.hosting import Hosting
 from verl.single_controller.base.worker import DEVICE_VARIABLES, WorkerInfo
 from verl.single_controller.ray import failures, host, transfer
 from verl.single_controller.ray.class_with_args import RayClassWithInitArgs
 from verl.single_controller.ray.fleet import Fleet, Member
-from verl.single_controller.ray.resource_pool import Slot
+from verl.single_controller.ray.resource_pool import ProcessSlot
 
 REGISTER_SECONDS = 300.0
 LOCALHOST = "127.0.0.1"
@@ -32,13 +31,12 @@ USER_MODULES = "verl_user_"
 
 
 @dataclass(frozen=True)
-class Recipe:
+class LaunchPlan:
     """What the processes of a group have in common.
 
     Args:
         role: name of the group; worker names and seeds derive from it.
         class_with_init: what to build.
-        hosting: how a worker puts an object into a process beside it.
         seed: the run's.
         share: part of a slot's device that each process takes, so that several groups may share the slot.
         detached: the processes outlive the controller and are found again by name.
@@ -51,7 +49,6 @@ class Recipe:
 
     role: str
     class_with_init: RayClassWithInitArgs
-    hosting: Hosting
     seed: int = 0
     share: float = 1.0
     detached: bool = False
@@ -67,7 +64,7 @@ class Recipe:
         return self.behind_handle or has_async_methods(self.class_with_init.cls)
 
 
-def launch(recipe: Recipe, slots: Sequence[Slot | None]) -> tuple[Fleet, tuple[str, int]]:
+def launch(recipe: LaunchPlan, slots: Sequence[ProcessSlot | None]) -> tuple[Fleet, tuple[str, int]]:
     """One process per slot (None leaves the place to Ray), each with its worker built.
 
     Returns:
@@ -100,10 +97,10 @@ def has_async_methods(cls: Any) -> bool:
     if inspect.isclass(cls) and issubclass(cls, ColocatedWorker):
         return any(has_async_methods(member.cls) for member in cls.class_dict.values())
     methods = (method for name, method in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_"))
-    return any(inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method) for method in methods)
+    return any(inspect.iscoroutinefunction(method) for method in methods)
 
 
-def _actor(recipe: Recipe, rank: int, slot: Slot | None) -> Any:
+def _actor(recipe: LaunchPlan, rank: int, slot: ProcessSlot | None) -> Any:
     kind = host.AsyncWorkerHost if recipe.concurrent else host.WorkerHost
     name = worker_names(recipe.role, rank + 1)[rank]
     options: dict[str, Any] = {"num_cpus": 0, "resources": dict(recipe.class_with_init.additional_resource)}
@@ -150,17 +147,17 @@ def _forward(name: str, concurrent: bool) -> Any:
     return method
 
 
-def _environment(recipe: Recipe) -> dict[str, str]:
+def _environment(recipe: LaunchPlan) -> dict[str, str]:
     """The controller's variables without its devices: which device a process sees is Ray's to say."""
     forwarded = {name: value for name, value in env.forwarded().items() if name not in DEVICE_VARIABLES}
     return {**forwarded, **{name: str(value) for name, value in recipe.environment.items()}}
 
 
-def _introduce(recipe: Recipe, actors: Sequence[Any]) -> tuple[Fleet, tuple[str, int]]:
+def _introduce(recipe: LaunchPlan, actors: Sequence[Any]) -> tuple[Fleet, tuple[str, int]]:
     names = worker_names(recipe.role, len(actors))
     questions = [actor.introduce.remote(recipe.ports) for actor in actors]
     try:
-        found = ray.get(questions, timeout=recipe.register_seconds)
+        intros = ray.get(questions, timeout=recipe.register_seconds)
     except GetTimeoutError:
         ready, _ = ray.wait(questions, num_returns=len(questions), timeout=0)
         missing = [name for name, question in zip(names, questions) if question not in ready]
@@ -168,23 +165,26 @@ def _introduce(recipe: Recipe, actors: Sequence[Any]) -> tuple[Fleet, tuple[str,
             f"{len(missing)} of {len(actors)} worker processes did not start within {recipe.register_seconds:g} s",
             key="trainer.ray_wait_register_center_timeout",
             got=missing,
-            fix="`ray status` shows whether the cluster is full; the logs in /tmp/ray/session_latest/logs show whether "
-            "the processes fail.",
+            fix="`ray status` shows whether the cluster is full; the logs of its session (in /tmp/verl-<uid>/ray for a "
+            "cluster of this run's own, in /tmp/ray after `ray start`) show whether the processes fail.",
         ) from None
     except ray.exceptions.RayError as error:
         exception, cause = failures.meaning(error)
         raise exception from cause
     members = [
         Member(name, actor, one["node_id"], one["address"], one["pid"], one["logs"])
-        for name, actor, one in zip(names, actors, found)
+        for name, actor, one in zip(names, actors, intros)
     ]
     one_node = len({member.node_id for member in members}) == 1
-    return Fleet(recipe.role, members), (LOCALHOST if one_node else found[0]["address"], found[0]["port"])
+    return Fleet(recipe.role, members), (
+        LOCALHOST if one_node else intros[0]["address"],
+        intros[0]["port"],
+    )
 
 
-def _build(recipe: Recipe, fleet: Fleet, master: tuple[str, int]) -> None:
+def _build(recipe: LaunchPlan, fleet: Fleet, master: tuple[str, int]) -> None:
     _send_user_modules()
-    boxed = [ray.put((recipe.class_with_init.plain(), recipe.hosting))]
+    boxed = [ray.put(recipe.class_with_init.plain())]
     nodes = [member.node_id for member in fleet.members]
     calls = []
     for rank, member in enumerate(fleet.members):

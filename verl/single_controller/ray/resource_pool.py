@@ -25,7 +25,7 @@ PLACEMENT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Slot:
+class ProcessSlot:
     """The place of one process: a bundle of a placement group, and the node it lies on."""
 
     group: PlacementGroup
@@ -86,7 +86,7 @@ class RayResourcePool(ResourcePool):
             self.pgs = _reserve(self.store, self._bundle(resource), strategy, name or self.name_prefix, self.detached)
         return self.pgs
 
-    def slots(self, strategy: str = "STRICT_PACK", device_name: str = "cuda") -> list[Slot]:
+    def slots(self, strategy: str = "STRICT_PACK", device_name: str = "cuda") -> list[ProcessSlot]:
         """The place of every process in the order of the ranks."""
         return [slot for group in self.get_placement_groups(strategy, device_name=device_name) for slot in _of(group)]
 
@@ -132,13 +132,13 @@ class SubRayResourcePool(RayResourcePool):
         nodes = [slot.node_id for slot in part]
         self._store = [nodes.count(node) for node in dict.fromkeys(nodes)]
 
-    def slots(self, strategy: str = "STRICT_PACK", device_name: str = "cuda") -> list[Slot]:
+    def slots(self, strategy: str = "STRICT_PACK", device_name: str = "cuda") -> list[ProcessSlot]:
         return self._part(super().slots(strategy, device_name))
 
     def close(self) -> None:
         """Nothing: the whole pool holds the reservation."""
 
-    def _part(self, slots: list[Slot]) -> list[Slot]:
+    def _part(self, slots: list[ProcessSlot]) -> list[ProcessSlot]:
         return slots[self.start_bundle_index : self.start_bundle_index + self.subgroup_world_size]
 
 
@@ -214,9 +214,9 @@ def _settings(pool: RayResourcePool) -> dict[str, Any]:
     }
 
 
-def _of(group: PlacementGroup) -> list[Slot]:
+def _of(group: PlacementGroup) -> list[ProcessSlot]:
     node_of = placement_group_table(group)["bundles_to_node_id"]
-    return [Slot(group, bundle, node_of[bundle]) for bundle in sorted(node_of)]
+    return [ProcessSlot(group, bundle, node_of[bundle]) for bundle in sorted(node_of)]
 
 
 def _reserve(

@@ -36,7 +36,7 @@ class Started:
 
     address: str
     own: bool
-    nodes: tuple[cluster.Node, ...]
+    nodes: tuple[cluster.ClusterNode, ...]
     device: str = "cpu"
 
 
@@ -101,8 +101,8 @@ def _accelerator(processes_on_nodes: Sequence[int], join_seconds: float) -> str:
     deadline = time.monotonic() + join_seconds
     while len(cluster.nodes()) < len(processes_on_nodes) and time.monotonic() < deadline:
         time.sleep(0.5)
-    found = [kind for kind, resource in cluster.RESOURCES.items() if kind != "cpu" and cluster.has_devices(resource)]
-    return found[0] if found else "cpu"
+    kinds = [kind for kind, resource in cluster.RESOURCES.items() if kind != "cpu" and cluster.has_devices(resource)]
+    return kinds[0] if kinds else "cpu"
 
 
 def _start_own(processes_on_nodes: Sequence[int], device_name: str, settings: dict[str, Any]) -> None:
@@ -110,14 +110,16 @@ def _start_own(processes_on_nodes: Sequence[int], device_name: str, settings: di
     settings.setdefault("include_dashboard", False)
     _check_this_machine(processes_on_nodes, device_name, settings)
     security.demand_token()
-    _connect("local", settings)
+    settings.setdefault("_temp_dir", security.folder_for_files())
+    with security.on_loopback():
+        _connect("local", settings)
 
 
 def _check_this_machine(processes_on_nodes: Sequence[int], device_name: str, settings: Mapping[str, Any]) -> None:
     """Refuse what cannot work before anything is started."""
     resource = cluster.RESOURCES[device_name]
     size = settings["num_cpus"] if resource == "CPU" else settings.get("num_gpus", device.device_count(device_name))
-    here = cluster.Node("", "this machine", {resource: size})
+    here = cluster.ClusterNode("", "this machine", {resource: size})
     if not cluster.fits(processes_on_nodes, resource, [here]):
         raise cluster.too_small(processes_on_nodes, resource, [here])
 

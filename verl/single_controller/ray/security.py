@@ -1,20 +1,26 @@
-"""Token authentication of the cluster: whoever reaches Ray's ports could otherwise run code on every node.
+"""Who may speak to the cluster: whoever reaches Ray's ports could otherwise run code on every node.
 
-A cluster that we start always asks for a token. A cluster that we join is asked whether it does; the token of this
-machine is only sent to one that wants it.
+A cluster that we start listens on loopback, keeps its sockets in a folder of this user's alone, and asks for a token. A
+cluster that we join is asked whether it does; the token of this machine is only sent to one that wants it.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from verl import env
+from verl.errors import ConfigError
 from verl.metrics import notice
+from verl.storage.fetch import NotPrivateError, private_folder
 
 MODE = "RAY_AUTH_MODE"
 TOKEN, TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+_LONGEST_SOCKET = 107  # bytes of a path that the kernel takes
+_IN_SESSION = len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.0")
 
 
 def mode_was_chosen() -> bool:
@@ -50,6 +56,46 @@ def use_token() -> None:
     from ray._raylet import Config  # type: ignore[attr-defined]  # Ray's own way to read its environment again
 
     Config.initialize("")
+
+
+def folder_for_files() -> str:
+    """The folder for sockets and logs of a cluster of this run's own, inside one that no other user can enter.
+
+    Ray makes every folder 0777. Ours lies where Ray's would: in ``RAY_TMPDIR``, else ``TMPDIR``, else ``/tmp``; in
+    ``/tmp`` also where the path of a socket in ``TMPDIR`` would be longer than the kernel allows.
+
+    Raises:
+        ConfigError: the name is taken by somebody else, or others may enter the folder.
+    """
+    place = env.get("RAY_TMPDIR") or env.get("TMPDIR") or "/tmp"
+    needed = len(os.fsencode(f"{place}/verl-{os.geteuid()}/ray")) + _IN_SESSION
+    if needed > _LONGEST_SOCKET and not env.get("RAY_TMPDIR"):
+        place = "/tmp"
+    try:
+        return str(private_folder(Path(place)) / "ray")
+    except NotPrivateError as refused:
+        raise ConfigError(
+            str(refused),
+            key="RAY_TMPDIR",
+            got=place,
+            fix=f"Remove it, or ask an administrator to: rm -rf {refused.folder}. Or name another folder.",
+        ) from None
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """What Ray starts within listens on 127.0.0.1 only: one machine needs no more.
+
+    Ray has this for macOS and no setting for Linux; an address of the node that was asked for still counts.
+    """
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def _write_token(file: Path) -> None:

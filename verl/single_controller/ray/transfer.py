@@ -85,8 +85,8 @@ def opened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     boxes = [value for value in (*args, *kwargs.values()) if isinstance(value, Box)]
     if not boxes:
         return tuple(args), dict(kwargs)
-    found = dict(zip(map(id, boxes), failures.fetch([box.reference for box in boxes])))
-    return tuple(found.get(id(v), v) for v in args), {k: found.get(id(v), v) for k, v in kwargs.items()}
+    opened_boxes = dict(zip(map(id, boxes), failures.fetch([box.reference for box in boxes])))
+    return tuple(opened_boxes.get(id(v), v) for v in args), {k: opened_boxes.get(id(v), v) for k, v in kwargs.items()}
 
 
 def payload_bytes(value: Any) -> int:
@@ -128,12 +128,12 @@ Arrived = list[tuple[str, torch.Tensor]]
 
 def arrived_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arrived:
     """The tensors of the batches among the arguments, with their names."""
-    found: Arrived = []
+    tensors: Arrived = []
     for value in (*args, *kwargs.values()):
         batch = value.batch if isinstance(value, DataProto) else value
         if isinstance(batch, TensorDictBase):
-            found += [(str(key), item) for key, item in batch.items() if isinstance(item, torch.Tensor)]
-    return found
+            tensors += [(str(key), item) for key, item in batch.items() if isinstance(item, torch.Tensor)]
+    return tensors
 
 
 def check_untouched(arrived: Arrived) -> None:

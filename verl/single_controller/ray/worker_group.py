@@ -20,9 +20,9 @@ from verl.single_controller.base.worker_group import WorkerGroup
 from verl.single_controller.ray import failures, transfer
 from verl.single_controller.ray.class_with_args import RayClassWithInitArgs
 from verl.single_controller.ray.fleet import Fleet, Member
-from verl.single_controller.ray.handle import RayHandle, host_beside
-from verl.single_controller.ray.launch import REGISTER_SECONDS, Recipe, launch, worker_names
-from verl.single_controller.ray.resource_pool import RayResourcePool, Slot
+from verl.single_controller.ray.handle import RayHandle
+from verl.single_controller.ray.launch import REGISTER_SECONDS, LaunchPlan, launch, worker_names
+from verl.single_controller.ray.resource_pool import ProcessSlot, RayResourcePool
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -79,14 +79,13 @@ class RayWorkerGroup(WorkerGroup):
         if worker_names or worker_handles:
             fleet, master = _attached(role, worker_names, worker_handles)
         else:
-            slots: list[Slot | None] = [None]
+            slots: list[ProcessSlot | None] = [None]
             if resource_pool is not None:
                 device = device_name or "cuda" if use_gpu else "cpu"
                 slots = [*resource_pool.slots("STRICT_PACK" if bin_pack else "PACK", device)]
-            recipe = Recipe(
+            recipe = LaunchPlan(
                 role=role,
                 class_with_init=ray_cls,
-                hosting=host_beside,
                 seed=seed,
                 share=1 / resource_pool.max_colocate_count if resource_pool is not None else 1.0,
                 detached=detached,
@@ -120,6 +119,7 @@ class RayWorkerGroup(WorkerGroup):
         self._workers = [member.actor for member in fleet.members]
         self._worker_names = worker_names(role, len(fleet.members))
         self._callers: dict[tuple[int, str], Any] = {}
+        # Threads of this process that call the group: a call is numbered and sent in one go.
         self._caller_id, self._sending = uuid.uuid4().hex, threading.Lock()
         self._sent = [0] * len(fleet.members)
         self._bind_worker_method(worker_class)
@@ -153,13 +153,11 @@ class RayWorkerGroup(WorkerGroup):
 
     # ---- calls -------------------------------------------------------------------------------------------------
 
-    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        calls = transfer.share(self.spread(args, kwargs))
-        return [self._send(rank, method_name, a, k) for rank, (a, k) in enumerate(calls)]
+    def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return self._send(method_name, transfer.share(self.spread(args, kwargs)))
 
-    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        ((args, kwargs),) = transfer.share([(args, kwargs)])
-        return self._send(0, method_name, args, kwargs)
+    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        return self._send(method_name, transfer.share([(args, kwargs)]))[0]
 
     def wait(self, references: Any) -> Any:
         """The values behind references; after a failure the workers that are still busy with the call are remembered.
@@ -184,16 +182,19 @@ class RayWorkerGroup(WorkerGroup):
             )
         return RayHandle(self._workers[rank], self._target, self._worker_names[rank], timeout, self._fleet)
 
-    def _send(self, rank: int, method_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        caller = self._callers.get((rank, method_name))
-        if caller is None:
-            named = f"{self._worker_names[rank]}.{method_name}"
-            caller = self._callers[rank, method_name] = self._workers[rank].call.options(name=named)
-        with self._sending:
-            header = [self._caller_id, self._sent[rank], self._target, method_name]
-            reference = caller.remote(header, *args, **kwargs)
-            self._sent[rank] += 1  # a call that could not be sent has no number
-        return reference
+    def _send(self, method_name: str, calls: Sequence[transfer.Call]) -> list[Any]:
+        """Start a method on the first workers, one call each, in the order of their ranks."""
+        references = []
+        for rank, (args, kwargs) in enumerate(calls):
+            caller = self._callers.get((rank, method_name))
+            if caller is None:
+                named = f"{self._worker_names[rank]}.{method_name}"
+                caller = self._callers[rank, method_name] = self._workers[rank].call.options(name=named)
+            with self._sending:
+                header = [self._caller_id, self._sent[rank], self._target, method_name]
+                references.append(caller.remote(header, *args, **kwargs))
+                self._sent[rank] += 1  # a call that could not be sent has no number
+        return references
 
     # ---- the processes -----------------------------------------------------------------------------------------
 
@@ -240,11 +241,11 @@ class RayWorkerGroup(WorkerGroup):
 def _attached(role: str, names: Sequence[str] | None, handles: Sequence[Any] | None) -> tuple[Fleet, tuple[str, int]]:
     transfer.install()
     actors = list(handles or ()) or [_named_actor(name) for name in names or ()]
-    found = failures.fetch([actor.introduce.remote() for actor in actors])
+    intros = failures.fetch([actor.introduce.remote() for actor in actors])
     described = failures.fetch([actors[0].describe.remote()])[0]
     members = [
         Member(name, actor, one["node_id"], one["address"], one["pid"], one["logs"])
-        for name, actor, one in zip(worker_names(role, len(actors)), actors, found)
+        for name, actor, one in zip(worker_names(role, len(actors)), actors, intros)
     ]
     return Fleet(role, members), described["master"]
 

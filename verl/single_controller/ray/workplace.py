@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,7 +16,7 @@ from verl import device, env
 from verl.errors import WorkerError, suggest
 from verl.metrics import start_logging
 from verl.single_controller.base.colocated import ColocatedWorker
-from verl.single_controller.base.hosting import set_hosting
+from verl.single_controller.base.decorator import materialized
 from verl.single_controller.base.rng import RngState, worker_seed
 from verl.single_controller.base.worker import WorkerInfo, build
 from verl.single_controller.ray import transfer
@@ -28,7 +28,7 @@ class Workplace:
 
     Args:
         name: of the worker, for messages.
-        boxed_class: a reference to the `ClassWithInitArgs` and the `Hosting` of the worker, in a list.
+        boxed_class: a reference to the `ClassWithInitArgs` of the worker, in a list.
         info: fields of the worker's `WorkerInfo`.
         threads: torch's thread count; None shares the node's cores among its workers.
     """
@@ -42,11 +42,9 @@ class Workplace:
         device.keep_freed_memory()
         transfer.install()
         self._seat = _Seat()
-        self._streams: dict[str, tuple[RngState, Iterator[Any]]] = {}
         rng = RngState(worker_seed(self.info.seed, self.info.role, self.info.rank))
         with reported(f"{name}.__init__"):
-            ((class_with_init, hosting),) = fetch(boxed_class)
-            set_hosting(hosting)
+            (class_with_init,) = fetch(boxed_class)
             self._seat.take(rng)
             worker = build(class_with_init, self.info)
         self._targets: dict[str, tuple[str, Any, RngState]] = {"": (name, worker, rng)}
@@ -84,9 +82,10 @@ class Workplace:
         name, worker, rng = self._target(target)
         self._seat.take(rng)
         with reported(f"{name}.{method}"):
-            args, kwargs = transfer.opened(args, kwargs)
+            function = self._method(worker, name, method)
+            args, kwargs = materialized(function, *transfer.opened(args, kwargs))
             arrived = transfer.arrived_tensors(args, kwargs)
-            result = self._method(worker, name, method)(*args, **kwargs)
+            result = function(*args, **kwargs)
             if inspect.iscoroutine(result):
                 result = asyncio.run_coroutine_threadsafe(result, self._running_loop()).result()
             transfer.check_untouched(arrived)
@@ -97,47 +96,18 @@ class Workplace:
         name, worker, _ = self._target(target)
         with reported(f"{name}.{method}"):
             function = self._method(worker, name, method)
-        return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+        return inspect.iscoroutinefunction(function)
 
     async def attend(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an async method in this event loop, beside others; it must draw random numbers by key."""
         name, worker, _ = self._target(target)
         with reported(f"{name}.{method}"):
-            args, kwargs = transfer.opened(args, kwargs)
+            function = self._method(worker, name, method)
+            args, kwargs = materialized(function, *transfer.opened(args, kwargs))
             arrived = transfer.arrived_tensors(args, kwargs)
-            result = await self._method(worker, name, method)(*args, **kwargs)
+            result = await function(*args, **kwargs)
             transfer.check_untouched(arrived)
             return result
-
-    def reporting(self, key: str) -> AbstractContextManager[None]:
-        """As `reported`, for a stream: its key begins with the method's name."""
-        return reported(f"{self._targets[''][0]}.{key.partition('#')[0]}")
-
-    # ---- streams -----------------------------------------------------------------------------------------------
-
-    def async_items(
-        self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> AsyncGenerator[Any, None]:
-        name, worker, _ = self._target(target)
-        args, kwargs = transfer.opened(args, kwargs)
-        return self._method(worker, name, method)(*args, **kwargs)
-
-    def open_stream(self, key: str, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        rng = self._target(target)[2]
-        self._streams[key] = rng, iter(self.perform(target, method, args, kwargs))
-
-    def next_item(self, key: str) -> tuple[bool, Any]:
-        rng, items = self._streams[key]
-        self._seat.take(rng)
-        with self.reporting(key):
-            for item in items:
-                return True, item
-        return False, None
-
-    def close_stream(self, key: str) -> None:
-        _, items = self._streams.pop(key, (None, None))
-        if inspect.isgenerator(items):
-            items.close()
 
     def _target(self, target: str) -> tuple[str, Any, RngState]:
         if target not in self._targets:

@@ -13,8 +13,7 @@ from verl.observability.samples import dump_generations
 from verl.observability.tracker import Sample
 from verl.protocol import DataProto
 from verl.single_controller.base import Roles
-from verl.trainer.ppo.context import StepContext
-from verl.trainer.ppo.roles import distinct_groups
+from verl.trainer.ppo.context import RunState, StepContext
 from verl.trainer.ppo.signs import signs_of
 from verl.trainer.ppo.validation import Validator
 from verl.trainer.signals import StepDropped
@@ -25,6 +24,7 @@ class Run(Protocol):
     """What a hook sees of the trainer: `RayPPOTrainer` and trainers like it."""
 
     config: PPOTrainerConfig
+    state: RunState
     ctx: StepContext
     roles: Roles
     schedule: Any
@@ -50,7 +50,10 @@ class Run(Protocol):
 
 
 class Callback:
-    """Hooks of a run; every one is optional. A hook may add metrics through ``trainer.ctx.metrics``."""
+    """Hooks of a run; every one is optional. A hook may add metrics through ``trainer.ctx.metrics``.
+
+    ``trainer.ctx`` is the notebook of the step that is learned from, ``trainer.state`` what outlives it.
+    """
 
     def on_fit_begin(self, trainer: Run) -> None:
         """Before the first step."""
@@ -155,7 +158,7 @@ class Profile(Callback):
         if name is not None:
             self.runs = True
             with trainer.ctx.timed("start_profile"):
-                for group in distinct_groups(trainer.roles):
+                for group in trainer.roles.groups():
                     group.start_profile(name)
 
     def on_step_end(self, trainer: Run, batch: DataProto) -> None:
@@ -169,7 +172,7 @@ class Profile(Callback):
 
     def _stop(self, trainer: Run) -> None:
         self.runs = False
-        for group in distinct_groups(trainer.roles):
+        for group in trainer.roles.groups():
             group.stop_profile()
 
 

@@ -19,7 +19,7 @@ from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.single_controller.base import Roles
 from verl.trainer import rng
-from verl.trainer.ppo.context import StepContext
+from verl.trainer.ppo.context import RunState
 from verl.trainer.ppo.stages import PromptSource
 
 SURPLUS, REFERENCE = "surplus", "ref"
@@ -62,11 +62,11 @@ class RunCheckpoints:
     Args:
         roles: every trainable role is saved under its name.
         source: the place in the data.
-        ctx: step, KL controller and surplus samples.
+        run: step, KL controller and surplus samples.
     """
 
-    def __init__(self, config: PPOTrainerConfig, roles: Roles, source: PromptSource, ctx: StepContext):
-        self.config, self.roles, self.source, self.ctx = config, roles, source, ctx
+    def __init__(self, config: PPOTrainerConfig, roles: Roles, source: PromptSource, run: RunState):
+        self.config, self.roles, self.source, self.run = config, roles, source, run
         trainer = config.trainer
         self.folder = Path(trainer.default_local_dir).absolute()  # a worker may run in another directory
         self.writer: CheckpointWriter | None = None
@@ -100,7 +100,7 @@ class RunCheckpoints:
     def save_boundary(self) -> str:
         """Save the state after the last complete step, the one in progress being dropped; returns what to tell."""
         if self.writer is None:
-            return f"stopped at step {self.ctx.step}; nothing is saved, because trainer.save_freq is not set"
+            return f"stopped at step {self.run.step}; nothing is saved, because trainer.save_freq is not set"
         boundary = self._boundary
         if boundary is None or boundary.step == 0:
             return "stopped before the first step was complete; there is nothing to save"
@@ -112,12 +112,12 @@ class RunCheckpoints:
 
     def _here(self) -> Boundary:
         state = {
-            "step": self.ctx.step,
+            "step": self.run.step,
             "data": self.source.state_dict(),
-            "kl": self.ctx.kl_controller.state_dict(),
+            "kl": self.run.kl_controller.state_dict(),
             "rng": rng.rng_state(),
         }
-        return Boundary(self.ctx.step, state, self.ctx.pool.peek())
+        return Boundary(self.run.step, state, self.run.pool.peek())
 
     def _save(self, boundary: Boundary) -> Path:
         if self.writer is None:
@@ -125,7 +125,7 @@ class RunCheckpoints:
         parts: dict[str, Callable[[Path], Any]] = {name: self._role_writer(name) for name in self._trained()}
         if self._reference_moves:
             reference = self.roles[REFERENCE].group
-            parts[REFERENCE] = lambda folder: reference.save_reference(str(folder))[0]
+            parts[REFERENCE] = lambda folder: reference.save_checkpoint(str(folder), ("model",))[0]
         surplus = boundary.surplus
         if surplus is not None:
             parts[SURPLUS] = lambda folder: _save_batch(folder, surplus)
@@ -150,16 +150,16 @@ class RunCheckpoints:
             if handle.kind == "trainable":
                 handle.group.load_checkpoint(str(folder / name), tuple(self._contents(name)["load_contents"]))
         if REFERENCE in reader.parts and REFERENCE in self.roles:
-            self.roles[REFERENCE].group.load_reference(str(folder / REFERENCE))
+            self.roles[REFERENCE].group.load_checkpoint(str(folder / REFERENCE), ("model",))
             self._reference_moves = True  # it is not the model at its path any more, whether it goes on moving or not
         state = reader.trainer_state()
         self.source.load_state_dict(state["data"])
-        self.ctx.kl_controller.load_state_dict(state["kl"])
+        self.run.kl_controller.load_state_dict(state["kl"])
         rng.set_rng_state(state["rng"])
-        self.ctx.step = int(state["step"])
+        self.run.step = int(state["step"])
         if SURPLUS in reader.parts:
-            self.ctx.pool.add(DataProto.load_from_disk(str(folder / SURPLUS / "batch")))
-        self._saved, self.resumed = (self.ctx.step, folder), True
+            self.run.pool.add(DataProto.load_from_disk(str(folder / SURPLUS / "batch")))
+        self._saved, self.resumed = (self.run.step, folder), True
         notice("trainer.resume_mode", f"continues from {folder}")
 
     def close(self) -> None:

@@ -1,10 +1,15 @@
-"""What a step needs besides the batch and the roles: the configuration, its number, its timers and its metrics."""
+"""What a step needs besides the batch and the roles: the state of the run, and a notebook of its own.
+
+`RunState` outlives steps, `StepContext` is what the stages of one step write into. `collect` of the next step and
+`learn` of this one may be open at once: each has a `StepContext`, and both know the one run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from verl.algorithms.calls import names_parameter
@@ -34,6 +39,8 @@ class SamplePool:
 
     def __init__(self, rows: int):
         self.rows = rows
+        self.sample_info: dict[str, list[Any]] = {}
+        """What the scorer returned beside the scores of the samples that came last, by name."""
         self._parts: list[DataProto] = []
 
     def __len__(self) -> int:
@@ -65,32 +72,34 @@ class SamplePool:
 
 
 @dataclass
-class StepContext:
-    """State of the run that outlives a step, and the step's own notebook.
+class RunState:
+    """What outlives a step.
 
     Args:
-        config: the whole configuration.
+        config: the configuration of the run.
         reward: scores samples; returns ``reward_tensor``, ``reward_extra_info`` and ``unscorable``.
         total_steps: length of the run.
+        steps_per_epoch: batches of prompts in an epoch.
         stop: whether a signal asks the run to end.
+        step: the last step that has begun; 0 before the first.
     """
 
     config: PPOTrainerConfig
     reward: Callable[..., dict[str, Any]]
     total_steps: int
-    step: int = 0
-    epoch: int = 0
-    metrics: MetricSet = field(default_factory=MetricSet)
-    timers: Timers = field(default_factory=Timers)
-    sample_info: dict[str, list[Any]] = field(default_factory=dict)
+    steps_per_epoch: int = 1
     stop: StopSignals = field(default_factory=StopSignals)
+    step: int = 0
 
     def __post_init__(self) -> None:
         config = self.config
         self.estimator = ADVANTAGE_ESTIMATORS.get(config.algorithm.adv_estimator)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.pool = SamplePool(config.data.train_batch_size * self.samples_per_prompt)
-        self.gen_batches = 0
+
+    def open(self, step: int) -> StepContext:
+        """The empty notebook of a step; that of another step may be open, too."""
+        return StepContext(self, step)
 
     @property
     def samples_per_prompt(self) -> int:
@@ -105,48 +114,6 @@ class StepContext:
     def learns_from_pairs(self) -> bool:
         """The actor's loss compares the best and the worst answer to each prompt."""
         return learns_from_pairs(self.config)
-
-    @property
-    def moves_reference(self) -> bool:
-        """After this step's update the reference policy becomes the actor's (``trainer.ref_update_freq``)."""
-        every = self.config.trainer.ref_update_freq
-        return every is not None and self.step % every == 0
-
-    def begin(self, step: int, epoch: int) -> None:
-        """Open the notebook of a new step."""
-        self.step, self.epoch, self.gen_batches = step, epoch, 0
-        self.metrics, self.timers = MetricSet(), Timers()
-
-    def timed(self, stage: str) -> AbstractContextManager[None]:
-        """Seconds spent inside are reported as ``timing_s/<stage>``."""
-        return self.timers(stage)
-
-    @property
-    def more_in_flight(self) -> int:
-        """Batches of prompts that are sampled together with the next one: none beyond the limit of a step."""
-        rule = self.config.algorithm.filter_groups
-        if not rule.enable:
-            return 0
-        limit = rule.max_num_gen_batches
-        left = limit - self.gen_batches if limit > 0 else rule.max_inflight_gen_batches
-        return max(0, min(rule.max_inflight_gen_batches, left) - 1)
-
-    def count_gen_batch(self) -> None:
-        """One more batch of prompts was sampled for this step; an endless refill is an error."""
-        self.gen_batches += 1
-        limit = self.config.algorithm.filter_groups.max_num_gen_batches
-        if 0 < limit < self.gen_batches:
-            raise DataError(
-                f"{limit} batches of prompts were sampled, only {len(self.pool)} of {self.pool.rows} samples kept",
-                key="algorithm.filter_groups.max_num_gen_batches",
-                fix="The task is too easy or too hard for this model: change the data, raise the limit or set it to 0.",
-            )
-        if limit <= 0 and self.gen_batches == MANY_GEN_BATCHES:
-            notice(
-                "algorithm.filter_groups.max_num_gen_batches",
-                f"step {self.step} samples batch {self.gen_batches} of prompts, with {len(self.pool)} of "
-                f"{self.pool.rows} samples kept; without a limit it goes on until the batch is full",
-            )
 
     @property
     def needs_old_log_prob(self) -> bool:
@@ -180,3 +147,94 @@ class StepContext:
     def needs_reward_baselines(self) -> bool:
         """The estimator compares with the reward of a greedy response (ReMax)."""
         return names_parameter(self.estimator, "reward_baselines")
+
+
+def _of_run(name: str) -> Any:
+    """A fact of the run that every notebook of it knows."""
+    return property(attrgetter(f"run.{name}"))
+
+
+class StepContext:
+    """What a stage gets: the notebook of one step, or of one half of it, which knows its run.
+
+    Args:
+        run: the state of the run, which all notebooks share.
+        step: number of the step, from 1.
+
+    Attributes:
+        epoch: the epoch of the step's first prompt, from 0.
+        metrics: of this step alone.
+        timers: seconds per stage (`timed`).
+        sample_info: what the scorer returned beside the scores of this step's samples, by name.
+        gen_batches: batches of prompts that were sampled for this step.
+    """
+
+    def __init__(self, run: RunState, step: int = 0):
+        self.run, self.step = run, step
+        self.epoch = max(0, step - 1) // run.steps_per_epoch
+        self.metrics, self.timers = MetricSet(), Timers()
+        self.sample_info: dict[str, list[Any]] = {}
+        self.gen_batches = 0
+
+    config: PPOTrainerConfig = _of_run("config")
+    reward: Callable[..., dict[str, Any]] = _of_run("reward")
+    total_steps: int = _of_run("total_steps")
+    stop: StopSignals = _of_run("stop")
+    pool: SamplePool = _of_run("pool")
+    estimator: Callable[..., Any] = _of_run("estimator")
+    kl_controller: Any = _of_run("kl_controller")
+    samples_per_prompt: int = _of_run("samples_per_prompt")
+    trained_per_prompt: int = _of_run("trained_per_prompt")
+    learns_from_pairs: bool = _of_run("learns_from_pairs")
+    needs_old_log_prob: bool = _of_run("needs_old_log_prob")
+    bypasses_old_log_prob: bool = _of_run("bypasses_old_log_prob")
+    needs_sum_pi_squared: bool = _of_run("needs_sum_pi_squared")
+    charges_exact_kl: bool = _of_run("charges_exact_kl")
+    needs_ref_log_prob: bool = _of_run("needs_ref_log_prob")
+    needs_reward_baselines: bool = _of_run("needs_reward_baselines")
+
+    def timed(self, stage: str) -> AbstractContextManager[None]:
+        """Seconds spent inside are reported as ``timing_s/<stage>``."""
+        return self.timers(stage)
+
+    def take_in(self, half: StepContext) -> None:
+        """Add what another notebook of the same step holds: `collect` may have run ahead, beside an earlier step."""
+        assert half.step == self.step, f"a notebook of step {half.step} was given to step {self.step}"
+        self.metrics.merge(half.metrics)
+        for stage, seconds in half.timers.seconds.items():
+            self.timers.seconds[stage] = self.timers.seconds.get(stage, 0.0) + seconds
+        self.sample_info = half.sample_info
+        self.gen_batches += half.gen_batches
+
+    @property
+    def moves_reference(self) -> bool:
+        """After this step's update the reference policy becomes the actor's (``trainer.ref_update_freq``)."""
+        every = self.config.trainer.ref_update_freq
+        return every is not None and self.step % every == 0
+
+    @property
+    def more_in_flight(self) -> int:
+        """Batches of prompts that are sampled together with the next one: none beyond the limit of a step."""
+        rule = self.config.algorithm.filter_groups
+        if not rule.enable:
+            return 0
+        limit = rule.max_num_gen_batches
+        left = limit - self.gen_batches if limit > 0 else rule.max_inflight_gen_batches
+        return max(0, min(rule.max_inflight_gen_batches, left) - 1)
+
+    def count_gen_batch(self) -> None:
+        """One more batch of prompts was sampled for this step; an endless refill is an error."""
+        self.gen_batches += 1
+        limit = self.config.algorithm.filter_groups.max_num_gen_batches
+        if 0 < limit < self.gen_batches:
+            raise DataError(
+                f"{limit} batches of prompts were sampled, only {len(self.pool)} of {self.pool.rows} samples kept",
+                key="algorithm.filter_groups.max_num_gen_batches",
+                fix="The task is too easy or too hard for this model: change the data, raise the limit or set it to 0.",
+            )
+        if limit <= 0 and self.gen_batches == MANY_GEN_BATCHES:
+            notice(
+                "algorithm.filter_groups.max_num_gen_batches",
+                f"step {self.step} samples batch {self.gen_batches} of prompts, with {len(self.pool)} of "
+                f"{self.pool.rows} samples kept; without a limit it goes on until the batch is full",
+            )

@@ -24,12 +24,12 @@ def conversation_columns(batch: DataProto) -> dict[str, list[Any]]:
     given = batch.non_tensor_batch
     if RECORD not in given:
         return {}
-    found = {name: list(given[name]) for name in COLUMNS if name in given}
-    found["num_turns"] = list(given["__num_turns__"])
+    columns = {name: list(given[name]) for name in COLUMNS if name in given}
+    columns["num_turns"] = list(given["__num_turns__"])
     there = batch.tensors["attention_mask"][:, -batch.tensors["responses"].shape[1] :].bool()
-    found["mask_runs"] = [runs(mask[kept]) for mask, kept in zip(batch.tensors["response_mask"], there)]
-    found[RECORD] = list(given[RECORD])
-    return found
+    columns["mask_runs"] = [runs(mask[kept]) for mask, kept in zip(batch.tensors["response_mask"], there)]
+    columns[RECORD] = list(given[RECORD])
+    return columns
 
 
 def add_columns(columns: dict[str, list[Any]], new: dict[str, list[Any]], before: int, count: int) -> None:

@@ -25,14 +25,14 @@ def correct(batch: DataProto, algorithm: AlgoConfig) -> dict[str, float]:
     Rejected tokens stay visible to the estimator: a reward that was given on one of them still counts, and so does the
     sample in its group's baseline. Without the two kinds of log-probs there is nothing to compare.
     """
-    prefix, found = _corrected(batch, algorithm)
-    if found is None:
+    prefix, corrected = _corrected(batch, algorithm)
+    if corrected is None:
         return {}
-    if found.weights is not None and _applies_weights(algorithm):
-        batch.tensors["rollout_is_weights"] = found.weights
-    if found.mask is not batch.tensors["response_mask"]:
-        batch.tensors[KEPT_MASK] = found.mask
-    return {f"{prefix}/{name}": value for name, value in found.metrics.items()}
+    if corrected.weights is not None and _applies_weights(algorithm):
+        batch.tensors["rollout_is_weights"] = corrected.weights
+    if corrected.mask is not batch.tensors["response_mask"]:
+        batch.tensors[KEPT_MASK] = corrected.mask
+    return {f"{prefix}/{name}": value for name, value in corrected.metrics.items()}
 
 
 def _corrected(batch: DataProto, algorithm: AlgoConfig) -> tuple[str, Corrected | None]:
@@ -95,11 +95,11 @@ def compute_rollout_correction_and_add_to_batch(
     """Upstream's form of the newer correction: ``response_mask`` itself is replaced by what was not rejected."""
     tensors = batch.tensors
     how = Correction.of(rollout_corr_config)
-    found = correction_of(tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], how)
-    if found.weights is not None:
-        tensors["rollout_is_weights"] = found.weights
-    tensors["response_mask"] = found.mask
-    return batch, {f"rollout_corr/{name}": value for name, value in found.metrics.items()}
+    corrected = correction_of(tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], how)
+    if corrected.weights is not None:
+        tensors["rollout_is_weights"] = corrected.weights
+    tensors["response_mask"] = corrected.mask
+    return batch, {f"rollout_corr/{name}": value for name, value in corrected.metrics.items()}
 
 
 def apply_bypass_mode(batch: DataProto, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:

@@ -28,8 +28,8 @@ def group_numbers(samples: DataProto) -> np.ndarray:
 
 def out_of_statistics(samples: DataProto) -> np.ndarray:
     """(B,) bool: rows that could not be scored, or were cut off before they ended."""
-    found = samples.non_tensor_batch.get("unscorable")
-    return np.zeros(len(samples), dtype=bool) if found is None else found.astype(bool)
+    unscorable = samples.non_tensor_batch.get("unscorable")
+    return np.zeros(len(samples), dtype=bool) if unscorable is None else unscorable.astype(bool)
 
 
 def outcomes(samples: DataProto, metric: str | None, returned: Iterable[str] = ()) -> np.ndarray:

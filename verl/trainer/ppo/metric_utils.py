@@ -68,28 +68,28 @@ def compute_data_metrics(
     mask = tensors["response_mask"].bool()
     prompt_lengths, response_lengths = _lengths(batch)
     produced = response_lengths > 0
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, key in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
         totals = torch.nan_to_num(tensors[key].float()).sum(dim=-1)[produced]
-        found |= _spread(f"critic/{name}", totals)
+        metrics |= _spread(f"critic/{name}", totals)
     for name in ("advantages", "returns"):
-        found |= _spread(f"critic/{name}", tensors[name][mask].float())
+        metrics |= _spread(f"critic/{name}", tensors[name][mask].float())
     if use_critic:
         values, returns = tensors["values"][mask].float(), tensors["returns"][mask].float()
-        found |= _spread("critic/values", values)
-        found["critic/vf_explained_var"] = explained_variance(values, returns)
+        metrics |= _spread("critic/values", values)
+        metrics["critic/vf_explained_var"] = explained_variance(values, returns)
     widths = tensors["prompts"].shape[-1], tensors["responses"].shape[-1]
-    found |= _length_metrics("response_length", response_lengths, max_response_length or widths[1])
-    found |= _length_metrics(
+    metrics |= _length_metrics("response_length", response_lengths, max_response_length or widths[1])
+    metrics |= _length_metrics(
         "response_length_non_aborted", response_lengths[produced], max_response_length or widths[1]
     )
-    found["response/aborted_ratio"] = 1.0 - produced.float().mean().item()
-    found |= _length_metrics("prompt_length", prompt_lengths, max_prompt_length or widths[0])
+    metrics["response/aborted_ratio"] = 1.0 - produced.float().mean().item()
+    metrics |= _length_metrics("prompt_length", prompt_lengths, max_prompt_length or widths[0])
     for name, key in (("num_turns", "__num_turns__"), ("tool_call_counts", "tool_call_counts")):
         known = [value for value in batch.non_tensor_batch.get(key, ()) if value is not None]  # other loops have none
         if known:
-            found |= _spread(name, torch.tensor(np.asarray(known, dtype=np.float64)))
-    return found
+            metrics |= _spread(name, torch.tensor(np.asarray(known, dtype=np.float64)))
+    return metrics
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
@@ -164,16 +164,16 @@ def compute_variance_proxy_metrics(batch: DataProto, gradient_norm: float | None
     weight = masked_sum(proxy, mask, axis=-1)[counted]
     squared = masked_mean(tensors["advantages"], mask, axis=-1)[counted] ** 2
     power = (weight * squared).mean().item()
-    found = {
+    proxies = {
         "proxy2_total_power": power,
         "expected_a_squared": squared.mean().item(),
         "expected_w": weight.mean().item(),
     }
     if gradient_norm is not None:
-        found["proxy1_signal_strength"] = gradient_norm**2
+        proxies["proxy1_signal_strength"] = gradient_norm**2
         if len(weight) > 1:
-            found["proxy3_pure_noise"] = (power - gradient_norm**2) / (len(weight) - 1)
-    return {f"variance_proxy/{name}": value for name, value in found.items()}
+            proxies["proxy3_pure_noise"] = (power - gradient_norm**2) / (len(weight) - 1)
+    return {f"variance_proxy/{name}": value for name, value in proxies.items()}
 
 
 def _tensors(batch: DataProto) -> Any:

@@ -45,7 +45,7 @@ def compute_rollout_importance_weights(
     how = importance_sampling(
         rollout_is_threshold, rollout_is_threshold_lower, rollout_is_level, rollout_is_mode, rollout_is_veto_threshold
     )
-    found = importance_sampling_of(old_log_prob, rollout_log_prob, response_mask, how)
-    assert found.weights is not None, "this form always makes weights"
-    weights = DataProto.from_dict(tensors={"rollout_is_weights": found.weights})
-    return weights, {f"mismatch/{name}": value for name, value in found.metrics.items()}
+    corrected = importance_sampling_of(old_log_prob, rollout_log_prob, response_mask, how)
+    assert corrected.weights is not None, "this form always makes weights"
+    weights = DataProto.from_dict(tensors={"rollout_is_weights": corrected.weights})
+    return weights, {f"mismatch/{name}": value for name, value in corrected.metrics.items()}

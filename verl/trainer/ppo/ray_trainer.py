@@ -24,13 +24,14 @@ from verl.observability.tracker import Sample
 from verl.observability.tracking import Tracking
 from verl.protocol import DataProto
 from verl.registry import ADVANTAGE_ESTIMATORS, SCHEDULES
-from verl.single_controller.base import ClassWithInitArgs, ResourcePoolManager, Role, RoleKind, Roles
+from verl.single_controller.base import ClassWithInitArgs, ResourcePoolManager, Role, RoleHandle, Roles
 from verl.single_controller.local import LocalWorkerGroup, create_colocated_worker_cls
-from verl.trainer import build, runtime
+from verl.trainer import build, placement, runtime, sampling
+from verl.trainer.models import model_roles
 from verl.trainer.ppo import correction, stages
 from verl.trainer.ppo.callbacks import Callback, default_callbacks
 from verl.trainer.ppo.checkpointing import RunCheckpoints
-from verl.trainer.ppo.context import StepContext
+from verl.trainer.ppo.context import RunState
 from verl.trainer.ppo.conversations import conversation_columns
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
@@ -39,8 +40,7 @@ from verl.trainer.ppo.metric_utils import (
     compute_variance_proxy_metrics,
 )
 from verl.trainer.ppo.oversampling import prompts_at_once
-from verl.trainer.ppo.roles import RoleHandle, add_role, distinct_groups
-from verl.trainer.ppo.validation import Sampled, Validator
+from verl.trainer.ppo.validation import ValidationSamples, Validator
 from verl.trainer.signals import StepDropped, StopSignals
 
 __all__ = ["RayPPOTrainer", "ResourcePoolManager", "apply_kl_penalty", "compute_advantage", "compute_response_mask"]
@@ -128,60 +128,49 @@ class RayPPOTrainer:
         self.resource_pool_manager.create_resource_pool()
         self.roles = Roles()
         by_pool: dict[Any, dict[str, ClassWithInitArgs]] = {}
-        for role, worker_class in self.role_worker_mapping.items():
+        on = self.device_name or device.resolve_device(self.config.trainer.device)
+        for role, named_class in self.role_worker_mapping.items():
             pool = self.resource_pool_manager.get_resource_pool(role)
-            on = self.device_name or device.resolve_device(self.config.trainer.device)
-            arguments = build.worker_arguments(self.config, role, self.total_training_steps, on, pool.world_size)
-            by_pool.setdefault(pool, {})[str(role)] = ClassWithInitArgs(worker_class, **arguments)
+            for name, worker_class in placement.parts_of(role, named_class).items():
+                arguments = build.worker_arguments(self.config, name, self.total_training_steps, on)
+                by_pool.setdefault(pool, {})[name] = ClassWithInitArgs(worker_class, **arguments)
         groups: dict[str, Any] = {}
-        placement: list[str] = []
+        places: list[str] = []
         for pool, classes in by_pool.items():
-            together = create_colocated_worker_cls(classes)
+            together = create_colocated_worker_cls(classes, placement.random_streams(classes))
             group = self.worker_group_cls(pool, together, seed=self.config.trainer.seed)
-            placement.append(group.placement())
+            places.append(group.placement())
             groups |= group.spawn(list(classes))
         if self.config.trainer.nnodes > 1:
-            notice("trainer.nnodes", "\n".join(["the workers are placed", *placement]))
+            notice("trainer.nnodes", "\n".join(["the workers are placed", *places]))
         self._name_roles(groups)
-        for group in distinct_groups(self.roles):
-            group.init_model()
+        for name in sorted(groups, key=lambda name: name != "actor"):  # its model is there before what reads it
+            groups[name].init_model()
+        sampling.connect(self.config, groups, on)
 
     def _name_roles(self, groups: dict[str, Any]) -> None:
-        actor, critic = self.config.actor_rollout_ref.actor, self.config.critic
-        policy = groups.get("actor_rollout_ref") or groups["actor_rollout"]
-        add_role(
-            self.roles,
-            RoleHandle("actor", "trainable", policy, actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle,
-                       actor.data_loader_seed)
-        )  # fmt: skip
-        add_role(self.roles, RoleHandle("rollout", "sampler", policy))
-        if "actor_rollout_ref" in groups or "ref" in groups:
-            add_role(self.roles, RoleHandle("ref", "frozen", groups.get("ref") or policy))
-        if "critic" in groups:
-            add_role(
-            self.roles,
-                RoleHandle("critic", "trainable", groups["critic"], critic.ppo_mini_batch_size, critic.ppo_epochs,
-                           critic.shuffle, critic.data_loader_seed)
-            )  # fmt: skip
-        if "rm" in groups:
-            add_role(self.roles, RoleHandle("rm", "scorer", groups["rm"]))
-        for role in self.schedule.added_roles(self.config):
-            kind: RoleKind = "frozen" if role.optim is None else "trainable"
-            add_role(self.roles, RoleHandle(role.name, kind, groups[role.name], role.mini_batch_size))
+        models = model_roles(self.config)
+        samples = "actor" if placement.samples_itself(self.role_worker_mapping) else "rollout"
+        self.roles.add(models["actor"].handle(groups["actor"]))
+        self.roles.add(RoleHandle("rollout", "sampler", groups[samples]))
+        for name, role in models.items():
+            if name != "actor" and name in groups:
+                self.roles.add(role.handle(groups[name]))
 
     # ---- running -----------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
         """Train to the end: resume if asked, validate, step, log; callbacks run in their order."""
-        self.ctx = StepContext(self.config, self.reward_fn, self.total_training_steps)
-        self.ctx.stop = StopSignals(drop_at_once=self.worker_group_cls is LocalWorkerGroup)
+        stop = StopSignals(drop_at_once=self.worker_group_cls is LocalWorkerGroup)
+        self.state = RunState(self.config, self.reward_fn, self.total_training_steps, self.steps_per_epoch, stop)
+        self.ctx = self.state.open(0)
         self.validator = None
         if self.val_loader is not None:
             self.validator = Validator(self.config, self.val_loader, self.val_reward_fn, self.tokenizer)
-        self.checkpoints = RunCheckpoints(self.config, self.roles, self.source, self.ctx)
+        self.checkpoints = RunCheckpoints(self.config, self.roles, self.source, self.state)
         self.tracking, self._folders = None, {}
         try:
-            with self.ctx.stop:
+            with stop:
                 self._run()
             self._close_trackers()
         except BaseException:
@@ -192,6 +181,7 @@ class RayPPOTrainer:
 
     def _run(self) -> None:
         self.load_checkpoint()
+        self.ctx = self.state.open(self.state.step)
         runtime.write_config(self.config)
         self._open_trackers()
         self.checkpoints.remember()
@@ -203,7 +193,7 @@ class RayPPOTrainer:
             self.schedule.settle(self.roles, self.ctx)
             self._notify("on_fit_end")
         except StepDropped:
-            raise self.ctx.stop.stopped(self.checkpoints.save_boundary()) from None
+            raise self.state.stop.stopped(self.checkpoints.save_boundary()) from None
 
     def _open_trackers(self) -> None:
         trainer, places = self.config.trainer, self.checkpoints.places
@@ -233,8 +223,8 @@ class RayPPOTrainer:
                 f"the run is complete: step {self.ctx.step} of {self.total_training_steps}",
             )
         for step in range(first, self.total_training_steps + 1):
-            ctx = self.ctx
-            ctx.begin(step, (step - 1) // self.steps_per_epoch)
+            self.state.step = step
+            ctx = self.ctx = self.state.open(step)
             with ctx.timed("step"):
                 self._notify("on_step_begin")
                 batch = self.schedule.step(self.source, self.roles, ctx)
@@ -291,7 +281,7 @@ class RayPPOTrainer:
         self.on_validation_samples(seen)
         return metrics
 
-    def on_validation_samples(self, seen: Sampled) -> None:
+    def on_validation_samples(self, seen: ValidationSamples) -> None:
         """Dump (``trainer.validation_data_dir``) and log (``trainer.log_val_generations``) what was sampled."""
         folder = self.sample_folder("validation_data_dir")
         build.report_validation(self.config, self.tracking, seen, self.ctx.step, folder)

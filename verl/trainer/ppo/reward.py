@@ -18,5 +18,5 @@ def extract_reward(batch: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
     """The scores that a batch carries as ``rm_scores`` (B, T), and the columns that came with them."""
     from verl.rewards.managers.base import given_scores
 
-    found = given_scores(batch)
-    return found["reward_tensor"], found["reward_extra_info"]
+    given = given_scores(batch)
+    return given["reward_tensor"], given["reward_extra_info"]

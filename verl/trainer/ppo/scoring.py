@@ -32,14 +32,14 @@ def score_samples(
         metrics: gets ``reward_model/*``.
     """
     if RM not in roles:
-        found = reward(samples)
+        scored = reward(samples)
         samples.non_tensor_batch.pop(EARLY, None)  # the manager has read it
-        return found
+        return scored
     scores = add_rm_scores(samples, roles, metrics)
-    found = reward(samples)
-    details = dict(found.get("reward_extra_info", {}))
+    scored = reward(samples)
+    details = dict(scored.get("reward_extra_info", {}))
     details.setdefault(SCORE, [score if math.isfinite(score) else None for score in scores])
-    return {**found, "reward_extra_info": details}
+    return {**scored, "reward_extra_info": details}
 
 
 def add_rm_scores(samples: DataProto, roles: Roles, metrics: MetricSet) -> list[float]:
@@ -52,12 +52,12 @@ def add_rm_scores(samples: DataProto, roles: Roles, metrics: MetricSet) -> list[
     asked.meta_info = {}
     role = roles[RM]
     padded, added = pad_dataproto_to_divisor(asked, role.group.world_size)
-    found = unpad_dataproto(role.score(padded), added)
-    samples.tensors["rm_scores"] = found.tensors["rm_scores"]
-    scores = found.tensors["rm_scores"].sum(-1)
+    scored = unpad_dataproto(role.score(padded), added)
+    samples.tensors["rm_scores"] = scored.tensors["rm_scores"]
+    scores = scored.tensors["rm_scores"].sum(-1)
     samples.non_tensor_batch[SCORE] = np.array(scores.tolist(), dtype=object)
     _measure(scores[samples.tensors["response_mask"].bool().any(-1)], metrics)
-    cut = found.non_tensor_batch.get("rm_truncated")
+    cut = scored.non_tensor_batch.get("rm_truncated")
     if cut is not None:
         metrics.add("reward_model/truncated", int(np.sum(cut.astype(bool))), "sum")
     return scores.tolist()

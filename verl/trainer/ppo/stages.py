@@ -19,15 +19,15 @@ from verl.algorithms.kl import apply_kl_penalty
 from verl.algorithms.masked import masked_mean
 from verl.algorithms.micro_batches import mini_batches
 from verl.algorithms.reweighting import resampled_rows
-from verl.config.root import updates_once
+from verl.config.root import of_estimator, updates_once
 from verl.metrics import MetricSet
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
-from verl.single_controller.base import Roles
+from verl.single_controller.base import RoleHandle, Roles
 from verl.trainer.ppo import correction, group_filter, oversampling, positive
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.pairing import pair_up
-from verl.trainer.ppo.roles import RoleHandle
 from verl.trainer.ppo.scoring import score_samples
+from verl.workers.options import InferOptions, TrainOptions
 
 
 def prompt_uid(epoch: int, row: Any) -> str:
@@ -94,7 +94,7 @@ def generate(prompts: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
 def sample(prompts: DataProto, rollout: RoleHandle, metrics: MetricSet) -> DataProto:
     """One call of the sampler for all rows of ``prompts``; the rows keep their order."""
     number_samples(prompts)
-    padded, pad = pad_dataproto_to_divisor(prompts, rollout.group.world_size)
+    padded, pad = pad_dataproto_to_divisor(prompts, rollout.group.data_parallel_size("rollout"))
     made = unpad_dataproto(rollout.group.generate_sequences(padded), pad)
     for name, parts in made.meta_info.pop("metrics", {}).items():
         for metric in parts if isinstance(parts, list) else [parts]:  # a list where ranks were put together
@@ -124,7 +124,7 @@ def score(samples: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
     samples.tensors["token_level_scores"] = scored["reward_tensor"]
     for name, values in scored.get("reward_extra_info", {}).items():
         samples.non_tensor_batch[name] = np.array(values, dtype=object)
-    ctx.sample_info = dict(scored.get("reward_extra_info", {}))
+    ctx.sample_info = ctx.pool.sample_info = dict(scored.get("reward_extra_info", {}))
     ctx.metrics.merge(scored.get("metrics", {}))
     left_out = np.array(scored.get("unscorable", [False] * len(samples)), dtype=bool)
     aborted = samples.non_tensor_batch.get("finish_reason", np.full(len(samples), "")) == "abort"
@@ -165,8 +165,9 @@ def keep(samples: DataProto, ctx: StepContext) -> DataProto:
     algorithm = ctx.config.algorithm
     rule = algorithm.filter_groups
     metrics = [rule.metric if rule.enable else None]
-    if rule.metric is None and algorithm.adv_estimator == "gdpo" and algorithm.gdpo_reward_keys:
-        metrics = list(algorithm.gdpo_reward_keys)  # one varying reward is enough
+    listed = of_estimator(ctx.config).rewards
+    if rule.metric is None and listed is not None and algorithm[listed]:
+        metrics = list(algorithm[listed])  # one varying reward is enough
     groups = group_filter.group_numbers(samples)
     columns = [group_filter.outcomes(samples, metric, ctx.sample_info) for metric in metrics]
     flat = group_filter.same_outcome(groups, columns, group_filter.out_of_statistics(samples))
@@ -182,6 +183,7 @@ def keep(samples: DataProto, ctx: StepContext) -> DataProto:
 def take_batch(ctx: StepContext) -> DataProto:
     """One training batch out of the pool; what is left over waits for the next step, and is counted."""
     batch = ctx.pool.take()
+    ctx.sample_info = ctx.pool.sample_info  # also where all of the batch was left over from the step before
     ctx.metrics.add("training/num_gen_batches", ctx.gen_batches, "last")
     if ctx.config.algorithm.filter_groups.enable:
         ctx.metrics.add("training/filter_groups/carried_samples", len(ctx.pool), "last")
@@ -216,18 +218,30 @@ def add_old_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
     if ctx.config.algorithm.rollout_correction.bypass_mode:
         correction.use_rollout_log_probs(batch)
         return
-    wanted = {"sum_pi_squared": ctx.needs_sum_pi_squared, "ref_kl": ctx.charges_exact_kl}
+    wanted = {"sum_pi_squared": ctx.needs_sum_pi_squared, "full_kl": ctx.charges_exact_kl}
     more = tuple(name for name, is_read in wanted.items() if is_read)
-    found = roles["actor"].infer(batch, ("old_log_probs", "entropys", *more))
-    mask = batch.tensors["response_mask"]
-    for name in more:
-        batch.tensors[name] = found.tensors[name]
-    if "entropys" in found.tensors.keys():
-        ctx.metrics.add("actor/entropy", masked_mean(found.tensors["entropys"], mask).item(), "last")
-    batch.tensors["old_log_probs"] = found.tensors["old_log_probs"]
+    made = roles["actor"].infer(batch, InferOptions(("log_probs", "entropy", *more))).tensors
+    if ctx.needs_sum_pi_squared:
+        batch.tensors["sum_pi_squared"] = made["sum_pi_squared"]
+    if ctx.charges_exact_kl:
+        batch.tensors["ref_kl"] = made["full_kl"]
+    if "entropy" in made.keys():
+        mean = masked_mean(made["entropy"], batch.tensors["response_mask"]).item()
+        ctx.metrics.add("actor/entropy", mean, "last")
+    batch.tensors["old_log_probs"] = made["log_probs"]
     if "rollout_log_probs" in batch.tensors.keys():
         for name, value in rollout_difference(batch).items():
             ctx.metrics.add(name, value, "last")
+
+
+def add_ref_log_prob(batch: DataProto, roles: Roles) -> None:
+    """Adds ref_log_prob (B, T), the log-probs of the reference policy."""
+    batch.tensors["ref_log_prob"] = roles["ref"].infer(batch, InferOptions()).tensors["log_probs"]
+
+
+def add_values(batch: DataProto, roles: Roles) -> None:
+    """Adds values (B, T), the critic's estimates before each response token."""
+    batch.tensors["values"] = roles["critic"].infer(batch, InferOptions(("values",))).tensors["values"]
 
 
 def rollout_difference(batch: DataProto) -> dict[str, float]:
@@ -237,15 +251,15 @@ def rollout_difference(batch: DataProto) -> dict[str, float]:
         return {"training/rollout_probs_diff_valid": 0.0}
     ours, theirs = (batch.tensors[k][mask].float().exp() for k in ("old_log_probs", "rollout_log_probs"))
     difference = (ours - theirs).abs()
-    found = {
+    metrics = {
         "training/rollout_probs_diff_valid": 1.0,
         "training/rollout_probs_diff_max": difference.max().item(),
         "training/rollout_probs_diff_mean": difference.mean().item(),
         "training/rollout_probs_diff_std": difference.std(correction=0).item(),
     }
     if len(ours) > 1 and ours.std() > 0 and theirs.std() > 0:
-        found["training/rollout_actor_probs_pearson_corr"] = torch.corrcoef(torch.stack([ours, theirs]))[0, 1].item()
-    return found
+        metrics["training/rollout_actor_probs_pearson_corr"] = torch.corrcoef(torch.stack([ours, theirs]))[0, 1].item()
+    return metrics
 
 
 def correct_rollout(batch: DataProto, ctx: StepContext) -> None:
@@ -353,14 +367,14 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
         mini_batch = data.select_idxs(_deal_out(members, lengths, groups, role.num_parts, ctx))
         if "positive" in mini_batch.tensors.keys():
             positive.weigh(mini_batch)
-        metrics = role.train(mini_batch, more_updates=number < len(plan))
+        metrics = role.train(mini_batch, TrainOptions(more_updates=number < len(plan)))
         # A name with an area of its own (rollout_corr/kl) keeps it.
         ctx.metrics.merge({name if "/" in name else f"{role.name}/{name}": m for name, m in metrics.items()})
 
 
 def move_reference(roles: Roles, ctx: StepContext) -> None:
     """The reference policy takes over the actor's weights, where both are held."""
-    roles["ref"].group.update_reference()
+    roles["ref"].group.update_from("actor")
     ctx.metrics.add("training/ref_updated", 1.0, "last")
 
 

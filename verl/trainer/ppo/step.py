@@ -1,7 +1,8 @@
 """One iteration of RL training: this page is the algorithm, everything else serves it.
 
 `collect` samples until a batch is full; `learn` turns the batch into one update of the critic and the actor. A schedule
-(`verl/trainer/ppo/schedules/`) composes the two, so that asynchrony never copies them. Shapes: B rows (prompts x
+(`verl/trainer/ppo/schedules/`) composes the two, so that asynchrony never copies them: each writes into the notebook
+`ctx` that it is given, and those of two steps may be open at once. Shapes: B rows (prompts x
 `rollout.n`), T response tokens; what a stage adds to the batch is said beside it.
 """
 
@@ -41,10 +42,10 @@ def learn(batch: DataProto, roles: Roles, ctx: StepContext, more: Sequence[Stage
             stages.add_old_log_prob(batch, roles, ctx)  # old_log_probs
     if "ref" in roles and ctx.needs_ref_log_prob:
         with ctx.timed("ref"):
-            batch.union(roles["ref"].infer(batch, ("ref_log_prob",)))
+            stages.add_ref_log_prob(batch, roles)  # ref_log_prob
     if "critic" in roles:
         with ctx.timed("values"):
-            batch.union(roles["critic"].infer(batch, ("values",)))
+            stages.add_values(batch, roles)  # values
     for stage in more:
         stage(batch, roles, ctx)
 

@@ -22,7 +22,7 @@ VALIDATION_EPOCH = -1  # keeps validation uids, hence their random numbers, apar
 
 
 @dataclass
-class Sampled:
+class ValidationSamples:
     """Everything one validation saw, one list entry per sample."""
 
     inputs: list[str] = field(default_factory=list)
@@ -49,14 +49,14 @@ class Validator:
     ):
         self.config, self.loader, self.reward, self.tokenizer = config, loader, reward, tokenizer
 
-    def run(self, roles: Roles, step: int) -> tuple[dict[str, float], Sampled]:
+    def run(self, roles: Roles, step: int) -> tuple[dict[str, float], ValidationSamples]:
         """``val-core/*`` and ``val-aux/*`` metrics, and the samples behind them."""
-        seen = Sampled()
+        seen = ValidationSamples()
         for rows in self.loader:
             self._add_batch(DataProto.from_single_dict(rows), roles, step, seen)
         return self._metrics(seen), seen
 
-    def _add_batch(self, prompts: DataProto, roles: Roles, step: int, seen: Sampled) -> None:
+    def _add_batch(self, prompts: DataProto, roles: Roles, step: int, seen: ValidationSamples) -> None:
         give_uids(prompts, VALIDATION_EPOCH)
         prompts = prompts.repeat(self.config.actor_rollout_ref.rollout.val_kwargs.n, interleave=True)
         prompts.meta_info = {"validate": True, "global_steps": step}
@@ -79,8 +79,8 @@ class Validator:
         seen.num_turns += [float(turns) for turns in samples.non_tensor_batch.get("__num_turns__", [])]
         add_columns(seen.conversations, conversation_columns(samples), len(seen.scores) - len(samples), len(samples))
 
-    def _metrics(self, seen: Sampled) -> dict[str, float]:
-        found: dict[str, float] = {}
+    def _metrics(self, seen: ValidationSamples) -> dict[str, float]:
+        validated: dict[str, float] = {}
         nested = process_validation_metrics(seen.data_sources, seen.uids, dict(seen.infos))
         for source, variables in nested.items():
             core = "acc" if "acc" in variables else "reward"
@@ -88,7 +88,7 @@ class Validator:
                 largest = max(int(name.split("@")[-1].split("/")[0]) for name in metrics)
                 for name, value in metrics.items():
                     is_core = variable == core and f"@{largest}" in name and name.startswith(("mean", "maj", "best"))
-                    found[f"{'val-core' if is_core else 'val-aux'}/{source}/{variable}/{name}"] = value
-        found |= spread("val-aux/num_turns", seen.num_turns)
-        found |= spread("val-aux/tool_call_counts", seen.conversations.get("tool_call_counts", []))
-        return found
+                    validated[f"{'val-core' if is_core else 'val-aux'}/{source}/{variable}/{name}"] = value
+        validated |= spread("val-aux/num_turns", seen.num_turns)
+        validated |= spread("val-aux/tool_call_counts", seen.conversations.get("tool_call_counts", []))
+        return validated

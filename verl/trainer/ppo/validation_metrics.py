@@ -37,7 +37,7 @@ def bootstrap_metric(
     draws = _draws(len(data), subset_size, n_bootstrap, seed).tolist()
     subsets = [[data[i] for i in draw] for draw in draws]
     results = [np.array([reduce(subset) for subset in subsets], dtype=np.float64) for reduce in reduce_fns]
-    return [(float(found.mean()), float(found.std())) for found in results]
+    return [(float(result.mean()), float(result.std())) for result in results]
 
 
 def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> float:
@@ -84,16 +84,16 @@ def process_validation_metrics(
     groups: dict[str, dict[Hashable, list[int]]] = defaultdict(lambda: defaultdict(list))
     for row, (source, uid) in enumerate(zip(data_sources, sample_uids)):
         groups[source][uid].append(row)
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    metrics: dict[str, dict[str, dict[str, float]]] = {}
     for source, prompts in groups.items():
         rows_of_source = [row for rows in prompts.values() for row in rows]
         _check_count(source, rows_of_source, infos_dict, expected_acc_counts)
-        found[source] = {
+        metrics[source] = {
             name: _average([_prompt_metrics(name, rows, infos_dict, seed) for rows in prompts.values()])
             for name, entries in infos_dict.items()
             if _is_numeric([entries[row] for row in rows_of_source])
         }
-    return found
+    return metrics
 
 
 def _prompt_metrics(name: str, rows: list[int], infos_dict: Mapping[str, Sequence[Any]], seed: int) -> dict[str, float]:
@@ -151,6 +151,6 @@ def _check_count(
     if expected is None or source not in expected:
         return
     accuracies = infos_dict.get("acc", [None] * (max(rows) + 1))
-    found = sum(accuracies[row] is not None for row in rows)
-    if found != expected[source]:
-        notice(f"validation/{source}", f"{found} of {expected[source]} samples have an accuracy")
+    count = sum(accuracies[row] is not None for row in rows)
+    if count != expected[source]:
+        notice(f"validation/{source}", f"{count} of {expected[source]} samples have an accuracy")

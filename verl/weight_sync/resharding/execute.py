@@ -129,7 +129,7 @@ class Resharder:
     def _exchange(self, batch: Batch, read: Callable[[str], Tensor]) -> list[tuple[str, Tensor]]:
         leaving: _Parts = defaultdict(list)
         arriving: _Parts = defaultdict(list)
-        found: list[tuple[str, Tensor]] = []
+        exchanged: list[tuple[str, Tensor]] = []
         for name, entry in batch.weights:
             job = self._job(entry)
             ours = self._shard(read, name, entry)
@@ -140,16 +140,16 @@ class Resharder:
                 continue
             if job.keeps and not job.receives:
                 assert ours is not None
-                found.append((name, ours[job.keeps[0]]))
+                exchanged.append((name, ours[job.keeps[0]]))
                 continue
             target = self._counted(torch.empty(job.shape, dtype=self._dtype(entry), device=self.device))
             for sender, cut in job.receives:
                 arriving[sender, target.dtype].append(target[cut])
             if job.keeps and ours is not None:
                 target[job.keeps[1]].copy_(ours[job.keeps[0]])
-            found.append((name, target))
+            exchanged.append((name, target))
         self._travel(leaving, arriving)
-        return found
+        return exchanged
 
     def _travel(self, leaving: _Parts, arriving: _Parts) -> None:
         """Send and receive the parts of a batch; both sides list what goes from one to the other in one order."""
@@ -168,6 +168,7 @@ class Resharder:
             for part, place in _places(message, room):
                 place.copy_(part)
         operations = [dist.P2POp(run, room, group=self.group, group_peer=peer) for run, peer, room in (*taken, *sent)]
+        # Every rank of the plan, one batch of weights after the other; a rank that no part goes to or from sits out.
         for request in dist.batch_isend_irecv(operations) if operations else ():
             request.wait()
         for (_, message), room in zip(coming, rooms):

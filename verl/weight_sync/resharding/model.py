@@ -145,26 +145,26 @@ def decoder(
         ("self_attn.k_proj", key_value_heads * dim, key_value_heads),
         ("self_attn.v_proj", key_value_heads * dim, key_value_heads),
     ]
-    found = [Weight("model.embed_tokens.weight", (vocabulary, hidden), 0, place=ENDS if tied else FIRST)]
+    weights = [Weight("model.embed_tokens.weight", (vocabulary, hidden), 0, place=ENDS if tied else FIRST)]
     for name, rows, units in attention:
-        found.append(Weight(f"{start}{name}.weight", (rows, hidden), 0, units=units))
+        weights.append(Weight(f"{start}{name}.weight", (rows, hidden), 0, units=units))
         if bias:
-            found.append(Weight(f"{start}{name}.bias", (rows,), 0, units=units))
-    found.append(Weight(f"{start}self_attn.o_proj.weight", (hidden, heads * dim), 1, units=heads))
+            weights.append(Weight(f"{start}{name}.bias", (rows,), 0, units=units))
+    weights.append(Weight(f"{start}self_attn.o_proj.weight", (hidden, heads * dim), 1, units=heads))
     mlp = f"{start}mlp.experts.{{expert}}." if experts else f"{start}mlp."
     for name, shape, cut in (
         ("gate_proj", (intermediate, hidden), 0),
         ("up_proj", (intermediate, hidden), 0),
         ("down_proj", (hidden, intermediate), 1),
     ):
-        found.append(Weight(f"{mlp}{name}.weight", shape, cut, experts=experts))
+        weights.append(Weight(f"{mlp}{name}.weight", shape, cut, experts=experts))
     if experts:
-        found.append(Weight(f"{start}mlp.gate.weight", (experts, hidden)))
-    found += [Weight(f"{start}{name}.weight", (hidden,)) for name in ("input_layernorm", "post_attention_layernorm")]
-    found.append(Weight("model.norm.weight", (hidden,), place=LAST))
+        weights.append(Weight(f"{start}mlp.gate.weight", (experts, hidden)))
+    weights += [Weight(f"{start}{name}.weight", (hidden,)) for name in ("input_layernorm", "post_attention_layernorm")]
+    weights.append(Weight("model.norm.weight", (hidden,), place=LAST))
     if not tied:
-        found.append(Weight("lm_head.weight", (vocabulary, hidden), 0, place=LAST))
-    return ModelWeights(tuple(_with_itemsize(weight, itemsize) for weight in found), layers)
+        weights.append(Weight("lm_head.weight", (vocabulary, hidden), 0, place=LAST))
+    return ModelWeights(tuple(_with_itemsize(weight, itemsize) for weight in weights), layers)
 
 
 def _with_itemsize(weight: Weight, itemsize: int) -> Weight:

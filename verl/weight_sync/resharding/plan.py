@@ -118,7 +118,7 @@ class Plan:
     def expanded(self) -> Iterator[tuple[int, str, Entry]]:
         """Every weight: its layer (-1: none), name and entry; what stands before and after the layers comes first."""
         named = [(layer, name, entry) for entry in self.entries for layer, name in entry.names()]
-        return iter(sorted(named, key=lambda found: found[0]))
+        return iter(sorted(named, key=lambda item: item[0]))
 
     def only_for(self, *ranks: int) -> Plan:
         """The same plan, but no other rank than ``ranks`` needs anything: weights are gathered where they are used."""
@@ -134,11 +134,11 @@ class Plan:
 
     def group_of(self, rank: int) -> list[int]:
         """The ranks from which, and to which, a rank's parts travel, itself included."""
-        found = {rank}
+        ranks = {rank}
         for entry in self.entries:
-            found.update(entry.routes.sender[entry.routes.receiver == rank].tolist())
-            found.update(entry.routes.receiver[entry.routes.sender == rank].tolist())
-        return sorted(found)
+            ranks.update(entry.routes.sender[entry.routes.receiver == rank].tolist())
+            ranks.update(entry.routes.receiver[entry.routes.sender == rank].tolist())
+        return sorted(ranks)
 
     def __str__(self) -> str:
         price, model = self.price, max(self.model.num_bytes, 1)
@@ -201,7 +201,7 @@ def _entries(
     model: ModelWeights, training: Layout | Sharded, here: Coordinates, sampling: Layout, there: Coordinates
 ) -> list[Entry]:
     known: dict[object, Routes] = {}
-    found = []
+    entries = []
     for weight in model.weights:
         for layers, source_stages, target_stages in _by_stage(model, weight, training, sampling):
             for experts, source_expert, target_expert in _by_expert(weight, training, sampling):
@@ -214,8 +214,8 @@ def _entries(
                 key = (*borders, source.axis == target.axis, *stages, weight.experts > 0)
                 if key not in known:
                     known[key] = routes_between(source, target)
-                found.append(Entry(weight, layers, experts, source, target, known[key]))
-    return found
+                entries.append(Entry(weight, layers, experts, source, target, known[key]))
+    return entries
 
 
 def _by_stage(

@@ -102,10 +102,10 @@ def common_unit(source: tuple[int, ...], target: tuple[int, ...]) -> int:
 
 
 def _held(division: Division, share: np.ndarray, world: int) -> np.ndarray:
-    found = np.zeros(world)
+    held = np.zeros(world)
     holds = division.index >= 0
-    found[holds] = share[division.index[holds]]
-    return found
+    held[holds] = share[division.index[holds]]
+    return held
 
 
 def _senders(source: Division, receiver: Indices, piece: Indices) -> Indices:

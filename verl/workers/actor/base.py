@@ -9,7 +9,7 @@ from verl.config import ActorConfig
 from verl.engines.base import Engine
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
-from verl.workers.part import Limits, ModelPart
+from verl.workers.part import ModelPart, PassLimits
 
 __all__ = ["BasePPOActor"]
 
@@ -24,7 +24,7 @@ class BasePPOActor:
 
     def __init__(self, config: ActorConfig, engine: Engine):
         c = self.config = config
-        limits = Limits.of(
+        limits = PassLimits.of(
             c.ppo_micro_batch_size_per_gpu, c.ppo_micro_batch_size, c.use_dynamic_bsz, c.ppo_max_token_len_per_gpu, 1
         )
         self.part = ModelPart(
@@ -37,8 +37,8 @@ class BasePPOActor:
         ``temperature`` is read from ``data.meta_info``, 1.0 if it is not there; also by `update_policy`.
         """
         self.part.temperature = data.meta_info.get("temperature", 1.0)
-        found = self.part.infer(data, ("log_probs", "entropy") if calculate_entropy else ("log_probs",))
-        return found["log_probs"], found.get("entropy")
+        outputs = self.part.infer(data, ("log_probs", "entropy") if calculate_entropy else ("log_probs",))
+        return outputs["log_probs"], outputs.get("entropy")
 
     def update_policy(self, data: DataProto) -> dict[str, float]:
         """``ppo_epochs`` times one optimizer step per mini-batch; metrics under ``actor/``.

@@ -15,6 +15,7 @@ from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.stages import PromptSource
 from verl.trainer.ppo.step import Stage, collect, learn
 from verl.workers.model import ModelRole
+from verl.workers.sending import Sent
 
 
 class SyncSchedule:
@@ -32,6 +33,7 @@ class SyncSchedule:
 
     def __init__(self) -> None:
         self._on_their_way: Any = None
+        self._version = 0
 
     def step(self, source: PromptSource, roles: Roles, ctx: StepContext) -> DataProto:
         """One training batch, collected and learned from."""
@@ -42,17 +44,21 @@ class SyncSchedule:
 
     def publish(self, roles: Roles, ctx: StepContext) -> None:
         """The sampler generates with the updated policy from here on."""
-        group = roles["rollout"].group
+        group = roles["actor"].group
         with ctx.timed("update_weights"):
             if ctx.config.trainer.async_weight_update:
-                self._on_their_way = group.begin_weight_update(ctx.step)
+                self._on_their_way, self._version = group.begin_weight_update(ctx.step), ctx.step
             else:
-                group.update_weights(ctx.step)
+                _admit(roles, group.send_weights(ctx.step), ctx.step)
 
     def settle(self, roles: Roles, ctx: StepContext) -> None:
         """Return once the sampler has the weights that were published last; raises what went wrong with them."""
-        group, references, self._on_their_way = roles["rollout"].group, self._on_their_way, None
+        group, references, self._on_their_way = roles["actor"].group, self._on_their_way, None
         if references is not None:
             with ctx.timed("wait_for_weights"):
                 group.wait(references)
-                group.end_weight_update()
+                _admit(roles, group.end_weight_update(), self._version)
+
+
+def _admit(roles: Roles, sent: list[Sent], version: int) -> None:
+    roles["rollout"].group.publish(version, Sent.by_all(sent))

@@ -152,11 +152,11 @@ async def _answer(job: Job, sampler: Sampler, tokenizer: Any, prompt: Sequence[i
     ]
     tasks = [asyncio.ensure_future(sampler.generate(request)) for request in requests]
     try:
-        found = await asyncio.gather(*tasks)
+        completions = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
-    return [tokenizer.decode(list(completion.token_ids), skip_special_tokens=True) for completion in found]
+    return [tokenizer.decode(list(completion.token_ids), skip_special_tokens=True) for completion in completions]
 
 
 def _of_row(error: RolloutError, number: int) -> RolloutError:
@@ -218,6 +218,7 @@ class Finished:
     def _claim(self) -> None:
         """Two runs that add to one file would answer everything twice."""
         try:
+            # The run that adds to the file, from its first answer to its end.
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             fix = "Wait for it, or set another data.output_path."
@@ -252,21 +253,21 @@ class Finished:
 
     def _check(self, first: bytes) -> None:
         try:
-            found = read_json(first)
+            settings = read_json(first)
         except ValueError:
-            found = None
-        if not isinstance(found, dict):
+            settings = None
+        if not isinstance(settings, dict):
             raise DataError(
                 "an interrupted run lies beside the output, and the line with its settings is damaged",
                 key=str(self.path),
                 fix="Delete that file, or set another data.output_path.",
             )
-        other = [name for name in self._fingerprint if found.get(name) != self._fingerprint[name]]
+        other = [name for name in self._fingerprint if settings.get(name) != self._fingerprint[name]]
         if other:
             raise DataError(
                 f"an interrupted run with another setting of {', '.join(other)} lies beside the output",
                 key=str(self.path),
-                got=found.get(other[0]),
+                got=settings.get(other[0]),
                 allowed=str(self._fingerprint[other[0]]),
                 fix="Go on with its settings, delete that file, or set another data.output_path.",
             )

@@ -10,34 +10,53 @@ import torch
 from verl.errors import RolloutError, WorkerError
 from verl.metrics import notices, reset_notices
 from verl.rollout import Completion, Request, SamplingParams
+from verl.rollout.base import Sampler
 from verl.rollout.lost import EngineLostError
-from verl.rollout.replicas import FAILURES, SLACK, Replica, Replicas, Router
+from verl.rollout.service import FAILURES, SLACK, Replica, Router, SamplerService
 from verl.weight_sync import chunk_weights
 
 ASKED = Request("a", (1,), SamplingParams(max_tokens=2), uid="row")
 
 
-class Fake:
+class Fake(Sampler):
     """A replica that answers with its name as the only token, fails on demand, or keeps silent."""
 
+    version = 0
+
     def __init__(self, number):
-        self.number, self.version, self.log = number, 0, []
+        self.number, self.log = number, []
         self.error: Exception | None = None
         self.silent = False
 
-    async def call(self, method, *args):
+    async def _did(self, method, *args):
         self.log.append((method, args))
         if self.silent:
             await asyncio.Event().wait()
         await asyncio.sleep(0)
         if self.error is not None:
             raise self.error
-        if method == "generate":
-            return Completion(args[0].id, (self.number,), (-0.1,), "stop", (self.version,))
-        if method == "update_weights":
-            assert [chunk.version for chunk in args[0]] == [args[1]]
-            self.version = args[1]
-        return len(args[0]) if method == "abort" else None
+
+    async def generate(self, request):
+        await self._did("generate", request)
+        return Completion(request.id, (self.number,), (-0.1,), "stop", (self.version,))
+
+    async def update_weights(self, chunks, version):
+        await self._did("update_weights", version)
+        assert [chunk.version for chunk in chunks] == [version]
+        self.version = version
+
+    async def abort(self, request_ids=None):
+        await self._did("abort", request_ids)
+        return len(request_ids)
+
+    async def sleep(self, level=1):
+        await self._did("sleep")
+
+    async def wake(self):
+        await self._did("wake")
+
+    def stats(self):
+        return {"steps": float(len(self.log))}
 
 
 class Clock:
@@ -49,7 +68,7 @@ class Clock:
 
 def make(count, **options):
     fakes = [Fake(number) for number in range(count)]
-    return fakes, Replicas(fakes, **options)
+    return fakes, SamplerService({f"replica {fake.number}": fake for fake in fakes}, **options)
 
 
 def many(replicas, requests):
@@ -88,10 +107,10 @@ def test_the_turns_of_a_conversation_meet_their_cache():
 
 
 def test_the_samples_of_a_prompt_share_a_replica_unless_it_is_far_ahead():
-    replicas = [Replica(str(i), None) for i in range(3)]
-    router = Router(replicas)
-    for _ in range(2 * SLACK + 2):
-        router.choose(ASKED, replicas).load += 1
+    replicas = [Replica(str(i), Fake(i)) for i in range(3)]
+    router = Router()
+    for number in range(2 * SLACK + 2):
+        router.choose(ASKED, replicas).ids.add(str(number))
     loads = sorted(replica.load for replica in replicas)
     assert sum(loads) == 2 * SLACK + 2 and loads[2] == SLACK + 1 and loads[2] - loads[0] <= SLACK + 1
 
@@ -229,3 +248,161 @@ def test_sleep_and_wake_reach_all_and_a_dead_one_is_noted():
 
     asyncio.run(run())
     assert [entry[0] for entry in fakes[1].log] == ["sleep", "wake"] and replicas.stats()["replicas_alive"] == 2
+
+
+def test_a_replica_that_joins_takes_its_share_and_one_that_leaves_answers_what_it_has():
+    fakes, service = make(2)
+    late = Fake(2)
+
+    async def run():
+        fakes[0].silent = True
+        begun = [asyncio.ensure_future(service.generate(asked(i))) for i in range(4)]
+        while sum(len(fake.log) for fake in fakes) < 4:
+            await asyncio.sleep(0)
+        leaving = asyncio.ensure_future(service.remove("replica 1"))
+        await service.add("replica 2", late)
+        assert (await leaving) is fakes[1]
+        for i in range(5):
+            await service.generate(asked(10 + i))
+        assert [len(fake.log) for fake in fakes] == [2, 2] and len(late.log) == 5, "the silent one is ahead of it"
+        fakes[0].silent = False
+        for task in begun:
+            task.cancel()
+        return [task.result().token_ids for task in begun if task.done() and not task.cancelled()]
+
+    assert asyncio.run(run()) == [(1,), (1,)]
+    assert list(service.replica_stats()) == ["replica 0", "replica 2"]
+    assert service.replica_stats()["replica 2"]["completed"] == 5 and service.stats()["replicas_lost"] == 0
+
+
+def test_a_replica_is_not_gone_before_its_last_answer():
+    fakes, service = make(2)
+
+    async def run():
+        held = asyncio.Event()
+        generate = fakes[0].generate
+
+        async def slow(request):
+            await held.wait()
+            return await generate(request)
+
+        fakes[0].generate = fakes[1].generate = slow
+        tasks = [asyncio.ensure_future(service.generate(asked(i))) for i in range(4)]
+        leaving = asyncio.ensure_future(service.remove("replica 0"))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not leaving.done() and len(service.replicas) == 2
+        held.set()
+        await leaving
+        return await asyncio.gather(*tasks)
+
+    done = asyncio.run(run())
+    assert sorted(completion.request_id for completion in done) == ["0", "1", "2", "3"]
+    assert [replica.name for replica in service.replicas] == ["replica 1"]
+
+
+def test_the_last_replica_stays_and_names_are_unique():
+    _, service = make(1)
+    with pytest.raises(RolloutError, match="the last replica cannot be removed"):
+        asyncio.run(service.remove("replica 0"))
+    with pytest.raises(RolloutError, match="no such replica"):
+        asyncio.run(service.remove("replica 7"))
+    with pytest.raises(RolloutError, match="there is a replica of this name"):
+        asyncio.run(service.add("replica 0", Fake(1)))
+
+
+def test_a_version_is_published_to_those_that_have_it_and_the_others_wait_for_the_next():
+    fakes, service = make(3)
+    fakes[0].version = fakes[1].version = 5
+    asyncio.run(service.publish(5, {"replica 1": EngineLostError("its transfer broke")}))
+    assert {done.token_ids for done in many(service, [asked(i) for i in range(9)])} == {(0,)}
+    for fake in fakes:
+        fake.version = 6
+    asyncio.run(service.publish(6))
+    assert {done.token_ids for done in many(service, [asked(i) for i in range(9)])} == {(0,), (1,), (2,)}
+    with pytest.raises(RolloutError, match="it has other weights"):
+        asyncio.run(service.publish(7))
+
+
+def test_a_replica_that_joins_with_other_weights_waits_for_the_next():
+    fakes, service = make(1)
+    fakes[0].version = 2
+    asyncio.run(service.publish(2))
+    late = Fake(1)
+    asyncio.run(service.add("late", late))
+    assert {done.token_ids for done in many(service, [asked(i) for i in range(6)])} == {(0,)}
+    asyncio.run(service.update_weights(chunks(3), 3))
+    assert {done.token_ids for done in many(service, [asked(i) for i in range(6)])} == {(0,), (1,)}
+
+
+def test_a_replica_that_joins_while_a_version_is_published_waits_for_the_next():
+    fakes, service = make(2)
+    fakes[0].version = fakes[1].version = 2
+    asyncio.run(service.publish(2))
+    late = Fake(2)
+    late.version = 2
+    fakes[0].version = fakes[1].version = 3
+
+    async def run():
+        publishing = asyncio.ensure_future(service.publish(3))
+        await asyncio.sleep(0)
+        await service.add("late", late)
+        await publishing
+
+    asyncio.run(run())
+    assert {done.token_ids for done in many(service, [asked(i) for i in range(6)])} == {(0,), (1,)}
+    late.version = 3
+    asyncio.run(service.publish(3))
+    assert {done.token_ids for done in many(service, [asked(i) for i in range(6)])} == {(0,), (1,), (2,)}
+
+
+def test_what_became_of_a_replica_that_has_left_is_nothing_to_the_others():
+    fakes, service = make(2)
+    fakes[0].version = 1
+    asyncio.run(service.remove("replica 1"))
+    asyncio.run(service.publish(1, {"replica 1": EngineLostError("nobody is there")}))
+    assert service.version == 1 and service.stats()["replicas_alive"] == 1
+
+
+def test_an_update_waits_for_what_is_being_sampled_and_nothing_mixes_versions():
+    _, service = make(2)
+
+    async def run():
+        before = [asyncio.ensure_future(service.generate(asked(i))) for i in range(4)]
+        await asyncio.sleep(0)
+        update = asyncio.ensure_future(service.update_weights(chunks(1), 1))
+        await asyncio.sleep(0)
+        after = [asyncio.ensure_future(service.generate(asked(10 + i))) for i in range(4)]
+        await update
+        versions = [(await asyncio.gather(*tasks)) for tasks in (before, after)]
+        return [{done.token_versions for done in answers} for answers in versions]
+
+    assert asyncio.run(run()) == [{(0,)}, {(1,)}]
+
+
+def test_requests_without_a_seat_wait_for_whichever_replica_has_one_first():
+    """Replica 0 keeps its two requests; the other ten go through the seats of replica 1."""
+    fakes, service = make(2, seats=2)
+
+    async def run():
+        fakes[0].silent = True
+        tasks = [asyncio.ensure_future(service.generate(asked(i))) for i in range(12)]
+        while sum(task.done() for task in tasks) < 10:
+            await asyncio.sleep(0)
+        loads = [replica.load for replica in service.replicas]
+        for task in tasks:
+            task.cancel()
+        return loads, [len(fake.log) for fake in fakes]
+
+    assert asyncio.run(asyncio.wait_for(run(), 20)) == ([2, 0], [2, 10])
+
+
+def test_those_that_wait_hear_that_no_replica_is_left():
+    fakes, service = make(2, seats=1)
+    for fake in fakes:
+        fake.error = WorkerError("gone")
+
+    async def run():
+        return await asyncio.gather(*(service.generate(asked(i)) for i in range(6)), return_exceptions=True)
+
+    assert all(isinstance(one, EngineLostError) for one in asyncio.run(asyncio.wait_for(run(), 20)))

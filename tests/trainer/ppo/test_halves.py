@@ -1,0 +1,119 @@
+"""`collect` of the next step and `learn` of this one, open at once: each has its own notebook of the one run."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.trainer.ppo.small_runs import prepare, train
+from verl.config import PPOTrainerConfig, replace
+from verl.trainer.ppo.callbacks import Callback
+from verl.trainer.ppo.context import RunState
+from verl.trainer.ppo.schedules.sync import SyncSchedule
+from verl.trainer.ppo.step import collect, learn
+
+LEARNS = ("adv", "update_actor", "old_log_prob")
+SCORER = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": len(set(solution_str)) / 10, "letters": len(solution_str)}
+"""
+RUN = (
+    "trainer.total_training_steps=3",
+    "trainer.skip_old_log_prob=false",
+    "actor_rollout_ref.actor.optim.lr=0",
+)
+"""The policy stays as it is, so it does not matter to a sample whether the update before it is over."""
+
+
+class Ahead(SyncSchedule):
+    """Collects the next batch in the middle of the update before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.waiting = None
+        self.opened = []
+
+    def step(self, source, roles, ctx):
+        if self.waiting is None:
+            batch = collect(source, roles, ctx)
+        else:
+            half, batch = self.waiting
+            ctx.take_in(half)
+
+        def collect_next(_, roles, learning):
+            before = learning.metrics.values(), set(learning.timers.seconds), dict(learning.sample_info)
+            half = ctx.run.open(learning.step + 1)
+            self.waiting = half, collect(source, roles, half)
+            assert before == (learning.metrics.values(), set(learning.timers.seconds), learning.sample_info)
+            self.opened.append((learning.step, half.step, half.epoch, set(half.timers.seconds)))
+
+        last = ctx.step == ctx.total_steps
+        return learn(batch, roles, ctx, () if last else (collect_next,))
+
+
+class Books(Callback):
+    """What each step's notebook holds at its end."""
+
+    def __init__(self):
+        self.books = []
+
+    def on_step_end(self, trainer, batch):
+        ctx = trainer.ctx
+        self.books.append((ctx.step, ctx.epoch, ctx.sample_info, set(ctx.timers.seconds), ctx.gen_batches))
+
+
+def compared(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith(("perf/", "timing_s/"))}
+
+
+def test_halves_of_two_steps_that_are_open_at_once_keep_their_own_numbers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prepare(scorer=SCORER)
+    in_turn, at_once = Books(), Books()
+    first = train(*RUN, watch=in_turn)
+    second = train(*RUN, f"trainer.v1.trainer_mode={__name__}:Ahead", watch=at_once)
+    assert [compared(step) for step in second.metrics] == [compared(step) for step in first.metrics]
+    for mine, other in zip(second.batches, first.batches, strict=True):
+        assert mine.batch["responses"].tolist() == other.batch["responses"].tolist()
+        assert mine.batch["advantages"].tolist() == other.batch["advantages"].tolist()
+    assert at_once.books == in_turn.books and [book[:2] for book in at_once.books] == [(1, 0), (2, 0), (3, 1)]
+    letters = [list(book[2]["letters"]) for book in at_once.books]
+    assert letters[0] != letters[1] != letters[2], "each step's own samples"
+    opened = second.trainer.schedule.opened
+    assert [steps[:3] for steps in opened] == [(1, 2, 0), (2, 3, 1)]
+    assert all({"gen", "reward"} <= timed and not timed & set(LEARNS) for *_, timed in opened)
+    assert all(set(LEARNS) <= book[3] for book in at_once.books)
+
+
+def test_two_notebooks_of_a_run_share_its_state_and_nothing_else():
+    config = replace(PPOTrainerConfig(), **{"algorithm.filter_groups.enable": True})
+    run = RunState(config, reward=lambda batch: {}, total_steps=9, steps_per_epoch=2)
+    learning, collecting = run.open(4), run.open(5)
+    with learning.timed("update_actor"), collecting.timed("gen"):
+        learning.metrics.add("actor/loss", 1.0)
+        collecting.metrics.add("training/aborted_samples", 3, "sum")
+        learning.metrics.add("actor/loss", 3.0)
+        collecting.count_gen_batch()
+        collecting.sample_info = {"acc": [1.0]}
+    assert (learning.step, learning.epoch, collecting.step, collecting.epoch) == (4, 1, 5, 2)
+    assert learning.metrics.values() == {"actor/loss": 2.0}
+    assert collecting.metrics.values() == {"training/aborted_samples": 3.0}
+    assert set(learning.timers.seconds) == {"update_actor"} and set(collecting.timers.seconds) == {"gen"}
+    assert (learning.gen_batches, learning.sample_info) == (0, {})
+    assert learning.pool is collecting.pool is run.pool and learning.kl_controller is collecting.kl_controller
+    run.stop = stop = type(run.stop)()
+    assert learning.stop is collecting.stop is stop
+
+
+def test_a_half_that_ran_ahead_is_taken_into_the_notebook_of_its_step():
+    run = RunState(PPOTrainerConfig(), reward=lambda batch: {}, total_steps=9)
+    half, step = run.open(2), run.open(2)
+    for book in (half, step):
+        with book.timed("gen"):
+            book.metrics.add("training/zero_variance_groups", 1.0 if book is half else 0.0)
+    half.sample_info, half.gen_batches = {"acc": [0.0, 1.0]}, 3
+    spent = half.timers.seconds["gen"] + step.timers.seconds["gen"]
+    step.take_in(half)
+    assert step.metrics.values() == {"training/zero_variance_groups": 0.5}
+    assert step.timers.seconds == {"gen": pytest.approx(spent)}
+    assert (step.sample_info, step.gen_batches) == ({"acc": [0.0, 1.0]}, 3)
+    with pytest.raises(AssertionError, match="step 2 was given to step 3"):
+        run.open(3).take_in(half)

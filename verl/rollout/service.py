@@ -1,0 +1,407 @@
+"""Sampling as a service: replicas of one policy behind one sampler, which may come and go while it runs.
+
+Consumes: requests, and the word that new weights were sent. Waits for: the replica that was chosen. Unblocked by: its
+answer, or its loss, after which the request goes to another one. What a request samples is a function of its key, so it
+may be sent twice; only one answer is ever returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from verl.errors import RolloutError, WorkerError, suggest
+from verl.metrics import notice
+from verl.rollout.base import Completion, Request, Sampler
+from verl.rollout.gated import Gate
+from verl.rollout.lost import EngineLostError
+from verl.weight_sync import WeightChunk, deliver
+
+LOSSES = (EngineLostError, WorkerError, ConnectionError)
+"""What a replica raises when it, and not the request, is at fault."""
+REMEMBERED = 100_000
+"""Conversations and prompts whose replica is remembered."""
+SLACK = 8
+"""Requests by which a replica may be ahead of the least loaded one and still get another sample of its prompt."""
+FAILURES = 2
+"""Losses in a row after which a replica gets no more requests."""
+
+
+class Replica:
+    """One engine and what is known of it."""
+
+    def __init__(self, name: str, sampler: Sampler):
+        self.name, self.sampler = name, sampler
+        self.failures = 0
+        self.completed = 0
+        self.lost_at: float | None = None
+        self.reason = ""
+        self.is_leaving = False
+        self.ids: set[str] = set()
+        self._idle: list[asyncio.Future[None]] = []
+
+    @property
+    def load(self) -> int:
+        """Requests that it has."""
+        return len(self.ids)
+
+    @property
+    def is_lost(self) -> bool:
+        return self.lost_at is not None
+
+    async def generate(self, request: Request) -> Completion:
+        self.ids.add(request.id)
+        try:
+            done = await self.sampler.generate(request)
+            self.completed += 1
+            return done
+        finally:
+            self.ids.discard(request.id)
+            if not self.ids:
+                for waiter in self._idle:
+                    if not waiter.done():
+                        waiter.set_result(None)
+
+    async def drained(self) -> None:
+        """Return once it has no requests; whoever waits has seen to it that none are added."""
+        while self.ids:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._idle.append(waiter)
+            try:
+                await waiter
+            finally:
+                self._idle.remove(waiter)
+
+    def recovered(self) -> None:
+        """It answered."""
+        self.failures, self.lost_at = 0, None
+
+
+class Router:
+    """Which replica gets a request.
+
+    The turns of a conversation go where its cache is. Another sample of a prompt goes where the prompt was computed,
+    unless that replica is `SLACK` requests ahead. Everything else goes to the least loaded, in turn among equals.
+    """
+
+    def __init__(self) -> None:
+        self._sessions: OrderedDict[str, Replica] = OrderedDict()
+        self._prompts: OrderedDict[str, Replica] = OrderedDict()
+        self._turn = 0
+
+    def choose(self, request: Request, may: Sequence[Replica]) -> Replica:
+        """One of ``may``, which is not empty."""
+        session = self._sessions.get(request.session)
+        if request.session and session in may:
+            self._sessions.move_to_end(request.session)
+            return session  # type: ignore[return-value]  # it is in `may`
+        least = min(replica.load for replica in may)
+        prompt = self._prompts.get(request.uid)
+        if request.uid and prompt in may and prompt.load <= least + SLACK:  # type: ignore[union-attr]
+            chosen = prompt
+        else:
+            self._turn += 1
+            free = [replica for replica in may if replica.load == least]
+            chosen = free[self._turn % len(free)]
+        assert chosen is not None
+        self._remember(self._sessions, request.session, chosen)
+        self._remember(self._prompts, request.uid, chosen)
+        return chosen
+
+    def of_session(self, request: Request) -> Replica | None:
+        """The replica that has the cache of the request's conversation."""
+        return self._sessions.get(request.session) if request.session else None
+
+    def forget(self, replica: Replica) -> None:
+        """A replica that has left."""
+        for places in (self._sessions, self._prompts):
+            for key in [key for key, place in places.items() if place is replica]:
+                del places[key]
+
+    def _remember(self, places: OrderedDict[str, Replica], key: str, replica: Replica) -> None:
+        if not key:
+            return
+        places[key] = replica
+        places.move_to_end(key)
+        if len(places) > REMEMBERED:
+            places.popitem(last=False)
+
+
+class SamplerService(Sampler):
+    """Several samplers as one.
+
+    A request whose replica is lost is sent to another one. A lost replica gets no more requests: before the first
+    weights were published it is tried again after a while, later it comes back with the next version that it has, since
+    until then nobody knows which weights it has. A service of one replica adds nothing to it: its errors are the
+    caller's.
+
+    Args:
+        replicas: name -> sampler; names are for messages and statistics.
+        max_resends: of one request, which ends requests that kill every engine they meet.
+        seats: requests that a replica computes at once. More wait here for whichever replica has a seat first, so that
+            none waits for long answers while another one is idle; turns of a conversation do not wait.
+        retry_seconds: after which a lost replica is tried again.
+
+    Example:
+        >>> service = SamplerService({f"server {url}": ServerSampler(url, model) for url in urls})
+    """
+
+    def __init__(
+        self,
+        replicas: Mapping[str, Sampler],
+        *,
+        max_resends: int = 3,
+        seats: int = 256,
+        retry_seconds: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        if not replicas:
+            raise RolloutError("there are no replicas", key="actor_rollout_ref.rollout")
+        self.replicas = [Replica(name, sampler) for name, sampler in replicas.items()]
+        self.max_resends, self.seats = max_resends, seats
+        self.retry_seconds, self._clock = retry_seconds, clock
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._router, self._gate = Router(), Gate()
+        self._version = 0
+        self._published = 0
+        self._counts = {"resent": 0, "replicas_lost": 0}
+
+    @property
+    def version(self) -> int:
+        return self._version if self._published or not self._is_single else self.replicas[0].sampler.version
+
+    async def generate(self, request: Request) -> Completion:
+        async with self._gate.inside():
+            return await self._generate(request)
+
+    async def _generate(self, request: Request) -> Completion:
+        if self._is_single and not self.replicas[0].is_lost:
+            return await self.replicas[0].generate(request)
+        avoided: set[str] = set()
+        last: BaseException | None = None
+        for _ in range(self.max_resends + 1):
+            replica = await self._seat(request, avoided, last)
+            try:
+                done = await replica.generate(request)
+            except LOSSES as error:
+                self._note_loss(replica, error)
+                avoided.add(replica.name)
+                self._counts["resent"] += 1
+                last = error
+                continue
+            finally:
+                self._call_next()
+            if not replica.is_lost or not self._published:
+                replica.recovered()
+            return done
+        self._counts["resent"] -= 1
+        raise EngineLostError(
+            f"request {request.id!r} was lost by {len(avoided)} replicas in turn, the last time: {last}"
+        ) from last
+
+    async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
+        """All replicas take the stream, bucket by bucket and each once; then it is published.
+
+        Raises:
+            Exception: what the first replica raised, where none took it.
+        """
+        async with self._gate.shut():
+            replicas = list(self.replicas)
+            errors = await deliver([replica.sampler for replica in replicas], chunks, version)
+            failed = {replica.name: error for replica, error in zip(replicas, errors) if error is not None}
+            await self.publish(version, failed)
+
+    async def publish(self, version: int, failed: Mapping[str, Exception] | None = None) -> None:
+        """Sample with a version that was sent: each replica is asked which one it has.
+
+        One that has another, or does not answer, gets no requests until the next version that it has.
+
+        Args:
+            failed: name -> what went wrong when it was sent there.
+
+        Raises:
+            Exception: the first reason, where no replica has it.
+        """
+        replicas = list(self.replicas)
+        failed = {name: error for name, error in (failed or {}).items() if name in self._names()}  # others have left
+        asked = [replica for replica in replicas if replica.name not in failed]
+        answers = await asyncio.gather(*(r.sampler.confirm(version) for r in asked), return_exceptions=True)
+        for replica, answer in zip(asked, answers):
+            if isinstance(answer, BaseException) and not isinstance(answer, Exception):
+                raise answer
+            if isinstance(answer, Exception):
+                failed[replica.name] = answer
+            elif answer != version:
+                failed[replica.name] = RolloutError("it has other weights", got=answer, allowed=[version])
+        if len(failed) == len(replicas):
+            raise failed[replicas[0].name]
+        for replica in replicas:
+            if replica.name in failed:
+                self._lose(replica, failed[replica.name])
+            else:
+                replica.recovered()
+        self._version, self._published = version, self._published + 1
+        for replica in self.replicas:
+            if replica not in replicas:  # it came while the others were asked
+                self._lose_if_behind(replica)
+
+    async def confirm(self, version: int) -> int:
+        await self.publish(version)
+        return self.version
+
+    async def add(self, name: str, sampler: Sampler) -> None:
+        """One more replica; where weights were published it gets requests once it has them.
+
+        Raises:
+            RolloutError: there is one of this name.
+        """
+        if name in self._names():
+            raise RolloutError("there is a replica of this name", got=name, fix="Give it another one.")
+        replica = Replica(name, sampler)
+        if self._published:
+            self._lose_if_behind(replica)
+        self.replicas.append(replica)
+        for _ in range(self.seats):
+            self._call_next()
+
+    async def remove(self, name: str) -> Sampler:
+        """Take a replica out once it has answered what it has; it gets nothing new meanwhile.
+
+        Returns:
+            Its sampler, which nobody uses any more.
+
+        Raises:
+            RolloutError: there is none of this name, or no other.
+        """
+        replica = next((replica for replica in self.replicas if replica.name == name), None)
+        if replica is None:
+            raise RolloutError("no such replica", got=name, allowed=self._names(), fix=suggest(name, self._names()))
+        if not [other for other in self.replicas if other is not replica and not other.is_leaving]:
+            raise RolloutError("the last replica cannot be removed", got=name, fix="Add another one first.")
+        replica.is_leaving = True
+        try:
+            await replica.drained()
+        except BaseException:
+            replica.is_leaving = False
+            raise
+        self.replicas.remove(replica)
+        self._router.forget(replica)
+        return replica.sampler
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> int:
+        wanted = None if request_ids is None else set(request_ids)
+        calls = []
+        for replica in self.replicas:
+            ids = sorted(replica.ids if wanted is None else replica.ids & wanted)
+            if ids and not replica.is_lost:
+                calls.append(replica.sampler.abort(ids))
+        return sum(n for n in await asyncio.gather(*calls, return_exceptions=True) if isinstance(n, int))
+
+    async def sleep(self, level: int = 1) -> None:
+        await self._all(lambda sampler: sampler.sleep(level))
+
+    async def wake(self) -> None:
+        await self._all(lambda sampler: sampler.wake())
+
+    def stats(self) -> dict[str, float]:
+        """Sums over the replicas, ``resent`` requests, and how many replicas are left."""
+        sums: dict[str, float] = {"forward_tokens": 0.0, "steps": 0.0}
+        for replica in self.replicas:
+            for name, value in replica.sampler.stats().items():
+                sums[name] = sums.get(name, 0.0) + value
+        return {**sums, **self._counts, "replicas_alive": float(len(self._alive()))}
+
+    def replica_stats(self) -> dict[str, dict[str, float]]:
+        """Name of a replica -> requests that it has and has answered, whether it is lost, and what it counts itself."""
+        return {
+            replica.name: {
+                **replica.sampler.stats(),
+                "load": float(replica.load),
+                "completed": float(replica.completed),
+                "is_lost": float(replica.is_lost),
+            }
+            for replica in self.replicas
+        }
+
+    @property
+    def _is_single(self) -> bool:
+        return len(self.replicas) == 1
+
+    def _names(self) -> list[str]:
+        return [replica.name for replica in self.replicas]
+
+    async def _seat(self, request: Request, avoided: set[str], last: BaseException | None) -> Replica:
+        """The replica that gets a request, once it has room for it."""
+        while True:
+            due = None if avoided else self._due()
+            if due is not None:
+                return due
+            alive = self._alive()
+            may = [replica for replica in alive if replica.name not in avoided] or alive
+            if not may:
+                self._call_next()  # nobody ends there any more, and who waits must hear of it
+                reasons = "; ".join(f"{replica.name}: {replica.reason}" for replica in self.replicas[:3])
+                raise EngineLostError(f"no replica is left of {len(self.replicas)}: {reasons}") from last
+            has_room = [replica for replica in may if replica.load < self.seats]
+            if self._router.of_session(request) in may:
+                return self._router.choose(request, may)
+            if has_room:
+                return self._router.choose(request, has_room)
+            await self._turn()
+
+    async def _turn(self) -> None:
+        """Return when a request has ended, first come first served."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        try:
+            await waiter
+        except BaseException:
+            if waiter.done() and not waiter.cancelled():
+                self._call_next()  # its turn is somebody else's
+            raise
+
+    def _call_next(self) -> None:
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+
+    def _alive(self) -> list[Replica]:
+        return [replica for replica in self.replicas if not replica.is_lost and not replica.is_leaving]
+
+    def _due(self) -> Replica | None:
+        """A lost replica that one request may try; the next ones wait for what becomes of it."""
+        for replica in self.replicas if not self._published else ():
+            if replica.lost_at is not None and self._clock() - replica.lost_at >= self.retry_seconds:
+                replica.lost_at = self._clock()
+                return replica
+        return None
+
+    async def _all(self, call: Callable[[Sampler], Any]) -> None:
+        chosen = [replica for replica in self.replicas if not replica.is_lost]
+        answers = await asyncio.gather(*(call(replica.sampler) for replica in chosen), return_exceptions=True)
+        for replica, error in zip(chosen, answers):
+            if isinstance(error, LOSSES) and not self._is_single:
+                self._lose(replica, error)
+            elif isinstance(error, BaseException):
+                raise error
+
+    def _note_loss(self, replica: Replica, error: BaseException) -> None:
+        replica.failures += 1
+        if isinstance(error, WorkerError) or replica.failures >= FAILURES:
+            self._lose(replica, error)
+
+    def _lose_if_behind(self, replica: Replica) -> None:
+        has = replica.sampler.version
+        if has != self._version:
+            self._lose(replica, RolloutError("it has other weights", got=has, allowed=[self._version]))
+
+    def _lose(self, replica: Replica, error: BaseException) -> None:
+        if replica.lost_at is None:
+            self._counts["replicas_lost"] += 1
+            notice(f"rollout, {replica.name}", f"lost, its requests go to the others: {error}")
+        replica.lost_at, replica.reason = self._clock(), str(error)

@@ -1,0 +1,136 @@
+"""The models of a run: which sections of the configuration each is built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
+from verl.config import HFModelConfig, PPOTrainerConfig, replace
+from verl.config.node import Node, key_of
+from verl.config.topology import added_roles
+from verl.single_controller.base import Role
+from verl.workers.model import ModelRole
+from verl.workers.part import PassLimits
+
+POLICY_KEY = "actor_rollout_ref.model.path"
+RM = str(Role.RewardModel)
+
+
+def model_roles(config: PPOTrainerConfig) -> dict[str, ModelRole]:
+    """The models that a run may hold, by their roles: the library's own, and those that its schedule adds."""
+    own = [make(config) for make in (actor, reference, critic, reward_model)]
+    return {role.name: role for role in [*own, *added_roles(config)]}
+
+
+def actor(config: PPOTrainerConfig) -> ModelRole:
+    """The policy that is trained."""
+    policy = config.actor_rollout_ref
+    c, rollout = policy.actor, policy.rollout
+    return ModelRole(
+        name="actor",
+        model=policy.model,
+        key=POLICY_KEY,
+        strategy=c.strategy,
+        fsdp=c.fsdp_config,
+        megatron=c.megatron,
+        limits=limits(rollout, "log_prob_", dynamic="log_prob_use_dynamic_bsz"),
+        train_limits=limits(c, "ppo_"),
+        temperature=rollout.temperature,
+        optim=c.optim,
+        loss=partial(PPOPolicyLoss, c, response_length=rollout.response_length),
+        grad_clip=c.grad_clip,
+        mini_batch_size=c.ppo_mini_batch_size,
+        epochs=c.ppo_epochs,
+        shuffle=c.shuffle,
+        shuffle_seed=c.data_loader_seed,
+        rows_per_step=c.ppo_mini_batch_size * c.rollout_n,
+        share_prompts=c.use_prefix_grouper,
+        has_tokenizer=True,
+        profiler=c.profiler,
+    )
+
+
+def reference(config: PPOTrainerConfig) -> ModelRole:
+    """The model that the policy started from, without an adapter."""
+    policy = config.actor_rollout_ref
+    c = policy.ref
+    return ModelRole(
+        name="ref",
+        model=replace(policy.model, lora_rank=0, lora_adapter_path=None),
+        key=POLICY_KEY,
+        strategy=c.strategy,
+        fsdp=c.fsdp_config,
+        megatron=c.megatron,
+        limits=limits(c, "log_prob_", dynamic="log_prob_use_dynamic_bsz"),
+        temperature=policy.rollout.temperature,
+        share_prompts=policy.actor.use_prefix_grouper,
+        reference_of="actor",
+        has_tokenizer=True,
+        profiler=c.profiler,
+    )
+
+
+def critic(config: PPOTrainerConfig) -> ModelRole:
+    """The value model: a trunk with a scalar head."""
+    c = config.critic
+    return ModelRole(
+        name="critic",
+        model=c.model,
+        key="critic.model.path",
+        strategy=c.strategy,
+        fsdp=c.fsdp,
+        megatron=c.megatron,
+        limits=limits(c, "forward_"),
+        train_limits=limits(c, "ppo_"),
+        kind="value",
+        optim=c.optim,
+        loss=partial(PPOValueLoss, c, response_length=config.data.max_response_length),
+        grad_clip=c.grad_clip,
+        mini_batch_size=c.ppo_mini_batch_size,
+        epochs=c.ppo_epochs,
+        shuffle=c.shuffle,
+        shuffle_seed=c.data_loader_seed,
+        rows_per_step=c.ppo_mini_batch_size * c.rollout_n,
+        profiler=c.profiler,
+    )
+
+
+def reward_model(config: PPOTrainerConfig) -> ModelRole:
+    """The frozen model whose scalar head scores responses."""
+    c = config.reward.reward_model
+    return ModelRole(
+        name=RM,
+        model=HFModelConfig(
+            path=str(c.model_path),
+            trust_remote_code=c.trust_remote_code,
+            external_lib=c.external_lib,
+            override_config=c.override_config,
+            use_shm=c.use_shm,
+            use_remove_padding=c.use_remove_padding,
+        ),
+        key="reward.reward_model.model_path",
+        strategy=c.strategy,
+        fsdp=c.fsdp_config,
+        megatron=c.megatron,
+        limits=limits(c, tokens="forward_max_token_len_per_gpu"),
+        kind="value",
+        role_kind="scorer",
+    )
+
+
+def limits(
+    section: Node, prefix: str = "", dynamic: str = "use_dynamic_bsz", tokens: str | None = None
+) -> Callable[[int], PassLimits]:
+    """The number of ranks -> limits of one pass, from settings that all roles have under names of their own.
+
+    Args:
+        section: that holds the settings.
+        prefix: of their names.
+        dynamic: the switch for the budget of tokens.
+        tokens: that budget, where it has another prefix.
+    """
+    rows, tokens = f"{prefix}micro_batch_size_per_gpu", tokens or f"{prefix}max_token_len_per_gpu"
+    keys = (key_of(section, rows), key_of(section, tokens))
+    total = section[f"{prefix}micro_batch_size"]
+    return partial(PassLimits.of, section[rows], total, section[dynamic], section[tokens], keys=keys)

@@ -1,0 +1,29 @@
+"""The options of a worker's calls, the same for all its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.single_controller.base import CallOptions
+
+
+@dataclass(frozen=True)
+class InferOptions(CallOptions):
+    """Of `ModelWorker.infer`.
+
+    Args:
+        outputs: what the forward passes compute, as `verl.engines.base.Engine.infer` names it.
+    """
+
+    outputs: tuple[str, ...] = ("log_probs",)
+
+
+@dataclass(frozen=True)
+class TrainOptions(CallOptions):
+    """Of `ModelWorker.train`.
+
+    Args:
+        more_updates: this global step goes on, so the learning-rate schedule stays where it is.
+    """
+
+    more_updates: bool = False
