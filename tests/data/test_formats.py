@@ -12,10 +12,10 @@ import pytest
 
 from tests.support import write_prompts
 from verl.data import RLHFDataset
-from verl.data.arrow_types import DEPTH, depth
 from verl.data.files import read_files
-from verl.data.formats import first_rows, read_table
 from verl.errors import DataError
+from verl.storage.arrow_types import DEPTH, depth
+from verl.storage.formats import first_rows, read_table
 
 ROWS = [{"prompt": [{"role": "user", "content": f"{i}+2="}], "reward_model": {"ground_truth": "007"}} for i in range(3)]
 TABLE = pa.Table.from_pylist(ROWS)

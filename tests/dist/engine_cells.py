@@ -17,7 +17,6 @@ from tests.engines.builders import gradients, make_engine, model_dir, ragged_bat
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
 from verl.config import ActorConfig, CriticConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig
 from verl.distributed import Ranks
-from verl.engines.fsdp import FSDPEngine
 from verl.engines.plain import PlainEngine
 from verl.engines.sharded_engine import ShardedEngine
 from verl.errors import ModelError, VerlError, WorkerError
@@ -137,17 +136,9 @@ def gathered_gradient(engine: ShardedEngine, batch: DataProto, loss_fn: Any, **l
 @torch.no_grad()
 def whole_gradient(engine: ShardedEngine) -> Tensor:
     """Flat, in the order of the model's parameters, on every rank."""
-    if not isinstance(engine, FSDPEngine):
-        names = engine._parameter_names()
-        with_grad = [p for p in engine.model.parameters() if p.grad is not None]
-        return torch.cat([engine._gathered(p.grad, names[p]).flatten() for p in with_grad])
-    kept = {p: p.detach().clone() for p in engine.model.parameters()}
-    for p in kept:
-        p.zero_() if p.grad is None else p.copy_(p.grad)
-    found = {name: tensor for unit in engine._units(first_only=False) for name, tensor in unit.items()}
-    for p, value in kept.items():
-        p.copy_(value)
-    return torch.cat([found[name].flatten() for name, p in engine.blueprint.named_parameters() if p.requires_grad])
+    names = engine._parameter_names()
+    with_grad = [p for p in engine.model.parameters() if p.grad is not None]
+    return torch.cat([engine._gathered(p.grad, names[p]).flatten() for p in with_grad])
 
 
 def compare(ranks: Ranks, folder: Path, case: Case) -> dict[str, Any]:
@@ -384,8 +375,7 @@ def weights_copied(ranks: Ranks, folder: Path) -> dict:
     source.train_batch(share(ranks, ragged_batch(rows=4)), loss_of("causal_lm"))
     expected = flat(source.export_weights())
     alike, half = sharded(path, trains=False), sharded(path, trains=False, engine={"model_dtype": "bfloat16"})
-    other = "fsdp" if With.current == "fsdp2" else "fsdp2"
-    elsewhere = ENGINES.get(other)(HFModelConfig(path=str(path)), FSDPEngineConfig(), None)
+    elsewhere = sharded(path, trains=False, engine={"fsdp_size": 1})
     different = not torch.equal(expected, flat(alike.export_weights()))
     calls = collectives(lambda: alike.copy_weights(source))
     for engine in (half, elsewhere):

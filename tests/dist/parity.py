@@ -7,19 +7,19 @@ import tempfile
 from pathlib import Path
 
 from tests.dist.group import run_cells
-from tests.dist.parity_cells import FAMILIES, SIZES, STRATEGIES, Beside, Layout, layouts
+from tests.dist.parity_cells import FAMILIES, SIZES, Beside, Layout, layouts
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
 HEAD = """# Which layouts over processes there are
 
-Each cell computes from equal weights what the plain engine does: log-probs, entropies, loss and gradient of a ragged
+Each cell computes with FSDP2 from equal weights what the plain engine does: log-probs, entropies, loss and gradient of a ragged
 mini-batch, cut into micro-batches, agree to a relative L2 error of 1e-5 in float32, over gloo
 (`tests/dist/test_parity_matrix.py`). A number instead of a cross is the reason why a cell does not exist; it stands
 below. `python -m tests.dist.parity --write` writes this page; without `--write` it runs all cells and prints the
 largest error of each.
 
-`dense` is a Qwen3, `mixture` a Qwen3-MoE of four experts; LoRA is on the attention's linear maps. sp, ep, tp: processes
-that share sequences (Ulysses), experts, linear maps.
+`dense` is a Qwen3, `mixture` a Qwen3-MoE of four experts; LoRA is on the attention's linear layers. sp, ep, tp: processes
+that share sequences (Ulysses), experts, linear layers.
 """
 COLUMNS = [(packed, adapter) for packed in (True, False) for adapter in (False, True)]
 
@@ -48,22 +48,22 @@ def page() -> str:
 def table(errors: dict[str, float] | None) -> list[str]:
     """Lines of Markdown; a cross per cell, or its largest relative error."""
     names = [f"{'packed' if packed else 'padded'}, {'LoRA' if adapter else 'full'}" for packed, adapter in COLUMNS]
-    lines = [f"| strategy | processes | model | shared | {' | '.join(names)} |", "| --- " * (4 + len(COLUMNS)) + "|"]
+    lines = [f"| processes | model | shared | {' | '.join(names)} |", "| --- " * (3 + len(COLUMNS)) + "|"]
     cells = {_key(layout): layout for layout in layouts()}
-    rows = dict.fromkeys(key[:6] for key in cells)
-    for row in sorted(rows, key=lambda r: (STRATEGIES.index(r[0]), r[1], list(FAMILIES).index(r[2]), *r[3:])):
+    rows = dict.fromkeys(key[:5] for key in cells)
+    for row in sorted(rows, key=lambda r: (r[0], list(FAMILIES).index(r[1]), *r[2:])):
         own = [cells[(*row, *column)] for column in COLUMNS]
-        if all(layout.absence == own[0].absence is not None for layout in own) and row[1] == 1:
+        if all(layout.absence == own[0].absence is not None for layout in own) and row[0] == 1:
             continue  # one process shares nothing: one line below says so
-        shared = " ".join(f"{name} 2" for name, size in zip(("sp", "ep", "tp"), row[3:6]) if size == 2)
+        shared = " ".join(f"{name} 2" for name, size in zip(("sp", "ep", "tp"), row[2:5]) if size == 2)
         shown = [_shown(layout, errors) for layout in own]
-        lines.append(f"| {row[0]} | {row[1]} | {row[2]} | {shared} | {' | '.join(shown)} |")
+        lines.append(f"| {row[0]} | {row[1]} | {shared} | {' | '.join(shown)} |")
     return lines
 
 
 def _key(layout: Layout) -> tuple:
     how = layout
-    return how.strategy, how.ranks, how.family, how.sp, how.ep, how.tp, how.packed, how.adapter
+    return how.ranks, how.family, how.sp, how.ep, how.tp, how.packed, how.adapter
 
 
 def _shown(layout: Layout, errors: dict[str, float] | None) -> str:

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.dist.engine_cells import With, gathered_gradient, loss_of, order_of, plain, sharded, share, shared_model
+from tests.dist.engine_cells import gathered_gradient, loss_of, order_of, plain, sharded, share, shared_model
 from tests.dist.expert_cells import MIXTURE
 from tests.engines.builders import gradients, ragged_batch, relative_error
 from verl.distributed import Ranks
 from verl.engines.torch_engine import TorchEngine
 from verl.models import lora
 
-STRATEGIES, SIZES = ("fsdp", "fsdp2"), (1, 2, 4)
+SIZES = (1, 2, 4)
 FAMILIES = {"dense": ("qwen3", {}), "mixture": ("qwen3_moe", MIXTURE)}
 ROWS = 6
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -34,10 +34,9 @@ class Layout:
 
     Args:
         ranks: processes. family: `FAMILIES`. packed: rows without padding. adapter: LoRA instead of all weights.
-        sp, ep, tp: neighbours that share sequences, experts, linear maps.
+        sp, ep, tp: peers that share sequences, experts, linear layers.
     """
 
-    strategy: str
     ranks: int
     family: str
     packed: bool
@@ -47,7 +46,7 @@ class Layout:
     tp: int
 
     def __str__(self) -> str:
-        words = [self.strategy, f"{self.ranks} ranks", self.family, "packed" if self.packed else "padded"]
+        words = [f"{self.ranks} ranks", self.family, "packed" if self.packed else "padded"]
         words += ["LoRA" if self.adapter else "full"]
         return " ".join([*words, *(f"{name} 2" for name in ("sp", "ep", "tp") if getattr(self, name) == 2)])
 
@@ -61,8 +60,6 @@ class Layout:
             return "a dense model has no experts"
         if self.sp == 2 and not self.packed:
             return "sequences are cut where rows are packed: Ulysses needs use_remove_padding, and padded is refused"
-        if self.tp == 2 and self.strategy == "fsdp":
-            return "tensor parallelism is built for fsdp2; a flat weight per layer cannot hold its cut and whole parts"
         if self.tp == 2 and len(shared) > 1:
             return "tensor parallelism beside Ulysses or expert parallelism is not built, and refused"
         return None
@@ -71,9 +68,9 @@ class Layout:
 def layouts() -> Iterator[Layout]:
     """All cells, also those that do not exist."""
     flags = (True, False), (False, True), (1, 2), (1, 2), (1, 2)
-    for strategy, ranks, family in itertools.product(STRATEGIES, SIZES, FAMILIES):
+    for ranks, family in itertools.product(SIZES, FAMILIES):
         for packed, adapter, sp, ep, tp in itertools.product(*flags):
-            yield Layout(strategy, ranks, family, packed, adapter, sp, ep, tp)
+            yield Layout(ranks, family, packed, adapter, sp, ep, tp)
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,6 @@ class Beside:
 
     def __call__(self, ranks: Ranks, folder: Path) -> dict[str, float]:
         how, batch = self.layout, ragged_batch(rows=ROWS, seed=1)
-        With.current = how.strategy
         family, config = FAMILIES[how.family]
         path = shared_model(ranks, folder, family, **config)
         sizes = {"ulysses_sequence_parallel_size": how.sp, "expert_parallel_size": how.ep}

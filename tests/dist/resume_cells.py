@@ -16,8 +16,7 @@ from verl.distributed import Ranks
 from verl.engines.base import Engine
 from verl.errors import CheckpointError, VerlError
 from verl.models.hf_folder import read_weights
-from verl.workers.part import ModelPart
-from verl.workers.training import load_part, save_part
+from verl.workers.part import ModelPart, load_part, save_part
 
 STEPS = 2
 TIED = {"tie_word_embeddings": True}

@@ -1,4 +1,4 @@
-"""What settings of a forward pass, and of what neighbours share, change to be seen: off, on, and by arithmetic."""
+"""What settings of a forward pass, and of what peers share, change to be seen: off, on, and by arithmetic."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from verl.distributed.experts import ExpertExchange
 from verl.engines.rows import AlignedRows
 from verl.engines.settings import PassSettings
 from verl.engines.sharded_engine import ShardedEngine
-from verl.engines.sharding import unwrapped
 from verl.models import compiled
 from verl.protocol import DataProto
 
@@ -36,7 +35,7 @@ def at(module: Callable[[Any], nn.Module], see: Callable[[nn.Module, Any], Any])
 
     def run(engine: ShardedEngine, batch: DataProto, **limits: Any) -> list[Any]:
         seen: list[Any] = []
-        own = module(unwrapped(engine.model))
+        own = module(engine.model)
         handle = own.register_forward_hook(lambda m, _, output: seen.append(see(m, output)))
         engine.infer(batch, **limits)
         handle.remove()
@@ -189,10 +188,9 @@ def sharing(ranks: Ranks, folder: Path) -> dict[str, dict[str, Any]]:
         ),
     }
     found["use_torch_compile: graphs compiled of a layer"] = compiled_layers(ranks, folder)
-    if With.current == "fsdp2":
-        found["tensor_parallel_size=2: logits per token at the head"] = pair(
-            width_at_head(engine(), batch)[0], width_at_head(engine(**tp), batch)[0], [VOCAB, -(-VOCAB // ranks.size)]
-        )
+    found["tensor_parallel_size=2: logits per token at the head"] = pair(
+        width_at_head(engine(), batch)[0], width_at_head(engine(**tp), batch)[0], [VOCAB, -(-VOCAB // ranks.size)]
+    )
     return found
 
 

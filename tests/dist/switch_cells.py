@@ -10,7 +10,6 @@ from tests.dist.engine_cells import Collectives, collectives, local_bytes, loss_
 from tests.engines.builders import ragged_batch
 from verl.distributed import Ranks
 from verl.engines.sharded_engine import ShardedEngine
-from verl.engines.sharding import unwrapped
 from verl.protocol import DataProto
 
 
@@ -32,7 +31,7 @@ def gathers_before_the_first_layer(engine: ShardedEngine, mine: DataProto) -> in
     engine.infer(mine)
     found: list[int] = []
     with Collectives() as mode:
-        first = unwrapped(engine.model).model.layers[0].self_attn
+        first = engine.model.model.layers[0].self_attn
         handle = first.register_forward_pre_hook(lambda *_: found.append(mode.counts.get("gather", 0)))
         train(engine, mine)()
         handle.remove()
@@ -42,7 +41,7 @@ def gathers_before_the_first_layer(engine: ShardedEngine, mine: DataProto) -> in
 def layer_passes(engine: ShardedEngine, mine: DataProto) -> int:
     """How often the first layer begins in one training step."""
     calls: list[int] = []
-    handle = unwrapped(engine.model).model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
+    handle = engine.model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
     train(engine, mine)()
     handle.remove()
     return len(calls)
@@ -50,7 +49,7 @@ def layer_passes(engine: ShardedEngine, mine: DataProto) -> int:
 
 def mlp_dtype(engine: ShardedEngine, mine: DataProto) -> str:
     seen: list[str] = []
-    mlp = unwrapped(engine.model).model.layers[0].mlp
+    mlp = engine.model.model.layers[0].mlp
     handle = mlp.down_proj.register_forward_hook(lambda _, __, out: seen.append(str(out.dtype)))
     engine.infer(mine)
     handle.remove()
@@ -83,9 +82,6 @@ def switches(ranks: Ranks, folder: Path) -> dict[str, list[Any]]:
         ],
         "forward_prefetch: gathers issued before the first layer": [
             gathers_before_the_first_layer(engine(forward_prefetch=on), mine) for on in (False, True)
-        ],
-        "use_orig_params: parameters of the optimizer": [
-            sum(len(g["params"]) for g in engine(use_orig_params=on).optimizer.param_groups) for on in (False, True)
         ],
         "model_dtype: bytes of weights per rank": [
             weights(engine(trains=False, model_dtype=dtype)) for dtype in ("fp32", "bf16")

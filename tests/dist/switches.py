@@ -12,11 +12,11 @@ from tests.dist.group import run_cells
 from tests.dist.sharing_cells import sharing
 from tests.dist.switch_cells import switches
 
-STRATEGIES = ("fsdp", "fsdp2")
+STRATEGIES = ("fsdp2",)
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "switches.md"
 HEAD = """# What each switch changes
 
-Seen on two processes over gloo, with models of two layers (three units with the root), width 32 and a vocabulary of
+Seen on two processes with FSDP2 over gloo, with models of two layers (three units with the root), width 32 and a vocabulary of
 259, in float32. The rows of the first table are shared by both processes; those of the second are all on the first one,
 and each of its numbers is what arithmetic says: tokens of the rows, (P-1)/P (N/P) (2H + 2h) d numbers for Ulysses, 1/P
 of the experts. `python -m tests.dist.switches --write` makes this page, and the tests
@@ -44,23 +44,19 @@ def page(runs: dict[str, list[Any]]) -> str:
 
 
 def settings_table(runs: dict[str, list[Any]]) -> str:
-    return _table({s: runs[f"{s}: switches"][0] for s in STRATEGIES})
+    return _table(runs["fsdp2: switches"][0])
 
 
 def sharing_table(runs: dict[str, list[Any]]) -> str:
-    return _table({s: {k: v["seen"] for k, v in runs[f"{s}: sharing"][0].items()} for s in STRATEGIES})
+    return _table({name: case["seen"] for name, case in runs["fsdp2: sharing"][0].items()})
 
 
-def _table(found: dict[str, dict[str, list[Any]]]) -> str:
-    lines = ["| setting | seen | strategy | off | on |", "| --- | --- | --- | --- | --- |"]
-    for switch in found["fsdp2"]:
+def _table(found: dict[str, list[Any]]) -> str:
+    lines = ["| setting | seen | off | on |", "| --- | --- | --- | --- |"]
+    for switch, value in found.items():
         setting, _, seen = switch.partition(": ")
-        values = {s: found[s][switch] for s in STRATEGIES if switch in found[s]}
-        alike = len({str(value) for value in values.values()}) == 1
-        for strategy, value in list(values.items())[: 1 if alike else None]:
-            off, *on = (f"{v:,}" if isinstance(v, int) else str(v).removeprefix("torch.") for v in value)
-            which = " and ".join(values) if alike else strategy
-            lines.append(f"| `{setting}` | {seen} | {which} | {off} | {' or '.join(on)} |")
+        off, *on = (f"{v:,}" if isinstance(v, int) else str(v).removeprefix("torch.") for v in value)
+        lines.append(f"| `{setting}` | {seen} | {off} | {' or '.join(on)} |")
     return "\n".join(lines) + "\n"
 
 

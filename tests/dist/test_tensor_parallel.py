@@ -1,4 +1,4 @@
-"""Tensor parallelism on FSDP2: equal numbers, and linear maps and vocabulary really are shared."""
+"""Tensor parallelism on FSDP2: equal numbers, and linear layers and vocabulary really are shared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism on FSDP and FSDP2: equal numbers, and the tokens really are shared."""
+"""Ulysses sequence parallelism on FSDP2: equal numbers, and the tokens really are shared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.dist.group import run_cells
 pytestmark = pytest.mark.dist
 
 EXACT = 1e-5
-STRATEGIES = ("fsdp", "fsdp2")
+STRATEGIES = ("fsdp2",)
 CELLS = {
     2: (
         cells.ulysses,
@@ -87,7 +87,7 @@ def test_what_cannot_be_shared_evenly_is_refused_before_training(runs, size, nam
 
 
 @cases(cells.ulysses_same_rows)
-def test_neighbours_are_one_data_parallel_rank_and_may_be_handed_the_same_rows(runs, size, name):
+def test_peers_are_one_data_parallel_rank_and_may_be_handed_the_same_rows(runs, size, name):
     found = runs[size][name]
     assert [part["seat"] for part in found] == [[0, 2, True], [0, 2, False], [1, 2, True], [1, 2, False]]
     own = [row for part in found for row in part["own"]]

@@ -12,7 +12,6 @@ from tests.dist.engine_cells import BUCKETS, TILED, Case, compare, loss_of, shar
 from tests.engines.builders import ragged_batch
 from verl.distributed import Ranks
 from verl.engines.rows import AlignedRows
-from verl.engines.sharding import unwrapped
 from verl.errors import ConfigError
 from verl.protocol import SHARED_ROWS
 
@@ -58,12 +57,12 @@ def ulysses_shares_tokens(ranks: Ranks, folder: Path) -> dict:
     """Tokens at every MLP, and numbers exchanged, in one pass over all rows."""
     engine = sharded(shared_model(ranks, folder, "qwen2"), engine={KEY: ranks.size})
     batch, seen = ragged_batch(rows=5), []
-    layers = unwrapped(engine.model).model.layers
+    layers = engine.model.model.layers
     for layer in layers:
         layer.mlp.register_forward_hook(lambda _, __, out: seen.append(out.shape[:2].numel()))
     with Exchanged() as mode:
         engine.infer(share(ranks, batch))
-    config = unwrapped(engine.model).config
+    config = engine.model.config
     return {
         "seen": seen,
         "tokens": sum(AlignedRows.of(batch).lengths),
@@ -78,7 +77,7 @@ def ulysses_shares_tokens(ranks: Ranks, folder: Path) -> dict:
 def ulysses_same_rows(ranks: Ranks, folder: Path) -> dict:
     """Rows of their own, and then the same rows for all, as the dispatch hands them to one data-parallel rank."""
     engine = sharded(shared_model(ranks, folder, "qwen2"), engine={KEY: 2})
-    batch, seat = ragged_batch(rows=4), engine.seat
+    batch, seat = ragged_batch(rows=4), engine.data_rank
     own = engine.infer(share(ranks, batch))["log_probs"]
     alike = batch.split(4 // seat.size)[seat.rank]
     alike.meta_info[SHARED_ROWS] = True

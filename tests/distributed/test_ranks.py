@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from tests.dist.group import run_cells
 from verl import distributed
-from verl.distributed import Place, Ranks, data_parallel_mesh, metrics, shards
+from verl.distributed import RankPlace, Ranks, data_parallel_mesh, metrics, shards
 from verl.errors import ConfigError, EngineError, WorkerError
 from verl.metrics import Metric, MetricSet
 
@@ -213,10 +213,10 @@ class TestOneProcess:
 
     def test_joins_without_a_port_and_keeps_its_place(self):
         try:
-            ranks = distributed.start(Place())
+            ranks = distributed.start(RankPlace())
             assert (ranks.rank, ranks.size) == (0, 1) and distributed.start().size == 1
             with pytest.raises(EngineError, match="already"):
-                distributed.start(Place(rank=0, world_size=2, master_port=1))
+                distributed.start(RankPlace(rank=0, world_size=2, master_port=1))
             tensor = zeros(3, 2, device_mesh=data_parallel_mesh(ranks, "cpu"), placements=[Shard(0)])
             shards.scatter(torch.ones(3, 2), tensor)
             assert isinstance(tensor, DTensor) and torch.equal(shards.gather_to_first(tensor), torch.ones(3, 2))
@@ -226,9 +226,9 @@ class TestOneProcess:
     @pytest.mark.parametrize(
         "place, device, words",
         [
-            (Place(rank=0, world_size=2), "cpu", "torchrun"),
-            (Place(rank=2, world_size=2, master_port=1), "cpu", "below WORLD_SIZE"),
-            (Place(), "mps", "cuda"),
+            (RankPlace(rank=0, world_size=2), "cpu", "torchrun"),
+            (RankPlace(rank=2, world_size=2, master_port=1), "cpu", "below WORLD_SIZE"),
+            (RankPlace(), "mps", "cuda"),
         ],
     )
     def test_a_place_that_cannot_be_is_refused(self, place, device, words):
@@ -237,4 +237,4 @@ class TestOneProcess:
 
     def test_peers_that_do_not_come_are_an_error_with_the_address(self):
         with pytest.raises(EngineError, match=r"127\.0\.0\.1:1\b"):
-            distributed.start(Place(rank=1, world_size=2, master_port=1), timeout=0.5)
+            distributed.start(RankPlace(rank=1, world_size=2, master_port=1), timeout=0.5)

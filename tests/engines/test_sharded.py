@@ -1,4 +1,4 @@
-"""FSDP and FSDP2 in one process: a group of one, without a port."""
+"""FSDP2 in one process: a group of one, without a port."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from tests.engines.builders import gradients, make_engine, model_dir, ragged_bat
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.checkpoint import CheckpointReader, CheckpointWriter
 from verl.config import ActorConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig
+from verl.config.topology import backend_of
 from verl.engines import sharding
-from verl.engines.fsdp import FSDPEngine
 from verl.engines.fsdp2 import FSDP2Engine
-from verl.errors import CheckpointError, ConfigError, EngineError, NotBuiltError
+from verl.errors import CheckpointError, ConfigError, EngineError
 from verl.metrics import notices, reset_notices
+from verl.registry import ENGINES
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -28,13 +29,8 @@ def path(tmp_path_factory):
     return model_dir(tmp_path_factory.mktemp("models"), "qwen2", tie_word_embeddings=True)
 
 
-@pytest.fixture(params=[FSDPEngine, FSDP2Engine], ids=["fsdp", "fsdp2"])
-def cls(request):
-    return request.param
-
-
-def engine_of(path, cls=FSDP2Engine, kind="causal_lm", optim=None, engine=None, trains=True, **arguments):
-    return cls(
+def engine_of(path, kind="causal_lm", optim=None, engine=None, trains=True, **arguments):
+    return FSDP2Engine(
         HFModelConfig(path=str(path)),
         FSDPEngineConfig(**(engine or {})),
         OptimizerConfig(**{"lr": 1e-2, **(optim or {})}) if trains else None,
@@ -47,8 +43,8 @@ def policy_loss():
     return PPOPolicyLoss(ActorConfig())
 
 
-def test_one_process_computes_what_the_plain_engine_computes(path, cls):
-    ours, plain, batch = engine_of(path, cls), make_engine(path, seed=3), ragged_batch()
+def test_one_process_computes_what_the_plain_engine_computes(path):
+    ours, plain, batch = engine_of(path), make_engine(path, seed=3), ragged_batch()
     torch.testing.assert_close(ours.infer(batch)["log_probs"], plain.infer(batch)["log_probs"], atol=1e-6, rtol=1e-6)
     loss, gradient = gathered_gradient(ours, batch, policy_loss())
     expected_loss, expected = gradients(plain, batch, policy_loss())
@@ -56,8 +52,8 @@ def test_one_process_computes_what_the_plain_engine_computes(path, cls):
     assert relative_error(gradient, expected) < 1e-6
 
 
-def test_counts_parameters_and_names_them_as_the_plain_engine_does(path, cls):
-    ours, plain = engine_of(path, cls), make_engine(path)
+def test_counts_parameters_and_names_them_as_the_plain_engine_does(path):
+    ours, plain = engine_of(path), make_engine(path)
     assert ours.num_parameters == plain.num_parameters
     assert ours.train_flops([5, 7]) == plain.train_flops([5, 7])
     assert list(dict(ours.export_weights())) == list(dict(plain.export_weights()))
@@ -71,23 +67,15 @@ def test_tied_embeddings_are_one_sharded_parameter(path):
     assert engine.unit_names == ["model.layers.0", "model.layers.1"]
 
 
-def test_tied_embeddings_are_in_one_flat_parameter(path):
-    engine = engine_of(path, FSDPEngine)
-    outside = [p for name, p in engine.blueprint.named_parameters() if "layers" not in name]
-    assert len(outside) == 2  # embeddings and last norm; the head is the embeddings
-    assert next(engine.model.parameters()).numel() == sum(p.numel() for p in outside)
-    assert len(list(engine.model.parameters())) == 3
-
-
-def test_exported_weights_come_one_layer_at_a_time(path, cls):
-    ours, seen = engine_of(path, cls), []
+def test_exported_weights_come_one_layer_at_a_time(path):
+    ours, seen = engine_of(path), []
     for unit in ours._units(first_only=True):
         seen.append({name.split(".")[2] if "layers" in name else "outside" for name in unit})
     assert seen == [{"outside"}, {"0"}, {"1"}, {"outside"}]
 
 
-def test_a_checkpoint_loads_in_the_plain_engine_and_with_transformers(path, cls, tmp_path):
-    ours = engine_of(path, cls)
+def test_a_checkpoint_loads_in_the_plain_engine_and_with_transformers(path, tmp_path):
+    ours = engine_of(path)
     ours.train_batch(ragged_batch(), policy_loss())
     with CheckpointWriter(tmp_path) as writer:
         folder = writer.save(1, {"actor": ours.state()}, hf={"actor": ours.hf_writer()})
@@ -110,8 +98,8 @@ def test_a_checkpoint_loads_in_the_plain_engine_and_with_transformers(path, cls,
     ],
     ids=["SGD", "AdamW on the host's counter", "Adagrad"],
 )
-def test_other_optimizers_resume_bitwise(path, cls, optim):
-    first, second = engine_of(path, cls, optim=optim), engine_of(path, cls, optim=optim)
+def test_other_optimizers_resume_bitwise(path, optim):
+    first, second = engine_of(path, optim=optim), engine_of(path, optim=optim)
     first.train_batch(ragged_batch(seed=0), policy_loss())
     second.load_state(first.state())
     for engine in (first, second):
@@ -121,23 +109,16 @@ def test_other_optimizers_resume_bitwise(path, cls, optim):
     assert all(torch.equal(tensor, b.tensors[name]) for name, tensor in a.tensors.items())
 
 
-@pytest.mark.parametrize(
-    ("cls", "name"), [(FSDP2Engine, "Adafactor"), (FSDP2Engine, "Rprop"), (FSDPEngine, "Adafactor")]
-)
-def test_an_optimizer_that_cannot_work_on_pieces_is_refused_before_training(path, cls, name):
+@pytest.mark.parametrize("name", ["Adafactor", "Rprop"])
+def test_an_optimizer_that_cannot_work_on_pieces_is_refused_before_training(path, name):
     with pytest.raises(ConfigError, match=rf"optimizer.*sharded weights.*Got '{name}'"):
-        engine_of(path, cls, optim={"optimizer": name})
+        engine_of(path, optim={"optimizer": name})
 
 
-def test_linear_maps_are_not_shared_with_the_first_form_of_fsdp(path):
-    with pytest.raises(NotBuiltError, match="strategy=fsdp2"):
-        engine_of(path, FSDPEngine, engine={"tensor_parallel_size": 2})
-
-
-def test_a_state_of_another_optimizer_is_refused(path, cls):
-    state = engine_of(path, cls, optim={"optimizer": "SGD", "override_optimizer_config": {"momentum": 0.9}}).state()
+def test_a_state_of_another_optimizer_is_refused(path):
+    state = engine_of(path, optim={"optimizer": "SGD", "override_optimizer_config": {"momentum": 0.9}}).state()
     with pytest.raises(CheckpointError, match="another optimizer"):
-        engine_of(path, cls).load_state(state)
+        engine_of(path).load_state(state)
 
 
 def test_units_by_size_are_the_smallest_modules_that_are_large_enough(path):
@@ -153,17 +134,15 @@ def test_units_by_size_are_the_smallest_modules_that_are_large_enough(path):
     assert sharding.unit_modules(model, 10 * sizes[""]) == [] and "gathered as a whole" in str(notices())
 
 
-def test_settings_of_the_other_form_have_no_effect_and_say_so(path):
+def test_the_first_form_of_fsdp_runs_on_the_second_and_says_so():
     reset_notices()
-    engine_of(path, FSDP2Engine, trains=False, engine={"use_orig_params": True})
-    assert "no effect" in notices()["use_orig_params"]
-    engine_of(path, FSDPEngine, trains=False, engine={"offload_policy": True})
-    assert "no effect" in notices()["offload_policy"]
+    assert (backend_of("fsdp", 1), backend_of("fsdp", 2), ENGINES.get("fsdp")) == ("fsdp2", "fsdp2", FSDP2Engine)
+    assert "FSDP2" in notices()["strategy=fsdp"]
 
 
-def test_a_frozen_engine_does_not_train(path, cls):
+def test_a_frozen_engine_does_not_train(path):
     with pytest.raises(EngineError, match="frozen"):
-        engine_of(path, cls, trains=False).train_batch(ragged_batch(), policy_loss())
+        engine_of(path, trains=False).train_batch(ragged_batch(), policy_loss())
 
 
 def test_the_plain_engine_says_which_sharding_settings_it_leaves_without_effect(path):

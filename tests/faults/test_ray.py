@@ -35,7 +35,7 @@ def test_whatever_dies_the_run_ends_without_orphans_and_started_again_it_ends_wi
     # A worker's process, in the middle of the backward pass of step 2.
     ended = server.start(folder, RAY, "backward:6:KILL").wait()
     assert ended.status not in (0, -signal.SIGKILL), "the controller lives and reports"
-    assert "the worker ColocatedActorRolloutRef[0] died (process" in ended.output, ended.output[-3000:]
+    assert "the worker ColocatedActorRefRollout[0] died (process" in ended.output, ended.output[-3000:]
     assert_nothing_left(folder)
     assert list_checkpoints(folder / "run")[0].step == 1
 

@@ -1,4 +1,4 @@
-"""FSDP and FSDP2 on one CUDA device: where weights, optimizer state and activations live; no number changes."""
+"""FSDP2 on one CUDA device: where weights, optimizer state and activations live; no number changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verl.engines.sharded_engine import ShardedEngine
 from verl.registry import ENGINES
 
 OPTIM = {"lr": 1e-2, "override_optimizer_config": {"eps": 1e-4}}
-STRATEGIES = ("fsdp", "fsdp2")
+STRATEGIES = ("fsdp2",)
 
 
 def engine_of(path: Path, strategy: str, model: dict[str, Any] | None = None, **settings: Any) -> ShardedEngine:
@@ -52,7 +52,6 @@ def test_weights_are_those_of_the_plain_engine_wherever_they_live():
         {},
         {"param_offload": True, "optimizer_offload": True},
         {"offload_policy": True},
-        {"use_orig_params": True},
         {"reshard_after_forward": False, "forward_prefetch": True},
     )
     with tempfile.TemporaryDirectory() as folder:

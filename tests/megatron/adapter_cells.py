@@ -24,7 +24,6 @@ from verl.config.megatron import MegatronEngineOverrideTransformerConfigConfig
 from verl.engines.adapters import BaseOfAdapter
 from verl.engines.base import EngineState
 from verl.errors import NotBuiltError
-from verl.weight_sync.resharding import Layout
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 
@@ -128,21 +127,6 @@ def an_adapters_state_goes_elsewhere(ranks, folder):
     outputs = [one.infer(batch[mine])["log_probs"] for one in (at_hand, again)]
     found["from its file"] = torch.equal(*outputs)
     return found
-
-
-def merged_slices_of_a_sampling_layout(ranks, folder):
-    """Trained on two stages; what two tensor-parallel samplers get is the merged model's halves."""
-    path, batch = shared_model(ranks, folder, "llama", kv_heads=4), ragged_batch(ROWS)
-    engine = megatron(path, model=LORA, **{PIPELINE: 2})
-    engine.train_batch(batch[share(batch, ranks)], loss_for("causal_lm"))
-    whole, exact = kept(engine.export_weights()), True
-    plan = engine.plan_for(Layout(2, 1, 1))
-    place = int(plan.places.tensor[ranks.rank])
-    for name, shard in engine.shards_for(plan):
-        axis = next((a for a in range(shard.dim()) if shard.shape[a] != whole[name].shape[a]), None)
-        exact &= torch.equal(shard, whole[name] if axis is None else whole[name].tensor_split(2, axis)[place])
-    base = kept(megatron(path, **{PIPELINE: 2}).export_weights())
-    return {"exact": exact, "moved": sum(not torch.equal(base[name], tensor) for name, tensor in whole.items())}
 
 
 def adapters_that_are_refused(ranks, folder):

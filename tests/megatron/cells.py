@@ -20,7 +20,6 @@ from verl.metrics import notices
 from verl.models.hf_folder import read_weights
 from verl.models.megatron_conversion import convert, differences
 from verl.models.merging import merge
-from verl.weight_sync.resharding import Layout
 
 OPTIM = {"lr": 1e-2, "lr_scheduler_type": "cosine", "override_optimizer_config": {"eps": 1e-4}}
 ROWS, STEPS = 7, 3
@@ -288,22 +287,3 @@ def tensor_parallel_and_virtual_stages(ranks, folder):
 
 def tensor_and_data_parallel(ranks, folder):
     return compared(ranks, folder, "qwen3", **{TENSOR: 2})
-
-
-def shards_of_a_sampling_layout(ranks, folder):
-    """Trained on TP 2 x DP 2; what TP 1 x DP 4 and TP 4 x DP 1 would sample with, after a step."""
-    path, batch = shared_model(ranks, folder, "llama", kv_heads=4), ragged_batch(ROWS)
-    engine = megatron(path, **{TENSOR: 2})
-    engine.train_batch(batch[share(batch, ranks)], loss_for("causal_lm"))
-    whole, found = kept(engine.export_weights()), {}
-    for sampling in (Layout(1, 1, 4), Layout(4, 1, 1)):
-        exact, size, plan = True, 0, engine.plan_for(sampling)
-        place = int(plan.places.tensor[ranks.rank])
-        for name, shard in engine.shards_for(plan):
-            size += shard.numel()
-            axis = next((a for a in range(shard.dim()) if shard.shape[a] != whole[name].shape[a]), None)
-            expected = whole[name] if axis is None else whole[name].tensor_split(4, axis)[place]
-            exact &= torch.equal(shard, expected)
-        found[str(sampling)] = [exact, size / engine.num_parameters]
-    found["moved"] = not all(torch.equal(whole[n], t) for n, t in read_weights(path).items())
-    return found

@@ -45,7 +45,7 @@ def rows_that_all_get(ranks, folder):
         told = engine.train_batch(rows, loss_fn).values()
         width = log_probs.shape[1]
         mine = log_probs if name == "own" else log_probs[share(batch, ranks)]
-        found[name] = [mine.tolist(), told["loss"], told["grad_norm"], width, list(engine.seat)]
+        found[name] = [mine.tolist(), told["loss"], told["grad_norm"], width, list(engine.data_rank)]
     return found
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.dist.group import run_cells
-from tests.megatron import adapter_cells, cells, sampling_cells, setting_cells, supervised_cells
+from tests.megatron import adapter_cells, cells, setting_cells, supervised_cells
 
 pytestmark = pytest.mark.dist
 PARITY = {
@@ -40,14 +40,9 @@ OTHERS = {
         supervised_cells.supervised_training,
         supervised_cells.training_on_pairs,
         adapter_cells.an_adapters_state_goes_elsewhere,
-        adapter_cells.merged_slices_of_a_sampling_layout,
         adapter_cells.adapters_that_are_refused,
     ],
-    4: [
-        cells.shards_of_a_sampling_layout,
-        sampling_cells.sampled_with_four_parts,
-        sampling_cells.sampled_with_four_copies,
-    ],
+    4: [],
 }
 ADAPTERS = {
     2: [
@@ -127,20 +122,6 @@ def test_bf16_weights_are_rounded_from_float32_copies(answers):
         assert found["dtypes"] == ["torch.bfloat16"] and found["masters"] == ["torch.float32"]
         assert found["rounded"] and found["finer"]
         assert found["loss"] < 5e-3 and found["norm"] < 5e-3, "float32's, to the digits of bf16"
-
-
-@pytest.mark.parametrize("cell", ["sampled_with_four_parts", "sampled_with_four_copies"])
-def test_samples_in_another_layout_have_the_trainers_log_probs_after_each_of_three_steps(answers, cell):
-    for found in answers[4][cell]:
-        assert found["planned"] and found["stale"] > 1e-2, "older weights sample otherwise"
-        assert len(found["gaps"]) == 3 and max(found["gaps"]) < 1e-4
-
-
-def test_sampling_layouts_get_the_slices_of_the_trained_weights(answers):
-    for found in answers[4]["shards_of_a_sampling_layout"]:
-        assert found["moved"], "a step was taken"
-        assert found["t1-p1-d4"] == [True, pytest.approx(1.0)]
-        assert found["t4-p1-d1"][0] and found["t4-p1-d1"][1] < 0.27
 
 
 @pytest.mark.parametrize(
@@ -239,11 +220,6 @@ def test_an_adapters_state_goes_on_in_the_plain_engine_and_in_another_layout_and
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
-
-
-def test_sampling_layouts_get_slices_of_the_merged_weights(answers):
-    for found in answers[2]["merged_slices_of_a_sampling_layout"]:
-        assert found == {"exact": True, "moved": 2 * 7}, "seven linear maps in each of two layers"
 
 
 def test_an_adapter_on_a_mixture_is_refused(answers):

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.engines.builders import make_engine, model_dir
-from verl.models.norms import OneStepForward, RMSNorm, quicken_norms
+from verl.models.norms import OneStepForward, OneStepRMSNorm, quicken_norms
 
 
 def written_out(x, weight, eps):
@@ -22,7 +22,7 @@ def test_output_and_gradients_are_those_of_the_formula(shape, size):
     x, weight, upstream = (torch.randn(s, generator=generator) for s in (shape, shape[-1:], shape))
     tensors = [(x * size).requires_grad_(), weight.requires_grad_()]
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    found, expected = RMSNorm.apply(*tensors, 1e-6), written_out(*exact, 1e-6)
+    found, expected = OneStepRMSNorm.apply(*tensors, 1e-6), written_out(*exact, 1e-6)
     torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-6)
     ours = torch.autograd.grad(found, tensors, upstream)
     theirs = torch.autograd.grad(expected, exact, upstream.double())
@@ -34,7 +34,7 @@ def test_output_and_gradients_are_those_of_the_formula(shape, size):
 def test_the_closed_form_is_the_gradient():
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in ((3, 5), (5,)))
-    assert torch.autograd.gradcheck(lambda *tensors: RMSNorm.apply(*tensors, 1e-2), (x, weight))
+    assert torch.autograd.gradcheck(lambda *tensors: OneStepRMSNorm.apply(*tensors, 1e-2), (x, weight))
 
 
 @pytest.mark.parametrize(("family", "count"), [("qwen2", 5), ("qwen3", 9), ("gemma2", 0)])

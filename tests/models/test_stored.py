@@ -12,8 +12,8 @@ from verl.models import load_causal_lm, load_value_model
 from verl.models.hollow import new_tensors
 from verl.models.loading import HOLLOW, value_head
 from verl.models.lora import LoraSettings, add_adapter
-from verl.models.stored import Block, stored_weights
-from verl.models.weights import Place, loose_tensors, named_tensors
+from verl.models.stored import StoredBlock, stored_weights
+from verl.models.weights import WeightPlace, loose_tensors, named_tensors
 
 FAMILIES = {
     "qwen2": {"tie_word_embeddings": True},
@@ -37,11 +37,11 @@ def test_any_part_of_any_weight_is_that_of_the_whole_model(tmp_path, family):
 
 def test_a_weight_of_a_file_is_found_as_a_block_of_one_in_memory():
     """Of (4, 6, 5): the second half of expert 2, turned around. It begins at 2 * 30 + 3 * 5."""
-    block = Block.of("up", Place("fused", (5, 3), (1, 5), 75), (4, 6, 5))
-    assert block == Block("up", (5, 3), start=(2, 3, 0), axes=(2, 1))
+    block = StoredBlock.of("up", WeightPlace("fused", (5, 3), (1, 5), 75), (4, 6, 5))
+    assert block == StoredBlock("up", (5, 3), start=(2, 3, 0), axes=(2, 1))
     assert block.shared([(0, 4), (4, 6), (1, 3)]) == ([(1, 3), (1, 3)], [(2, 3), (4, 6), (1, 3)])
     assert block.shared([(0, 2), (0, 6), (0, 5)]) is None
-    assert Block.of("every second", Place("fused", (2, 30), (60, 1), 0), (4, 6, 5)) is None
+    assert StoredBlock.of("every second", WeightPlace("fused", (2, 30), (60, 1), 0), (4, 6, 5)) is None
 
 
 def test_a_hollow_model_has_what_is_new_bit_for_bit_and_no_memory_for_the_rest(tmp_path):

@@ -3,7 +3,7 @@
 Ranks that train together wait for the slowest one, so every rank of a mini-batch should get as much work as the others.
 `partition` is what the library uses: deal the rows out from the longest to the shortest, then exchange pairs between
 heavy and light parts until the heaviest is near the lower bound (8192 rows on 128 ranks: a few milliseconds).
-`karmarkar_karp` is the classical differencing method under its known name. Everything here is deterministic.
+Everything here is deterministic.
 """
 
 from __future__ import annotations
@@ -58,12 +58,9 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
     return partition(seqlen_list, k_partitions, equal_size)
 
 
-def greedy_partition(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """The longest item first, each to the lightest part; without the exchanges that `partition` adds."""
-    costs = np.asarray(seqlen_list, dtype=np.float64)
-    _check_parts(len(costs), k_partitions, equal_size)
-    part_of = _deal(costs, k_partitions) if equal_size else _longest_first(costs, k_partitions)
-    return [np.flatnonzero(part_of == part).tolist() for part in range(k_partitions)]
+karmarkar_karp = greedy_partition = get_seqlen_balanced_partitions
+"""Upstream's names of two methods, whose heaviest part is 11 to 24 % above the bound for log-normal lengths in equal
+counts, where that of `partition` is 0.01 %: they give `partition`, too."""
 
 
 def get_group_balanced_partitions(
@@ -83,10 +80,10 @@ def get_group_balanced_partitions(
 
 def members_of(keys: Iterable[Hashable]) -> list[list[int]]:
     """The row indices of each key, keys in the order of their first row."""
-    found: dict[Hashable, list[int]] = {}
+    by_key: dict[Hashable, list[int]] = {}
     for row, key in enumerate(keys):
-        found.setdefault(key, []).append(row)
-    return list(found.values())
+        by_key.setdefault(key, []).append(row)
+    return list(by_key.values())
 
 
 def balance_within_mini_batches(
@@ -154,37 +151,6 @@ def log_seqlen_unbalance(
     }
 
 
-def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """The largest differencing method (Karmarkar and Karp, 1982) for k parts.
-
-    A state is k parts with their sums, heaviest first. The two states with the widest spread are merged, the heaviest
-    part of one with the lightest of the other, until one state is left. Parts are equally large if every first state
-    holds k items of neighbouring size.
-
-    Returns:
-        k lists of indices, each ascending, the heaviest part first.
-    """
-    _check_parts(len(seqlen_list), k_partitions, equal_size)
-    ascending = sorted((cost, row) for row, cost in enumerate(seqlen_list))
-    step = k_partitions if equal_size else 1
-    states = []
-    for start in range(0, len(ascending), step):
-        parts = [(cost, (row,)) for cost, row in ascending[start : start + step]]
-        states.append(_as_state(parts + [(0, ())] * (k_partitions - len(parts))))
-    heapq.heapify(states)
-    while len(states) > 1:
-        first, second = heapq.heappop(states)[-1], heapq.heappop(states)[-1]
-        merged = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(first, reversed(second))]
-        heapq.heappush(states, _as_state(merged))
-    return [sorted(rows) for _, rows in states[0][-1]]
-
-
-def _as_state(parts: list[tuple[int, tuple[int, ...]]]) -> tuple:
-    """Sort key (widest spread, then heaviest part, then the items) and the parts."""
-    ordered = sorted(parts, reverse=True)
-    return ordered[-1][0] - ordered[0][0], -ordered[0][0], ordered
-
-
 def _check_parts(num_items: int, k: int, equal_size: bool) -> None:
     if not 1 <= k <= num_items:
         raise ConfigError(f"{num_items} rows cannot be split into {k} non-empty parts")
@@ -228,14 +194,14 @@ def _exchange(costs: np.ndarray, part_of: np.ndarray, k: int, may_move: bool, go
         if sums[heavy] <= goal:
             return
         mine = np.flatnonzero(part_of == heavy)
-        found = None
+        exchange = None
         for others in (np.flatnonzero(part_of == sums.argmin()), np.flatnonzero(part_of != heavy)):
-            if found is None:
+            if exchange is None:
                 budget -= len(mine) * (len(others) + k)
-                found = _best_exchange(costs, part_of, sums, mine, others, may_move)
-        if found is None:
+                exchange = _best_exchange(costs, part_of, sums, mine, others, may_move)
+        if exchange is None:
             return
-        item, partner, target = found
+        item, partner, target = exchange
         gain = costs[item] - (costs[partner] if partner is not None else 0.0)
         part_of[item] = target
         if partner is not None:

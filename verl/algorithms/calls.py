@@ -33,5 +33,5 @@ def check_shapes(tensors: Mapping[str, Tensor]) -> None:
     """Raise `ValueError` unless all tensors have one shape (rows, response tokens)."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
-        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise ValueError(f"the tensors must have one shape (rows, response tokens); got {found}")
+        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"the tensors must have one shape (rows, response tokens); got {listed}")

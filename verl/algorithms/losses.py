@@ -77,8 +77,9 @@ class PPOPolicyLoss:
             check_kl_kind(config.kl_loss_type, key="actor_rollout_ref.actor.kl_loss_type", logits_at_hand=True)
         Clip.of(config)
         self.config, self.use_rollout_log_probs = config, use_rollout_log_probs
-        self.policy_loss = POLICY_LOSSES.get(_loss_mode(config.policy_loss))
-        self.rows_together = int(getattr(self.policy_loss, "rows_together", 1))
+        mode = _loss_mode(config.policy_loss)
+        self.policy_loss = POLICY_LOSSES.get(mode)
+        self.rows_together = 2 if POLICY_LOSSES.facts(mode).pairs else 1
         self.with_reference = names_parameter(self.policy_loss, "ref_log_prob")
         self.scale = config.loss_scale_factor or response_length
         correction = correction_settings(config)
@@ -217,9 +218,9 @@ def optional_field(batch: Any, name: str) -> Tensor | None:
 
 def field(batch: Any, name: str) -> Tensor:
     """A tensor of the micro-batch that this loss cannot do without."""
-    found = optional_field(batch, name)
-    if found is None:
+    value = optional_field(batch, name)
+    if value is None:
         raise DataError(
             f"the loss needs the field {name!r}, which the batch does not have", allowed=sorted(map(str, batch.keys()))
         )
-    return found
+    return value

@@ -135,11 +135,11 @@ def agree_on_micro_batches(plan: Callable[[int], Plan], all_reduce_max: Callable
     """
     count = 1
     while True:
-        found = plan(count)
-        wanted = len(found) if all_reduce_max is None else all_reduce_max(len(found))
+        agreed = plan(count)
+        wanted = len(agreed) if all_reduce_max is None else all_reduce_max(len(agreed))
         # Every rank sees the same maximum, so all leave the loop together.
         if wanted == count or all_reduce_max is None:
-            return found
+            return agreed
         count = wanted
 
 

@@ -97,7 +97,7 @@ class DPOLoss:
         chosen, rejected = rewards[0::2], rewards[1::2]
         margin = (policy - reference)[0::2] - (policy - reference)[1::2]
         loss = dpo_loss(margin, self.beta, self.kind, self.label_smoothing)
-        found = {
+        metrics = {
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
             "rewards/margins": chosen - rejected,
@@ -105,7 +105,7 @@ class DPOLoss:
             "logps/chosen": policy[0::2],
             "logps/rejected": policy[1::2],
         }
-        return over_pairs(loss, norm), {name: pair_mean(values) for name, values in found.items()}
+        return over_pairs(loss, norm), {name: pair_mean(values) for name, values in metrics.items()}
 
 
 class RewardModelLoss:
@@ -128,13 +128,13 @@ class RewardModelLoss:
         chosen, rejected = scores[0::2], scores[1::2]
         wanted = optional_field(batch, MARGIN)
         loss = bradley_terry_loss(chosen, rejected, 0.0 if wanted is None else wanted[0::2].to(scores), self.centering)
-        found = {
+        metrics = {
             "accuracy": (chosen > rejected).float(),
             "margin": chosen - rejected,
             "score/chosen": chosen,
             "score/rejected": rejected,
         }
-        return over_pairs(loss, norm), {name: pair_mean(values) for name, values in found.items()}
+        return over_pairs(loss, norm), {name: pair_mean(values) for name, values in metrics.items()}
 
 
 def over_pairs(losses: Tensor, norm: LossNorm) -> Tensor:

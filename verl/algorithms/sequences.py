@@ -110,8 +110,10 @@ def tokenize_and_postprocess_data(
     prompt: str, tokenizer: Any, max_length: int, pad_token_id: int, left_pad: bool = True, truncation: str = "error"
 ) -> tuple[Tensor, Tensor]:
     """`postprocess_data` of a prompt's token ids, (1, max_length); no special tokens are added."""
-    found = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
-    return postprocess_data(found["input_ids"], found["attention_mask"], max_length, pad_token_id, left_pad, truncation)
+    encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    return postprocess_data(
+        encoded["input_ids"], encoded["attention_mask"], max_length, pad_token_id, left_pad, truncation
+    )
 
 
 def clip_by_value(x: Tensor, tensor_min: Tensor, tensor_max: Tensor) -> Tensor:

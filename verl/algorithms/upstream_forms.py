@@ -36,7 +36,7 @@ from verl.algorithms.logprob import entropy_from_logits
 from verl.algorithms.policy_losses import PolicyLossFn
 from verl.algorithms.policy_losses.vanilla import vanilla
 from verl.algorithms.reweighting import resampled_rows
-from verl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from verl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts
 
 compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
 compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
@@ -52,9 +52,9 @@ _NAMES = {name.upper(): name for name in ADVANTAGE_ESTIMATORS.builtin_targets()}
 AdvantageEstimator = _Name("AdvantageEstimator", _NAMES)  # type: ignore[call-overload]
 
 
-def register_adv_est(name_or_enum: str) -> Callable[[AdvantageFn], AdvantageFn]:
-    """Decorator: make an estimator known under a name for ``algorithm.adv_estimator``."""
-    return ADVANTAGE_ESTIMATORS.register(name_or_enum)
+def register_adv_est(name_or_enum: str, facts: EstimatorFacts | None = None) -> Callable[[AdvantageFn], AdvantageFn]:
+    """Decorator: make an estimator known under a name for ``algorithm.adv_estimator``; ``facts`` say what it needs."""
+    return ADVANTAGE_ESTIMATORS.register(name_or_enum, facts)
 
 
 def get_adv_estimator_fn(name_or_enum: str) -> AdvantageFn:
@@ -62,9 +62,9 @@ def get_adv_estimator_fn(name_or_enum: str) -> AdvantageFn:
     return ADVANTAGE_ESTIMATORS.get(name_or_enum)
 
 
-def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Decorator: make a policy loss known under a name for ``actor.policy_loss.loss_mode``."""
-    return POLICY_LOSSES.register(name)
+def register_policy_loss(name: str, facts: LossFacts | None = None) -> Callable[[PolicyLossFn], PolicyLossFn]:
+    """Decorator: make a policy loss known under a name for ``actor.policy_loss.loss_mode``; ``facts`` as above."""
+    return POLICY_LOSSES.register(name, facts)
 
 
 def get_policy_loss_fn(name: str) -> PolicyLossFn:

@@ -34,13 +34,13 @@ class FileRecord:
 
 def records_of(folder: Path, known: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
     """Records of every file below ``folder``; those that are not in ``known`` are synced and read for their sums."""
-    found: dict[str, FileRecord] = {}
+    records: dict[str, FileRecord] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         name = path.relative_to(folder).as_posix()
         if name not in known:
             sync_file(path)
-        found[name] = known.get(name) or FileRecord.of(path)
-    return found
+        records[name] = known.get(name) or FileRecord.of(path)
+    return records
 
 
 def write_synced(path: Path, text: str, mode: int = 0o666) -> None:

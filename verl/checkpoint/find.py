@@ -40,14 +40,14 @@ def step_folder(root: Path, step: int) -> Path:
 
 def list_checkpoints(root: str | Path) -> list[Checkpoint]:
     """All finished checkpoints of a run folder, the one saved last first; files are not looked at."""
-    found = []
+    checkpoints = []
     for folder in _step_folders(Path(root)):
         if (folder / MANIFEST).is_file():
             try:
-                found.append(Checkpoint(folder, Manifest.read(folder)))
+                checkpoints.append(Checkpoint(folder, Manifest.read(folder)))
             except CheckpointError as error:
                 notice(f"checkpoint {folder}", error.message)
-    return sorted(found, key=lambda c: -c.manifest.sequence)
+    return sorted(checkpoints, key=lambda c: -c.manifest.sequence)
 
 
 def find_checkpoint(

@@ -39,6 +39,8 @@ class RunLock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
+            # The run that writes checkpoints, from before its first file to its end; the file's own lock, so that the
+            # kernel drops it with the process.
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             holder_text = _text_of(descriptor)

@@ -61,13 +61,13 @@ class Manifest:
         """
         try:
             text = (folder / MANIFEST).read_text(encoding="utf-8")
-            found = read_json(text)
-            if found["format"] not in (FORMAT, OLD_FORMAT):
-                raise CheckpointError("a checkpoint of another format", got=found["format"], allowed=FORMAT)
-            if found["format"] == FORMAT and text != _with_checksum(text[: len(_HEAD)], text[len(_HEAD + _BLANK) :]):
+            content = read_json(text)
+            if content["format"] not in (FORMAT, OLD_FORMAT):
+                raise CheckpointError("a checkpoint of another format", got=content["format"], allowed=FORMAT)
+            if content["format"] == FORMAT and text != _with_checksum(text[: len(_HEAD)], text[len(_HEAD + _BLANK) :]):
                 raise CheckpointError(f"the checksum of its {MANIFEST} is wrong", got=str(folder))
-            files = {name: FileRecord(**record) for name, record in found["files"].items()}
-            return cls(found["step"], found["sequence"], tuple(found["parts"]), files, tuple(found["pruned"]))
+            files = {name: FileRecord(**record) for name, record in content["files"].items()}
+            return cls(content["step"], content["sequence"], tuple(content["parts"]), files, tuple(content["pruned"]))
         except FileNotFoundError as error:
             raise CheckpointError(f"it has no {MANIFEST}: it was never finished", got=str(folder)) from error
         except (OSError, ValueError, KeyError, TypeError) as error:

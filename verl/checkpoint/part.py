@@ -118,14 +118,14 @@ def _section(folder: Path, section: str) -> Mapping[str, Tensor]:
     files = sorted((folder / "huggingface").glob("*model*.safetensors"))  # the model's own, or its adapter's
     if not files:
         raise CheckpointError("the checkpoint holds no weights", got=str(folder))
-    found: dict[str, Tensor] = {}
+    merged: dict[str, Tensor] = {}
     for file in files:
         tensors = read_tensors(file)
-        twice = next((name for name in tensors if name in found), None)
+        twice = next((name for name in tensors if name in merged), None)
         if twice is not None:
             raise CheckpointError(f"two files hold the weight {twice}", got=str(file.parent))
-        found |= tensors
-    return found
+        merged |= tensors
+    return merged
 
 
 def _roles(folder: Path) -> list[str]:

@@ -26,7 +26,7 @@ SMALL = 2 * PIECE
 """Files below this size go through the page cache: threads would cost more than they save."""
 
 _spare: list[mmap.mmap] = []
-_spare_lock = threading.Lock()
+_spare_lock = threading.Lock()  # streams that begin and end in several threads, while they take or return buffers
 
 
 class FileStream:

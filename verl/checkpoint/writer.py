@@ -171,8 +171,8 @@ class CheckpointWriter:
         elif save is not None and self._finishing is None:
             for part, work in list(save.waiting.items()):
                 with self._guarded():
-                    found = work.poll()
-                self._take(part, work if found is None else found)
+                    records = work.poll()
+                self._take(part, work if records is None else records)
             if save.released and not save.waiting:
                 self._finish_or_start_it(save)
 

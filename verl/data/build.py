@@ -47,15 +47,15 @@ def create_sft_dataset(
 def create_preference_datasets(config: Any, tokenizer: Any) -> tuple[Any, Any]:
     """The training and the validation pairs (None without files) as ``data.custom_cls`` or as `PreferenceDataset`."""
     cls = dataset_class(config, PreferenceDataset)
-    found: list[Any] = []
+    datasets: list[Any] = []
     for split in ("train", "val"):
         files, most = read(config, f"{split}_files"), read(config, f"{split}_max_samples", -1)
         if not files and split == "val":
-            found.append(None)
+            datasets.append(None)
             continue
         paths = check_files(files, f"data.{split}_files")
-        found.append(cls(parquet_files=paths, tokenizer=tokenizer, config=config, max_samples=most))
-    return found[0], found[1]
+        datasets.append(cls(parquet_files=paths, tokenizer=tokenizer, config=config, max_samples=most))
+    return datasets[0], datasets[1]
 
 
 def create_rl_sampler(config: Any, dataset: Any) -> Sampler[int]:
@@ -83,8 +83,8 @@ def dataset_class(config: Any, default: type[Dataset]) -> type[Any]:
 def _user_class(path: str, name: str, base: type, key: str) -> type[Any]:
     if not name:
         raise ConfigError("the path of a class is set, but not its name", key=key, got=path)
-    found = load_from_module(path, name)
-    if not isinstance(found, type) or not issubclass(found, base):
+    user_class = load_from_module(path, name)
+    if not isinstance(user_class, type) or not issubclass(user_class, base):
         module = "torch.utils.data." + base.__name__
-        raise ConfigError(f"{name!r} in {path} is not a class derived from {module}", key=key, got=found)
-    return found
+        raise ConfigError(f"{name!r} in {path} is not a class derived from {module}", key=key, got=user_class)
+    return user_class

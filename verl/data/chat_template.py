@@ -148,10 +148,10 @@ class ChatTemplate:
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, in one call."""
-        found = self._ids([text for text in texts if MARKED not in text])
-        if len(found) == len(texts):
-            return found
-        plain = iter(found)
+        encoded = self._ids([text for text in texts if MARKED not in text])
+        if len(encoded) == len(texts):
+            return encoded
+        plain = iter(encoded)
         return [self._as_text.encode([text])[0] if MARKED in text else next(plain) for text in texts]
 
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:

@@ -13,13 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from verl.data.arrow_types import is_list, is_text
 from verl.data.files import Origin, nearest_column, require_column
 from verl.data.messages import Message, as_messages
 from verl.data.settings import read
 from verl.errors import DataError, NotBuiltError
 from verl.json_text import read_json
 from verl.metrics import notice
+from verl.storage.arrow_types import is_list, is_text
 
 DATA_SOURCE = "data_source"
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")

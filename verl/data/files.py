@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from verl.data.formats import CONVERT, SUFFIXES, check_suffix, is_saved_dataset, read_table, saved_splits
 from verl.errors import DataError, suggest
 from verl.storage import copy_to_local, expand, is_hub_name, is_remote, resolve
+from verl.storage.formats import CONVERT, SUFFIXES, check_folder, check_suffix, read_table
 
 SAVE_FROM_HUB = (
     'Save it first: python -c "from datasets import load_dataset; '
@@ -109,7 +109,7 @@ def check_files(files: str | Path | Iterable[str | Path] | None, key: str) -> li
             raise DataError(fault, key=key, got=str(path), fix=SAVE_FROM_HUB.format(name=str(path)))
         local = resolve(path, key=key)
         if local.is_dir():
-            _check_folder(local, key)
+            check_folder(local, key)
         else:
             check_suffix(local)
     return paths
@@ -120,20 +120,6 @@ def looks_like_hub_name(path: str | Path) -> bool:
     text = str(path)
     suffix = Path(text).suffix.lower()
     return is_hub_name(text) and not Path(expand(text)).exists() and suffix not in (*SUFFIXES, *CONVERT)
-
-
-def _check_folder(folder: Path, key: str) -> None:
-    """Only what `datasets` saved is read as a folder."""
-    if is_saved_dataset(folder):
-        return
-    splits = saved_splits(folder)
-    if splits:
-        fault, fix = "this folder holds several splits", f"Name one: {', '.join(str(folder / s) for s in splits)}."
-    else:
-        names = sorted(p.name for p in folder.iterdir() if p.suffix in SUFFIXES)
-        fault = "this is a folder; name the files in it"
-        fix = f"It has: {', '.join(names[:8])}." if names else f"It has no file that ends with {', '.join(SUFFIXES)}."
-    raise DataError(fault, key=key, got=str(folder), fix=fix)
 
 
 def require_column(column: str, columns: Sequence[str], *, file: str, key: str | None) -> None:

@@ -14,11 +14,11 @@ import pyarrow as pa
 
 from verl.data.columns import SIDES, ConversationColumns, PairColumns, check_prompts
 from verl.data.files import Origin, check_files, looks_like_hub_name
-from verl.data.formats import first_rows
 from verl.data.messages import as_messages
 from verl.data.settings import read
 from verl.errors import DataError
 from verl.storage import expand, is_remote
+from verl.storage.formats import first_rows
 
 SPLITS = ("train_files", "val_files")
 

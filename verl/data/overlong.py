@@ -99,10 +99,10 @@ def measure(
     """
     chunks = [range(start, min(start + CHUNK, count)) for start in range(0, count, CHUNK)]
     if workers > 1 and len(chunks) > 2 and "fork" in multiprocessing.get_all_start_methods():
-        found = _in_processes(chunks, lengths_of, min(workers, len(chunks)), description)
+        parts = _in_processes(chunks, lengths_of, min(workers, len(chunks)), description)
     else:
-        found = [lengths_of(chunk) for chunk in track(chunks, description)]
-    return np.asarray([length for lengths in found for length in lengths], dtype=np.int64)
+        parts = [lengths_of(chunk) for chunk in track(chunks, description)]
+    return np.asarray([length for lengths in parts for length in lengths], dtype=np.int64)
 
 
 _forked_job: Callable[[range], Sequence[int]] | None = None

@@ -46,10 +46,10 @@ class PreferenceDataset(MultiTurnSFTDataset):
         row = int(self._kept[int(item)])
         if row not in self._pairs:
             values = self.dataframe[row]
-            found: dict[str, Any] = {side: self._tensors(*self._encode_side(values, row, side)) for side in SIDES}
-            found["margin"] = torch.tensor(self._pairs_of.margin(values, self.describe(row)))
-            found["index"] = torch.tensor(row)
-            self._pairs[row] = found
+            pair: dict[str, Any] = {side: self._tensors(*self._encode_side(values, row, side)) for side in SIDES}
+            pair["margin"] = torch.tensor(self._pairs_of.margin(values, self.describe(row)))
+            pair["index"] = torch.tensor(row)
+            self._pairs[row] = pair
         return self._pairs[row]
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
@@ -156,7 +156,7 @@ def last_run(mask: Sequence[int]) -> list[int]:
 
 def preference_collate(rows: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, torch.Tensor]:
     """Pairs to rows: 2 i is the chosen answer of pair i, 2 i + 1 the rejected one; `margin` and `index` for both."""
-    found = sft_collate([row[side] for row in rows for side in SIDES], pad_token_id)
+    batch = sft_collate([row[side] for row in rows for side in SIDES], pad_token_id)
     for name in ("margin", "index"):
-        found[name] = torch.stack([row[name] for row in rows]).repeat_interleave(2)
-    return found
+        batch[name] = torch.stack([row[name] for row in rows]).repeat_interleave(2)
+    return batch

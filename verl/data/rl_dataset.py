@@ -44,7 +44,7 @@ class RLHFDataset(Dataset):
     Subclasses may override `build_messages`, or read ``self.dataframe`` (a `datasets.Dataset` of the kept rows).
 
     Args:
-        data_files: one path or several, of the kinds that `verl.data.formats` reads.
+        data_files: one path or several, of the kinds that `verl.storage.formats` reads.
         tokenizer: a Hugging Face tokenizer with a chat template.
         config: the ``data`` section: a configuration node, a mapping or a namespace.
         processor: of a vision model; columns with media are refused for now.

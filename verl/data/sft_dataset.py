@@ -38,7 +38,7 @@ class MultiTurnSFTDataset(Dataset):
     the rows keep their length and `collate` pads a batch to its longest row.
 
     Args:
-        parquet_files: one path or several, of the kinds that `verl.data.formats` reads.
+        parquet_files: one path or several, of the kinds that `verl.storage.formats` reads.
         tokenizer: a Hugging Face tokenizer with a chat template.
         config: the ``data`` section: a configuration node, a mapping or a namespace.
         processor: of a vision model; not used for text.
@@ -140,16 +140,16 @@ class MultiTurnSFTDataset(Dataset):
 
     def _arguments(self, row: dict[str, Any], item: int) -> dict[str, Any]:
         """The template arguments of a row: its tools, and whether it thinks, where either is given."""
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         tools = as_tools(row.get(self.tools_key), lambda: f"{self.describe(item)}, column {self.tools_key!r}")
         if tools:
-            found["tools"] = tools
+            arguments["tools"] = tools
         thinking = row.get(self.enable_thinking_key)
         thinking = self.enable_thinking_default if thinking is None else thinking
         if thinking is not None:
             place = f"{self.describe(item)}, column {self.enable_thinking_key!r}"
-            found["enable_thinking"] = as_flag(thinking, place)
-        return found
+            arguments["enable_thinking"] = as_flag(thinking, place)
+        return arguments
 
     def _leave_out_invalid(self) -> None:
         """Encode every row now, keep those from which something can be learned, and say how many are left out."""

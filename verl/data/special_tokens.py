@@ -74,11 +74,11 @@ class SpecialTokensAsText:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of rendered texts with marks in them."""
-        found: list[list[int]] = []
+        encoded: list[list[int]] = []
         for text in texts:
             pieces = self._pieces(text)
-            found.append([number for ids in self._encode(pieces) for number in ids])
-        return found
+            encoded.append([number for ids in self._encode(pieces) for number in ids])
+        return encoded
 
     def _pieces(self, text: str) -> list[str]:
         if self._exact is None:  # some tokenizers begin every text with a space
@@ -133,7 +133,7 @@ class _Tokens:
                 "messages contain special tokens of the tokenizer, which are taken as text; "
                 f"data.apply_chat_template_kwargs={{{ALLOW}: true}} takes them as what they are",
             )
-            text = self._pattern.sub(lambda found: f"{found[0][:1]}{MARK}{found[0][1:]}", text)
+            text = self._pattern.sub(lambda match: f"{match[0][:1]}{MARK}{match[0][1:]}", text)
         return f"{text}{MARK}" if any(text[-length:] in self._begun for length in self._lengths) else text
 
 

@@ -161,12 +161,12 @@ def _check_folder(folder: Path, key: str) -> None:
         return
     if any(name.startswith("tokenization_") for name in names):
         return  # a tokenizer of the model's own code may keep its vocabulary anywhere
-    found = ", ".join(sorted(names)[:8]) or "nothing"
+    listed = ", ".join(sorted(names)[:8]) or "nothing"
     raise ModelError(
         "this folder has no tokenizer: tokenizer.json (or tokenizer.model, or vocab.json with merges.txt) is missing",
         key=key,
         got=str(folder),
-        fix=f"It has: {found}. Copy the tokenizer's files there, or set the tokenizer's own path.",
+        fix=f"It has: {listed}. Copy the tokenizer's files there, or set the tokenizer's own path.",
     )
 
 

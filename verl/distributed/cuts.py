@@ -1,4 +1,4 @@
-"""A weight dealt to neighbouring ranks along one of its axes: the experts of a mixture, the columns of a linear map.
+"""A weight dealt to peer ranks along one of its axes: the experts of a mixture, the columns of a linear layer.
 
 Each of P peers keeps one part of it. Ranks that keep the same part shard it among themselves as they do with every
 weight, so the tensor that a rank holds is a piece of a part; whole weights are put together here and nowhere else.
@@ -31,7 +31,7 @@ class Cut:
         length: of that axis in the whole weight.
         blocks: weights that lie one behind the other along the axis, each of which is dealt for itself (the gate and
             the input projection of a fused layer).
-        pieces: parts, where they are fewer than peers and neighbours keep the same one; null: one each.
+        pieces: parts, where they are fewer than peers and peers keep the same one; null: one each.
     """
 
     ranks: Ranks
@@ -57,8 +57,8 @@ class Cut:
     def part(self, whole: Tensor, holder: int) -> Tensor:
         """What a peer keeps of a whole weight."""
         start, end = self._bounds(holder)
-        found = [block.narrow(self.axis, start, end - start) for block in whole.chunk(self.blocks, self.axis)]
-        return torch.cat(found, self.axis) if self.blocks > 1 else found[0]
+        pieces = [block.narrow(self.axis, start, end - start) for block in whole.chunk(self.blocks, self.axis)]
+        return torch.cat(pieces, self.axis) if self.blocks > 1 else pieces[0]
 
     def own(self, whole: nn.Parameter) -> nn.Parameter:
         """This rank's part as a parameter of its own."""
@@ -71,7 +71,7 @@ class Cut:
         """Rows ``low`` to ``high`` of this rank's part: begin and end along each axis of the whole weight, for each of
         its blocks. What is there lies one behind the other in the part, along the axis."""
         start, end = self.bounds
-        found = []
+        boxes = []
         for number in range(self.blocks):
             first, before = number * (self.length // self.blocks) + start, number * (end - start)
             box = [(low, high), *((0, length) for length in whole[1:])]
@@ -79,8 +79,8 @@ class Cut:
                 box[0] = (first + max(low - before, 0), first + min(high - before, end - start))
             else:
                 box[self.axis] = (first, first + end - start)
-            found.append(box)
-        return [box for box in found if all(begin < stop for begin, stop in box)]
+            boxes.append(box)
+        return [box for box in boxes if all(begin < stop for begin, stop in box)]
 
     def gathered(self, tensor: Tensor) -> Tensor:
         """The whole weight on every rank. Collective."""
@@ -90,8 +90,8 @@ class Cut:
         missing = widths[0] * self.blocks - own.shape[self.axis]  # the first part is never smaller than others
         if missing:
             own = F.pad(own, (0, 0) * (own.dim() - 1 - self.axis) + (0, missing))
-        found = self.peers.gather(own.contiguous())
-        parts = [found[holder].chunk(self.blocks, self.axis) for holder in holders]
+        gathered = self.peers.gather(own.contiguous())
+        parts = [gathered[holder].chunk(self.blocks, self.axis) for holder in holders]
         blocks = zip(*parts)
         return torch.cat([p.narrow(self.axis, 0, w) for block in blocks for p, w in zip(block, widths)], self.axis)
 

@@ -38,6 +38,8 @@ class ExpertExchange:
         size = self.peers.size
         there = torch.bincount(chosen // self.num_own, minlength=size)
         here = torch.empty_like(there)
+        # All ranks of the experts, layer after layer: first how many rows go where, then their numbers and states, then
+        # the answers back; backwards in the opposite order. A rank without tokens enters, too.
         dist.all_to_all_single(here, there, group=self.peers.group)
         sent, received = there.tolist(), here.tolist()
         numbers = _exchanged(chosen, sent, received, self.peers)
@@ -64,10 +66,10 @@ class ExpertExchange:
 
 
 def _exchanged(values: Tensor, sent: list[int], received: list[int], peers: Ranks) -> Tensor:
-    """Rows in the order of their receivers go out; rows in the order of their senders come in."""
-    found = values.new_empty(sum(received), *values.shape[1:])
-    dist.all_to_all_single(found, values.contiguous(), received, sent, group=peers.group)
-    return found
+    """Rows in the order of their receivers go out; rows in the order of their senders come in. Collective."""
+    arrived = values.new_empty(sum(received), *values.shape[1:])
+    dist.all_to_all_single(arrived, values.contiguous(), received, sent, group=peers.group)
+    return arrived
 
 
 class _Exchange(torch.autograd.Function):

@@ -43,13 +43,13 @@ def release_groups() -> None:
 
 
 def data_parallel_mesh(ranks: Ranks, device: str, fsdp_size: int = -1) -> DeviceMesh:
-    """All ranks share one copy of a model, or each ``fsdp_size`` neighbours do (hybrid sharding).
+    """All ranks share one copy of a model, or each ``fsdp_size`` peers do (hybrid sharding).
 
     Args:
         fsdp_size: not positive, or the number of ranks or more: all ranks.
 
     Returns:
-        A mesh ``(shard,)``, or ``(replicate, shard)`` with neighbouring ranks in one shard group.
+        A mesh ``(shard,)``, or ``(replicate, shard)`` with peer ranks in one shard group.
 
     Raises:
         ConfigError: ``fsdp_size`` does not divide the number of ranks.

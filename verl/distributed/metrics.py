@@ -16,15 +16,15 @@ def merged(
     Args:
         loss: this rank's share, scaled so that the mean over ranks is the global value.
         metrics: a rank without rows may have none of those that others have.
-        sharers: neighbouring ranks that have the same rows, and so the same numbers, which then count once.
+        sharers: peer ranks that have the same rows, and so the same numbers, which then count once.
         counted: the ranks whose numbers count, where those are not every ``sharers``-th.
     """
     if ranks.size == 1:
         return loss, metrics
     mine = [[name, m.value, m.reduction, m.weight] for name, m in metrics.items()]
     answers = ranks.exchange({"loss": loss, "metrics": mine})
-    found = answers[::sharers] if counted is None else [answers[rank] for rank in counted]
+    chosen = answers[::sharers] if counted is None else [answers[rank] for rank in counted]
     everything = MetricSet()
-    for answer in found:
+    for answer in chosen:
         everything.merge({name: Metric(value, kind, weight) for name, value, kind, weight in answer["metrics"]})
-    return sum(answer["loss"] for answer in found) / len(found), everything
+    return sum(answer["loss"] for answer in chosen) / len(chosen), everything

@@ -45,7 +45,7 @@ class Placed(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """A process among those of the run, and where rank 0 is met."""
 
     rank: int = 0
@@ -55,7 +55,7 @@ class Place:
     master_port: int = 0
 
     @classmethod
-    def from_environment(cls) -> Place:
+    def from_environment(cls) -> RankPlace:
         """What torchrun and cluster runtimes put into RANK, WORLD_SIZE and so on; alone where they are unset."""
         return cls(
             rank=env.get_int("RANK", 0),
@@ -79,24 +79,22 @@ def start(place: Placed | None = None, device: str = "cpu", timeout: float | Non
     """
     if dist.is_initialized():
         return _joined(place)
-    found = Place.from_environment() if place is None else place
-    _check(found, device)
-    _choose_device(found, device)
+    own = RankPlace.from_environment() if place is None else place
+    _check(own, device)
+    _choose_device(own, device)
     limit = timedelta(seconds=TIMEOUT if timeout is None else float(timeout))
     try:
-        store = _store(found, limit)
-        dist.init_process_group(
-            BACKENDS[device], timeout=limit, rank=found.rank, world_size=found.world_size, store=store
-        )
+        store = _store(own, limit)
+        dist.init_process_group(BACKENDS[device], timeout=limit, rank=own.rank, world_size=own.world_size, store=store)
     except (RuntimeError, ValueError, OSError) as error:
         raise EngineError(
-            f"rank {found.rank} could not meet the other {found.world_size - 1} processes: {_first_line(error)}",
-            got=f"{found.master_addr}:{found.master_port}",
+            f"rank {own.rank} could not meet the other {own.world_size - 1} processes: {_first_line(error)}",
+            got=f"{own.master_addr}:{own.master_port}",
             fix="Does every process run, can it reach that address, and is the port free there?",
         ) from error
-    if found.world_size == 1:
+    if own.world_size == 1:
         atexit.register(stop)  # several leave by a call: behind an error they would wait for ranks that are gone
-    log.info("rank %d of %d ranks joined the group over %s", found.rank, found.world_size, BACKENDS[device])
+    log.info("rank %d of %d ranks joined the group over %s", own.rank, own.world_size, BACKENDS[device])
     return Ranks.of_world()
 
 

@@ -61,16 +61,16 @@ class Ranks:
         return self._reduced(values, dist.ReduceOp.MAX)
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """The tensor of every rank, in rank order; all have one shape and dtype."""
+        """The tensor of every rank, in rank order; all have one shape and dtype. Collective."""
         if self.size == 1:
             return [values]
-        found = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        gathered = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(self.size)]
         with self._told():
-            dist.all_gather(found, values.contiguous(), group=self.group)
-        return [found[number] for number in self.order]
+            dist.all_gather(gathered, values.contiguous(), group=self.group)
+        return [gathered[number] for number in self.order]
 
     def broadcast(self, values: Tensor) -> Tensor:
-        """Overwrite ``values`` with those of rank 0."""
+        """Overwrite ``values`` with those of rank 0. Collective."""
         if self.size > 1:
             with self._told():
                 dist.broadcast(values, group=self.group, group_src=self.order[0])
@@ -84,7 +84,7 @@ class Ranks:
         sizes = [int(size) for size in self.gather(torch.tensor([len(data)]))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(data)] = data
-        return [_from_bytes(found[:size]) for found, size in zip(self.gather(padded), sizes)]
+        return [_from_bytes(payload[:size]) for payload, size in zip(self.gather(padded), sizes)]
 
     def from_first(self, fact: Any) -> Any:
         """Rank 0's JSON value; what the others pass does not matter."""
@@ -141,12 +141,13 @@ class Ranks:
         self.sum(torch.zeros(1))
 
     def _reduced(self, values: Tensor, operation: Any) -> Tensor:
+        """Collective: every rank, in the order in which the callers' code has it, which is the same on all."""
         if self.size == 1:
             return values
-        found = values.clone()
+        reduced = values.clone()
         with self._told():
-            dist.all_reduce(found, operation, group=self.group)
-        return found
+            dist.all_reduce(reduced, operation, group=self.group)
+        return reduced
 
     @contextmanager
     def _told(self) -> Iterator[None]:

@@ -36,6 +36,7 @@ def scatter(whole: Tensor, target: DTensor) -> None:
     piece = torch.empty((rows, *target.shape[1:]), dtype=target.dtype, device=local.device)
     if _has_first(group):
         parts = _padded_pieces(whole.to(local.device, target.dtype), rows, pieces) if dist.get_rank() == 0 else None
+        # Ranks that share rank 0's copy come first; each of them then hands its piece to the other copies.
         dist.scatter(piece, parts, group=group, group_src=0)
     if target.device_mesh.ndim == 2:
         dist.broadcast(piece, group=target.device_mesh.get_group(0), group_src=0)
@@ -44,7 +45,7 @@ def scatter(whole: Tensor, target: DTensor) -> None:
 
 
 def gather_to_first(tensor: DTensor) -> Tensor | None:
-    """The whole tensor on rank 0's host; None on every other rank."""
+    """The whole tensor on rank 0's host; None on every other rank. Collective for those that share rank 0's copy."""
     local, pieces, group = tensor.to_local().detach(), _pieces(tensor), _shard_group(tensor)
     if pieces == 1 and dist.get_rank() == 0:
         return local.cpu()

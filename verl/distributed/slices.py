@@ -74,6 +74,7 @@ class _Gather(torch.autograd.Function):
         ctx.dim, ctx.group = dim, group
         ctx.factor = dist.get_world_size(group) if scale_gradient else 1
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+        # Every rank of the sequence, once per pass; backwards each takes its slice and nothing is sent.
         dist.all_gather(parts, x.contiguous(), group=group)
         return torch.cat(parts, dim=dim)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from verl.distributed.ranks import Ranks
 
 
-class Plan(Protocol):
+class RowAttention(Protocol):
     """Attention over a whole packed row: (T, H, d), (T, h, d), (T, h, d_v) -> (T, H, d_v)."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, how: Any) -> Tensor: ...
@@ -30,7 +30,7 @@ class UlyssesPlan:
         peers: the ranks that share the row, in the order of its parts; all parts are equally long.
     """
 
-    def __init__(self, whole: Plan, peers: Ranks):
+    def __init__(self, whole: RowAttention, peers: Ranks):
         self.whole, self.peers = whole, peers
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, how: Any) -> Tensor:
@@ -94,10 +94,13 @@ def _heads_from_tokens(x: Tensor, peers: Ranks) -> Tensor:
 
 
 def _exchanged(parts: Tensor, peers: Ranks) -> Tensor:
-    """Part r goes to rank r; what comes back is in the order of its senders."""
-    found = torch.empty_like(parts)
-    dist.all_to_all_single(found, parts, group=peers.group)
-    return found
+    """Part r goes to rank r; what comes back is in the order of its senders.
+
+    Collective: the ranks of a sequence, before and after the attention of each layer.
+    """
+    arrived = torch.empty_like(parts)
+    dist.all_to_all_single(arrived, parts, group=peers.group)
+    return arrived
 
 
 class _GatherTokens(torch.autograd.Function):

@@ -54,14 +54,15 @@ class _Statistics(torch.autograd.Function):
         p, log_p, here, column, sums = ctx.saved_tensors
         by_log_prob, by_entropy, by_square = (grad.unsqueeze(-1) for grad in grads)
         entropy, square = -sums[1].unsqueeze(-1), sums[2].unsqueeze(-1)
-        found = -p * by_log_prob - torch.where(p > 0, p * (log_p + entropy), 0.0) * by_entropy
-        found += 2 * p * (p - square) * by_square
+        gradient = -p * by_log_prob - torch.where(p > 0, p * (log_p + entropy), 0.0) * by_entropy
+        gradient += 2 * p * (p - square) * by_square
         if p.shape[-1]:
-            found.scatter_add_(-1, column.unsqueeze(-1), torch.where(here, grads[0], 0.0).unsqueeze(-1))
-        return found, None, None, None
+            gradient.scatter_add_(-1, column.unsqueeze(-1), torch.where(here, grads[0], 0.0).unsqueeze(-1))
+        return gradient, None, None, None
 
 
 def _reduce(values: Tensor, how: Any, group: dist.ProcessGroup | None) -> Tensor:
+    """In place, over the ranks that hold a part of the vocabulary each. Collective: the maximum, then the sums."""
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(values, how, group=group)
     return values

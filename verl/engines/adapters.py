@@ -33,9 +33,9 @@ class BaseOfAdapter:
             return self.engine.infer(batch, *args, **kwargs)
 
     @property
-    def seat(self) -> Any:
+    def data_rank(self) -> Any:
         """That of the engine."""
-        return self.engine.seat
+        return self.engine.data_rank
 
     @property
     def packs(self) -> bool:

@@ -10,24 +10,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from verl.algorithms.losses import LossFn
 from verl.checkpoint.part import HFWriter
 from verl.checkpoint.state import EngineState
-from verl.errors import EngineError
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
-from verl.weight_sync.resharding import Layout, ModelWeights, Plan
 
-__all__ = ["Engine", "EngineState", "HFWriter", "Seat"]
+__all__ = ["DataRank", "Engine", "EngineState", "HFWriter"]
 T = TypeVar("T")
 
 
-class Seat(NamedTuple):
+class DataRank(NamedTuple):
     """A process's place among the data-parallel ranks of an engine.
 
     Attributes:
@@ -53,9 +50,18 @@ class Engine(ABC):
 
     device: str
     reference: Any = None
+    aligns_rows: ClassVar[bool] = True
+    """Whether it is told how rows are laid out in a pass (`PassSettings`)."""
+    is_alone: ClassVar[bool] = False
+    """Whether it holds a model in one process only."""
+
+    @classmethod
+    def section(cls, fsdp: Any, megatron: Any) -> Any:
+        """Which of the two sections of a role configures this engine."""
+        return fsdp
 
     @property
-    def seat(self) -> Seat | None:
+    def data_rank(self) -> DataRank | None:
         """None where every process is handed rows of its own."""
         return None
 
@@ -139,26 +145,6 @@ class Engine(ABC):
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights under Hugging Face names, detached and whole on every rank; tied ones once, under the first."""
-
-    def plan_for(self, sampling: Layout, weights: ModelWeights | None = None) -> Plan | None:
-        """How weights go to a sampling layout on the same ranks; its ``places`` say what each rank samples with.
-
-        Args:
-            weights: what the sampler is made of and how it cuts each weight.
-
-        Returns:
-            None where this engine can only give whole weights (`export_weights`).
-        """
-        return None
-
-    def shards_for(self, plan: Plan, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The weights as the sampling layout of a plan holds them: each rank gets the slices of its place. Collective.
-
-        Args:
-            plan: of `plan_for`.
-            dtype: in which they travel; null: the engine's own.
-        """
-        raise EngineError(f"{type(self).__name__} has no plan of its weights")
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
         """The factors of a LoRA adapter as peft calls them in a file, detached and whole on every rank."""

@@ -1,7 +1,7 @@
 """Experts of a mixture dealt to ranks: which modules hold them, and how their weights go in and out.
 
 Transformers keeps the experts of a layer in one module, with all of them along the first axis of each weight. Each of P
-neighbouring ranks keeps E/P of them; ranks that hold the same ones shard these among themselves.
+peer ranks keeps E/P of them; ranks that hold the same ones shard these among themselves.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class ExpertRanks:
         Raises:
             ConfigError: the model has no experts, or they do not divide.
         """
-        found = expert_modules(model)
-        if not found:
+        experts = expert_modules(model)
+        if not experts:
             fix = "Leave it out."
             raise ConfigError(f"{type(model).__name__} has no experts", key=KEY, got=self.peers.size, fix=fix)
         cuts: dict[str, Cut] = {}
-        for prefix, module in found.items():
+        for prefix, module in experts.items():
             count = len(next(module.parameters()))
             if count % self.peers.size:
                 allowed = [d for d in range(1, count + 1) if count % d == 0]
@@ -83,14 +83,14 @@ class ExpertRanks:
                 cuts[f"{prefix}.{name}"] = cut
             module.num_experts = own  # type: ignore[assignment]
             module.forward = ExpertExchange(module.forward, own, self.peers)  # type: ignore[assignment]
-        return cuts, found
+        return cuts, experts
 
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that hold the experts of a layer, by name: every weight of theirs has one row per expert."""
-    found = {}
+    modules = {}
     for prefix, module in model.named_modules():
         count, weights = getattr(module, "num_experts", None), list(module.parameters())
         if isinstance(count, int) and weights and all(w.dim() == 3 and len(w) == count for w in weights):
-            found[prefix] = module
-    return found
+            modules[prefix] = module
+    return modules

@@ -20,7 +20,6 @@ from verl.algorithms.logprob import (
 )
 from verl.engines.rows import MicroBatch
 from verl.engines.settings import PassSettings
-from verl.engines.sharding import unwrapped
 from verl.errors import ConfigError, EngineError
 from verl.metrics import notice
 from verl.models import attention
@@ -43,7 +42,7 @@ class TokenForward:
 
     def __init__(self, model: Any, kind: str, device: str, dtype: torch.dtype, passes: PassSettings | None = None):
         self.model, self.kind, self.device, self.dtype = model, kind, device, dtype
-        self.head = output_head(unwrapped(model), kind)
+        self.head = output_head(model, kind)
         self.passes = self._possible(passes or PassSettings())
         self.fused = self._fused_head(self.passes.fused_head) if kind == "causal_lm" else None
         self.reference: Any = None
@@ -76,7 +75,7 @@ class TokenForward:
         if not works:
             notice(
                 passes.packed_key,
-                f"{type(unwrapped(self.model)).__name__} cannot be packed (something but attention looks from "
+                f"{type(self.model).__name__} cannot be packed (something but attention looks from "
                 "token to token, or its attention is its own): rows are padded, and prompts are not shared",
             )
         return replace(passes, packed=works, share_prompts=works and passes.share_prompts)
@@ -96,10 +95,10 @@ class TokenForward:
         # The reference first: it may be this very module, and a sharded one runs one pass at a time.
         expected = self.reference.logits(micro, temperature) if "full_kl" in outputs else None
         logits = self.logits(micro, temperature)
-        found = self._statistics(logits, micro.labels, outputs)
+        statistics = self._statistics(logits, micro.labels, outputs)
         if expected is not None:
-            found["full_kl"] = full_kl_in_chunks(logits, expected)
-        return {name: micro.scatter(values) for name, values in found.items()}
+            statistics["full_kl"] = full_kl_in_chunks(logits, expected)
+        return {name: micro.scatter(values) for name, values in statistics.items()}
 
     def logits(self, micro: MicroBatch, temperature: float) -> Tensor:
         """(N, V) float32, divided by the temperature."""
@@ -108,14 +107,14 @@ class TokenForward:
 
     def _statistics(self, logits: Tensor, labels: Tensor, outputs: Sequence[str]) -> dict[str, Tensor]:
         """(N, V) logits, (N,) labels -> (N,) each."""
-        found = {}
+        statistics = {}
         if "log_probs" in outputs:
-            found["log_probs"] = logprobs_from_logits(logits, labels)
+            statistics["log_probs"] = logprobs_from_logits(logits, labels)
         if "entropy" in outputs:
-            found["entropy"] = self._entropy(logits)
+            statistics["entropy"] = self._entropy(logits)
         if "sum_pi_squared" in outputs:
-            found["sum_pi_squared"] = sum_pi_squared_from_logits(logits)
-        return found
+            statistics["sum_pi_squared"] = sum_pi_squared_from_logits(logits)
+        return statistics
 
     def _entropy(self, logits: Tensor) -> Tensor:
         """(N, V) -> (N,), in pieces or computed again in the backward pass where memory is short."""
@@ -137,10 +136,12 @@ class TokenForward:
         """The outputs without the logits; all of them hang on what the model returned, as sharded engines need it."""
         with (
             devices.autocast(self.device, self.dtype),
-            fused.instead_of(self.head, micro.positions, micro.labels, temperature, outputs, micro.slopes) as found,
+            fused.instead_of(
+                self.head, micro.positions, micro.labels, temperature, outputs, micro.slopes
+            ) as statistics,
         ):
             returned = self._run(micro).logits.float().sum()
-        return {name: micro.scatter(values) + 0.0 * returned for name, values in found.items()}
+        return {name: micro.scatter(values) + 0.0 * returned for name, values in statistics.items()}
 
     def _run(self, micro: MicroBatch) -> Any:
         plan = {} if micro.attention is None else {"attention_plan": micro.attention}

@@ -19,27 +19,21 @@ from verl.distributed.shards import gather, gather_to_first, scatter
 from verl.engines import sharding
 from verl.engines.base import Engine
 from verl.engines.forward import TokenForward
-from verl.engines.settings import tell_without_effect
 from verl.engines.sharded_engine import ShardedEngine
 from verl.engines.sharded_optimizer import build_sharded_optimizer
 from verl.engines.tensor_forward import TensorForward
 from verl.engines.tensor_parallel import TensorRanks
 from verl.models.lora import has_adapter
 from verl.models.stored import StoredWeights
-from verl.models.weights import named_tensors, names_on_disk
-from verl.weight_sync.resharding import Layout, ModelWeights, Plan, Resharder, Sharded, make_plan
+from verl.models.weights import named_tensors
 
 
 class FSDP2Engine(ShardedEngine):
     """See `ShardedEngine`.
 
-    Takes tensor_parallel_size, too: neighbours that share the linear maps and the vocabulary, as transformers' plan for
+    Takes tensor_parallel_size, too: peers share the linear layers and the vocabulary, as transformers' plan for
     the family says.
     """
-
-    def _build(self, model: Any, engine: Any, seed: int) -> nn.Module:
-        tell_without_effect(engine, {"use_orig_params": False}, "weights always keep their form here")
-        return super()._build(model, engine, seed)
 
     def _cut(self, model: Any) -> nn.Module:
         layout = self.layout
@@ -77,7 +71,7 @@ class FSDP2Engine(ShardedEngine):
         return self.tensor is None
 
     def _deal(self, model: Any) -> tuple[dict[str, Cut], list[list[nn.Module]], DeviceMesh | None]:
-        """Leave this rank's part of what neighbours share: cuts by name, modules to be sharded, over which ranks."""
+        """Leave this rank's part of what peers share: cuts by name, modules to be sharded, over which ranks."""
         if self.tensor is not None:
             cuts, groups = self.tensor.cut(model, self.unit_names)
             return cuts, groups, self.tensor.mesh
@@ -126,31 +120,6 @@ class FSDP2Engine(ShardedEngine):
                 yield {name: tensor for name, tensor in saved.items() if tensor is not None}
             else:
                 yield {name: self._gathered(tensor, name) for name, tensor in group}
-
-    def plan_for(self, sampling: Layout, weights: ModelWeights | None = None) -> Plan | None:
-        """As `Engine.plan_for`; None where neighbours share linear maps or experts besides, where an adapter must be
-        merged, and for families that have weights of files in another form in memory."""
-        own = named_tensors(self.model)
-        whole = {name for name, tensor in own.items() if not isinstance(tensor, DTensor)}
-        if weights is None or self.cuts or whole or has_adapter(self.blueprint):
-            return None
-        if set(names_on_disk(self.blueprint, named_tensors(self.blueprint))) != set(own):
-            return None
-        copies = self.layout.num_copies
-        return make_plan(weights, Sharded(self.ranks.size // copies, copies), sampling)
-
-    def shards_for(self, plan: Plan, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        self.onload(optimizer=False)
-        own = named_tensors(self.model)
-        wire = dtype or next(iter(own.values())).dtype
-
-        def piece(name: str) -> Tensor:
-            tensor = own[name]
-            assert isinstance(tensor, DTensor)
-            return tensor.to_local().detach().to(self.device, wire)
-
-        yield from Resharder(plan, self.ranks.rank, dtype=wire, device=self.device).run(piece)
-        self.offload(params=self.idle["params"], optimizer=False)
 
     def copy_weights(self, source: Engine) -> None:
         """As `Engine.copy_weights`; piece by piece, with nothing gathered, where both cut their weights alike."""

@@ -20,7 +20,7 @@ from verl.models.attention import NO_PREFIX, PackedPlan, Segments
 
 
 @dataclass(frozen=True)
-class Family:
+class PromptFamily:
     """Rows of one prompt, which lies in the packed row once.
 
     Args:
@@ -31,25 +31,25 @@ class Family:
     shared: int
 
 
-def families(rows: AlignedRows, members: Iterable[int], share: bool) -> list[Family]:
+def families(rows: AlignedRows, members: Iterable[int], share: bool) -> list[PromptFamily]:
     """The members grouped by prompt, longest prompt first; a prompt with one row is not worth a segment of its own."""
     if not share:
-        return [Family([row], 0) for row in members]
-    found: dict[bytes, list[int]] = {}
+        return [PromptFamily([row], 0) for row in members]
+    by_prompt: dict[bytes, list[int]] = {}
     tokens = rows.tokens.numpy()
     for row in members:
-        found.setdefault(tokens[row, : rows.prompts[row]].tobytes(), []).append(row)
+        by_prompt.setdefault(tokens[row, : rows.prompts[row]].tobytes(), []).append(row)
     result = []
-    for group in found.values():
+    for group in by_prompt.values():
         shared = min(rows.prompts[group[0]], max(rows.lengths[row] for row in group)) if len(group) > 1 else 0
-        result.append(Family(group, shared))
+        result.append(PromptFamily(group, shared))
     return result
 
 
-def costs(rows: AlignedRows, found: Iterable[Family]) -> dict[int, int]:
+def costs(rows: AlignedRows, members: Iterable[PromptFamily]) -> dict[int, int]:
     """Row -> tokens that it adds to a micro-batch; the first of a family pays for the prompt."""
     tokens: dict[int, int] = {}
-    for family in found:
+    for family in members:
         tokens |= {row: max(0, rows.lengths[row] - family.shared) for row in family.rows}
         tokens[family.rows[0]] += family.shared
     return tokens
@@ -106,7 +106,9 @@ def plan_packed_together(
     return [[row for unit in part for row in units[unit]] for part in plan]
 
 
-def _fitting(rows: AlignedRows, family: Family, micro_batch_size: int | None, max_tokens: int | None) -> list[Family]:
+def _fitting(
+    rows: AlignedRows, family: PromptFamily, micro_batch_size: int | None, max_tokens: int | None
+) -> list[PromptFamily]:
     """The family cut into parts that fit into a micro-batch each."""
     parts: list[list[int]] = []
     tokens = 0
@@ -121,18 +123,18 @@ def _fitting(rows: AlignedRows, family: Family, micro_batch_size: int | None, ma
             tokens = family.shared
         parts[-1].append(row)
         tokens += own
-    return [Family(part, family.shared if len(part) > 1 else 0) for part in parts]
+    return [PromptFamily(part, family.shared if len(part) > 1 else 0) for part in parts]
 
 
 def pack(rows: AlignedRows, members: Sequence[int], device: str, share: bool = False) -> MicroBatch:
     """The members as one packed row on the device: shared prompts, what follows them, then rows that share nothing."""
     if not members:
         return MicroBatch.filler(device)
-    found = sorted(families(rows, members, share), key=lambda f: (-f.shared, -rows.lengths[f.rows[0]]))
-    shared = [family for family in found if family.shared]
+    ordered = sorted(families(rows, members, share), key=lambda f: (-f.shared, -rows.lengths[f.rows[0]]))
+    shared = [family for family in ordered if family.shared]
     pieces: list[tuple[int, int, int]] = [(family.rows[0], 0, family.shared) for family in shared]
     prefix = [NO_PREFIX] * len(pieces)
-    for number, family in enumerate(found):
+    for number, family in enumerate(ordered):
         for member in family.rows:
             if rows.lengths[member] > family.shared:
                 pieces.append((member, family.shared, rows.lengths[member]))

@@ -36,6 +36,8 @@ class PlainEngine(TorchEngine):
         ConfigError: an optimizer or schedule that does not exist.
     """
 
+    is_alone = True
+
     def _wants_compiling(self, engine: Any) -> bool:
         return wants_compiling(engine.use_torch_compile, self.device, self.num_parameters)
 

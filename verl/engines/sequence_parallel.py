@@ -1,6 +1,6 @@
-"""Ulysses in an engine: some neighbouring ranks hold the same rows, each a part of their tokens.
+"""Ulysses in an engine: some peer ranks hold the same rows, each a part of their tokens.
 
-An engine is handed rows per rank, with or without it; here neighbours pool theirs, run them together and take their own
+An engine is handed rows per rank, with or without it; here peers pool theirs, run them together and take their own
 results back. So whoever calls an engine need not know. Only attention and the end of a pass see other ranks' tokens.
 """
 
@@ -28,7 +28,7 @@ KEY = "ulysses_sequence_parallel_size"
 
 
 def sequence_peers(ranks: Ranks, size: int) -> Ranks:
-    """The ``size`` neighbours that share their rows with this rank, itself included.
+    """The ``size`` peers that share their rows with this rank, itself included.
 
     Raises:
         ConfigError: ``size`` does not divide the number of ranks.
@@ -73,8 +73,8 @@ class SequenceForward(TokenForward):
             )
 
     def __call__(self, micro: MicroBatch, outputs: Any, temperature: float = 1.0) -> dict[str, Tensor]:
-        found = super().__call__(part_of(micro, self.peers), outputs, temperature)
-        return {name: summed(values, self.peers) for name, values in found.items()}
+        parts = super().__call__(part_of(micro, self.peers), outputs, temperature)
+        return {name: summed(values, self.peers) for name, values in parts.items()}
 
 
 def part_of(micro: MicroBatch, peers: Ranks) -> MicroBatch:

@@ -89,15 +89,14 @@ SHARDING_SETTINGS = {
     "reshard_after_forward": True,
     "fsdp_size": -1,
     "forward_prefetch": False,
-    "use_orig_params": False,
     "use_no_sync_for_gradient_accumulation": False,
 }
 SHARED = {
     "ulysses_sequence_parallel_size": "sequences",
     "expert_parallel_size": "experts",
-    "tensor_parallel_size": "linear maps",
+    "tensor_parallel_size": "linear layers",
 }
-"""What neighbouring processes may share, by the setting of how many do."""
+"""What peer processes may share, by the setting of how many do."""
 
 
 def tell_sharding_settings(engine: Any) -> None:
@@ -115,10 +114,3 @@ def tell_sharding_settings(engine: Any) -> None:
             )
     if engine.wrap_policy.min_num_params:
         notice(key_of(engine.wrap_policy, "min_num_params"), why)
-
-
-def tell_without_effect(engine: Any, usual: dict[str, Any], why: str) -> None:
-    """One notice per setting that is not as usual on a backend that does not know it."""
-    for name, value in usual.items():
-        if engine[name] != value:
-            notice(key_of(engine, name), f"has no effect with this strategy: {why}")

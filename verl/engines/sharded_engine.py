@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from verl.distributed import Ranks, data_parallel_mesh
 from verl.distributed.cuts import Cut
 from verl.distributed.shards import mirror
 from verl.engines import sharding
-from verl.engines.base import Seat
+from verl.engines.base import DataRank
 from verl.engines.expert_parallel import ExpertRanks
 from verl.engines.forward import TokenForward
 from verl.engines.optimizer import move_optimizer_state
@@ -46,7 +45,7 @@ class ShardedEngine(TorchEngine):
         engine: the ``fsdp_config`` section. Beside what `PlainEngine` takes: reshard_after_forward, offload_policy
             (weights, gradients and optimizer live on the host), fsdp_size (hybrid sharding), forward_prefetch,
             wrap_policy.min_num_params, use_no_sync_for_gradient_accumulation (gradients are reduced once per optimizer
-            step and whole until then), ulysses_sequence_parallel_size (that many neighbours share their rows),
+            step and whole until then), ulysses_sequence_parallel_size (that many peers share their rows),
             expert_parallel_size (that many share the experts of a mixture).
             dtype: compute dtype of all weights, gathered in it; gradients are reduced in float32.
         device: ``cpu`` or a kind of accelerator; each process uses its own.
@@ -57,7 +56,7 @@ class ShardedEngine(TorchEngine):
     """
 
     cuts: dict[str, Cut]
-    """How weights are dealt to neighbours, by name, as far as any are."""
+    """How weights are dealt to peers, by name, as far as any are."""
 
     # ---- what a backend provides -------------------------------------------------------------------------------
 
@@ -103,7 +102,7 @@ class ShardedEngine(TorchEngine):
         self.peers = self._peers(engine)
         self.sharers = self.peers.size
         mesh = data_parallel_mesh(self.ranks, self.device, engine.fsdp_size)
-        self.layout = sharding.Layout.of(engine, mesh, self.device, self.dtype)
+        self.layout = sharding.ShardingLayout.of(engine, mesh, self.device, self.dtype)
         self.experts = ExpertRanks.of(self.ranks, self.device, engine.expert_parallel_size, mesh)
         self.sync_once = engine.use_no_sync_for_gradient_accumulation
         load = partial(self._load, model, engine, seed)
@@ -114,9 +113,6 @@ class ShardedEngine(TorchEngine):
         if self.experts is not None or not self._keeps_parameters():
             refuse_adapted_tensors(cut)
         self.unit_names = [name for name, _ in sharding.unit_modules(cut, self.layout.min_num_params)]
-        # FSDP's flat weights are trained as a whole or not, and compiled code wants parameters of its own.
-        if any(not p.requires_grad for p in cut.parameters()) or self._wants_compiling(engine):
-            self.layout = replace(self.layout, original_parameters=True)
         loose = list(loose_tensors(cut))
         self.model = self._cut(cut)
         self._read(model.path, known, load)
@@ -149,7 +145,7 @@ class ShardedEngine(TorchEngine):
         self._write({name: tensor.detach() for name, tensor in named_tensors(source).items()})
 
     def _rows(self, stored: StoredWeights, name: str, low: int, high: int) -> Tensor:
-        """Rows of this rank's part of a weight; the part is the weight itself where neighbours share nothing."""
+        """Rows of this rank's part of a weight; the part is the weight itself where peers share nothing."""
         cut, shape = self.cuts.get(name), stored.shape(name)
         if cut is None:
             return stored.box(name, [(low, high), *((0, length) for length in shape[1:])])
@@ -192,11 +188,11 @@ class ShardedEngine(TorchEngine):
         return None if budget is None else budget * self.num_sequence_ranks  # a budget is what one rank computes
 
     @property
-    def seat(self) -> Seat | None:
-        """Neighbours that compute the same rows are one data-parallel rank."""
+    def data_rank(self) -> DataRank | None:
+        """Peers that compute the same rows are one data-parallel rank."""
         if self.sharers == 1:
             return None
-        return Seat(self.ranks.rank // self.sharers, self.ranks.size // self.sharers, self.peers.rank == 0)
+        return DataRank(self.ranks.rank // self.sharers, self.ranks.size // self.sharers, self.peers.rank == 0)
 
     def infer(self, batch: DataProto, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         whole, mine = rows_of_peers(batch, self.peers)
@@ -234,10 +230,10 @@ class ShardedEngine(TorchEngine):
         self._write(named)
 
     def _saved_weights(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         for unit in self._units(first_only=True):
-            found |= names_on_disk(self.blueprint, unit)
-        return found
+            weights |= names_on_disk(self.blueprint, unit)
+        return weights
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for unit in self._units(first_only=True):
@@ -266,10 +262,10 @@ class ShardedEngine(TorchEngine):
 
 def refuse_adapted_tensors(model: nn.Module) -> None:
     """Raise `NotBuiltError` where an adapter lies on weights that are no linear module's."""
-    found = lora.adapted_tensors(model)
-    if found:
+    adapted = lora.adapted_tensors(model)
+    if adapted:
         raise NotBuiltError(
-            f"an adapter on {found[0]} is not built yet with strategy=fsdp, or where experts or linear maps are shared",
+            f"an adapter on {adapted[0]} is not built yet where experts or linear layers are shared",
             key="target_modules",
-            fix="Name linear modules, such as [q_proj,k_proj,v_proj,o_proj]; or use strategy=fsdp2 alone.",
+            fix="Name linear modules, such as [q_proj,k_proj,v_proj,o_proj]; or share neither.",
         )

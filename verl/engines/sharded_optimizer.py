@@ -1,8 +1,8 @@
 """Optimizers over sharded parameters: which of them can, found out on a small one before a run starts.
 
 torch computes on a sharded tensor (FSDP2) operation by operation, and not every operation of every optimizer, nor every
-fused kernel, has a rule for that. Over pieces of flat weights (FSDP) every operation works, but an optimizer that looks
-at a weight as a whole would silently compute something else.
+fused kernel, has a rule for that. Over pieces of flat weights (Megatron) every operation works, but an optimizer that
+looks at a weight as a whole would silently compute something else.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 
 from verl.distributed.shards import by_mesh
 from verl.engines.optimizer import build_optimizer
-from verl.engines.sharding import Layout
+from verl.engines.sharding import ShardingLayout
 from verl.errors import ConfigError
 
 
-def build_sharded_optimizer(parameters: Iterable[nn.Parameter], optim: Any, layout: Layout) -> Optimizer:
+def build_sharded_optimizer(parameters: Iterable[nn.Parameter], optim: Any, layout: ShardingLayout) -> Optimizer:
     """As `build_optimizer`, fused where sharded tensors have that kernel. Collective.
 
     Raises:
@@ -82,7 +82,7 @@ def _looks_around(optim: Any) -> str:
     return ""
 
 
-def _failure(optim: Any, layout: Layout, dims: list[int], fused: bool) -> str:
+def _failure(optim: Any, layout: ShardingLayout, dims: list[int], fused: bool) -> str:
     """Why two steps on small parameters fail; empty if they do not."""
     probes = [_probe(layout, dim) for dim in dims]
     optimizer = build_optimizer(probes, optim, layout.home, fused)
@@ -100,7 +100,7 @@ def _failure(optim: Any, layout: Layout, dims: list[int], fused: bool) -> str:
     return ""
 
 
-def _probe(layout: Layout, dim: int) -> nn.Parameter:
+def _probe(layout: ShardingLayout, dim: int) -> nn.Parameter:
     mesh = layout.mesh
     shape = (2 * mesh.size(mesh.ndim - 1), *[2] * (dim - 1))
     return nn.Parameter(ones(*shape, device_mesh=mesh, placements=[*[Replicate()] * (mesh.ndim - 1), Shard(0)]))

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from verl.config.node import key_of
 from verl.metrics import notice
@@ -22,7 +21,7 @@ from verl.models.weights import loose_tensors
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardingLayout:
     """How a model is cut.
 
     Args:
@@ -34,7 +33,6 @@ class Layout:
         offload: weights, gradients and optimizer live on the host.
         prefetch: gather the next unit while one computes.
         min_num_params: a unit is what has that many parameters; 0 takes transformer layers.
-        original_parameters: FSDP shows the original parameters to the optimizer, not one flat one per unit.
         offload_key: the setting behind ``offload``, for messages.
     """
 
@@ -45,11 +43,10 @@ class Layout:
     offload: bool = False
     prefetch: bool = False
     min_num_params: int = 0
-    original_parameters: bool = False
     offload_key: str = "offload_policy"
 
     @classmethod
-    def of(cls, engine: Any, mesh: DeviceMesh, device: str, dtype: torch.dtype) -> Layout:
+    def of(cls, engine: Any, mesh: DeviceMesh, device: str, dtype: torch.dtype) -> ShardingLayout:
         """From the ``fsdp_config`` section."""
         return cls(
             mesh=mesh,
@@ -59,7 +56,6 @@ class Layout:
             offload=engine.offload_policy,
             prefetch=engine.forward_prefetch,
             min_num_params=engine.wrap_policy.min_num_params,
-            original_parameters=engine.use_orig_params,
             offload_key=key_of(engine, "offload_policy"),
         )
 
@@ -76,11 +72,11 @@ class Layout:
 
 def unit_modules(model: nn.Module, min_num_params: int = 0) -> list[tuple[str, nn.Module]]:
     """The units below the root by name, inner ones before the outer one that holds them."""
-    found = _large(model, min_num_params) if min_num_params > 0 else transformer_layers(model)
-    if not found:
+    units = _large(model, min_num_params) if min_num_params > 0 else transformer_layers(model)
+    if not units:
         why = "no module is that large" if min_num_params > 0 else "the family names no layers"
         notice(f"sharding of {type(model).__name__}", f"{why}, so the model is gathered as a whole")
-    return found
+    return units
 
 
 def _large(model: nn.Module, min_num_params: int) -> list[tuple[str, nn.Module]]:
@@ -91,7 +87,7 @@ def _large(model: nn.Module, min_num_params: int) -> list[tuple[str, nn.Module]]
     owners: dict[nn.Parameter, int] = {}
     for _, p in model.named_parameters(remove_duplicate=False):
         owners[p] = owners.get(p, 0) + 1
-    found: list[tuple[str, nn.Module]] = []
+    units: list[tuple[str, nn.Module]] = []
 
     def visit(name: str, module: nn.Module) -> int:
         free = sum(p.numel() for p in module.parameters(recurse=False) if owners[p] == 1)
@@ -99,17 +95,12 @@ def _large(model: nn.Module, min_num_params: int) -> list[tuple[str, nn.Module]]
         called = not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
         tied = any(owners[p] > 1 for p in module.parameters())
         if name and called and not tied and free >= min_num_params:
-            found.append((name, module))
+            units.append((name, module))
             return 0
         return free
 
     visit("", model)
-    return found
-
-
-def unwrapped(model: Any) -> Any:
-    """The model itself where FSDP has wrapped it."""
-    return model.module if isinstance(model, FullyShardedDataParallel) else model
+    return units
 
 
 def unit_of(name: str, prefixes: list[str]) -> str:

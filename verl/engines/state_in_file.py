@@ -39,7 +39,7 @@ class StateInFile:
         if self._is_away or not places:
             return
         try:
-            found = in_file([_own(entries[key]) for entries, key in places])
+            stored = in_file([_own(entries[key]) for entries, key in places])
         except OSError as error:
             raise EngineError(
                 f"the optimizer's state cannot wait in a file: {error.strerror}",
@@ -47,7 +47,7 @@ class StateInFile:
                 got=tempfile.gettempdir(),
                 fix="Set TMPDIR to a folder with room, or leave optimizer_offload out.",
             ) from error
-        for (entries, key), tensor in zip(places, found):
+        for (entries, key), tensor in zip(places, stored):
             entries[key] = _like(entries[key], tensor)
         self._is_away = True
         give_memory_back("cpu")

@@ -38,13 +38,13 @@ class StepReport:
 
     def metrics(self, loss: float) -> MetricSet:
         """``loss`` is this rank's sum over micro-batches, scaled so that the mean over ranks is the global loss."""
-        found = MetricSet()
-        found.add("loss", loss)
-        found.add("grad_norm", self.grad_norm)
-        found.add("lr", self.lr, "last")
-        found.add("skipped_nonfinite_step", float(self.skipped_nonfinite), "sum")
-        found.add("skipped_empty_step", float(self.skipped_empty), "sum")
-        return found
+        metrics = MetricSet()
+        metrics.add("loss", loss)
+        metrics.add("grad_norm", self.grad_norm)
+        metrics.add("lr", self.lr, "last")
+        metrics.add("skipped_nonfinite_step", float(self.skipped_nonfinite), "sum")
+        metrics.add("skipped_empty_step", float(self.skipped_empty), "sum")
+        return metrics
 
 
 def clip_and_step(

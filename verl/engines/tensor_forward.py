@@ -51,8 +51,8 @@ class TensorForward(TokenForward):
         chosen = logits.gather(1, here[:, None])[:, 0].masked_fill(~inside, 0.0)
         entropy = self._entropy(logits) if "entropy" in outputs else None
         squared = sum_pi_squared_from_logits(logits) if "sum_pi_squared" in outputs else None
-        found = joined_statistics(torch.logsumexp(logits, -1), chosen, entropy, squared, self.peers)
-        return {name: x for name, x in zip(("log_probs", "entropy", "sum_pi_squared"), found) if x is not None}
+        statistics = joined_statistics(torch.logsumexp(logits, -1), chosen, entropy, squared, self.peers)
+        return {name: x for name, x in zip(("log_probs", "entropy", "sum_pi_squared"), statistics) if x is not None}
 
     def _fused_head(self, backend: str | None) -> FusedHead | None:
         if backend is None or self.words is None:
@@ -75,12 +75,12 @@ class TensorForward(TokenForward):
             own = self._statistics(self._logits(micro).float(), ids, ("log_probs",))["log_probs"]
             with (
                 devices.autocast(self.device, self.dtype),
-                fused.instead_of(self.head, everywhere, ids, 1.0, ("log_probs",)) as found,
+                fused.instead_of(self.head, everywhere, ids, 1.0, ("log_probs",)) as computed,
             ):
                 self._run(micro)
         finally:
             self.model.train(trains)
-        error = float((found["log_probs"] - own).abs().max() / own.abs().max().clamp(min=1.0))
+        error = float((computed["log_probs"] - own).abs().max() / own.abs().max().clamp(min=1.0))
         if error > (TOLERANCE if self.dtype == torch.float32 and self.model.dtype == torch.float32 else 0.05):
             raise EngineError(
                 f"the fused LM head does not give the log-probs of {type(self.model).__name__}'s own head",

@@ -1,4 +1,4 @@
-"""Tensor parallelism in an engine: the linear maps of a model are dealt to neighbouring ranks that hold the same rows.
+"""Tensor parallelism in an engine: the linear layers of a model are split over peers that hold the same rows.
 
 What `verl.models.tensor_parallel` does not cut (norms, routers) is sharded over all ranks, as every weight is without
 tensor parallelism.
@@ -25,7 +25,7 @@ KEY = "tensor_parallel_size"
 
 @dataclass(frozen=True)
 class TensorRanks:
-    """Who holds which part of the linear maps.
+    """Who holds which part of the linear layers.
 
     Args:
         ranks: all.
@@ -53,11 +53,11 @@ class TensorRanks:
         if ranks.size % size:
             allowed = [d for d in range(1, ranks.size + 1) if ranks.size % d == 0]
             raise ConfigError(
-                f"{ranks.size} processes cannot share linear maps evenly", key=KEY, got=size, allowed=allowed
+                f"{ranks.size} processes cannot share linear layers evenly", key=KEY, got=size, allowed=allowed
             )
         if 0 < engine.fsdp_size < ranks.size:
             fix = "Leave fsdp_size out."
-            raise ConfigError("linear maps cannot be shared beside hybrid sharding", key=KEY, got=size, fix=fix)
+            raise ConfigError("linear layers cannot be shared beside hybrid sharding", key=KEY, got=size, fix=fix)
         for other in ("ulysses_sequence_parallel_size", "expert_parallel_size"):
             if engine[other] > 1:
                 fix = f"Set one of it and {other} to 1."

@@ -43,7 +43,6 @@ from verl.engines.packing import computed_tokens, pack, padded, plan_packed, pla
 from verl.engines.rng import rng_state, set_rng_state
 from verl.engines.rows import AlignedRows, MicroBatch
 from verl.engines.settings import PassSettings, check_settings, compute_dtype, recompute_activations
-from verl.engines.sharding import unwrapped
 from verl.engines.state_in_file import StateInFile
 from verl.engines.step import StepReport, clip_and_step, tell_broken_rows
 from verl.errors import CheckpointError, EngineError, ModelError
@@ -95,10 +94,10 @@ class Work:
         else:
             computed = sum(len(part) * max(lengths[row] for row in part) for part in self.plan if part)
         all_needed, all_computed = sum_over_ranks(torch.tensor([needed, computed], dtype=torch.float64)).tolist()
-        found = MetricSet()
-        found.add("padding_waste", max(0.0, 1.0 - all_needed / all_computed) if all_computed else 0.0)
-        found.add("prompt_sharing", max(0.0, 1.0 - all_computed / all_needed) if all_needed else 0.0)
-        return found
+        metrics = MetricSet()
+        metrics.add("padding_waste", max(0.0, 1.0 - all_needed / all_computed) if all_computed else 0.0)
+        metrics.add("prompt_sharing", max(0.0, 1.0 - all_computed / all_needed) if all_needed else 0.0)
+        return metrics
 
 
 class TorchEngine(Engine):
@@ -133,7 +132,7 @@ class TorchEngine(Engine):
         )
         self._after_passes()  # it has tried out what the model can do
         if self._wants_compiling(engine):
-            compile_layers(unwrapped(self.model))
+            compile_layers(self.model)
         self.routers = RouterStatistics(self.model)
         self.activations = host_activations(
             model.enable_activation_offload and optim is not None,
@@ -256,8 +255,8 @@ class TorchEngine(Engine):
         self.model.eval()
         results = {name: torch.zeros(work.rows.mask.shape, dtype=torch.float32) for name in outputs}
         with torch.no_grad(), self._reference_at_hand(outputs):
-            for index, found in self._passes(work, outputs, temperature):
-                for name, values in found.items():
+            for index, computed in self._passes(work, outputs, temperature):
+                for name, values in computed.items():
                     results[name][index] = values.cpu()
         self._after_passes()
         self.offload(**self.idle)
@@ -269,8 +268,8 @@ class TorchEngine(Engine):
         """Rows and what `forward` finds for them, micro-batch by micro-batch."""
         for micro in work.micro_batches(self.device):
             with memory.told(micro):
-                found = self.forward(micro, outputs, temperature)
-            yield micro.index, found
+                computed = self.forward(micro, outputs, temperature)
+            yield micro.index, computed
 
     def train_batch(
         self,
@@ -288,7 +287,7 @@ class TorchEngine(Engine):
         self.onload()
         self.model.train()
         tensors: Any = batch.batch
-        mask, count = tensors["response_mask"].cpu(), lambda found: self.ranks.sum(found) / self.sharers
+        mask, count = tensors["response_mask"].cpu(), lambda number: self.ranks.sum(number) / self.sharers
         norm = loss_norm(mask, self.ranks.size // self.sharers, work.num_responses, count)
         if norm.num_tokens == 0:
             lr = float(self.optimizer.param_groups[0]["lr"])
@@ -315,8 +314,8 @@ class TorchEngine(Engine):
                 with self.activations.kept_on_host() if self.activations else nullcontext():
                     outputs = self.forward(micro, loss_fn.outputs, temperature)
                 if len(micro.index):
-                    loss, found = loss_fn(outputs, tensors[micro.index].to(self.device), norm)
-                    metrics.merge(found)
+                    loss, measured = loss_fn(outputs, tensors[micro.index].to(self.device), norm)
+                    metrics.merge(measured)
                 else:
                     loss = torch.stack([values.sum() for values in outputs.values()]).sum()  # zero, with a graph
                 loss.backward()

@@ -70,7 +70,7 @@ def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
     Raises:
         ConfigError: the file or a class is missing, or two users have one name.
     """
-    found: dict[str, BaseInteraction] = {}
+    by_name: dict[str, BaseInteraction] = {}
     entries = entries_of(read_user_yaml(path, KEY), KEY, path, "interaction") if path else []
     for number, entry in enumerate(entries):
         place = f"{path}, interaction[{number}]"
@@ -81,7 +81,7 @@ def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
             allowed = "a subclass of BaseInteraction"
             raise ConfigError("not a simulated user", key=place, got=entry["class_name"], allowed=allowed)
         name = entry.get("name") or user_class.__name__.lower().removesuffix("interaction")
-        if name in found:
+        if name in by_name:
             raise ConfigError("two simulated users have one name", key=place, got=name)
-        found[str(name)] = user_class({**(entry.get("config") or {}), "name": str(name)})
-    return found
+        by_name[str(name)] = user_class({**(entry.get("config") or {}), "name": str(name)})
+    return by_name

@@ -92,15 +92,15 @@ def apply_overrides(config: Any, override: Mapping[str, Any], strict: bool = Tru
 
 def _current_rope_names(override: Mapping[str, Any]) -> dict[str, Any]:
     """``rope_theta`` and ``rope_scaling`` of older configurations are fields of ``rope_parameters`` today."""
-    found = {key: value for key, value in override.items() if key not in ("rope_theta", "rope_scaling")}
+    settings = {key: value for key, value in override.items() if key not in ("rope_theta", "rope_scaling")}
     rope = dict(override.get("rope_scaling") or {})
     if "type" in rope:
         rope["rope_type"] = rope.pop("type")
     if "rope_theta" in override:
         rope["rope_theta"] = override["rope_theta"]
     if rope:
-        found["rope_parameters"] = {**rope, **(found.get("rope_parameters") or {})}
-    return found
+        settings["rope_parameters"] = {**rope, **(settings.get("rope_parameters") or {})}
+    return settings
 
 
 def import_external(external_lib: str | None) -> None:

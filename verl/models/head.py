@@ -19,7 +19,7 @@ from verl.models.loading import value_head
 
 
 def output_head(model: Any, kind: str) -> nn.Module:
-    """The last linear map of a model: the language-model head, or the scalar head of a value model."""
+    """The last linear layer of a model: the language-model head, or the scalar head of a value model."""
     if kind == "value":
         return value_head(model)
     head = model.get_output_embeddings()

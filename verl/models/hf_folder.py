@@ -85,8 +85,8 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
     Raises:
         ModelError: the folder holds no safetensors files, or they cannot be read.
     """
-    found = Path(model_folder.resolve(path))
-    files = model_folder.weight_files(found)
+    folder = Path(model_folder.resolve(path))
+    files = model_folder.weight_files(folder)
     if not files:
         raise ModelError("this folder holds no safetensors files", got=str(path))
     weights: dict[str, torch.Tensor] = {}
@@ -95,7 +95,7 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
             tensors = read_tensor_file(file)
         except (OSError, ValueError) as error:
             raise model_folder.damaged(file, error) from error
-        model_folder.refuse_twice(weights, tensors, found)
+        model_folder.refuse_twice(weights, tensors, folder)
         weights |= tensors
     return weights
 

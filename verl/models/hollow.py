@@ -47,8 +47,10 @@ def hollow(model: Any, new: Container[str]) -> None:
 
 def new_tensors(model: Any) -> dict[str, Tensor]:
     """What a hollow model has memory for, by name in memory: parameters alone."""
-    found = {name: tensor.detach() for name, tensor in named_tensors(model).items() if isinstance(tensor, nn.Parameter)}
-    return {name: tensor for name, tensor in found.items() if any(tensor.stride())}
+    parameters = {
+        name: tensor.detach() for name, tensor in named_tensors(model).items() if isinstance(tensor, nn.Parameter)
+    }
+    return {name: tensor for name, tensor in parameters.items() if any(tensor.stride())}
 
 
 def replace_parameters(model: nn.Module, make: Make) -> None:

@@ -49,14 +49,14 @@ class LoraSettings:
         if model.lora_rank < 0:
             raise ConfigError("the rank of an adapter is positive", key="lora_rank", got=model.lora_rank)
         targets, excluded = model.target_modules, model.exclude_modules
-        found = cls(
+        settings = cls(
             rank=model.lora_rank,
             alpha=model.lora_alpha,
             target_modules=targets if isinstance(targets, str) else tuple(targets),
             exclude_modules=tuple(excluded) if isinstance(excluded, list) else excluded,
             adapter_path=model.lora_adapter_path,
         )
-        return found if found.rank or found.adapter_path else None
+        return settings if settings.rank or settings.adapter_path else None
 
 
 def add_adapter(model: Any, settings: LoraSettings, seed: int, also: nn.Module | None = None) -> None:
@@ -183,7 +183,7 @@ def merged(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         model: only its modules' settings count; it may be without values.
         tensors: name in memory -> whole tensor; a module's own and its two factors come together.
     """
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if ".lora_" in name:
             continue
@@ -192,8 +192,8 @@ def merged(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             layer = model.get_submodule(owner)
             product = tensors[f"{owner}.lora_B.{NAME}.weight"] @ tensors[f"{owner}.lora_A.{NAME}.weight"]
             tensor = tensor + (layer.scaling[NAME] * (product.t() if layer.fan_in_fan_out else product)).to(tensor)
-        found[f"{owner}.{kind}" if base else name] = tensor
-    return found
+        weights[f"{owner}.{kind}" if base else name] = tensor
+    return weights
 
 
 @contextlib.contextmanager

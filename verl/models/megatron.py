@@ -199,22 +199,22 @@ def _deepseek(config: Any) -> dict[str, Any]:
 
 def _latent_rope(config: Any) -> dict[str, Any]:
     """Rotary positions of latent attention, which Megatron-Core has in its configuration."""
-    found = dict(config.rope_parameters)
-    kind, base = found.get("rope_type", "default"), found["rope_theta"]
+    rope = dict(config.rope_parameters)
+    kind, base = rope.get("rope_type", "default"), rope["rope_theta"]
     if kind == "default":
         return {"rope_type": "rope", "rotary_base": base, "rotary_scaling_factor": 1.0}
-    scales = (found.get("mscale") or 0.0, found.get("mscale_all_dim") or 0.0)
-    odd = {"attention_factor", "truncate"} & {name for name, value in found.items() if value is not None}
+    scales = (rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0)
+    odd = {"attention_factor", "truncate"} & {name for name, value in rope.items() if value is not None}
     if kind != "yarn" or odd or bool(scales[0]) != bool(scales[1]):
-        raise _unknown_rope(found, "rope_type default, or yarn with both of mscale and mscale_all_dim or neither")
+        raise _unknown_rope(rope, "rope_type default, or yarn with both of mscale and mscale_all_dim or neither")
     return {
         "rope_type": "yarn",
         "rotary_base": base,
-        "rotary_scaling_factor": found["factor"],
-        "original_max_position_embeddings": found.get("original_max_position_embeddings")
+        "rotary_scaling_factor": rope["factor"],
+        "original_max_position_embeddings": rope.get("original_max_position_embeddings")
         or config.max_position_embeddings,
-        "beta_fast": found.get("beta_fast") or 32,
-        "beta_slow": found.get("beta_slow") or 1,
+        "beta_fast": rope.get("beta_fast") or 32,
+        "beta_slow": rope.get("beta_slow") or 1,
         "mscale": scales[0] or 1.0,
         "mscale_all_dim": scales[1],
     }
@@ -252,8 +252,8 @@ def slots_of(family: Family, settings: Mapping[str, Any]) -> list[tuple[Slot, tu
     sparse = settings.get("moe_layer_freq") or [0] * len(layers)
     mixed = tuple(layer for layer in layers if sparse[layer])
     dense = tuple(layer for layer in layers if not sparse[layer])
-    found = [(slot, dense if slot in _MLP else tuple(layers)) for slot in family.layer]
-    return [(slot, where) for slot, where in [*found, *((slot, mixed) for slot in family.mixture)] if where]
+    slots = [(slot, dense if slot in _MLP else tuple(layers)) for slot in family.layer]
+    return [(slot, where) for slot, where in [*slots, *((slot, mixed) for slot in family.mixture)] if where]
 
 
 def filled(slot: Slot, layer: int, expert: int) -> Slot:
@@ -291,22 +291,22 @@ def rope_settings(config: Any) -> dict[str, Any]:
     Raises:
         ConfigError: a scaling that it does not know, or knows with other constants.
     """
-    found = dict(getattr(config, "rope_parameters", None) or {})
-    kind = found.get("rope_type", "default")
-    base = {"rotary_base": found.get("rope_theta", getattr(config, "rope_theta", 10000.0))}
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    kind = rope.get("rope_type", "default")
+    base = {"rotary_base": rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))}
     if kind == "default":
         return base
     known = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if kind != "llama3" or any(found.get(name) != value for name, value in known.items()):
-        raise _unknown_rope(found, f"rope_type default, or llama3 with {known}")
-    return {**base, "rope_scaling": True, "rope_scaling_factor": found["factor"]}
+    if kind != "llama3" or any(rope.get(name) != value for name, value in known.items()):
+        raise _unknown_rope(rope, f"rope_type default, or llama3 with {known}")
+    return {**base, "rope_scaling": True, "rope_scaling_factor": rope["factor"]}
 
 
-def _unknown_rope(found: Any, allowed: str) -> ConfigError:
+def _unknown_rope(kind: Any, allowed: str) -> ConfigError:
     return ConfigError(
         "Megatron-Core does not scale rotary positions as this model does",
         key="rope_parameters",
-        got=found,
+        got=kind,
         allowed=allowed,
         fix="Use strategy=fsdp2.",
     )

@@ -33,7 +33,7 @@ from verl.models.megatron import (
     fused,
     slots_of,
 )
-from verl.models.megatron_folder import FILES, Heads, Place, write_manifest
+from verl.models.megatron_folder import FILES, FolderPlace, Heads, write_manifest
 from verl.models.slices import SlicedFolder
 
 MAX_FILE_BYTES = 1 << 30
@@ -68,7 +68,9 @@ def convert(
         _check_all_known(weights, slots, settings["num_layers"], tied)
         mine = ((slot, layer) for slot, layer in slots if layer % ranks.size == ranks.rank)
         ranks.together(lambda: _write(target, ranks.rank, _converted(weights, mine, settings)))
-        places = {name: Place(slot.ours, slot.form, part) for slot, _ in slots for part, name in enumerate(slot.theirs)}
+        places = {
+            name: FolderPlace(slot.ours, slot.form, part) for slot, _ in slots for part, name in enumerate(slot.theirs)
+        }
     ranks.only_first(lambda: write_manifest(target, Heads.of(settings), places))
     return target
 
@@ -119,7 +121,7 @@ def _slots(family: Family, settings: Any, weights: SlicedFolder, tied: bool) -> 
 def _check_all_known(weights: SlicedFolder, slots: Iterable[tuple[Slot, int]], num_layers: int, tied: bool) -> None:
     known = {name for slot, _ in slots for name in slot.theirs} | ({"lm_head.weight"} if tied else set())
     unknown = sorted(set(weights.names()) - known)
-    ahead = [name for name in unknown if (found := _LAYER.match(name)) and int(found[1]) >= num_layers]
+    ahead = [name for name in unknown if (match := _LAYER.match(name)) and int(match[1]) >= num_layers]
     if ahead:
         notice(weights.path, f"{len(ahead)} weights of layers that predict further tokens are left out: {ahead[0]}")
     unknown = sorted(set(unknown) - set(ahead))

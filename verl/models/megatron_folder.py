@@ -42,7 +42,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Place:
+class FolderPlace:
     """Where a Hugging Face weight lies: in the weight ``ours``, whole or as its ``part``."""
 
     ours: str
@@ -50,7 +50,7 @@ class Place:
     part: int
 
 
-def write_manifest(folder: Path, heads: Heads, places: Mapping[str, Place]) -> None:
+def write_manifest(folder: Path, heads: Heads, places: Mapping[str, FolderPlace]) -> None:
     """Say that the folder is complete, and what is where."""
     weights = {name: [place.ours, place.form, place.part] for name, place in places.items()}
     text = json.dumps({"format": FORMAT, "heads": asdict(heads), "weights": weights}, indent=1)
@@ -70,14 +70,14 @@ class FusedFile:
     def __init__(self, folder: Path, files: Mapping[str, Any]):
         self._files = files
         try:
-            found = read_json((folder / CONVERTED).read_text(encoding="utf-8"))
-            self._heads = Heads(**found["heads"])
-            self._places = {name: Place(*place) for name, place in found["weights"].items()}
-            known = found["format"] == FORMAT
+            content = read_json((folder / CONVERTED).read_text(encoding="utf-8"))
+            self._heads = Heads(**content["heads"])
+            self._places = {name: FolderPlace(*place) for name, place in content["weights"].items()}
+            known = content["format"] == FORMAT
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"its {CONVERTED} cannot be read: {error}", got=str(folder)) from error
         if not known:
-            raise ModelError(f"its {CONVERTED} has another format", got=found["format"], allowed=str(FORMAT))
+            raise ModelError(f"its {CONVERTED} has another format", got=content["format"], allowed=str(FORMAT))
         for place in self._places.values():
             if place.ours not in files:
                 raise ModelError(f"no file of this folder holds {place.ours}", got=str(folder), fix="Convert it again.")
@@ -95,7 +95,7 @@ class FusedFile:
 class FusedSlice:
     """One Hugging Face weight within one of Megatron-Core's; of its parts only what is asked for is read."""
 
-    def __init__(self, whole: Any, place: Place, heads: Heads):
+    def __init__(self, whole: Any, place: FolderPlace, heads: Heads):
         self._whole, self._place, self._heads = whole, place, heads
 
     def get_shape(self) -> list[int]:

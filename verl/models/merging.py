@@ -79,15 +79,15 @@ def merge(source: str | Path, target: str | Path, trust_remote_code: bool = Fals
 def compare(merged: str | Path, expected: str | Path) -> list[str]:
     """What differs between two Hugging Face folders, one line each; nothing where they hold the same model."""
     ours, theirs = hf_folder.read_weights(merged), hf_folder.read_weights(expected)
-    found = [f"{name}: only in {where}" for where, names in (
+    differences = [f"{name}: only in {where}" for where, names in (
         (merged, set(ours) - set(theirs)), (expected, set(theirs) - set(ours))) for name in sorted(names)]  # fmt: skip
     for name in sorted(set(ours) & set(theirs)):
         a, b = ours[name], theirs[name]
         if a.shape != b.shape:
-            found.append(f"{name}: shape {tuple(a.shape)} and {tuple(b.shape)}")
+            differences.append(f"{name}: shape {tuple(a.shape)} and {tuple(b.shape)}")
         elif not torch.allclose(a.float(), b.float(), atol=TOLERANCE, rtol=0):
-            found.append(f"{name}: differs by up to {(a.float() - b.float()).abs().max().item():.3g}")
-    return found
+            differences.append(f"{name}: differs by up to {(a.float() - b.float()).abs().max().item():.3g}")
+    return differences
 
 
 def merge_shards(folder: Path) -> dict[str, Tensor]:

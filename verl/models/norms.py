@@ -16,7 +16,7 @@ PROBE_ROWS = 4
 TOLERANCE = 1e-5
 
 
-class RMSNorm(torch.autograd.Function):
+class OneStepRMSNorm(torch.autograd.Function):
     """(..., H) float32, (H,) weight -> (..., H): n * weight, where n = x * r and r = 1 / sqrt(mean(x^2) + eps)."""
 
     @staticmethod
@@ -53,7 +53,7 @@ class OneStepForward:
         weight: Any = self.module.weight
         if hidden_states.dtype != torch.float32 or weight.dtype != torch.float32 or torch.compiler.is_compiling():
             return self.whole(hidden_states)  # type: ignore[no-any-return]
-        return RMSNorm.apply(hidden_states, weight, self.eps)  # type: ignore[no-any-return, no-untyped-call]
+        return OneStepRMSNorm.apply(hidden_states, weight, self.eps)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def quicken_norms(model: nn.Module) -> int:
@@ -79,9 +79,9 @@ def quicken_norms(model: nn.Module) -> int:
 
 @torch.no_grad()
 def _is_plain(module: nn.Module, size: int, eps: float) -> bool:
-    """Whether the module computes what `RMSNorm` does, whatever weights it holds, or none yet."""
+    """Whether the module computes what `OneStepRMSNorm` does, whatever weights it holds, or none yet."""
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(PROBE_ROWS, size, generator=generator), torch.randn(size, generator=generator)
     found = torch.func.functional_call(module, {"weight": weight}, (x,))
-    expected = RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    expected = OneStepRMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return isinstance(found, Tensor) and torch.allclose(found, expected, atol=TOLERANCE, rtol=TOLERANCE)

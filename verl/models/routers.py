@@ -68,8 +68,8 @@ class RouterStatistics:
         experts = logits.shape[-1]
         probabilities = logits.detach().float().flatten(0, -2).softmax(-1).sum(0)
         choices = torch.bincount(chosen.flatten(), minlength=experts).float()
-        found = torch.stack((choices, probabilities))
-        self._seen[layer] = self._seen[layer] + found if layer in self._seen else found
+        counted = torch.stack((choices, probabilities))
+        self._seen[layer] = self._seen[layer] + counted if layer in self._seen else counted
 
     def metrics(self, sum_over_ranks: Sum = lambda x: x) -> MetricSet:
         """``moe/load_balance`` (mean over layers) and ``moe/max_load`` (the busiest expert's share times E).
@@ -77,12 +77,12 @@ class RouterStatistics:
         Args:
             sum_over_ranks: adds up a tensor over the data-parallel ranks; every rank calls it equally often.
         """
-        found = MetricSet()
+        metrics = MetricSet()
         if not self._seen:
-            return found
+            return metrics
         seen = sum_over_ranks(torch.stack([self._seen[layer] for layer in sorted(self._seen)]))
         shares = seen / seen.sum(-1, keepdim=True)
         experts = shares.shape[-1]
-        found.add("moe/load_balance", float((experts * shares[:, 0] * shares[:, 1]).sum(-1).mean()))
-        found.add("moe/max_load", float(experts * shares[:, 0].max()))
-        return found
+        metrics.add("moe/load_balance", float((experts * shares[:, 0] * shares[:, 1]).sum(-1).mean()))
+        metrics.add("moe/max_load", float(experts * shares[:, 0].max()))
+        return metrics

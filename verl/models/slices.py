@@ -29,9 +29,9 @@ class SlicedFolder:
     @contextlib.contextmanager
     def opened(cls, path: str | Path) -> Iterator[SlicedFolder]:
         """Within the block the folder's files are open; nothing of them is in memory."""
-        found = Path(model_folder.resolve(path))
-        converted = (found / model_folder.CONVERTED).is_file()
-        names = sorted(found.glob(megatron_folder.FILES)) if converted else model_folder.weight_files(found)
+        folder = Path(model_folder.resolve(path))
+        converted = (folder / model_folder.CONVERTED).is_file()
+        names = sorted(folder.glob(megatron_folder.FILES)) if converted else model_folder.weight_files(folder)
         if not names:
             raise ModelError(
                 "this folder holds no safetensors files, and only those can be read in parts",
@@ -42,10 +42,10 @@ class SlicedFolder:
             files: dict[str, Any] = {}
             for name in names:
                 file = stack.enter_context(model_folder.opened_weights(name))
-                model_folder.refuse_twice(files, file.keys(), found)
+                model_folder.refuse_twice(files, file.keys(), folder)
                 files.update(dict.fromkeys(file.keys(), file))
             if converted:
-                fused = megatron_folder.FusedFile(found, files)
+                fused = megatron_folder.FusedFile(folder, files)
                 files = dict.fromkeys(fused.keys(), fused)
             yield cls(path, files)
 

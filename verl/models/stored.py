@@ -19,14 +19,14 @@ from verl.errors import ModelError
 from verl.models import folder as model_folder
 from verl.models.hollow import new_tensors
 from verl.models.slices import SlicedFolder
-from verl.models.weights import Place, named_tensors, places_on_disk
+from verl.models.weights import WeightPlace, named_tensors, places_on_disk
 
 Bounds = Sequence[tuple[int, int]]
 """Begin and end along each axis."""
 
 
 @dataclass(frozen=True)
-class Block:
+class StoredBlock:
     """A weight of a file as a block of one in memory.
 
     Args:
@@ -42,7 +42,7 @@ class Block:
     axes: tuple[int | None, ...]
 
     @classmethod
-    def of(cls, name: str, place: Place, whole: Sequence[int]) -> Block | None:
+    def of(cls, name: str, place: WeightPlace, whole: Sequence[int]) -> StoredBlock | None:
         """None where the place is no block of a contiguous tensor of the shape ``whole``."""
         strides = torch.empty(tuple(whole), device="meta").stride()
         start, rest = [], place.offset
@@ -89,7 +89,7 @@ class StoredWeights:
         self,
         folder: SlicedFolder,
         shapes: Mapping[str, torch.Size],
-        blocks: Mapping[str, list[Block]],
+        blocks: Mapping[str, list[StoredBlock]],
         new: Mapping[str, Tensor],
     ):
         self._folder, self._shapes, self._blocks, self._new = folder, shapes, blocks, new
@@ -102,7 +102,7 @@ class StoredWeights:
         """A part of a weight, in memory of its own or a view of new ones, in the dtype that the file has."""
         if name in self._new:
             return self._new[name][tuple(slice(low, high) for low, high in bounds)]
-        found: Tensor | None = None
+        values: Tensor | None = None
         for block in self._blocks[name]:
             shared = block.shared(bounds)
             if shared is None:
@@ -112,13 +112,13 @@ class StoredWeights:
             value = value.permute(block.order).reshape([high - low for low, high in inside])
             if inside == list(bounds):
                 return value
-            if found is None:
-                found = torch.empty([high - low for low, high in bounds], dtype=value.dtype)
+            if values is None:
+                values = torch.empty([high - low for low, high in bounds], dtype=value.dtype)
             at = tuple(slice(low - first, high - first) for (low, high), (first, _) in zip(inside, bounds))
-            found[at] = value
-        if found is None:
-            found = torch.empty([max(high - low, 0) for low, high in bounds])
-        return found
+            values[at] = value
+        if values is None:
+            values = torch.empty([max(high - low, 0) for low, high in bounds])
+        return values
 
 
 @contextlib.contextmanager
@@ -141,11 +141,11 @@ def stored_weights(path: str, model: Any) -> Iterator[StoredWeights]:
     places = places_on_disk(model, {base: tensors[name] for base, name in in_base.items()})
     if places is None:
         raise ModelError("weights of the files are no parts of those in memory", got=type(model).__name__)
-    blocks: dict[str, list[Block]] = {}
+    blocks: dict[str, list[StoredBlock]] = {}
     with SlicedFolder.opened(path) as folder:
         for name, place in places.items():
             owner = in_base[place.owner]
-            block = Block.of(name, place, tensors[owner].shape)
+            block = StoredBlock.of(name, place, tensors[owner].shape)
             if block is None or name not in folder or folder.shape(name) != place.shape:
                 raise ModelError(f"the files do not hold {name} as it is in memory", got=path)
             blocks.setdefault(owner, []).append(block)

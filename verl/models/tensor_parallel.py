@@ -34,7 +34,7 @@ class Cutter:
         key: the setting that asked for it, for messages.
         ranks: all ranks, and ``mesh``: those that hold the same parts as this one; where weights are sharded besides.
         copied: what the maps of ``readers``, those cut by columns, get as their input.
-        repeats: where there are fewer key/value heads than ranks, neighbours hold the same one (not for training: its
+        repeats: where there are fewer key/value heads than ranks, peers hold the same one (not for training: its
             gradient would have to be summed over them).
     """
 
@@ -154,8 +154,8 @@ class Cutter:
 
         def forward(ids: Tensor) -> Tensor:
             elsewhere = (ids < start) | (ids >= end)
-            found = inner((ids - start).masked_fill(elsewhere, 0))
-            return reduced(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.peers)
+            embedded = inner((ids - start).masked_fill(elsewhere, 0))
+            return reduced(embedded.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.peers)
 
         module.forward = forward  # type: ignore[method-assign, assignment]
 

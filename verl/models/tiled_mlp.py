@@ -51,12 +51,12 @@ def tile_mlps(model: nn.Module, num_tiles: int) -> int:
     """
     if num_tiles < 1:
         raise ConfigError("an MLP has at least one tile", key=f"{KEY}.num_shards", got=num_tiles)
-    found = mlps(model)
-    for module in found:
+    modules = mlps(model)
+    for module in modules:
         module.forward = TiledForward(module.forward, num_tiles)  # type: ignore[assignment]
-    if not found:
+    if not modules:
         notice(f"{KEY}.enabled", f"has no effect: {type(model).__name__} has no MLP that computes tokens one by one")
-    return len(found)
+    return len(modules)
 
 
 def mlps(model: nn.Module) -> list[nn.Module]:

@@ -23,13 +23,13 @@ from verl.models.config import quiet_transformers
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers under their names in memory; a tied tensor once, under its first name."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            found[name] = tensor
-    return found
+            tensors[name] = tensor
+    return tensors
 
 
 def loose_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
@@ -72,15 +72,15 @@ def views_on_disk(model: Any) -> dict[str, torch.Tensor] | None:
     places = places_on_disk(model, tensors)
     if places is None or not all(tensor.is_contiguous() for tensor in tensors.values()):
         return None
-    found = {}
+    views = {}
     for name, at in places.items():
         owner = tensors[at.owner].detach()
-        found[name] = owner.as_strided(at.shape, at.strides, owner.storage_offset() + at.offset)
-    return found
+        views[name] = owner.as_strided(at.shape, at.strides, owner.storage_offset() + at.offset)
+    return views
 
 
 @dataclass(frozen=True)
-class Place:
+class WeightPlace:
     """Where a weight of a file lies in one of the model, if that is contiguous: as for `torch.as_strided`."""
 
     owner: str
@@ -89,7 +89,7 @@ class Place:
     offset: int
 
 
-def places_on_disk(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, Place] | None:
+def places_on_disk(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, WeightPlace] | None:
     """Hugging Face name -> its place, for all that ``tensors`` hold; no values are looked at and none are copied.
 
     Families that fuse weights only stack, join and transpose them, so each weight of a file lies in one tensor, at
@@ -106,8 +106,8 @@ def places_on_disk(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str,
     for name, tensor in tensors.items():
         number = re.search(r"(?<=\.)\d+(?=\.)", name)
         groups.setdefault(name[: number.end()] if number else "", {})[name] = tensor.shape
-    found: dict[str, Place] = {}
-    known: dict[Any, dict[str, Place] | None] = {}
+    found: dict[str, WeightPlace] = {}
+    known: dict[Any, dict[str, WeightPlace] | None] = {}
     for prefix, shapes in groups.items():
         layer, template = prefix.rpartition(".")[2], f"{prefix.rpartition('.')[0]}.{{}}"
         alike = (template, *((name.removeprefix(prefix), shape) for name, shape in shapes.items()))
@@ -124,7 +124,7 @@ def places_on_disk(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str,
 
 
 @torch.no_grad()
-def _places(model: Any, shapes: Mapping[str, torch.Size], prefix: str) -> dict[str, Place] | None:
+def _places(model: Any, shapes: Mapping[str, torch.Size], prefix: str) -> dict[str, WeightPlace] | None:
     """As `places_on_disk`, with ``{}`` for the number at the end of ``prefix`` in all names."""
     blank = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in blank.items()}
@@ -132,7 +132,7 @@ def _places(model: Any, shapes: Mapping[str, torch.Size], prefix: str) -> dict[s
         parts = revert_weight_conversion(model, dict(blank))
     if sum(part.numel() for part in parts.values()) != sum(tensor.numel() for tensor in blank.values()):
         return None
-    found = {}
+    places = {}
     layer = prefix.rpartition(".")[2]
 
     def template(name: str) -> str:
@@ -142,9 +142,9 @@ def _places(model: Any, shapes: Mapping[str, torch.Size], prefix: str) -> dict[s
         owner = owners.get(part.untyped_storage()._cdata)
         if owner is None or not part.numel():
             return None
-        place = Place(template(owner), tuple(part.shape), tuple(part.stride()), int(part.storage_offset()))
-        found[template(name)] = place
-    return found
+        place = WeightPlace(template(owner), tuple(part.shape), tuple(part.stride()), int(part.storage_offset()))
+        places[template(name)] = place
+    return places
 
 
 class _ViewsForCopies(TorchDispatchMode):

@@ -67,8 +67,8 @@ def default_keys(rows: Sequence[tuple[int, dict[str, float]]]) -> list[str]:
     """The reward and the held-out accuracies of an RL run, the losses of a supervised one."""
     logged = sorted({k for _, data in rows for k, v in data.items() if v is not None})
     rewards = [k for k in REWARD_KEYS if k in logged][:1]
-    found = rewards + [k for k in logged if ACCURACY.match(k)] or [k for k in LOSS_KEYS if k in logged]
-    return found or logged[:2]
+    keys = rewards + [k for k in logged if ACCURACY.match(k)] or [k for k in LOSS_KEYS if k in logged]
+    return keys or logged[:2]
 
 
 def plot_run(path: str | Path, out: str | Path, keys: Sequence[str] | None = None, title: str | None = None) -> Path:

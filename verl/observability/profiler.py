@@ -68,11 +68,11 @@ class Trace:
     def end(self) -> None:
         self._profile.stop()
 
-    def _write(self, found: profile) -> None:
+    def _write(self, trace: profile) -> None:
         cycle = f"_cycle{self._cycles}" if self._counts else ""
         self._cycles += 1
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        found.export_chrome_trace(f"{self._path}{cycle}.json.gz")
+        trace.export_chrome_trace(f"{self._path}{cycle}.json.gz")
 
 
 class MemoryHistory:

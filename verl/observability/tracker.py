@@ -61,15 +61,15 @@ class Tracker(ABC):
 
 def numbers(data: Mapping[str, Any]) -> dict[str, float | int]:
     """The scalar metrics of a step as Python numbers; text and lists are left out, booleans become 0 and 1."""
-    found: dict[str, float | int] = {}
+    values: dict[str, float | int] = {}
     for key, value in data.items():
         if isinstance(value, bool):
-            found[key] = int(value)
+            values[key] = int(value)
         elif isinstance(value, (int, float)):
-            found[key] = value
+            values[key] = value
         elif not isinstance(value, (str, bytes, list, tuple, dict)) and value is not None and _is_scalar(value):
-            found[key] = as_float(value)
-    return found
+            values[key] = as_float(value)
+    return values
 
 
 def _is_scalar(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Local, HDFS and hub paths: expanded, copied to this machine, staged in shared memory, and pushed to a hub."""
+"""Local, HDFS and hub paths: expanded, copied here, staged in shared memory, pushed to a hub; tables in files."""
 
 from verl.storage.fetch import copy_to_local
 from verl.storage.paths import copy, exists, expand, is_hub_name, is_remote, missing_path, resolve

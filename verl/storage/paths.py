@@ -51,10 +51,10 @@ def missing_path(path: str | Path, *, error: type[VerlError] = DataError, key: s
 
 def resolve(path: str | Path, *, error: type[VerlError] = DataError, key: str | None = None) -> Path:
     """The existing local path behind what the person wrote; a missing one is an error with the near names."""
-    found = Path(expand(str(path).removeprefix("file://")))
-    if not found.exists():
-        raise missing_path(found, error=error, key=key)
-    return found
+    resolved = Path(expand(str(path).removeprefix("file://")))
+    if not resolved.exists():
+        raise missing_path(resolved, error=error, key=key)
+    return resolved
 
 
 def exists(path: str | Path) -> bool:

@@ -89,16 +89,16 @@ def shown(value: Number) -> str:
 
 def _tokens(expression: str) -> list[tuple[str, str]]:
     """(kind, text) of each token; kinds are number, name, sign, end."""
-    found, at = [], 0
+    tokens, at = [], 0
     expression = expression.rstrip()
     while at < len(expression):
         match = _TOKEN.match(expression, at)
         if match is None:
             raise ValueError(f"{expression[at:].lstrip()[:1]!r} is not allowed in an expression")
         number, name, sign = match.groups()
-        found.append(("number", number) if number else ("name", name) if name else ("sign", _SAME.get(sign, sign)))
+        tokens.append(("number", number) if number else ("name", name) if name else ("sign", _SAME.get(sign, sign)))
         at = match.end()
-    return [*found, ("end", "")]
+    return [*tokens, ("end", "")]
 
 
 class _Expression:

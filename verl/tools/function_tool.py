@@ -103,10 +103,10 @@ def schema_of(fn: Callable[..., Any], name: str) -> OpenAIFunctionToolSchema:
             raise ConfigError("a function tool takes named parameters only", key=key)
         if parameter.name not in hints:
             raise ConfigError("a parameter of a function tool needs a type", key=key)
-        found = json_type(hints[parameter.name], key)
+        property_schema = json_type(hints[parameter.name], key)
         if parameter.name in texts:
-            found["description"] = texts[parameter.name]
-        properties[parameter.name] = found
+            property_schema["description"] = texts[parameter.name]
+        properties[parameter.name] = property_schema
         if parameter.default is parameter.empty:
             required.append(parameter.name)
     function = {

@@ -64,8 +64,8 @@ class Gsm8kTool(BaseTool):
 
 def same_number(answer: str, truth: str) -> bool:
     """Whether the last number in each is the same."""
-    found, expected = last_number(answer), last_number(truth)
-    return found is not None and found == expected
+    number, expected = last_number(answer), last_number(truth)
+    return number is not None and number == expected
 
 
 def last_number(text: str) -> Decimal | None:

@@ -26,19 +26,19 @@ def load_tools(tool_config_path: str | None, function_tool_path: str | None = No
     Raises:
         ConfigError: a file or class is missing, an entry is not complete, or two tools have one name.
     """
-    found: dict[str, BaseTool] = {}
+    by_name: dict[str, BaseTool] = {}
     if tool_config_path:
         entries = entries_of(read_user_yaml(tool_config_path, YAML_KEY), YAML_KEY, tool_config_path, "tools")
         for number, entry in enumerate(entries):
-            _add(found, _from_entry(entry, f"{tool_config_path}, tools[{number}]"), YAML_KEY)
+            _add(by_name, _from_entry(entry, f"{tool_config_path}, tools[{number}]"), YAML_KEY)
     if function_tool_path:
         module = load_module(function_tool_path)
         tools = [thing for thing in vars(module).values() if isinstance(thing, FunctionTool)]
         if not tools:
             fix = "Decorate them: from verl.tools.function_tool import function_tool, then @function_tool()."
             raise ConfigError("the file has no function tools", key=PYTHON_KEY, got=function_tool_path, fix=fix)
-        _add(found, tools, PYTHON_KEY)
-    return found
+        _add(by_name, tools, PYTHON_KEY)
+    return by_name
 
 
 def _from_entry(entry: dict[str, Any], place: str) -> list[BaseTool]:
@@ -54,8 +54,8 @@ def _from_entry(entry: dict[str, Any], place: str) -> list[BaseTool]:
         raise ConfigError(message, key=place, got=error.got, allowed=error.allowed, fix=error.fix) from error
 
 
-def _add(found: dict[str, BaseTool], tools: Iterable[BaseTool], key: str) -> None:
+def _add(by_name: dict[str, BaseTool], tools: Iterable[BaseTool], key: str) -> None:
     for tool in tools:
-        if found.get(tool.name, tool) is not tool:
+        if by_name.get(tool.name, tool) is not tool:
             raise ConfigError("two tools have one name", key=key, got=tool.name)
-        found[tool.name] = tool
+        by_name[tool.name] = tool

@@ -82,15 +82,15 @@ class MCPBaseTool(BaseTool):
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
         """Call the tool; a failure of the server is an answer that says so, and the metric ``mcp_failed``."""
         try:
-            found = await self._on_its_loop(parameters)
+            reply = await self._on_its_loop(parameters)
         except McpFailure as failure:
             return (
                 ToolResponse(text=f"Error: {failure}"),
                 None,
                 {"mcp_failed": 1.0, "mcp_restarts": self.server.restarts},
             )
-        refused = bool(found.get("isError"))
-        text = text_of(found)
+        refused = bool(reply.get("isError"))
+        text = text_of(reply)
         answer = ToolResponse(text=f"Error: {text}" if refused else text)
         return answer, None, {"mcp_failed": float(refused), "mcp_restarts": self.server.restarts}
 
@@ -106,6 +106,7 @@ class MCPBaseTool(BaseTool):
         return await runner().run(lambda: self._call(parameters))
 
     async def _call(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        # Calls of one event loop, each for its whole length.
         places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._limit))
         async with places:
             return await self.server.call(self.name, parameters, self.timeout)
@@ -117,8 +118,8 @@ def read_servers(path: str, limits: Mapping[str, Any]) -> list[McpServer]:
     Raises:
         ConfigError: no such file, or not of this form.
     """
-    found = read_user_yaml(path, FILE_KEY)
-    servers = found.get("mcpServers") if isinstance(found, Mapping) else None
+    content = read_user_yaml(path, FILE_KEY)
+    servers = content.get("mcpServers") if isinstance(content, Mapping) else None
     if not isinstance(servers, Mapping) or not servers:
         raise ConfigError('the file needs {"mcpServers": {name: {...}}}', key=FILE_KEY, got=path)
     specs = [ServerSpec.read(str(name), given, **limits) for name, given in servers.items() if not _is_off(given)]

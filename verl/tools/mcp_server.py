@@ -146,16 +146,16 @@ class McpServer:
         Raises:
             McpFailure: it cannot be reached, or its list has no end.
         """
-        found: list[dict[str, Any]] = []
+        listed: list[dict[str, Any]] = []
         cursor: str | None = None
         for _ in range(MOST_PAGES):
             page = await self._ask("tools/list", partial(_list_tools, cursor), self.spec.start_timeout)
-            found += page.get("tools", [])
+            listed += page.get("tools", [])
             cursor = page.get("nextCursor")
-            if len(found) > MOST_TOOLS:
+            if len(listed) > MOST_TOOLS:
                 raise McpFailure(f"the server {self.spec.name!r} offers more than {MOST_TOOLS} tools")
             if not cursor:
-                return found
+                return listed
         raise McpFailure(f"the list of tools of the server {self.spec.name!r} has more than {MOST_PAGES} pages")
 
     async def call(self, tool: str, arguments: dict[str, Any], timeout: float) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class McpServer:
         loop = asyncio.get_running_loop()
         if self._link is not None and self._link.loop is not loop:
             self._link, self._opening = None, None  # that loop was given up with all that ran on it
-        self._opening = self._opening or asyncio.Lock()
+        self._opening = self._opening or asyncio.Lock()  # calls that find no connection: one of them opens it
         async with self._opening:
             if self._link is not None and not self._link.task.done():
                 return self._link

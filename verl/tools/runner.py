@@ -31,7 +31,7 @@ class ToolRunner:
     """Runs coroutines beside the event loop of the caller."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # threads that ask for the loop, or give a blocked one up
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run(self, make: Callable[[], Awaitable[T]], timeout: float | None = None) -> T:
@@ -118,11 +118,11 @@ async def in_thread(function: Callable[..., T], *arguments: Any, **named: Any) -
 
     def target() -> None:
         try:
-            found = function(*arguments, **named)
+            returned = function(*arguments, **named)
         except BaseException as error:  # boundary: a user's function; its error goes to the one who waits
             loop.call_soon_threadsafe(deliver, None, error)
             return
-        loop.call_soon_threadsafe(deliver, found, None)
+        loop.call_soon_threadsafe(deliver, returned, None)
 
     threading.Thread(target=target, name="tool call", daemon=True).start()
     return await result

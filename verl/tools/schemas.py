@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 from verl.errors import ConfigError
 from verl.json_text import read_json
 
-R = TypeVar("R", bound="Record")
+R = TypeVar("R", bound="SchemaRecord")
 
 
 @dataclass
-class Record:
+class SchemaRecord:
     """Fields that can be read from and written to JSON."""
 
     @classmethod
@@ -48,14 +48,14 @@ class Record:
 
     def model_dump(self, exclude_unset: bool = False, exclude_none: bool = False, **_: Any) -> dict[str, Any]:
         """The record as JSON; ``exclude_unset`` leaves out what is as by default, ``exclude_none`` what is null."""
-        found: dict[str, Any] = {}
+        dumped: dict[str, Any] = {}
         for f in fields(self):
             value = vars(self)[f.name]
             is_default = value is None or value is False
             if f.name == "further" or (exclude_none and value is None) or (exclude_unset and is_default):
                 continue
-            found[f.name] = _dumped(value, exclude_unset, exclude_none)
-        return {**found, **vars(self).get("further", {})}
+            dumped[f.name] = _dumped(value, exclude_unset, exclude_none)
+        return {**dumped, **vars(self).get("further", {})}
 
     def model_dump_json(self, **options: Any) -> str:
         """The same as text."""
@@ -63,7 +63,7 @@ class Record:
 
 
 def _dumped(value: Any, exclude_unset: bool, exclude_none: bool) -> Any:
-    if isinstance(value, Record):
+    if isinstance(value, SchemaRecord):
         return value.model_dump(exclude_unset=exclude_unset, exclude_none=exclude_none)
     if isinstance(value, dict):
         return {name: _dumped(item, exclude_unset, exclude_none) for name, item in value.items()}
@@ -71,7 +71,7 @@ def _dumped(value: Any, exclude_unset: bool, exclude_none: bool) -> Any:
 
 
 @dataclass
-class OpenAIFunctionPropertySchema(Record):
+class OpenAIFunctionPropertySchema(SchemaRecord):
     """One parameter of a function; ``type`` is null where the JSON schema has another form, as ``anyOf``."""
 
     type: str | list[str] | None
@@ -85,7 +85,7 @@ class OpenAIFunctionPropertySchema(Record):
 
 
 @dataclass
-class OpenAIFunctionParametersSchema(Record):
+class OpenAIFunctionParametersSchema(SchemaRecord):
     """The parameters of a function: a JSON schema of an object."""
 
     type: str
@@ -99,7 +99,7 @@ class OpenAIFunctionParametersSchema(Record):
 
 
 @dataclass
-class OpenAIFunctionSchema(Record):
+class OpenAIFunctionSchema(SchemaRecord):
     """A function as a model sees it."""
 
     name: str
@@ -114,7 +114,7 @@ class OpenAIFunctionSchema(Record):
 
 
 @dataclass
-class OpenAIFunctionToolSchema(Record):
+class OpenAIFunctionToolSchema(SchemaRecord):
     """A tool as a model sees it; ``type`` is always ``function``."""
 
     type: str
@@ -129,7 +129,7 @@ class OpenAIFunctionToolSchema(Record):
 
 
 @dataclass
-class OpenAIFunctionParsedSchema(Record):
+class OpenAIFunctionParsedSchema(SchemaRecord):
     """A call as a parser found it: ``arguments`` is text, JSON if the model wrote JSON."""
 
     name: str
@@ -137,7 +137,7 @@ class OpenAIFunctionParsedSchema(Record):
 
 
 @dataclass
-class OpenAIFunctionCallSchema(Record):
+class OpenAIFunctionCallSchema(SchemaRecord):
     """A call whose arguments were read."""
 
     name: str
@@ -157,7 +157,7 @@ class OpenAIFunctionCallSchema(Record):
 
 
 @dataclass
-class OpenAIFunctionToolCall(Record):
+class OpenAIFunctionToolCall(SchemaRecord):
     """A call as it stands in an assistant message."""
 
     id: str
@@ -169,7 +169,7 @@ class OpenAIFunctionToolCall(Record):
 
 
 @dataclass
-class ToolResponse(Record):
+class ToolResponse(SchemaRecord):
     """What a tool answers: text, and for vision models lists of images and videos."""
 
     text: str | None = None

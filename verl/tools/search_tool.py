@@ -71,11 +71,11 @@ class SearchTool(BaseTool):
             queries = _queries(parameters)
             question = {"queries": queries, "topk": self._settings["topk"], "return_scores": True}
             answer = await in_thread(self._service.ask, question, self._settings["timeout"])
-            found = _passages(answer, len(queries))
+            passages = _passages(answer, len(queries))
         except (ValueError, ServiceError) as error:
             return ToolResponse(text=f"Error: {_said(error)}"), None, {"error": 1.0}
-        metrics = {"error": 0.0, "queries": float(len(queries)), "passages": float(sum(map(len, found)))}
-        return ToolResponse(text="\n\n".join(map(_as_text, queries, found))), None, metrics
+        metrics = {"error": 0.0, "queries": float(len(queries)), "passages": float(sum(map(len, passages)))}
+        return ToolResponse(text="\n\n".join(map(_as_text, queries, passages))), None, metrics
 
 
 def _queries(parameters: Mapping[str, Any]) -> list[str]:

@@ -35,11 +35,11 @@ def rearrange_micro_batches(
     """A TensorDict as micro-batches of at most ``max_token_len`` tokens, and the rows of each."""
 
     def largest(count: int) -> int:
-        found = torch.tensor(
+        most = torch.tensor(
             [count], device="cpu" if torch.distributed.get_backend(dp_group) == "gloo" else accelerator()
         )
-        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=dp_group)
-        return int(found)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=dp_group)  # all ranks, per attempt
+        return int(most)
 
     together = same_micro_num_in_dp and dp_group is not None and torch.distributed.is_initialized()
     return split_by_tokens(

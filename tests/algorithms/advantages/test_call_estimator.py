@@ -66,10 +66,10 @@ def test_what_a_user_returns_outside_the_mask_is_cleared_and_nan_inside_is_told(
 def test_an_estimator_in_a_users_file_is_found_by_its_dotted_path(tmp_path, monkeypatch):
     from verl.registry import ADVANTAGE_ESTIMATORS
 
-    (tmp_path / "my_estimators.py").write_text(
+    (tmp_path / "estimators_of_mine.py").write_text(
         "def halves(token_level_rewards, response_mask, **kwargs):\n"
         "    return token_level_rewards / 2, token_level_rewards\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    advantages, _ = call(ADVANTAGE_ESTIMATORS.get("my_estimators:halves"))
+    advantages, _ = call(ADVANTAGE_ESTIMATORS.get("estimators_of_mine:halves"))
     assert torch.equal(advantages, REWARDS / 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.rewards.hostile import answers
-from verl.rewards import Limits, RewardSample, Scorer, load_reward_function
+from verl.rewards import RewardSample, Scorer, ScoringLimits, load_reward_function
 from verl.rewards.scorers.math_verify import compute_score
 from verl.utils.reward_score import math_verify as facade
 
@@ -37,6 +37,6 @@ def test_hostile_answers_run_nothing_and_none_is_right(tmp_path):
 
 
 def test_it_is_named_like_any_other_function():
-    scorer = Scorer(load_reward_function("verl.rewards.scorers.math_verify"), Limits(num_workers=1))
+    scorer = Scorer(load_reward_function("verl.rewards.scorers.math_verify"), ScoringLimits(num_workers=1))
     assert scorer.score([RewardSample("mine", r"\boxed{\frac24}", "1/2")])[0].score == 1.0
     scorer.close()

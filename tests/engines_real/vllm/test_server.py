@@ -8,6 +8,7 @@ import signal
 import sys
 import urllib.request
 
+import psutil
 import pytest
 
 from tests.engines.builders import make_engine
@@ -37,8 +38,11 @@ def server(folder):
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     process = ServerProcess.foreign(command, port, environment, name="vLLM's server")
     run_now(process.wait_until_up(START_SECONDS))
+    started = psutil.Process(process.process.pid).children(recursive=True)
     yield process
     process.close()
+    for left in psutil.wait_procs(started, 10)[1]:  # of a server whose guard was killed
+        left.kill()
 
 
 def over(server, folder, **options):

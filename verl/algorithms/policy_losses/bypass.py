@@ -62,13 +62,13 @@ def bypass_mode(
             got=settings.loss_type,
             allowed=sorted(LOSS_TYPES),
         )
-    found = correction_of(log_prob.detach(), old_log_prob, response_mask, Correction.of(settings))
+    corrected = correction_of(log_prob.detach(), old_log_prob, response_mask, Correction.of(settings))
     loss_fn = LOSS_TYPES[settings.loss_type]
-    weights = found.weights if loss_fn is reinforce else None
-    loss, metrics = loss_fn(old_log_prob, log_prob, advantages, found.mask, loss_agg_mode, config, weights, norm)
+    weights = corrected.weights if loss_fn is reinforce else None
+    loss, metrics = loss_fn(old_log_prob, log_prob, advantages, corrected.mask, loss_agg_mode, config, weights, norm)
     num_tokens = metrics["ppo_kl"].weight
     return loss, metrics | {
-        f"rollout_corr/{name}": Metric(value, "mean", num_tokens) for name, value in found.metrics.items()
+        f"rollout_corr/{name}": Metric(value, "mean", num_tokens) for name, value in corrected.metrics.items()
     }
 
 

@@ -94,8 +94,8 @@ def importance_sampling_of(
         return _nothing_valid(ratio, response_mask)
     weights = importance_weights(ratio, rows, how)
     metrics = is_metrics(weights, rows, how)
-    found = off_policy_metrics(old_log_prob, rollout_log_prob, response_mask)
-    metrics |= {f"mismatch_{name}": value for name, value in found.items()}
+    mismatch = off_policy_metrics(old_log_prob, rollout_log_prob, response_mask)
+    metrics |= {f"mismatch_{name}": value for name, value in mismatch.items()}
     return Corrected(weights.bounded, response_mask, metrics)
 
 
@@ -126,11 +126,11 @@ def correction_of(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask:
         return _nothing_valid(ratio if how.level else None, response_mask)
     metrics, weights, mask = off_policy_metrics(old_log_prob, rollout_log_prob, response_mask, chi2=True), None, None
     if how.level is not None:
-        weights, found = weights_of(ratio, rows, how)
-        metrics |= found
+        weights, measured = weights_of(ratio, rows, how)
+        metrics |= measured
     if how.rejections:
-        mask, found = rejection_mask(ratio, response_mask, how.rejections)
-        metrics |= found
+        mask, measured = rejection_mask(ratio, response_mask, how.rejections)
+        metrics |= measured
     return Corrected(weights, response_mask if mask is None else mask, metrics)
 
 

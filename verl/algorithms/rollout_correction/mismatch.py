@@ -42,15 +42,15 @@ def off_policy_metrics(
     if not rows.filled.any():
         return {}
     training = -rows.means(ours)[rows.filled].double()  # perplexities are exponentials of these
-    found = {"training_log_ppl": training.mean(), "training_ppl": training.exp().mean()}
+    metrics = {"training_log_ppl": training.mean(), "training_ppl": training.exp().mean()}
     if rollout_log_prob is None:
-        return as_floats(found)
+        return as_floats(metrics)
     theirs = zero_outside(rollout_log_prob.detach(), response_mask)
     rollout = -rows.means(theirs)[rows.filled].double()
     difference = training - rollout
     ratio = log_ratio(old_log_prob, rollout_log_prob, response_mask)
     tokens = ratio[rows.mask]
-    found |= {
+    metrics |= {
         "rollout_log_ppl": rollout.mean(),
         "rollout_ppl": rollout.exp().mean(),
         "kl": -tokens.mean(),
@@ -62,9 +62,9 @@ def off_policy_metrics(
         "ppl_ratio": difference.exp().mean(),
     }
     if chi2:
-        found["chi2_token"] = bounded_exp(tokens).square().mean() - 1
-        found["chi2_seq"] = bounded_exp(ratio.sum(dim=-1)[rows.filled]).square().mean() - 1
-    return as_floats(found)
+        metrics["chi2_token"] = bounded_exp(tokens).square().mean() - 1
+        metrics["chi2_seq"] = bounded_exp(ratio.sum(dim=-1)[rows.filled]).square().mean() - 1
+    return as_floats(metrics)
 
 
 def current_policy_metrics(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> dict[str, Metric]:
@@ -73,9 +73,9 @@ def current_policy_metrics(log_prob: Tensor, rollout_log_prob: Tensor, response_
     The weights of a correction compare the sampler with the old policy and stay as they are for all optimizer steps;
     these numbers say how far the policy has gone meanwhile. Each merges over micro-batches.
     """
-    found = off_policy_metrics(log_prob, rollout_log_prob, response_mask)
-    if not found:
+    metrics = off_policy_metrics(log_prob, rollout_log_prob, response_mask)
+    if not metrics:
         return {}
     tokens, rows = float(response_mask.bool().sum()), float(response_mask.bool().any(dim=-1).sum())
     weight = {"kl": tokens, "k3_kl": tokens, "ppl_ratio": rows, "log_ppl_diff": rows, "log_ppl_abs_diff": rows}
-    return {f"rollout_corr/current_{name}": Metric(found[name], "mean", count) for name, count in weight.items()}
+    return {f"rollout_corr/current_{name}": Metric(metrics[name], "mean", count) for name, count in weight.items()}

@@ -55,8 +55,8 @@ def check_same_shape(**tensors: Tensor | None) -> None:
     """Raise `ValueError` unless all given tensors are (B, T) alike."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
     if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
-        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise ValueError(f"the tensors must have one shape (rows, response tokens); got {found}")
+        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"the tensors must have one shape (rows, response tokens); got {listed}")
 
 
 def log_ratio(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def rejection_metrics(
     counted = values[rows.mask] if is_token else values[rows.filled]
     per_row = (rows.means(values) if is_token else values)[rows.filled]
     least = float("-inf") if lower is None else lower
-    found = {
+    metrics = {
         "mean": counted.mean(),
         "std": counted.std(correction=0),
         "max": counted.max(),
@@ -92,7 +92,7 @@ def rejection_metrics(
         "seq_fraction_low": (per_row < least).float().mean(),
     }
     shares = _shares(f"rollout_rs_{option}", rows, rows.mask & ~_beyond(_on_tokens(values, rows), upper, lower))
-    return {f"rollout_rs_{option}_{name}": value for name, value in as_floats(found).items()} | shares
+    return {f"rollout_rs_{option}_{name}": value for name, value in as_floats(metrics).items()} | shares
 
 
 def _on_tokens(values: Tensor, rows: Rows) -> Tensor:
@@ -106,8 +106,8 @@ def _beyond(values: Tensor, upper: float, lower: float | None) -> Tensor:
 def _shares(name: str, rows: Rows, kept: Tensor) -> dict[str, float]:
     """Shares of valid tokens that are dropped, and of sequences that lose one or more."""
     dropped = rows.mask & ~kept
-    found = {
+    shares = {
         f"{name}_masked_fraction": dropped[rows.mask].float().mean(),
         f"{name}_seq_masked_fraction": dropped.any(dim=-1)[rows.filled].float().mean(),
     }
-    return as_floats(found)
+    return as_floats(shares)

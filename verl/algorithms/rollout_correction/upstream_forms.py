@@ -40,8 +40,8 @@ def compute_mismatch_metrics(
     old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
 ) -> dict[str, float]:
     """``mismatch_kl``, ``mismatch_k3_kl`` and the perplexities, see `off_policy_metrics`."""
-    found = off_policy_metrics(old_log_prob, rollout_log_prob, response_mask)
-    return {f"mismatch_{name}": value for name, value in found.items()}
+    metrics = off_policy_metrics(old_log_prob, rollout_log_prob, response_mask)
+    return {f"mismatch_{name}": value for name, value in metrics.items()}
 
 
 def compute_rollout_rejection_mask(
@@ -123,8 +123,8 @@ def compute_rollout_correction(
     bounds, zero = weight_bounds(2.0 if rollout_is_threshold is None else rollout_is_threshold)
     rejected = rejections(rollout_rs, rollout_rs_threshold) if rollout_rs else ()
     how = Correction(rollout_is, bounds, zero, rollout_is_batch_normalize, rejected)
-    found = correction_of(old_log_prob, rollout_log_prob, response_mask, how)
-    return found.weights, found.mask, {f"{PREFIX}{name}": value for name, value in found.metrics.items()}
+    corrected = correction_of(old_log_prob, rollout_log_prob, response_mask, how)
+    return corrected.weights, corrected.mask, {f"{PREFIX}{name}": value for name, value in corrected.metrics.items()}
 
 
 def compute_offpolicy_metrics(
@@ -138,8 +138,8 @@ def compute_rollout_corr_metrics_from_logprobs(
     log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
 ) -> dict[str, float]:
     """The same under ``rollout_corr/``, from the current policy's log-probs."""
-    found = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
-    return {f"{PREFIX}{name}": value for name, value in found.items()}
+    metrics = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
+    return {f"{PREFIX}{name}": value for name, value in metrics.items()}
 
 
 def _given_weights(raw: Tensor, log_raw: Tensor, response_mask: Tensor, level: str) -> tuple[Weights, Rows]:

@@ -36,7 +36,7 @@ def weight_metrics(weights: Weights, rows: Rows, level: str, bounds: Bounds) -> 
     tokens, per_row = weights.raw[rows.mask], rows.means(weights.raw)[rows.filled]
     clamped = tokens.clamp(bounds.lower, bounds.upper)
     centre = clamped.mean()
-    found = {
+    metrics = {
         "mean": tokens.mean(),
         "std": (clamped - centre).square().mean().sqrt(),
         "eff_sample_size": 1 / (clamped / (centre + EPSILON)).square().mean(),
@@ -50,14 +50,14 @@ def weight_metrics(weights: Weights, rows: Rows, level: str, bounds: Bounds) -> 
         "seq_fraction_high": _share(per_row > bounds.upper),
         "seq_fraction_low": _share(per_row < bounds.lower),
     }
-    return {f"rollout_is_{name}": value for name, value in as_floats(found).items()}
+    return {f"rollout_is_{name}": value for name, value in as_floats(metrics).items()}
 
 
 def quantiles(weights: Weights, rows: Rows) -> dict[str, float]:
     """``rollout_is_p25`` ... ``_p99`` over the valid tokens, linearly interpolated; any number of tokens."""
     tokens = weights.raw[rows.mask].cpu().numpy()
-    found = np.percentile(tokens, QUANTILES).tolist()
-    return {f"rollout_is_p{q}": value for q, value in zip(QUANTILES, found)}
+    values = np.percentile(tokens, QUANTILES).tolist()
+    return {f"rollout_is_p{q}": value for q, value in zip(QUANTILES, values)}
 
 
 @torch.no_grad()
@@ -66,11 +66,11 @@ def veto_metrics(weights: Weights, rows: Rows) -> dict[str, float]:
     if weights.catastrophic is None:
         return {"rollout_is_veto_fraction": 0.0, "rollout_is_catastrophic_token_fraction": 0.0}
     vetoed = weights.catastrophic.any(dim=-1)[rows.filled]
-    found = {
+    metrics = {
         "rollout_is_veto_fraction": _share(vetoed),
         "rollout_is_catastrophic_token_fraction": _share(weights.catastrophic[rows.mask]),
     }
-    return as_floats(found)
+    return as_floats(metrics)
 
 
 @torch.no_grad()
@@ -80,17 +80,17 @@ def masked_metrics(weights: Weights, rows: Rows, level: str, bounds: Bounds) -> 
     A sequence counts at the token level when one of its tokens is outside, else when its own weight is.
     """
     out = outside(weights.raw, bounds) & rows.mask
-    found = {
+    metrics = {
         "rollout_is_masked_fraction": _share(out[rows.mask]),
         "rollout_is_seq_masked_fraction": _share(out.any(dim=-1)[rows.filled]),
     }
-    return as_floats(found)
+    return as_floats(metrics)
 
 
-def as_floats(found: dict[str, Tensor]) -> dict[str, float]:
+def as_floats(scalars: dict[str, Tensor]) -> dict[str, float]:
     """All scalars in one transfer from the device."""
-    values = torch.stack([value.double() for value in found.values()]).tolist()
-    return dict(zip(found, values))
+    values = torch.stack([value.double() for value in scalars.values()]).tolist()
+    return dict(zip(scalars, values))
 
 
 def _extremes(weights: Weights, tokens: Tensor, rows: Rows, level: str) -> dict[str, Tensor]:

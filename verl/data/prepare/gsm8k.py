@@ -25,8 +25,8 @@ def final_answer(solution: str) -> str | None:
         >>> final_answer("2 * 540 = 1080\\n#### 1,080")
         '1080'
     """
-    found = FINAL_ANSWER.search(solution)
-    return found.group(1).replace(",", "") if found else None
+    match = FINAL_ANSWER.search(solution)
+    return match.group(1).replace(",", "") if match else None
 
 
 def to_row(example: Example, index: int, split: str, where: str) -> Row:

@@ -74,17 +74,17 @@ class LayerAdapter(nn.Module):
         """(l, b, in) to what is added to the layer's output, (l, b, out)."""
         adapters: list[Any] = list(self.factors.values())
         inner = self._between(F.linear(x, torch.cat([each.A for each in adapters])))
-        found = dict(zip(self.factors, inner.split([each.A.shape[0] for each in adapters], dim=-1)))
-        parts = [self._part(str(number), rows, found, inner) for number, rows in enumerate(self.rows)]
+        projected = dict(zip(self.factors, inner.split([each.A.shape[0] for each in adapters], dim=-1)))
+        parts = [self._part(str(number), rows, projected, inner) for number, rows in enumerate(self.rows)]
         if self.form == QKV:
             return torch.cat([part.unflatten(-1, (self.groups, -1)) for part in parts], dim=-1).flatten(-2)
         return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
-    def _part(self, name: str, rows: int, found: Mapping[str, Tensor], inner: Tensor) -> Tensor:
-        if name not in found:
+    def _part(self, name: str, rows: int, projected: Mapping[str, Tensor], inner: Tensor) -> Tensor:
+        if name not in projected:
             return inner.new_zeros(*inner.shape[:-1], rows)
         adapter: Any = self.factors[name]
-        return adapter.scale * F.linear(found[name], adapter.B)
+        return adapter.scale * F.linear(projected[name], adapter.B)
 
     def _between(self, inner: Tensor) -> Tensor:
         """What the first factors found, as the second ones need it: summed, or of all tokens."""
@@ -210,10 +210,10 @@ def _templates(base: WeightTable, shapes: Mapping[str, tuple[int, ...]]) -> Iter
         for number, name in enumerate(slot.theirs):
             for factor, form in enumerate(forms):
                 ours = slot.ours.removesuffix("weight") + f"adapter.factors.{number}.{'AB'[factor]}"
-                found = Slot(ours, (_disk(name, factor),), form)
-                layers = tuple(layer for layer in where if filled(found, layer, 0).theirs[0] in shapes)
+                adapted = Slot(ours, (_disk(name, factor),), form)
+                layers = tuple(layer for layer in where if filled(adapted, layer, 0).theirs[0] in shapes)
                 if layers:
-                    yield found, LAYER, layers
+                    yield adapted, LAYER, layers
 
 
 def _disk(name: str, factor: int) -> str:

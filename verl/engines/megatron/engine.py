@@ -20,13 +20,13 @@ from verl.algorithms.aggregation import LossNorm
 from verl.algorithms.losses import LossFn
 from verl.algorithms.schedules import build_schedule
 from verl.distributed.metrics import merged
-from verl.engines.base import Seat
+from verl.engines.base import DataRank
 from verl.engines.megatron.adapters import Adapters
 from verl.engines.megatron.forward import StageForward
 from verl.engines.megatron.gradients import Gradients
 from verl.engines.megatron.layers import build_chunks, padded_vocabulary
 from verl.engines.megatron.optimizer import ShardedState, optimizer_section
-from verl.engines.megatron.parallel import Sizes, check_version, import_megatron, join, mute
+from verl.engines.megatron.parallel import MegatronSizes, check_version, import_megatron, join, mute
 from verl.engines.megatron.routers import StageRouters
 from verl.engines.megatron.weights import WeightTable, check_given, model_templates
 from verl.engines.optimizer import move_optimizer_state
@@ -77,6 +77,12 @@ class MegatronEngine(TorchEngine):
         ModelError: the family has no table, or its weights do not fit it.
     """
 
+    aligns_rows = False
+
+    @classmethod
+    def section(cls, fsdp: Any, megatron: Any) -> Any:
+        return megatron
+
     def __init__(
         self,
         model: Any,
@@ -95,7 +101,7 @@ class MegatronEngine(TorchEngine):
         check_version()
         mute()
         self.ranks = distributed.start(device=device)
-        self.sizes = Sizes.of(engine, self.ranks)
+        self.sizes = MegatronSizes.of(engine, self.ranks)
         self.model = self._build(model, engine, engine.seed if seed is None else seed)
         self.routers, self.activations = StageRouters(self.model.chunks, self.table.settings, self.forward), None
         self.gradients = Gradients(
@@ -193,10 +199,10 @@ class MegatronEngine(TorchEngine):
     ) -> Iterable[tuple[Tensor, dict[str, Tensor]]]:
         results: list[tuple[Tensor, dict[str, Tensor]]] = []
 
-        def keep(found: Tensor, micro: MicroBatch) -> Tensor:
+        def keep(output: Tensor, micro: MicroBatch) -> Tensor:
             if len(micro.index):
-                results.append((micro.index, self.forward.read(found, micro, outputs, temperature)))
-            return found.new_zeros(())
+                results.append((micro.index, self.forward.read(output, micro, outputs, temperature)))
+            return output.new_zeros(())
 
         self._schedule(self._micro_batches(work), keep, forward_only=True)
         return results
@@ -205,8 +211,8 @@ class MegatronEngine(TorchEngine):
         return super().train_batch(rows_of_peers(batch, self.peers)[0], *args, **kwargs)
 
     @property
-    def seat(self) -> Seat:
-        return Seat(self.groups.data.rank, self.groups.data.size, self.ranks.rank in self.groups.heads)
+    def data_rank(self) -> DataRank:
+        return DataRank(self.groups.data.rank, self.groups.data.size, self.ranks.rank in self.groups.heads)
 
     def _accumulate(
         self, work: Work, tensors: Any, loss_fn: LossFn, temperature: float, norm: LossNorm
@@ -214,10 +220,10 @@ class MegatronEngine(TorchEngine):
         """Gradients of all micro-batches, summed over ranks; on the last stage loss, metrics and broken rows."""
         metrics, broken, losses = MetricSet(), [], []
 
-        def loss_of(found: Tensor, micro: MicroBatch) -> Tensor:
-            outputs = self.forward.read(found, micro, loss_fn.outputs, temperature)
+        def loss_of(output: Tensor, micro: MicroBatch) -> Tensor:
+            outputs = self.forward.read(output, micro, loss_fn.outputs, temperature)
             if not len(micro.index):
-                return found.float().sum() * 0.0  # zero, with a graph
+                return output.float().sum() * 0.0  # zero, with a graph
             loss, told = loss_fn(outputs, tensors[micro.index].to(self.device), norm)
             metrics.merge(told)
             value = float(loss.detach())
@@ -234,10 +240,10 @@ class MegatronEngine(TorchEngine):
         return sum(losses), metrics, broken
 
     def _micro_batches(self, work: Work) -> list[MicroBatch]:
-        found = list(work.micro_batches(self.device))
+        micro_batches = list(work.micro_batches(self.device))
         if self.sizes.virtual:  # the interleaved schedule wants a multiple of the stages
-            found += [MicroBatch.filler(self.device)] * (-len(found) % self.sizes.pipeline)
-        return found
+            micro_batches += [MicroBatch.filler(self.device)] * (-len(micro_batches) % self.sizes.pipeline)
+        return micro_batches
 
     def _schedule(self, micro_batches: list[MicroBatch], loss_of: Any, forward_only: bool) -> None:
         """Megatron-Core's schedule: no pipeline, 1F1B, or interleaved."""
@@ -249,8 +255,8 @@ class MegatronEngine(TorchEngine):
         def step(waiting: Iterator[MicroBatch], stage: nn.Module) -> Any:
             micro = next(waiting)
 
-            def loss(found: Tensor) -> Any:
-                return loss_of(found, micro), torch.zeros((), dtype=torch.int), {}
+            def loss(output: Tensor) -> Any:
+                return loss_of(output, micro), torch.zeros((), dtype=torch.int), {}
 
             return self.forward.run(stage, micro), loss
 
@@ -292,22 +298,12 @@ class MegatronEngine(TorchEngine):
 
     def _weight(self, name: str) -> Tensor:
         """This rank's part of a weight of the whole model."""
-        found = self.table.piece(name, lambda parameter: parameter)
-        return found if self.adapters is None else self.adapters.merged(name, found)
+        weight = self.table.piece(name, lambda parameter: parameter)
+        return weight if self.adapters is None else self.adapters.merged(name, weight)
 
     def _trained(self, name: str) -> Tensor:
         """This rank's part of a weight that is trained."""
         return self.trainable.piece(name, lambda parameter: parameter)
-
-    def plan_for(self, sampling: Layout, weights: ModelWeights | None = None) -> Plan:
-        own = self.table.model
-        return make_plan(own if weights is None else own.with_units_of(weights), self.sizes.layout, sampling)
-
-    def shards_for(self, plan: Plan, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """As `Engine.shards_for`, in this engine's own dtype whatever is asked for."""
-        self.onload(optimizer=False)
-        yield from self._gathered(self._weight, self.dtype, plan)
-        self.offload(params=self.idle["params"], optimizer=False)
 
     def _gathered(self, piece: Piece, dtype: torch.dtype, plan: Plan) -> Iterator[tuple[str, Tensor]]:
         resharder = Resharder(plan, self.ranks.rank, dtype=dtype, dtypes=self.table.dtypes, device=self.device)
@@ -327,9 +323,9 @@ class MegatronEngine(TorchEngine):
 
     def _weights_on_first(self, model: ModelWeights, piece: Piece) -> dict[str, Tensor]:
         self.onload(optimizer=False)
-        found = self._on_first(model, piece, self.dtype)
+        weights = self._on_first(model, piece, self.dtype)
         self.offload(params=self.idle["params"], optimizer=False)
-        return found
+        return weights
 
     def _on_first(self, model: ModelWeights, piece: Piece, dtype: torch.dtype) -> dict[str, Tensor]:
         """Copies on rank 0's host; no other rank receives anything."""
@@ -393,11 +389,11 @@ class MegatronEngine(TorchEngine):
     def _steps(self, key: str, values: Mapping[Any, Tensor]) -> dict[str, Tensor]:
         """Counters, one per weight; on rank 0."""
         here = {name: float(values[b.parameter]) for b in self.trainable.trained for name in b.slot.theirs}
-        found: dict[str, float] = {}
+        steps: dict[str, float] = {}
         for answer in self.ranks.exchange(here):
-            found |= answer
-        names = [name for name in self.trainable.shapes if name in found] if self.is_first else []
-        return {f"{name}/{key}": torch.tensor(found[name]) for name in names}
+            steps |= answer
+        names = [name for name in self.trainable.shapes if name in steps] if self.is_first else []
+        return {f"{name}/{key}": torch.tensor(steps[name]) for name in names}
 
     def _load_optimizer_state(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         names = {} if self.adapters is None else {name: disk for disk, name in self.adapters.names.items()}

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from verl.distributed.vocabulary import STATISTICS, statistics_from_parts
 from verl.engines.forward import check_outputs
-from verl.engines.megatron.parallel import Groups, Sizes, import_megatron
+from verl.engines.megatron.parallel import MegatronSizes, ParallelGroups, import_megatron
 from verl.engines.rows import MicroBatch
 from verl.engines.settings import PassSettings
 
@@ -28,7 +28,7 @@ class StageForward:
         real: (tokens of this rank,) which are no padding, while a stage runs for the first time; else None.
     """
 
-    def __init__(self, kind: str, sizes: Sizes, groups: Groups, vocabulary: int, width: int):
+    def __init__(self, kind: str, sizes: MegatronSizes, groups: ParallelGroups, vocabulary: int, width: int):
         self.kind, self.sizes, self.groups = kind, sizes, groups
         self.passes = PassSettings(packed=False)
         self.first = groups.tensor.rank * width
@@ -67,9 +67,9 @@ class StageForward:
         real = torch.arange(length, device=chosen.device)[:, None] < lengths
         return (real.chunk(self.sizes.tensor)[self.groups.tensor.rank] if shared else real).flatten()
 
-    def read(self, found: Tensor, micro: MicroBatch, outputs: Sequence[str], temperature: float) -> dict[str, Tensor]:
+    def read(self, output: Tensor, micro: MicroBatch, outputs: Sequence[str], temperature: float) -> dict[str, Tensor]:
         """Name -> (b, T) float32, zero where no response token is; from what `run` gave on the last stage."""
-        values = found[0].float()
+        values = output[0].float()
         if self.kind == "value":
             return {"values": micro.scatter(values.squeeze(-1))}
         logits = values[:, : self.here]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.distributed import Ranks
-from verl.engines.megatron.parallel import Groups, Sizes
+from verl.engines.megatron.parallel import MegatronSizes, ParallelGroups
 from verl.engines.megatron.weights import Bound
 from verl.models.megatron import EMBEDDING, WHOLE
 
@@ -25,7 +25,7 @@ class Gradients:
         masters: parameter -> what is optimised for it.
     """
 
-    def __init__(self, bound: list[Bound], sizes: Sizes, groups: Groups, ranks: Ranks, trains: bool):
+    def __init__(self, bound: list[Bound], sizes: MegatronSizes, groups: ParallelGroups, ranks: Ranks, trains: bool):
         self.bound, self.sizes, self.groups, self.ranks = bound, sizes, groups, ranks
         self.masters: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in (b.parameter for b in bound):
@@ -106,6 +106,7 @@ class Gradients:
 
 
 def _all_reduce(grads: list[Tensor], ranks: Ranks) -> None:
+    """Sum in one collective; called by all ranks of the group in the order of the table."""
     flat = torch.cat([grad.flatten() for grad in grads])
     torch.distributed.all_reduce(flat, group=ranks.group)
     at = 0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from verl.engines.megatron.parallel import SECTION, Groups, Sizes, import_megatron
+from verl.engines.megatron.parallel import SECTION, MegatronSizes, ParallelGroups, import_megatron
 from verl.errors import ConfigError, suggest
 from verl.metrics import notice
 from verl.models.megatron import rope_settings
@@ -71,8 +71,8 @@ class ValueHead(nn.Module):
 def build_chunks(
     hf_config: Any,
     settings: Mapping[str, Any],
-    sizes: Sizes,
-    groups: Groups,
+    sizes: MegatronSizes,
+    groups: ParallelGroups,
     section: Any,
     dtype: torch.dtype,
     kind: str,
@@ -116,7 +116,7 @@ def build_chunks(
     return chunks
 
 
-def transformer_config(settings: Mapping[str, Any], sizes: Sizes, section: Any, dtype: torch.dtype) -> Any:
+def transformer_config(settings: Mapping[str, Any], sizes: MegatronSizes, section: Any, dtype: torch.dtype) -> Any:
     """Megatron-Core's TransformerConfig.
 
     Raises:

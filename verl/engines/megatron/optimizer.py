@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from verl.checkpoint.state import EngineState
 from verl.distributed import Ranks
 from verl.engines.megatron.gradients import Gradients
-from verl.engines.megatron.parallel import Groups
+from verl.engines.megatron.parallel import ParallelGroups
 from verl.engines.megatron.weights import Bound, WeightTable
 from verl.engines.optimizer import (
     check_class,
@@ -42,7 +42,9 @@ class ShardedState:
         ConfigError: an optimizer that looks at a weight as a whole (Adafactor, Muon), of which a rank has a part.
     """
 
-    def __init__(self, table: WeightTable, gradients: Gradients, groups: Groups, optim: Any, device: str, shares: bool):
+    def __init__(
+        self, table: WeightTable, gradients: Gradients, groups: ParallelGroups, optim: Any, device: str, shares: bool
+    ):
         self.table, self.gradients = table, gradients
         self.owner = dict(_dealt(table.trained, groups, shares))
         mine = [b for b in table.trained if self._is_mine(b)]
@@ -57,6 +59,7 @@ class ShardedState:
 
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
+        """Collective: the ranks that share a weight, in the order of the table, which is that of all of them."""
         for bound in self.table.trained:
             ranks, owner = self.owner[bound.slot.ours]
             if ranks.size > 1 and owner >= 0:
@@ -82,19 +85,19 @@ class ShardedState:
         for bound in self.table.trained:
             master = self.gradients.masters[bound.parameter]
             ranks, owner = self.owner[bound.slot.ours]
-            found = self.optimizer.state.get(master, {}).get(key)
+            entry = self.optimizer.state.get(master, {}).get(key)
             if ranks.size > 1 and owner >= 0:
-                count = torch.tensor([0 if found is None else 1 + (found.dim() == 0)])
+                count = torch.tensor([0 if entry is None else 1 + (entry.dim() == 0)])
                 torch.distributed.broadcast(count, group=ranks.group, group_src=owner)
                 if not int(count):
                     continue
-                if found is None:
-                    found = torch.zeros(()) if int(count) == 2 else torch.zeros_like(master)
+                if entry is None:
+                    entry = torch.zeros(()) if int(count) == 2 else torch.zeros_like(master)
                 else:
-                    found = found.clone()
-                torch.distributed.broadcast(found, group=ranks.group, group_src=owner)
-            if found is not None:
-                yield bound, found
+                    entry = entry.clone()
+                torch.distributed.broadcast(entry, group=ranks.group, group_src=owner)
+            if entry is not None:
+                yield bound, entry
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any], whole: Any) -> None:
@@ -140,7 +143,7 @@ class _Anonymous(dict):  # type: ignore[type-arg]
         return ""
 
 
-def _dealt(bound: list[Bound], groups: Groups, shares: bool) -> Iterator[tuple[str, tuple[Ranks, int]]]:
+def _dealt(bound: list[Bound], groups: ParallelGroups, shares: bool) -> Iterator[tuple[str, tuple[Ranks, int]]]:
     """Megatron-Core's name -> the ranks that hold the same weight, and which of them steps it.
 
     Without sharing every rank steps its own copy, and its number is its own.

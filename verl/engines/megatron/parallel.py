@@ -16,7 +16,7 @@ VERSIONS = "megatron-core 0.16"
 
 
 @dataclass(frozen=True)
-class Sizes:
+class MegatronSizes:
     """The parallel sizes of a run; every process has one set of them."""
 
     tensor: int
@@ -28,7 +28,7 @@ class Sizes:
     sequence: bool = False
 
     @classmethod
-    def of(cls, section: Any, ranks: Ranks) -> Sizes:
+    def of(cls, section: Any, ranks: Ranks) -> MegatronSizes:
         """From the ``megatron`` section.
 
         Raises:
@@ -104,7 +104,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Groups:
+class ParallelGroups:
     """This rank's groups.
 
     Args:
@@ -125,7 +125,7 @@ class Groups:
     last: bool
 
 
-def join(sizes: Sizes, ranks: Ranks, seed: int) -> Groups:
+def join(sizes: MegatronSizes, ranks: Ranks, seed: int) -> ParallelGroups:
     """Make the groups, or find them where another role of this process has made the same ones.
 
     Raises:
@@ -174,7 +174,7 @@ def import_megatron(module: str = "") -> Any:
         ) from error
 
 
-def _groups(state: Any, sizes: Sizes, ranks: Ranks) -> Groups:
+def _groups(state: Any, sizes: MegatronSizes, ranks: Ranks) -> ParallelGroups:
     def as_ranks(group: Any) -> Ranks:
         return Ranks(group.rank(), group.size(), group)
 
@@ -185,7 +185,7 @@ def _groups(state: Any, sizes: Sizes, ranks: Ranks) -> Groups:
     embedding = None
     if sizes.pipeline > 1 and state.is_rank_in_embedding_group():
         embedding = as_ranks(state.get_embedding_group())
-    return Groups(
+    return ParallelGroups(
         tensor=as_ranks(state.get_tensor_model_parallel_group()),
         pipeline=as_ranks(state.get_pipeline_model_parallel_group()),
         data=as_ranks(state.get_data_parallel_group()),
@@ -198,8 +198,8 @@ def _groups(state: Any, sizes: Sizes, ranks: Ranks) -> Groups:
     )
 
 
-def _check_same(state: Any, sizes: Sizes) -> None:
-    found = {
+def _check_same(state: Any, sizes: MegatronSizes) -> None:
+    settings = {
         "tensor_model_parallel_size": (state.get_tensor_model_parallel_world_size(), sizes.tensor),
         "pipeline_model_parallel_size": (state.get_pipeline_model_parallel_world_size(), sizes.pipeline),
         "expert_model_parallel_size": (state.get_expert_model_parallel_world_size(), sizes.expert),
@@ -208,7 +208,7 @@ def _check_same(state: Any, sizes: Sizes) -> None:
             sizes.virtual,
         ),
     }
-    for name, (before, now) in found.items():
+    for name, (before, now) in settings.items():
         if before != now:
             raise ConfigError(
                 f"another model of the same process has {before} here: Megatron-Core has one set of groups per process",

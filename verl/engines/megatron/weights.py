@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl.engines.megatron.parallel import Groups, Sizes
+from verl.engines.megatron.parallel import MegatronSizes, ParallelGroups
 from verl.errors import ModelError, suggest
 from verl.metrics import notice
 from verl.models.megatron import (
@@ -76,8 +76,8 @@ class WeightTable:
         templates: list[Template],
         shapes: Mapping[str, tuple[int, ...]],
         settings: Mapping[str, Any],
-        sizes: Sizes,
-        groups: Groups,
+        sizes: MegatronSizes,
+        groups: ParallelGroups,
         chunks: Iterable[nn.Module],
         *,
         itemsize: int,
@@ -87,10 +87,12 @@ class WeightTable:
         self.templates, self.shapes = templates, dict(shapes)
         self._itemsize = itemsize
         of = {slot: self._weights_of(slot, place, where) for slot, place, where in self.templates}
-        self.model = ModelWeights(tuple(w for found in of.values() for w in found), settings["num_layers"])
-        trained = tuple(w for slot, found in of.items() for w in found if not slot.fixed)
+        self.model = ModelWeights(
+            tuple(w for slot_weights in of.values() for w in slot_weights), settings["num_layers"]
+        )
+        trained = tuple(w for slot, slot_weights in of.items() for w in slot_weights if not slot.fixed)
         self.trained_model = ModelWeights(trained, settings["num_layers"])
-        self.dtypes = {w.name: torch.float32 for slot, found in of.items() for w in found if slot.fixed}
+        self.dtypes = {w.name: torch.float32 for slot, slot_weights in of.items() for w in slot_weights if slot.fixed}
         self.bound = list(self._bind(chunks, whole))
         self.trained = [b for b in self.bound if not b.slot.fixed]
         self._by_name = {name: (b, i) for b in self.bound for i, name in enumerate(b.slot.theirs)}
@@ -141,8 +143,8 @@ class WeightTable:
 
     def tell_unused(self, folder: SlicedFolder) -> None:
         """Say which layers of a folder are left out: those that predict further tokens stand behind the model's own."""
-        found = (name for name in folder.names() if name.startswith("model.layers."))
-        ahead = sorted(name for name in found if int(name.split(".")[2]) >= self.model.layers)
+        layers = (name for name in folder.names() if name.startswith("model.layers."))
+        ahead = sorted(name for name in layers if int(name.split(".")[2]) >= self.model.layers)
         if ahead:
             notice(
                 f"layers of {folder.path}", f"{len(ahead)} weights of layers that predict further tokens are not used"
@@ -177,7 +179,7 @@ class WeightTable:
     def _weights_of(self, slot: Slot, place: str, where: tuple[int, ...]) -> list[Weight]:
         experts = int(self.settings["num_moe_experts"]) if "{expert}" in slot.theirs[0] else 0
         cut = {COLUMNS: 1, ROWS: 0, QKV: 0, GATED: 0, VOCABULARY: 0}.get(slot.form)
-        found = []
+        weights = []
         for name, first in zip(slot.theirs, filled(slot, where[0] if where else 0, 0).theirs):
             if first not in self.shapes:
                 raise ModelError(f"the model has no weight {first}", fix=suggest(first, self.shapes))
@@ -186,8 +188,8 @@ class WeightTable:
             uneven = slot.form == VOCABULARY
             size = 4 if slot.fixed else self._itemsize
             weight = Weight(name, shape, cut, place=place, experts=experts, itemsize=size, uneven=uneven, only=only)
-            found.append(weight)
-        return found
+            weights.append(weight)
+        return weights
 
     def _span(self, bound: Bound, weight: Weight) -> tuple[int, int, int]:
         """Axis, low and high of this rank's part."""
@@ -230,7 +232,7 @@ class WeightTable:
         experts = int(self.settings.get("num_moe_experts") or 0) // self.sizes.expert
         first_expert = int(self._places().expert[0]) * experts
         fixed = tuple(slot.ours.rpartition("}")[2] for slot, _, _ in self.templates if slot.fixed)
-        found: dict[str, Any] = {}
+        parameters: dict[str, Any] = {}
         for chunk in chunks:
             numbers: dict[str, str] = {}
             for local, layer in enumerate(chunk.decoder.layers):  # type: ignore[union-attr,arg-type]
@@ -243,20 +245,22 @@ class WeightTable:
                 if "local_experts" in words:
                     at = words.index("local_experts") + 1
                     words[at] = str(int(words[at]) + first_expert)
-                found[".".join(words)] = parameter
+                parameters[".".join(words)] = parameter
         # A tied output layer of a later stage is its copy of the embedding.
-        if "output_layer.weight" in found and not any(s.ours == "output_layer.weight" for s, _, _ in self.templates):
-            found.setdefault("embedding.word_embeddings.weight", found.pop("output_layer.weight"))
-        return found
+        if "output_layer.weight" in parameters and not any(
+            s.ours == "output_layer.weight" for s, _, _ in self.templates
+        ):
+            parameters.setdefault("embedding.word_embeddings.weight", parameters.pop("output_layer.weight"))
+        return parameters
 
     def _all_names(self) -> set[str]:
-        found: set[str] = set()
+        names: set[str] = set()
         for slot, place, where in self.templates:
             experts = int(self.settings["num_moe_experts"]) if "{expert}" in slot.ours else 1
             for layer in where if place == LAYER else (0,):
                 for expert in range(experts):
-                    found.update(filled(slot, layer, expert).theirs)
-        return found
+                    names.update(filled(slot, layer, expert).theirs)
+        return names
 
 
 def check_given(shapes: Mapping[str, tuple[int, ...]], given: Mapping[str, Tensor]) -> None:

@@ -48,16 +48,16 @@ class FlashOnCPU(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         segments: Segments = ctx.segments
         kept = _accumulator(query, segments)
-        found = [torch.empty(x.shape, dtype=kept, device=x.device) for x in (query, key, value)]
+        gradients = [torch.empty(x.shape, dtype=kept, device=x.device) for x in (query, key, value)]
         for grid in segments.own:
             parts = _backward(grid, grid, grads[0], query, key, value, out, lse, True, ctx.scale)
-            for target, part in zip(found, parts):
+            for target, part in zip(gradients, parts):
                 grid.put(target, part)
         for queries, keys in segments.to_prefix:
             parts = _backward(queries, keys, grads[0], query, key, value, out, lse, False, ctx.scale)
-            for target, grid, part in zip(found, (queries, keys, keys), parts):
+            for target, grid, part in zip(gradients, (queries, keys, keys), parts):
                 grid.add(target, part)
-        return *(x.to(query.dtype) for x in found), None, None
+        return *(x.to(query.dtype) for x in gradients), None, None
 
 
 def _accumulator(query: Tensor, segments: Segments) -> torch.dtype:
@@ -88,8 +88,8 @@ def _fill(columns: int) -> int:
 
 def _cells(grid: Grid, values: Tensor, fill: int) -> Tensor:
     """(T, heads, d) -> (B, heads, L + fill, d)."""
-    found = grid.take(values)
-    return (F.pad(found, (0, 0, 0, 0, 0, fill)) if fill else found).transpose(1, 2)
+    cells = grid.take(values)
+    return (F.pad(cells, (0, 0, 0, 0, 0, fill)) if fill else cells).transpose(1, 2)
 
 
 def _backward(

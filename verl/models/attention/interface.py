@@ -163,7 +163,7 @@ def _packs(model: Any, device: torch.device | str) -> bool:
     rows[1][0, 0] = rows[2][0, 0] = rows[0][0, 0]  # the second and third go on from the first token of the first
     apart = [model(input_ids=row, attention_mask=None, use_cache=False).logits[0] for row in rows]
     segments = Segments((1, *(n - 1 for n in PROBE_LENGTHS)), (NO_PREFIX, 0, 0, 0), device)
-    found = model(
+    packed = model(
         input_ids=torch.cat([rows[0][:, :1], *(row[:, 1:] for row in rows)], 1),
         attention_mask=None,
         position_ids=segments.position_ids,
@@ -172,5 +172,5 @@ def _packs(model: Any, device: torch.device | str) -> bool:
     ).logits[0]
     expected = torch.cat([apart[0][:1], *(logits[1:] for logits in apart)])
     scale = expected.abs().max().clamp(min=1e-3)
-    tolerance = TOLERANCE.get(found.dtype, LOW_PRECISION_TOLERANCE)
-    return bool(((found - expected).abs().max() / scale).float() <= tolerance)
+    tolerance = TOLERANCE.get(packed.dtype, LOW_PRECISION_TOLERANCE)
+    return bool(((packed - expected).abs().max() / scale).float() <= tolerance)

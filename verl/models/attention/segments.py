@@ -20,7 +20,7 @@ PADDING_LIMIT = 1.25
 """Segments share one attention call while its cells are at most that many times their tokens (short ones: always)."""
 SHORT = 32
 WORTH_A_CALL = 128
-"""Neighbours of one length with that many tokens get a call of their own, which takes them without copying."""
+"""Peers of one length with that many tokens get a call of their own, which takes them without copying."""
 
 
 class Grid:
@@ -50,8 +50,8 @@ class Grid:
 
     def take(self, values: Tensor) -> Tensor:
         """(T, ...) -> (B, L, ...); a padding cell repeats the first token of its range."""
-        found = values[self._range] if self._index is None else values.index_select(0, self._index)
-        return found.unflatten(0, (self.rows, self.columns))
+        cells = values[self._range] if self._index is None else values.index_select(0, self._index)
+        return cells.unflatten(0, (self.rows, self.columns))
 
     def put(self, target: Tensor, values: Tensor) -> None:
         """Write (B, L, ...) into (T, ...), padding left out."""
@@ -109,12 +109,12 @@ class Segments:
     @cached_property
     def followers(self) -> dict[int, tuple[int, int]]:
         """Prefix -> (first token, number of tokens) of all that follow it."""
-        found: dict[int, tuple[int, int]] = {}
+        followers: dict[int, tuple[int, int]] = {}
         for number, before in enumerate(self.prefix):
             if before != NO_PREFIX:
-                first, count = found.get(before, (self.starts[number], 0))
-                found[before] = (first, count + self.lengths[number])
-        return found
+                first, count = followers.get(before, (self.starts[number], 0))
+                followers[before] = (first, count + self.lengths[number])
+        return followers
 
     @cached_property
     def position_ids(self) -> Tensor:
@@ -131,7 +131,7 @@ class Segments:
 
     @cached_property
     def _runs(self) -> list[list[int]]:
-        """Neighbours of one length, which lie in the row as in a call."""
+        """Peers of one length, which lie in the row as in a call."""
         return [list(run) for _, run in groupby(range(len(self.lengths)), key=lambda i: self.lengths[i])]
 
     def _by_length(self, numbers: Iterable[int]) -> list[list[int]]:

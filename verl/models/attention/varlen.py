@@ -35,9 +35,9 @@ def package() -> tuple[int, Callable[..., Any]] | None:
 
 def package_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: Flavour) -> Tensor:
     """Segments without prefixes through the installed package; shapes as in `masked_attention`."""
-    found = package()
-    assert found is not None and not segments.followers
-    version, function = found
+    installed = package()
+    assert installed is not None and not segments.followers
+    version, function = installed
     ends, longest = cumulative(segments.lengths, segments.device), max(segments.lengths)
     options: dict[str, Any] = {"causal": True, "softmax_scale": how.scaling}
     if how.window is not None:

@@ -61,7 +61,7 @@ class FusedHead:
             positions: (N,) of the flattened tokens. labels: (N,) what they predict.
             slopes: (N,) d loss / d log_probs up to one factor, where it is known beforehand.
         """
-        found: dict[str, Tensor] = {}
+        computed: dict[str, Tensor] = {}
         shape = replace(self.shape, temperature=temperature)
         wanted = ("entropy" in outputs, "sum_pi_squared" in outputs)
 
@@ -74,13 +74,13 @@ class FusedHead:
                 statistics: tuple[Any, ...] = (sweep(chosen.to(dtype), weight, bias, labels, expected, shape),)
             else:
                 statistics = self.statistics(chosen.to(dtype), weight, bias, labels, shape, wanted)
-            found.update({name: x for name, x in zip(OUTPUTS, statistics) if name in outputs and x is not None})
+            computed.update({name: x for name, x in zip(OUTPUTS, statistics) if name in outputs and x is not None})
             # Sharded engines follow the gradient through what a model returns, so something of it has to go there.
             return chosen[:, :1].unsqueeze(0) * 0.0
 
         head.forward = forward  # type: ignore[method-assign]
         try:
-            yield found
+            yield computed
         finally:
             del head.forward
 
@@ -140,7 +140,7 @@ def fusable(model: Any, head: nn.Module, fused: FusedHead, device: torch.device 
     try:
         z = model(input_ids=ids, attention_mask=None, use_cache=False).logits[0].float()
         everywhere = torch.arange(PROBE_TOKENS, device=device)
-        with fused.instead_of(head, everywhere, ids[0], 1.0, OUTPUTS[:2]) as found:
+        with fused.instead_of(head, everywhere, ids[0], 1.0, OUTPUTS[:2]) as computed:
             model(input_ids=ids, attention_mask=None, use_cache=False)
     finally:
         model.train(trains)
@@ -148,7 +148,7 @@ def fusable(model: Any, head: nn.Module, fused: FusedHead, device: torch.device 
     tolerance = TOLERANCE.get(
         _compute_dtype(z) if model.dtype == torch.float32 else model.dtype, LOW_PRECISION_TOLERANCE
     )
-    return bool((found["log_probs"] - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1.0))
+    return bool((computed["log_probs"] - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1.0))
 
 
 def _compute_dtype(tensor: Tensor) -> torch.dtype:

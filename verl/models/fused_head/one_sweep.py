@@ -39,7 +39,7 @@ class OneSweep(torch.autograd.Function):
     ) -> Tensor:
         assert shape.softcap is None, "soft-capped logits have a slope of their own"
         needs = ctx.needs_input_grad
-        found = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
+        log_probs = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         to_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs[0] else None
         rows = max(1, (shape.tile or NUMBERS) // len(weight))
         kept = weight.dtype if rows >= len(labels) else torch.float32
@@ -49,7 +49,7 @@ class OneSweep(torch.autograd.Function):
         for first in range(0, len(labels), rows):
             tokens = slice(first, min(first + rows, len(labels)))
             z, _ = tile.logits(tokens, everything)
-            _to_gradient(z, labels[tokens], found[tokens])
+            _to_gradient(z, labels[tokens], log_probs[tokens])
             narrow = z.to(hidden.dtype)
             weighted = hidden[tokens] * slopes[tokens, None].to(hidden.dtype)
             if to_hidden is not None:
@@ -58,13 +58,13 @@ class OneSweep(torch.autograd.Function):
                 add_product(to_weight, narrow.t(), weighted, shape.factor)
             if to_bias is not None:
                 to_bias += (slopes[tokens] @ z) * shape.factor
-        ctx.save_for_backward(hidden, weight, bias, labels, slopes, found, to_hidden, to_weight, to_bias)
+        ctx.save_for_backward(hidden, weight, bias, labels, slopes, log_probs, to_hidden, to_weight, to_bias)
         ctx.shape = shape
-        return found
+        return log_probs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, slopes, found, to_hidden, to_weight, to_bias = ctx.saved_tensors
+        hidden, weight, bias, labels, slopes, log_probs, to_hidden, to_weight, to_bias = ctx.saved_tensors
         grad = grads[0]
         if to_hidden is not None:
             to_hidden = (to_hidden * grad[:, None]).to(hidden.dtype)
@@ -73,7 +73,7 @@ class OneSweep(torch.autograd.Function):
         factor = _common_factor(grad, slopes)
         if factor is None:
             tile = Tile(hidden, weight, bias, ctx.shape)
-            lse = _normalisers(tile, labels, found)
+            lse = _normalisers(tile, labels, log_probs)
             statistics = Statistics(lse, torch.zeros_like(lse))
             again = gradients(tile, labels, statistics, grads, (False, *ctx.needs_input_grad[1:3]))
             return to_hidden, *again[1:], None, None, None

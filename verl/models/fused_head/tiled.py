@@ -214,8 +214,10 @@ def backward_of(kind: type[Tile], ctx: Any, *grads: Tensor) -> tuple[Tensor | No
     """The backward pass of `TokenStatistics` with the tiles of one backend."""
     hidden, weight, bias, labels, highest, log_total, entropy, squared = ctx.saved_tensors
     statistics = Statistics(highest, log_total, entropy if ctx.wanted[0] else None, squared if ctx.wanted[1] else None)
-    found = gradients(kind(hidden, weight, bias, ctx.shape), labels, statistics, grads, ctx.needs_input_grad[:3])
-    return *found, None, None, None
+    grads_of_inputs = gradients(
+        kind(hidden, weight, bias, ctx.shape), labels, statistics, grads, ctx.needs_input_grad[:3]
+    )
+    return *grads_of_inputs, None, None, None
 
 
 def gradients(

@@ -107,12 +107,12 @@ class ConsoleTracker(Tracker):
         self._progress.start()
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        found = numbers(data)
+        metrics = numbers(data)
         left = self._left(step)
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, left=left or "-")
-        self.console.print(step_table(found, self._title(found, step, left)))
-        self.console.print(Text(step_line(found, step), style="dim"), soft_wrap=True)
+        self.console.print(step_table(metrics, self._title(metrics, step, left)))
+        self.console.print(Text(step_line(metrics, step), style="dim"), soft_wrap=True)
 
     def log_samples(self, title: str, samples: Sequence[Sample], step: int) -> None:
         if samples:
@@ -123,10 +123,10 @@ class ConsoleTracker(Tracker):
             self._progress.stop()
             self._progress = None
 
-    def _title(self, found: Mapping[str, float], step: int, left: str) -> str:
+    def _title(self, metrics: Mapping[str, float], step: int, left: str) -> str:
         parts = [f"step {step}/{self._total}" if self._total else f"step {step}"]
-        if "training/epoch" in found:
-            parts.append(f"epoch {int(found['training/epoch'])}")
+        if "training/epoch" in metrics:
+            parts.append(f"epoch {int(metrics['training/epoch'])}")
         if left:
             parts.append(f"{left} left")
         return " · ".join(parts)
@@ -140,25 +140,25 @@ class ConsoleTracker(Tracker):
         return str(timedelta(seconds=round(seconds)))
 
 
-def step_line(found: Mapping[str, float], step: int) -> str:
+def step_line(metrics: Mapping[str, float], step: int) -> str:
     """``step:3 - actor/pg_loss:0.25 - ...`` with every digit of every number."""
-    return " - ".join([f"step:{step}", *(f"{_plain(key)}:{value!r}" for key, value in found.items())])
+    return " - ".join([f"step:{step}", *(f"{_plain(key)}:{value!r}" for key, value in metrics.items())])
 
 
-def step_table(found: Mapping[str, float], title: str) -> Group:
+def step_table(metrics: Mapping[str, float], title: str) -> Group:
     """The few numbers that a person looks at, a row per topic; topics without a number are left out."""
     table = Table(show_header=False, box=ROUNDED)
     table.add_column(style="bold cyan", no_wrap=True)
     table.add_column()
     for topic, entries in ROWS:
-        shown = [f"{label} [bold]{_short(found[key])}[/]" for key, label in entries if key in found]
+        shown = [f"{label} [bold]{_short(metrics[key])}[/]" for key, label in entries if key in metrics]
         if shown:
             table.add_row(topic, "   ".join(shown))
-    for key, value in found.items():
+    for key, value in metrics.items():
         if key.startswith("val-core/"):
             table.add_row("validation", f"{_name(key.removeprefix('val-core/'))} [bold green]{_short(value)}[/]")
     if not table.row_count:
-        for key, value in list(found.items())[:8]:
+        for key, value in list(metrics.items())[:8]:
             table.add_row(_name(key), _short(value))
     return Group(Text(title, style="bold"), table)  # a title of the table itself would wrap at the table's width
 

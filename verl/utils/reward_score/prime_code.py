@@ -8,8 +8,8 @@ from verl.rewards.scorers import code
 
 def compute_score(completion: str, test_cases: Any, continuous: bool = False) -> tuple[float, list[dict[str, Any]]]:
     """(score, a list with one dict of details)."""
-    found = code.compute_score(completion, test_cases, code_runner(), continuous)
-    return found["score"], [found]
+    scored = code.compute_score(completion, test_cases, code_runner(), continuous)
+    return scored["score"], [scored]
 
 
 __all__ = ["compute_score"]

@@ -7,8 +7,8 @@ from verl.rewards.scorers import numina
 
 def compute_score(model_output: str, ground_truth: Any) -> tuple[bool, bool, str]:
     """(whether it is right, whether an answer was found, the answer)."""
-    found = numina.compute_score(model_output, ground_truth)
-    return found["acc"], bool(found["format"]), found["pred"]
+    scored = numina.compute_score(model_output, ground_truth)
+    return scored["acc"], bool(scored["format"]), scored["pred"]
 
 
 __all__ = ["compute_score"]

@@ -17,8 +17,8 @@ def compute_score(
 ) -> tuple[float, list[dict[str, Any]]]:
     """(score, a list with one dict of details); ``timeout`` seconds for each test."""
     runner = code_runner(sandbox_fusion_url, 64, memory_limit_mb, concurrent_semaphore)
-    found = code.compute_score(completion, test_cases, runner, continuous, timeout)
-    return found["score"], [found]
+    scored = code.compute_score(completion, test_cases, runner, continuous, timeout)
+    return scored["score"], [scored]
 
 
 __all__ = ["compute_score"]

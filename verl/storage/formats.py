@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.csv as pv
 import pyarrow.parquet as pq
 
-from verl.data.arrow_types import DEPTH, depth, plain_columns
 from verl.errors import DataError
 from verl.json_text import read_json
+from verl.storage.arrow_types import DEPTH, depth, plain_columns
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".arrow")
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
@@ -55,15 +55,17 @@ def read_table(path: Path) -> pa.Table:
     return table
 
 
-def first_rows(path: Path) -> pa.Table | None:
-    """The first row with all columns, without the rest of a large file; a small text file is read to its end.
+def first_rows(path: Path, most: int = 1) -> pa.Table | None:
+    """The first rows with all columns, without the rest of a large file; a small text file is read to its end.
+
+    At most ``most``, which may be fewer than there are where an arrow file holds few rows at a time.
 
     None: only all rows of this file would tell, and they are many.
     """
     _reader(path)
     if path.suffix.lower() == ".parquet":
         with _opened_parquet(path) as file:
-            batch = next(_damage_named(file.iter_batches(batch_size=1), path), None)
+            batch = next(_damage_named(file.iter_batches(batch_size=most), path), None)
             table = None if batch is None else pa.Table.from_batches([batch])
     elif path.is_dir() or path.suffix.lower() == ".arrow":
         names = _saved_files(path) if path.is_dir() else [path]
@@ -74,7 +76,7 @@ def first_rows(path: Path) -> pa.Table | None:
         return read_table(path)
     if table is None:
         raise DataError("the file has no rows", key=str(path))
-    return _cleaned(table.slice(0, 1), path)
+    return _cleaned(table.slice(0, most), path)
 
 
 def check_suffix(path: Path) -> None:
@@ -87,6 +89,20 @@ def check_suffix(path: Path) -> None:
     if suffix in (".gz", ".zst", ".zip", ".bz2", ".xz"):
         fix = "Unpack it first."
     raise DataError("unknown kind of file", key=str(path), got=path.suffix, allowed=SUFFIXES, fix=fix)
+
+
+def check_folder(folder: Path, key: str) -> None:
+    """Only what `datasets` saved is read as a folder."""
+    if is_saved_dataset(folder):
+        return
+    splits = saved_splits(folder)
+    if splits:
+        fault, fix = "this folder holds several splits", f"Name one: {', '.join(str(folder / s) for s in splits)}."
+    else:
+        names = sorted(p.name for p in folder.iterdir() if p.suffix in SUFFIXES)
+        fault = "this is a folder; name the files in it"
+        fix = f"It has: {', '.join(names[:8])}." if names else f"It has no file that ends with {', '.join(SUFFIXES)}."
+    raise DataError(fault, key=key, got=str(folder), fix=fix)
 
 
 def is_saved_dataset(folder: Path) -> bool:
