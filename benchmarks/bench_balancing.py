@@ -3,7 +3,7 @@
     python benchmarks/bench_balancing.py [--rounds 5]
 
 Lengths are log-normal (median 512, at most 8192). The bound is the mean load, or the largest sequence with the smallest
-company it can have. ``karmarkar_karp`` is the classical method, as far as it answers within a minute. Time is CPU time.
+company it can have. Time is CPU time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from figures import Figures, add_json
 from verl.algorithms.balancing import (
     calculate_workload,
     get_group_balanced_partitions,
-    karmarkar_karp,
     lower_bound,
     partition,
 )
@@ -34,18 +33,12 @@ def lengths(count: int, sigma: float, seed: int) -> np.ndarray:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--classical", action="store_true", help="time karmarkar_karp too (slow)")
     add_json(parser)
     arguments = parser.parse_args()
     figures = Figures()
     print("| sequences, ranks | what | above the bound | CPU milliseconds |\n|---|---|---|---|")
     for count, ranks in CASES:
-        for what in (
-            "equal counts",
-            "free counts",
-            "groups of 8",
-            *(["karmarkar_karp"] if arguments.classical else []),
-        ):
+        for what in ("equal counts", "free counts", "groups of 8"):
             gaps, times = [], []
             for seed in range(arguments.rounds):
                 size = lengths(count, 0.8, seed)
@@ -56,8 +49,6 @@ def main() -> None:
                     parts = get_group_balanced_partitions(size, groups, ranks)
                     unit = work.reshape(-1, 8).sum(1)
                     bound = lower_bound(unit, ranks, equal_size=len(unit) % ranks == 0)
-                elif what == "karmarkar_karp":
-                    parts, bound = karmarkar_karp(work.tolist(), ranks, True), lower_bound(work, ranks)
                 else:
                     equal = what == "equal counts"
                     parts, bound = partition(work, ranks, equal), lower_bound(work, ranks, equal)

@@ -20,7 +20,14 @@ from pathlib import Path
 
 import psutil
 
-from verl.rewards import Limits, RewardFunction, RewardSample, Scorer, default_compute_score, load_reward_function
+from verl.rewards import (
+    RewardFunction,
+    RewardSample,
+    Scorer,
+    ScoringLimits,
+    default_compute_score,
+    load_reward_function,
+)
 from verl.rewards.scorers import symbolic
 
 TRUTHS = (
@@ -78,7 +85,7 @@ def hanging(timeout: float) -> float:
         file.write_text(
             "def compute_score(solution_str):\n    while solution_str == 'hang':\n        pass\n    return 1.0\n"
         )
-        scorer = Scorer(load_reward_function(str(file)), Limits(timeout=timeout, num_workers=2))
+        scorer = Scorer(load_reward_function(str(file)), ScoringLimits(timeout=timeout, num_workers=2))
         scorer.prepare()
         samples = [RewardSample("d", "hang" if i == 5 else "good", "") for i in range(65)]
         start = time.monotonic()

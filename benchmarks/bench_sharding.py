@@ -1,4 +1,4 @@
-"""What each rank of a sharded model holds, and what a pass and a step send: FSDP, FSDP2, sequence parallelism.
+"""What each rank of a sharded model holds, and what a pass and a step send: FSDP2, sequence parallelism.
 
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_sharding.py [--layers 24] [--hidden 256]
 
@@ -27,8 +27,6 @@ from verl import distributed
 from verl.algorithms.losses import SFTLoss
 from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig
 from verl.device import set_threads
-from verl.engines.fsdp import FSDPEngine
-from verl.engines.sharding import unwrapped
 from verl.protocol import DataProto
 from verl.registry import ENGINES
 
@@ -65,7 +63,6 @@ def main() -> None:
         print(f"{ranks.size} ranks, {asked.layers} layers of width {asked.hidden}, {ROWS} x {LENGTH} tokens")
     for strategy, settings in (
         ("plain", {}),
-        ("fsdp", {}),
         ("fsdp2", {}),
         ("fsdp2", {"reshard_after_forward": False}),
         ("fsdp2", {"ulysses_sequence_parallel_size": ranks.size}),
@@ -92,7 +89,7 @@ def measure(strategy: str, settings: dict[str, Any], folder: Path, ranks: distri
     if strategy == "plain":
         figures.add(name.strip(), {"s per step": seconds})
         return f"{name:<44} {seconds:.3f} s per step"
-    layers, whole = unwrapped(engine.model).model.layers, 4 * engine.num_parameters
+    layers, whole = engine.model.model.layers, 4 * engine.num_parameters
     rest, peak, tokens = _local(engine.model), [0], [0]
 
     def look(*_: Any) -> None:
@@ -127,9 +124,6 @@ def _local(model: nn.Module) -> int:
 
 def _whole(engine: Any) -> int:
     """Bytes of weights that are gathered right now."""
-    if isinstance(engine, FSDPEngine):
-        padded = [unit._handle.flat_param._full_param_padded for unit in engine.units.values() if unit._handle]
-        return sum(t.untyped_storage().nbytes() for t in padded)
     return sum(p.nbytes for p in engine.model.parameters() if not isinstance(p, DTensor))
 
 

@@ -20,7 +20,6 @@ PACKAGES = (
         "torch",
         "transformers",
         "tensordict",
-        "torchdata",
         "numpy",
         "ray",
         "hydra-core",

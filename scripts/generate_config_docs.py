@@ -8,17 +8,19 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from recipe import prime, spin, sppo
 from verl.config import views
 from verl.config.docs import page
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "configuration.md"
+RECIPES = (prime.RECIPE, spin.RECIPE, sppo.RECIPE)
 
 
 def made() -> dict[Path, str]:
     """Every file and what it has to say."""
     shown = {ROOT / "verl" / "trainer" / "config" / name: text for name, text in views.files().items()}
-    return {PAGE: page(), **shown}
+    return {PAGE: page(RECIPES), **shown}
 
 
 def main(argv: list[str] | None = None) -> int:

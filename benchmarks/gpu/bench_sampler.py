@@ -30,7 +30,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from verl.models import export_weights
 from verl.rollout.base import Completion, Request, SamplingParams
-from verl.rollout.hf.graph_runner import GraphRunner
 from verl.rollout.hf.sampler import HFSampler
 from verl.weight_sync import chunk_weights
 
@@ -121,8 +120,7 @@ def sampler_of(setup: Setup, rows: int, **arguments: Any) -> HFSampler:
         max_num_batched_tokens=max(16384, rows),
         max_model_len=setup.prompt + setup.new,
         owns_model=True,
-        paged=True,
-        **arguments,
+        **{"record": not arguments.get("enforce_eager", False), **arguments},
     )
 
 
@@ -229,10 +227,8 @@ def exactness(setup: Setup) -> dict[str, float]:
         expected = logits.log_softmax(-1).gather(-1, ids[0, len(request.token_ids) :, None])[:, 0].cpu()
         errors.append((expected - torch.tensor(completion.log_probs)).abs())
     error = torch.cat(errors)
-    runner = sampler._runner
-    kind = runner._attention.__name__ if isinstance(runner, GraphRunner) else type(runner).__name__
     print(f"log-probs against the model's own forward pass (bf16): mean {error.mean():.1e}, max {error.max():.1e}; "
-          f"attention by {kind}; prompts of 4 samples computed once: {sampler.stats()['prefill_tokens']:.0f} tokens "
+          f"prompts of 4 samples computed once: {sampler.stats()['prefill_tokens']:.0f} tokens "
           f"for {sum(len(r.token_ids) for r in requests)}", flush=True)  # fmt: skip
     return {"mean": error.mean().item(), "max": error.max().item()}
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from verl.registry import ALL_REGISTRIES, Registry, load_object
+from verl.errors import ConfigError
+from verl.registry import ALL_REGISTRIES, Registry, beside, load_object
 
 TARGETS = [(r.kind, name, target) for r in ALL_REGISTRIES for name, target in sorted(r.builtin_targets().items())]
 
@@ -17,3 +18,17 @@ def test_every_built_in_name_leads_to_an_object(kind, name, target):
 @pytest.mark.parametrize("registry", ALL_REGISTRIES, ids=lambda r: r.kind)
 def test_no_name_is_both_built_and_planned(registry: Registry):
     assert not set(registry.builtin_targets()) & registry._planned
+
+
+@pytest.mark.parametrize("line", ["import mine_and", "raise ModuleNotFoundError('a library lacks its own')"])
+def test_what_a_module_lacks_is_not_taken_for_the_module_itself(tmp_path, monkeypatch, line):
+    """The first is another package whose name begins alike, the second an error that names no module."""
+    (tmp_path / "mine_and_more.py").write_text(line)
+    monkeypatch.syspath_prepend(tmp_path)
+    for step in (load_object, lambda path: beside(path, "FACTS")):
+        with pytest.raises(ModuleNotFoundError, match=r"mine_and'|a library lacks"):
+            step("mine_and_more:function")
+    for path in ("mine_or_not:function", "mine_or_not.module:function"):
+        assert beside(path, "FACTS") is None
+        with pytest.raises(ConfigError, match="no module named"):
+            load_object(path)
