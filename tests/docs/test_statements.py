@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from scripts.generate_config_docs import RECIPES
 from tests.sanity.source_tree import ROOT, read_toml, tracked_files
 from verl import registry
-from verl.config.groups import NAMES
+from verl.config.groups import NAMES, PPO
 from verl.config.loading import read_config
+from verl.config.recipes import with_recipes
 from verl.config.schema import schema_of
 
 GENERATED = ("docs/configuration.md", "docs/coverage.md")
@@ -28,8 +30,12 @@ IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 every_page = pytest.mark.parametrize("page", PAGES, ids=IDS)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PROGRAMS = {"main_generation": "generation", "main_eval": "evaluation"}
-NO_SETTINGS = ("actor_rollout_ref.actor.tis_imp_ratio_cap", "kernel.apparmor_restrict_unprivileged_userns")
-"""One that a page says is gone, and one of Linux."""
+NO_SETTINGS = (
+    "actor_rollout_ref.actor.tis_imp_ratio_cap",
+    "kernel.apparmor_restrict_unprivileged_userns",
+    "algorithm.bonus",
+)
+"""One that a page says is gone, one of Linux, one that an example brings (tests/recipe/test_own_code.py)."""
 
 
 def code(page: Path) -> list[str]:
@@ -99,10 +105,13 @@ def test_links_into_a_page_lead_to_a_heading(page):
     assert [link for link in links if link[1] not in headings(page.parent / link[0] if link[0] else page)] == []
 
 
+TREES = [*(program for program, _ in NAMES.values()), with_recipes(PPO, RECIPES)]
+
+
 def endings() -> set[str]:
     """Every setting and section of every program under its full key and all shorter ones: ``rollout.n``, ``n``."""
     found = set()
-    for program, _ in NAMES.values():
+    for program in TREES:
         schema = schema_of(program.root)
         for key in (*schema.leaves, *schema.sections):
             parts = key.split(".")
@@ -115,7 +124,7 @@ ENDINGS = endings()
 
 def is_setting(key: str) -> bool:
     """A setting, in full or shortened; a key inside one that holds a mapping; or an older spelling."""
-    for program, _ in NAMES.values():
+    for program in TREES:
         schema, old = schema_of(program.root), program.aliases.moved
         full = (key, f"actor_rollout_ref.{key}", f"actor_rollout_ref.model.{key}")
         if any(schema.split(name) for name in full) or any(f"{key}.".startswith(f"{name}.") for name in old):
@@ -137,7 +146,7 @@ def test_settings_that_the_text_names_exist(page):
 
 def defaults(key: str) -> list[Any]:
     """What a setting, in full or shortened, is by default, wherever it is."""
-    schemas = [schema_of(program.root) for program, _ in NAMES.values()]
+    schemas = [schema_of(program.root) for program in TREES]
     return [
         leaf.default for schema in schemas for name, leaf in schema.leaves.items() if f".{name}".endswith(f".{key}")
     ]
