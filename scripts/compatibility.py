@@ -1,0 +1,316 @@
+"""How many of upstream's own commands resolve here, and what stands in the way of the others.
+
+    PYTHONPATH=. python scripts/compatibility.py COMMANDS.jsonl [--list] [--write]
+    PYTHONPATH=. python scripts/compatibility.py --record UPSTREAM_FOLDER > COMMANDS.jsonl
+
+A line of COMMANDS.jsonl is a script: ``{"script": name, "commands": [{"program": module, "argv": [...]}, ...]}``. Each
+command goes through the ``main(argv)`` of its program on a machine that has every package, device and file, until its
+configuration is resolved; no work starts. Settings that are refused one by one are then left out, so that all reasons
+of a script are known, and not the first alone. ``--write`` puts the result into docs/compatibility.md.
+
+``--record`` runs the shell scripts of a checkout with stand-ins for every program, see `scripts.recording`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib
+import importlib.util
+import io
+import os
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from scripts import recording
+from tests.brief.machine import guides_machine
+from verl import device
+from verl.errors import ConfigError, NotBuiltError, VerlError
+from verl.json_text import read_json
+from verl.metrics import reset_notices
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "compatibility.md"
+KINDS = ("not built", "unknown key", "module missing", "a relation or a value")
+Main = Callable[[list[str]], int]
+DEVICES, ROUNDS = 4096, 8
+_IMAGES = re.compile(
+    r"image_key=|video_key=|model\.path=.*[-_]vl[-_]|(train|val)_files=.*(geo3k|video|vlm|pokemon)", re.I
+)
+_ENGINES = ("veomni", "torchtitan", "automodel", "mindspeed", "fsdp_turbo", "mlite", "megatron")
+
+
+@dataclass(frozen=True)
+class Reason:
+    """What stands in the way: one of `KINDS`, and its name: a feature, a key, a module, or a sentence."""
+
+    kind: str
+    name: str
+
+
+@dataclass
+class Verdict:
+    """What became of a script: no reasons if all of its commands resolve."""
+
+    script: str
+    engine: str
+    category: str
+    reasons: dict[Reason, str] = field(default_factory=dict)
+
+
+class _Resolved(BaseException):
+    """Ends a program where its work would start."""
+
+
+def read_commands(file: Path) -> list[dict[str, Any]]:
+    """The scripts of a recording."""
+    return [read_json(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def verdicts(scripts: list[dict[str, Any]]) -> list[Verdict]:
+    """What becomes of every script, in one process."""
+    programs = {command["program"] for script in scripts for command in script["commands"]}
+    # imported while no package seems to be there that is not
+    mains = {name: _main_of(name) for name in programs}
+    importlib.import_module("verl.models.attention.interface")
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(_machine(folder))
+        return [_of_script(script, folder, mains) for script in scripts]
+
+
+@contextlib.contextmanager
+def _machine(folder: Path) -> Iterator[None]:
+    """Every device, package and file is there, and a program stops where its configuration is resolved."""
+    from verl.config import loading, machine, overrides
+    from verl.trainer import export, main_generation_server
+
+    check_whole = loading._check_whole
+
+    def checked(*arguments: Any) -> None:
+        check_whole(*arguments)
+        raise _Resolved
+
+    def resolved(*arguments: Any, **named: Any) -> None:
+        raise _Resolved
+
+    there = (
+        (device, "device_count", lambda kind: DEVICES),
+        (machine, "files", lambda cfg: []),
+        (machine, "sft_files", lambda cfg: []),
+        (main_generation_server, "missing_folder", lambda key, path: []),
+        (loading, "_check_whole", checked),
+        (export, "_run", resolved),
+        (overrides, "parse_override", functools.cache(overrides.parse_override)),
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(guides_machine(folder / "guides"))
+        stack.enter_context(mock.patch.dict(os.environ, {"HOME": str(folder)}))
+        for module, name, value in there:
+            stack.enter_context(mock.patch.object(module, name, value))
+        yield
+
+
+def _of_script(script: dict[str, Any], folder: Path, mains: Mapping[str, Main | None]) -> Verdict:
+    text = " ".join(word for command in script["commands"] for word in [command["program"], *command["argv"]])
+    recipe = script["script"].startswith("recipe/")
+    images = bool(_IMAGES.search(text))
+    category = f"{'recipes' if recipe else 'examples and tests'}{', with images' if images else ''}"
+    verdict = Verdict(script["script"], _engine(text, script["script"]), category)
+    for command in script["commands"]:
+        argv = [word.replace("@HOME", str(folder)).replace("@UPSTREAM", str(folder)) for word in command["argv"]]
+        for reason, example in _reasons(command["program"], mains[command["program"]], argv).items():
+            verdict.reasons.setdefault(reason, example)
+    return verdict
+
+
+def _engine(text: str, name: str) -> str:
+    if "strategy=fsdp_turbo" in text or "fsdp_turbo" in name:
+        return "fsdp_turbo"
+    chosen = re.findall(r"(?:model_engine|engine|strategy)=(\w+)|config-name=\S*?(megatron)", text)
+    words = " ".join(one or two for one, two in chosen)
+    return next((engine for engine in _ENGINES if engine in words), "fsdp")
+
+
+def _reasons(program: str, main: Main | None, argv: list[str]) -> dict[Reason, str]:
+    """All reasons of a command with their messages: what is refused by itself is left out, and the rest tried again."""
+    reasons: dict[Reason, str] = {}
+    for _ in range(ROUNDS):
+        problems = _attempt(main, argv) if main else [(Reason("module missing", program), program, "")]
+        for reason, message, _ in problems:
+            reasons.setdefault(reason, message)
+        left = [word for word in argv if not any(_is_about(word, key) for _, _, key in problems if key)]
+        if not problems or len(left) == len(argv) or not all(key for _, _, key in problems):
+            break
+        argv = left
+    return reasons
+
+
+def _is_about(word: str, key: str) -> bool:
+    own = word.lstrip("+~").partition("=")[0]
+    if key.endswith(".strategy") and re.match(r"model_engine=|engine=|\w+@", word):
+        return True
+    return own == key or own.startswith(f"{key}.") or key.startswith(f"{own}.")
+
+
+def _attempt(main: Main, argv: list[str]) -> list[tuple[Reason, str, str]]:
+    """The problems of one command (none: it resolves): reason, message, and a setting to leave out."""
+    from verl.config import checks, resolve
+
+    problems: list[VerlError] = []
+    raise_all = resolve.raise_all
+
+    def kept(found: list[ConfigError]) -> None:
+        problems.extend(found)
+        raise_all(found)
+
+    reset_notices()
+    errors, status = io.StringIO(), 0
+    with contextlib.ExitStack() as stack:
+        for module in (checks, resolve):
+            stack.enter_context(mock.patch.object(module, "raise_all", kept))
+        stack.enter_context(contextlib.redirect_stderr(errors))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        try:
+            status = main(argv)
+        except _Resolved:
+            return []
+        except SystemExit as left:
+            status = left.code
+    if problems:
+        return [_classified(problem) for problem in problems]
+    if not status:
+        return []
+    message = errors.getvalue().strip() or f"exit status {status}"
+    return [(_of_text(message), message, "")]
+
+
+def _main_of(program: str) -> Main | None:
+    """The ``main`` of a module or of a package's ``__main__``; None where there is no such module."""
+    try:
+        there = importlib.util.find_spec(program) is not None
+    except ModuleNotFoundError:
+        return None
+    if not there:
+        return None
+    module = importlib.import_module(program)
+    return module.main if hasattr(module, "main") else importlib.import_module(f"{program}.__main__").main
+
+
+def _classified(problem: VerlError) -> tuple[Reason, str, str]:
+    key, message = str(problem.key or ""), str(problem)
+    plain = re.sub(r" \(in [^)]*\)|, given as \S+", "", problem.message)
+    if isinstance(problem, NotBuiltError):
+        feature = plain.partition(": ")[2] or plain
+        return Reason("not built", feature), message, key
+    if plain.startswith("unknown setting"):
+        return Reason("unknown key", key), message, key
+    return Reason("a relation or a value", f"{key}: {re.sub(r'[0-9]+', 'N', plain)}"), message, ""
+
+
+def _of_text(message: str) -> Reason:
+    first = message.splitlines()[-1].removeprefix("error: ")
+    not_built = re.search(r"not built(?: yet)?: ([^.]+)", first)
+    if not_built:
+        return Reason("not built", not_built[1])
+    return Reason("a relation or a value", re.sub(r"Got .*|/\S+|[0-9]+", "…", first)[:120])
+
+
+# ---- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def by_group(results: list[Verdict], name: str) -> list[str]:
+    """Rows of a table: how many scripts of each engine or category resolve."""
+    rows = [f"| {name} | scripts | resolve | refused by name | an unknown key | a module is missing |"]
+    rows.append("| --- | --- | --- | --- | --- | --- |")
+    groups = Counter(getattr(verdict, name) for verdict in results)
+    for group, count in groups.most_common():
+        own = [verdict for verdict in results if getattr(verdict, name) == group]
+        rows.append(f"| {group} | {count} | {_counts(own)} |")
+    return [*rows, f"| all | {len(results)} | {_counts(results)} |"]
+
+
+def _counts(own: list[Verdict]) -> str:
+    """Each script counts once: the worst of its reasons."""
+    kinds = [{reason.kind for reason in verdict.reasons} for verdict in own]
+    missing = sum("module missing" in kind for kind in kinds)
+    unknown = sum("unknown key" in kind and "module missing" not in kind for kind in kinds)
+    resolve = sum(not kind for kind in kinds)
+    return f"{resolve} | {len(own) - resolve - unknown - missing} | {unknown} | {missing}"
+
+
+def blockers(results: list[Verdict]) -> list[tuple[Reason, int, int]]:
+    """Every reason with the number of scripts it stands in the way of, and of those that it alone blocks."""
+    every = Counter(reason for verdict in results for reason in verdict.reasons)
+    alone = Counter(next(iter(verdict.reasons)) for verdict in results if len(verdict.reasons) == 1)
+    return sorted(((reason, n, alone[reason]) for reason, n in every.items()), key=lambda row: (-row[1], row[0].name))
+
+
+def report(results: list[Verdict]) -> str:
+    """The figures as tables."""
+    lines = [*by_group(results, "category"), "", *by_group(results, "engine"), ""]
+    lines += ["| what stands in the way | kind | scripts | it alone |", "| --- | --- | --- | --- |"]
+    for reason, count, alone in blockers(results):
+        lines.append(f"| {_cell(reason.name)} | {reason.kind} | {count} | {alone or ''} |")
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"\s+", " ", text).replace("|", "\\|")
+
+
+def page(results: list[Verdict], commit: str) -> str:
+    """docs/compatibility.md."""
+    resolved = sum(not verdict.reasons for verdict in results)
+    head = f"""# How many of upstream's commands resolve
+
+{resolved} of {len(results)} recorded scripts resolve here ({date.today().isoformat()}; upstream's checkout: {commit}).
+
+A script resolves when each of its commands gets through the `main(argv)` of its program until work would start, on a
+pretended machine with every device, package and file. That says that its settings are understood and fit together, and
+not that it was run: [coverage.md](coverage.md) and [install.md](install.md#what-has-not-been-run) tell these apart.
+Scripts that train on images stand in rows of their own.
+
+This page is written by `PYTHONPATH=. python scripts/compatibility.py COMMANDS.jsonl --write`; the same script records
+such a file from a checkout of upstream: `--record UPSTREAM_FOLDER > COMMANDS.jsonl`. "It alone" counts scripts in whose
+way nothing else stands.
+"""
+    return f"{head}\n{report(results)}\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commands", nargs="?", type=Path, help="a recording, a JSON object per line")
+    parser.add_argument("--record", type=Path, metavar="UPSTREAM_FOLDER", help="print a recording of this checkout")
+    parser.add_argument("--list", action="store_true", help="show every script with its reasons")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--commit", default="not recorded", help="upstream's commit or date, for the page")
+    args = parser.parse_args(argv)
+    if args.record is not None:
+        return recording.main(args.record)
+    if args.commands is None:
+        parser.error("name a recording, or a checkout with --record")
+    results = verdicts(read_commands(args.commands))
+    if args.list:
+        for verdict in results:
+            print(f"{'ok ' if not verdict.reasons else 'no '} {verdict.script} ({verdict.engine}, {verdict.category})")
+            for reason, message in verdict.reasons.items():
+                print(f"    {reason.kind}: {message[:300]}")
+    print(report(results))
+    if args.write:
+        PAGE.write_text(page(results, args.commit), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
