@@ -4,6 +4,9 @@ Importing this package loads neither torch nor ray; `DataProto` is loaded when i
 """
 
 from verl._version import __version__
+from verl.compat import install
+
+install()
 
 __all__ = ["DataProto", "__version__"]
 

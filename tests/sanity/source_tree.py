@@ -75,9 +75,17 @@ def module_name(path: Path) -> str:
 
 @functools.cache
 def module_names() -> frozenset[str]:
-    """All modules and packages below ``verl``, packages without an ``__init__`` included."""
-    names = {module_name(path) for path in python_files("verl")}
+    """All modules and packages below ``verl``, packages without an ``__init__`` and upstream's paths included."""
+    names = {module_name(path) for path in python_files("verl")} | set(upstream_paths())
     return frozenset(names | {".".join(n.split(".")[:i]) for n in names for i in range(1, n.count(".") + 1)})
+
+
+@functools.cache
+def upstream_paths() -> dict[str, Path]:
+    """Each module that is imported under upstream's name alone, and its file."""
+    names = {module_name(path): path for path in python_files("verl")}
+    head = "verl.compat.paths."
+    return {"verl." + name.removeprefix(head): path for name, path in names.items() if name.startswith(head)}
 
 
 def imports(path: Path) -> list[Import]:
