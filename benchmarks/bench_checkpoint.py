@@ -110,7 +110,12 @@ def resume(folder: Path, times: int) -> tuple[list[float], list[float]]:
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "VERL_FILE_LOGGER_PATH": str(folder / "m.jsonl"),
     }  # fmt: skip
-    prepare = [sys.executable, "-m", "verl.data.prepare.arithmetic", "--local_save_dir", str(folder / "data")]
+    prepare = [
+        sys.executable,
+        f"{ROOT}/examples/data_preprocess/arithmetic.py",
+        "--local_save_dir",
+        str(folder / "data"),
+    ]
 
     def quietly(words: list[str]) -> None:
         subprocess.run(

@@ -1,14 +1,36 @@
-"""AIME 2024 for the agent loop with tools as parquet.
+"""The thirty problems of AIME 2024, for evaluation by the agent loop with tools: answers are integers from 0 to 999."""
 
-The same program as ``python -m verl.data.prepare.aime --agent_name tool_agent``:
+from __future__ import annotations
 
-python examples/data_preprocess/aime2024_multiturn_w_tool.py --local_save_dir ~/data/aime2024_multiturn_w_tool
-"""
+from collections.abc import Sequence
 
-import sys
+from command import Row, run
+from source import Example, Published, convert, prompt_row, text_of
+from verl.errors import DataError
 
-from verl.data.prepare.aime import main
-from verl.data.prepare.command import run
+HUB_NAME = "Maxwell-Jia/AIME_2024"
+DATA_SOURCE = "aime2024"
+INSTRUCTION = 'Think step by step. The last line has to be "Answer: " and the number.'
+PUBLISHED = Published(HUB_NAME, ("ID", "Problem", "Answer"), {"train": "test"})
+
+
+def to_row(example: Example, index: int, split: str, where: str) -> Row:
+    """One row in the schema of the RL dataset.
+
+    Raises:
+        DataError: the answer is no integer from 0 to 999.
+    """
+    answer = str(example["Answer"]).strip()
+    if not answer.isdigit() or int(answer) > 999:
+        raise DataError("the answer is no integer from 0 to 999", key=where, got=example["Answer"])
+    extra = {"split": "test", "index": index, "id": str(example["ID"])}
+    question = f"{text_of(example, 'Problem', where)}\n\n{INSTRUCTION}"
+    return prompt_row(DATA_SOURCE, question, str(int(answer)), extra)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    convert(PUBLISHED, to_row, argv, "Write AIME 2024 as test.parquet.", agent_name="tool_agent")
+
 
 if __name__ == "__main__":
-    raise SystemExit(run(main, ["--agent_name", "tool_agent", *sys.argv[1:]]))
+    raise SystemExit(run(main))

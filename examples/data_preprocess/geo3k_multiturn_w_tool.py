@@ -1,14 +1,18 @@
-"""Geometry3K for the agent loop with tools as parquet.
+"""Geometry3K for the agent loop with tools: the rows of ``geo3k.py`` with the column that names the loop."""
 
-The same program as ``python -m verl.data.prepare.geo3k --agent_name tool_agent``:
+from __future__ import annotations
 
-python examples/data_preprocess/geo3k_multiturn_w_tool.py --local_save_dir ~/data/geo3k_multiturn_w_tool
-"""
+from collections.abc import Sequence
 
-import sys
+from command import run
+from geo3k import PUBLISHED, to_row
+from source import convert
 
-from verl.data.prepare.command import run
-from verl.data.prepare.geo3k import main
+
+def main(argv: Sequence[str] | None = None) -> None:
+    says = "Write Geometry3K with images for the agent loop with tools."
+    convert(PUBLISHED, to_row, argv, says, agent_name="tool_agent")
+
 
 if __name__ == "__main__":
-    raise SystemExit(run(main, ["--agent_name", "tool_agent", *sys.argv[1:]]))
+    raise SystemExit(run(main))

@@ -1,10 +1,31 @@
-"""GSM8K with an interaction: the same program as ``python -m verl.data.prepare.gsm8k_multiturn_w_interaction``.
+"""GSM8K for rollouts in which something answers the model: it says whether the answer is right, and the model goes on.
 
-python examples/data_preprocess/gsm8k_multiturn_w_interaction.py --local_save_dir ~/data/gsm8k_multiturn_w_interaction
+Which one answers, and with what, is in ``extra_info.interaction_kwargs``.
 """
 
-from verl.data.prepare.command import run
-from verl.data.prepare.gsm8k_multiturn_w_interaction import main
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from command import Row, run
+from gsm8k import HUB_NAME, INSTRUCTION, PUBLISHED, solved
+from source import Example, convert, prompt_row
+
+INTERACTION = "gsm8k"
+SYSTEM = "You solve word problems step by step. You are told whether your answer is right, and may correct it."
+
+
+def to_row(example: Example, index: int, split: str, where: str) -> Row:
+    """One row in the schema of the RL dataset, with what the other side needs to know."""
+    question, solution, answer = solved(example, where)
+    asked = {"name": INTERACTION, "query": question, "ground_truth": answer}
+    extra = {"split": split, "index": index, "question": question, "answer": solution, "interaction_kwargs": asked}
+    return prompt_row(HUB_NAME, f"{question} {INSTRUCTION}", answer, extra, system=SYSTEM)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    convert(PUBLISHED, to_row, argv, "Write GSM8K for rollouts with an interaction.")
+
 
 if __name__ == "__main__":
     raise SystemExit(run(main))

@@ -1,14 +1,18 @@
-"""GSM8K for the agent loop with tools as parquet.
+"""GSM8K for the agent loop with tools: rows of ``gsm8k_multiturn_w_tool.py`` with a column that names the loop."""
 
-The same program as ``python -m verl.data.prepare.gsm8k_multiturn_w_tool --agent_name tool_agent``:
+from __future__ import annotations
 
-python examples/data_preprocess/gsm8k_tool_agent_loop.py --local_save_dir ~/data/gsm8k_tool_agent_loop
-"""
+from collections.abc import Sequence
 
-import sys
+from command import run
+from gsm8k import PUBLISHED
+from gsm8k_multiturn_w_tool import to_row
+from source import convert
 
-from verl.data.prepare.command import run
-from verl.data.prepare.gsm8k_multiturn_w_tool import main
+
+def main(argv: Sequence[str] | None = None) -> None:
+    convert(PUBLISHED, to_row, argv, "Write GSM8K for the agent loop with tools.", agent_name="tool_agent")
+
 
 if __name__ == "__main__":
-    raise SystemExit(run(main, ["--agent_name", "tool_agent", *sys.argv[1:]]))
+    raise SystemExit(run(main))

@@ -1,10 +1,56 @@
-"""HellaSwag as parquet: the same program as ``python -m verl.data.prepare.hellaswag``.
+"""HellaSwag, which of four endings follows (Zellers et al. 2019, arXiv:1905.07830): the answer is a number.
 
-python examples/data_preprocess/hellaswag.py --local_save_dir ~/data/hellaswag
+No built-in scorer: the ground truth is the number of the ending, 0 to 3.
 """
 
-from verl.data.prepare.command import run
-from verl.data.prepare.hellaswag import main
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from command import Row, run
+from source import Example, Published, convert, list_of, prompt_row, text_of
+from verl.errors import DataError
+
+HUB_NAME = "Rowan/hellaswag"
+MARKUP = re.compile(r"\[[^\]]*\]")
+QUESTION = "{context}\n\nHow does it go on?\n{endings}\nAnswer with the number of the ending."
+PUBLISHED = Published(
+    HUB_NAME,
+    ("activity_label", "ctx", "endings", "label"),
+    {"train": "train", "validation": "validation"},
+    leaves_out="they have no answer",
+)
+
+
+def clean(text: str) -> str:
+    """A text without the markup that its source left in it, such as ``[header]``.
+
+    Example:
+        >>> clean("[title] Peel  the apple.")
+        'Peel the apple.'
+    """
+    return " ".join(MARKUP.sub(" ", text).split())
+
+
+def to_row(example: Example, index: int, split: str, where: str) -> Row | None:
+    """One row in the schema of the RL dataset; none for an example without an answer."""
+    label, endings = str(example["label"]).strip(), list_of(example, "endings", where)
+    if not label:
+        return None
+    if len(endings) != 4 or not all(isinstance(ending, str) for ending in endings) or label not in ("0", "1", "2", "3"):
+        raise DataError("not four endings and one of 0, 1, 2, 3", key=where, got=(len(endings), label))
+    context = clean(f"{text_of(example, 'activity_label', where)}: {text_of(example, 'ctx', where)}")
+    listed = "\n".join(f"{number}: {clean(ending)}" for number, ending in enumerate(endings))
+    question = QUESTION.format(context=context, endings=listed)
+    extra = {"split": split, "index": index}
+    return prompt_row(HUB_NAME, question, label, extra, ability="commonsense", style="rule")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    says = "Write HellaSwag as train.parquet and validation.parquet (the test split has no answers)."
+    convert(PUBLISHED, to_row, argv, says)
+
 
 if __name__ == "__main__":
     raise SystemExit(run(main))

@@ -22,7 +22,7 @@ def rambling_answer(answer: str, rambles: bool) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the demonstrations of a pupil who does not stop in time.")
-    parser.add_argument("source", help="conversations from verl.data.prepare.arithmetic")
+    parser.add_argument("source", help="conversations of data_preprocess/arithmetic.py")
     parser.add_argument("target", help="the parquet file to write")
     parser.add_argument("--rambles", type=float, default=0.6, help="share of answers that go on")
     parser.add_argument("--seed", type=int, default=0)

@@ -35,7 +35,8 @@ console = Console()
 def command_lines(out: Path, seed: int) -> list[tuple[str, list[str]]]:
     """The stages of the quickstart: what each is for, and its command."""
     data, warm = out / "data", out / "sft" / f"global_step_{SFT_STEPS}" / "model" / "huggingface"
-    prepare = f"-m verl.data.prepare.arithmetic --local_save_dir {data} --train_size 3072 --sft_size 4096 --seed {seed}"
+    arithmetic = HERE.parent / "data_preprocess" / "arithmetic.py"
+    prepare = f"{arithmetic} --local_save_dir {data} --train_size 3072 --sft_size 4096 --seed {seed}"
     demonstrate = f"{HERE}/demonstrations.py {data}/sft.parquet {data}/demonstrations.parquet"
     sft = [
         f"data.train_files={data}/demonstrations.parquet",

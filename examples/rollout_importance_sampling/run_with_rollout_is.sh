@@ -48,7 +48,7 @@ if [[ -z ${MODEL_PATH:-} ]]; then
         "reward.custom_reward_function.path=$quickstart/reward.py"
     )
     if [[ ! -d $MODEL_PATH && ${SHOW:-0} != 1 ]]; then
-        "$python" -m verl.data.prepare.arithmetic --local_save_dir "$out/data" --train_size 3072 --sft_size 4096
+        "$python" "$quickstart/../data_preprocess/arithmetic.py" --local_save_dir "$out/data" --train_size 3072 --sft_size 4096
         "$python" "$quickstart/demonstrations.py" "$out/data/sft.parquet" "$out/data/demonstrations.parquet"
         "$python" "$quickstart/model.py" "$out/base"
         "$python" -m verl.trainer.sft_trainer \

@@ -14,7 +14,7 @@ if [[ "${TINY:-0}" == 1 ]]; then
   tiny="${TINY_DIR:-outputs/tiny}"
   if [[ ! -f "$tiny/ready" ]]; then
     python3 "$examples/quickstart/model.py" "$tiny/model" > /dev/null
-    python3 -m verl.data.prepare.arithmetic --local_save_dir "$tiny/data" \
+    python3 "$examples/data_preprocess/arithmetic.py" --local_save_dir "$tiny/data" \
       --train_size 64 --val_size 16 --sft_size 64 > /dev/null
     python3 "$examples/tiny/pairs.py" "$tiny/data/pairs.parquet"
     touch "$tiny/ready"

@@ -3,7 +3,7 @@
 # TINY=1 runs the same command in small on a CPU, SHOW=1 prints the settings: see examples/tiny/settings.sh.
 set -euo pipefail
 source "$(dirname "$0")/../../examples/tiny/settings.sh"
-data="${DATA:-$HOME/data/gsm8k}" # python3 -m verl.data.prepare.gsm8k
+data="${DATA:-$HOME/data/gsm8k}" # python3 examples/data_preprocess/gsm8k.py
 model="${MODEL:-Qwen/Qwen2.5-3B-Instruct}"
 
 spin_tiny=()

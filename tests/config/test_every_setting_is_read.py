@@ -209,7 +209,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_prompts("train.parquet", 8)
     for name, text in {"scorer": SCORER, "manager": MANAGER, "dataset": DATASET, "sft_dataset": SFT_DATASET}.items():
         Path(f"{name}.py").write_text(text)
-    Path("tools.yaml").write_text("tools: [{class_name: verl.tools.calculator.CalculatorTool}]\n")
+    Path("tools.yaml").write_text("tools: [{class_name: examples.calculator.tool.CalculatorTool}]\n")
     turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     pq.write_table(pa.Table.from_pylist([{"messages": turns}] * 4), "sft.parquet")
     return tmp_path

@@ -280,7 +280,7 @@ def test_rows_collate_and_the_dataset_travels_to_loader_processes(tmp_path, toke
 def test_prompts_are_measured_with_the_schemas_of_the_tools_and_kept_without_them(tmp_path, tokenizer):
     tokenizer.chat_template = "{{ tools | tojson if tools else '' }}" + tokenizer.chat_template
     tools = tmp_path / "tools.yaml"
-    tools.write_text("tools: [{class_name: verl.tools.calculator.CalculatorTool}]")
+    tools.write_text("tools: [{class_name: examples.calculator.tool.CalculatorTool}]")
     plain = dataset(tmp_path, tokenizer, asking("abc"), max_prompt_length=OVERHEAD + 20)
     with pytest.raises(DataError, match=r"longer than data\.max_prompt_length"):
         dataset(tmp_path, tokenizer, asking("abc"), max_prompt_length=OVERHEAD + 20, tool_config_path=str(tools))

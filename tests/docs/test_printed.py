@@ -110,7 +110,7 @@ def rises(values: list[float], start: int, end: int) -> bool:
 def by_hand(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The quickstart by hand, to its end: its folder and what it printed."""
     folder = tmp_path_factory.mktemp("by_hand")
-    return folder, bash(folder, block("docs/quickstart.md", "python -m verl.data.prepare.arithmetic"))
+    return folder, bash(folder, block("docs/quickstart.md", "python examples/data_preprocess/arithmetic.py"))
 
 
 @pytest.mark.e2e
@@ -161,7 +161,7 @@ def test_the_readme_goes_from_data_to_a_checkpoint_and_shows_what_a_step_prints(
 def test_the_page_of_data_writes_what_it_says(tmp_path):
     script = block("docs/data.md", "import pandas")
     (tmp_path / "columns.py").write_text(script)
-    bash(tmp_path, f"python columns.py\n{block('docs/data.md', 'python -m verl.data.prepare.arithmetic')}")
+    bash(tmp_path, f"python columns.py\n{block('docs/data.md', 'python examples/data_preprocess/arithmetic.py')}")
     written = ["train.parquet", *(f"data/arithmetic/{name}.parquet" for name in ("train", "test", "sft"))]
     assert [name for name in written if not (tmp_path / name).is_file()] == []
 

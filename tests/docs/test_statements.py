@@ -238,7 +238,9 @@ def test_every_built_in_name_is_described(page):
 
 def test_every_program_that_prepares_data_is_described():
     said = " ".join(code(ROOT / "docs/data.md"))
-    programs = [file.stem for file in (ROOT / "verl/data/prepare").glob("*.py") if "def main(" in file.read_text()]
+    programs = [
+        file.stem for file in (ROOT / "examples/data_preprocess").glob("*.py") if "def main(" in file.read_text()
+    ]
     assert programs and [name for name in programs if not re.search(rf"\b{name}\b", said)] == []
 
 

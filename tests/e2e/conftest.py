@@ -45,7 +45,8 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Arithmetic:
     folder = tmp_path_factory.mktemp("arithmetic")
     quickstart = PROJECT / "examples/quickstart"
     sizes = ["--train_size", "3072", "--sft_size", "4096"]
-    command("verl.data.prepare.arithmetic", "--local_save_dir", "data", *sizes, "--seed", "0", cwd=folder)
+    write = PROJECT / "examples/data_preprocess/arithmetic.py"
+    run([sys.executable, f"{write}", "--local_save_dir", "data", *sizes, "--seed", "0"], cwd=folder)
     run([sys.executable, f"{quickstart}/demonstrations.py", "data/sft.parquet", "data/pupil.parquet"], cwd=folder)
     run([sys.executable, f"{quickstart}/model.py", "base"], cwd=folder)
     command(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from tests.e2e.runs import command, curve, metrics
+from tests.e2e.runs import PROJECT, command, curve, metrics, run
 from tests.support import write_prompts
 
 pytestmark = pytest.mark.e2e
@@ -49,14 +51,8 @@ def test_twenty_grpo_steps_teach_tinystories_a_chosen_word(shared, tmp_path):
 
 
 def test_real_gsm8k_rows_train_without_error(shared, tmp_path):
-    command(
-        "verl.data.prepare.gsm8k",
-        "--local_dataset_path",
-        f"{shared}/data/gsm8k",
-        "--local_save_dir",
-        "gsm8k",
-        cwd=tmp_path,
-    )
+    write = [sys.executable, f"{PROJECT}/examples/data_preprocess/gsm8k.py", "--local_save_dir", "gsm8k"]
+    run([*write, "--local_dataset_path", f"{shared}/data/gsm8k"], cwd=tmp_path)
     command(
         "verl.trainer.main_ppo",
         "algorithm.adv_estimator=grpo",

@@ -30,8 +30,8 @@ def test_the_notebook_is_committed_without_outputs_and_has_no_magic_commands(pro
 
 @pytest.mark.e2e
 def test_the_notebook_runs_from_its_first_to_its_last_cell(project_root, tmp_path):
-    (tmp_path / "examples").mkdir()
-    shutil.copytree(project_root / "examples/quickstart", tmp_path / "examples/quickstart")
+    for folder in ("quickstart", "data_preprocess"):
+        shutil.copytree(project_root / "examples" / folder, tmp_path / "examples" / folder)
     script = tmp_path / "notebook.py"
     script.write_text("\n\n".join(cells(project_root, "code")), encoding="utf-8")
     environment = {**os.environ, "TINY": "1", "NOTEBOOK_DIR": "out", "PYTHONPATH": str(project_root)}

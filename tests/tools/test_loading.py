@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from examples.calculator.tool import CalculatorTool
 from verl.errors import ConfigError
-from verl.tools.calculator import CalculatorTool
 from verl.tools.gsm8k_tool import Gsm8kTool, same_number
 from verl.tools.loading import load_tools
 
@@ -25,7 +25,7 @@ tools:
           properties:
             answer: {type: "string", description: "The answer, ${not.resolved}"}
           required: ["answer"]
-  - class_name: verl.tools.calculator.CalculatorTool
+  - class_name: examples.calculator.tool.CalculatorTool
 """
 PYTHON = '''
 from verl.tools.function_tool import function_tool
@@ -61,8 +61,8 @@ def test_tools_come_from_both_files_in_their_order(tmp_path):
         ("tools: [{class_name: os.system}]", "not a tool.*subclass of BaseTool"),
         ("tools: [{class_name: verl.tools.none.X}]", "no module named 'verl.tools.none'"),
         ("tools: [{class_name: verl.tools.base.BaseTool}]", r"tools\[0\].*no schema"),
-        ("tools: [{class_name: verl.tools.calculator.CalculatorTool}, "
-         "{class_name: verl.tools.calculator.CalculatorTool}]", "two tools have one name"),
+        ("tools: [{class_name: examples.calculator.tool.CalculatorTool}, "
+         "{class_name: examples.calculator.tool.CalculatorTool}]", "two tools have one name"),
         ("tools: !!python/object/apply:os.system [echo]", "not readable as YAML"),
         ("tools: [", "not readable as YAML"),
     ],

@@ -188,7 +188,7 @@ def _data_files(data: ConfigNode, custom: str | None) -> Problems:
         return []  # what the names mean is up to the user's dataset class
     hint = ""
     if data.train_files == _default_files(data):
-        make = "python -m verl.data.prepare.gsm8k --help"
+        make = "python examples/data_preprocess/gsm8k.py --help"
         hint = f"This is the default path: set data.train_files, or make the file (`{make}`)."
     return _missing_data("data.train_files", data.train_files, hint) + _missing_data("data.val_files", data.val_files)
 

@@ -6,7 +6,6 @@ import io
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -14,20 +13,18 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from verl.data.prepare import (
-    aime,
-    dapo_math,
-    full_hh_rlhf,
-    geo3k,
-    gsm8k,
-    gsm8k_multiturn_sft,
-    gsm8k_multiturn_w_interaction,
-    gsm8k_multiturn_w_tool,
-    hellaswag,
-    math,
-    multiturn,
-    search_r1,
-)
+import aime2024_multiturn_w_tool
+import dapo_multiturn_w_tool
+import full_hh_rlhf
+import geo3k
+import gsm8k
+import gsm8k_multiturn_sft
+import gsm8k_multiturn_w_interaction
+import gsm8k_multiturn_w_tool
+import hellaswag
+import math_dataset
+import multiturn
+import preprocess_search_r1_dataset
 from verl.errors import DataError
 from verl.rewards import default_compute_score
 
@@ -76,7 +73,7 @@ def prepare(tmp_path):
 
 def test_math_takes_the_last_boxed_answer_as_the_truth(prepare):
     nested = {**PROBLEM, "solution": r"First $\boxed{1}$, no: $\boxed{\frac{1}{2}}$."}
-    found = prepare(math, {"train": [PROBLEM, nested], "test": [PROBLEM]})
+    found = prepare(math_dataset, {"train": [PROBLEM, nested], "test": [PROBLEM]})
     assert sorted(found) == ["test", "train"]
     assert [row["reward_model"]["ground_truth"] for row in found["train"]] == ["2", r"\frac{1}{2}"]
     first = found["train"][0]
@@ -87,7 +84,7 @@ def test_math_takes_the_last_boxed_answer_as_the_truth(prepare):
 
 def test_math_without_a_boxed_answer_is_an_error_with_file_and_row(prepare):
     with pytest.raises(DataError, match=r"train\.parquet, row 1: the solution has no \\boxed"):
-        prepare(math, {"train": [PROBLEM, {**PROBLEM, "solution": "2"}], "test": [PROBLEM]})
+        prepare(math_dataset, {"train": [PROBLEM, {**PROBLEM, "solution": "2"}], "test": [PROBLEM]})
 
 
 @pytest.mark.parametrize(
@@ -131,13 +128,13 @@ def test_a_picture_that_is_open_already_becomes_bytes():
 
 def test_repeated_problems_of_dapo_are_written_once(prepare):
     other = {**DAPO, "extra_info": {"index": "b2"}}
-    (first, second) = prepare(dapo_math, {"train": [DAPO, other, DAPO]})["train"]
+    (first, second) = prepare(dapo_multiturn_w_tool, {"train": [DAPO, other, DAPO]})["train"]
     assert (first["extra_info"]["id"], second["extra_info"]["id"]) == ("a1", "b2")
     assert first["data_source"] == "math_dapo" and first["reward_model"] == {"style": "rule", "ground_truth": "2"}
 
 
 def test_an_answer_of_aime_is_an_integer_without_leading_zeros(prepare):
-    (row,) = prepare(aime, {"train": [EXAM]}, "--agent_name", "tool_agent")["test"]
+    (row,) = prepare(aime2024_multiturn_w_tool, {"train": [EXAM]})["test"]
     assert row["reward_model"]["ground_truth"] == "33" and row["data_source"] == "aime2024"
     assert row["agent_name"] == "tool_agent" and row["extra_info"]["id"] == "2024-I-1"
 
@@ -172,7 +169,7 @@ QUESTION = {"id": "q1", "question": "Who wrote it?", "golden_answers": ["Jo", "J
 
 
 def test_a_question_to_be_searched_names_its_scorer_and_keeps_all_its_answers(prepare):
-    (row,) = prepare(search_r1, {"train": [QUESTION], "test": [QUESTION]})["train"]
+    (row,) = prepare(preprocess_search_r1_dataset, {"train": [QUESTION], "test": [QUESTION]})["train"]
     assert row["data_source"] == "searchR1_nq" and row["reward_model"]["ground_truth"] == {"target": ["Jo", "J. Doe"]}
     assert "search" in row["extra_info"]["tools_kwargs"]
     truth = row["reward_model"]["ground_truth"]
@@ -198,7 +195,7 @@ def test_all_shards_of_a_split_are_read_and_a_missing_one_is_told(tmp_path):
 def test_a_data_set_of_one_split_may_have_a_file_of_any_name(tmp_path):
     (tmp_path / "data").mkdir()
     pq.write_table(pa.Table.from_pylist([DAPO]), tmp_path / "data" / "dapo-math-17k.parquet")
-    dapo_math.main(["--local_save_dir", str(tmp_path / "out"), "--local_dataset_path", str(tmp_path)])
+    dapo_multiturn_w_tool.main(["--local_save_dir", str(tmp_path / "out"), "--local_dataset_path", str(tmp_path)])
     assert len(pq.read_table(tmp_path / "out" / "train.parquet")) == 1
 
 
@@ -217,14 +214,14 @@ def test_without_a_folder_the_hub_is_asked_by_name_and_split(tmp_path, monkeypat
 
 
 WRONG_TYPES = [
-    (math, {**PROBLEM, "problem": 5}, "column 'problem' has no text"),
+    (math_dataset, {**PROBLEM, "problem": 5}, "column 'problem' has no text"),
     (geo3k, {**FIGURE, "images": "figure.png"}, "column 'images' has no list"),
     (hellaswag, {**STORY, "endings": "peel it."}, "column 'endings' has no list"),
     (hellaswag, {**STORY, "endings": [1, 2, 3, 4]}, "not four endings"),
-    (dapo_math, {**DAPO, "prompt": "Solve"}, "column 'prompt' has no list"),
-    (dapo_math, {**DAPO, "reward_model": "2"}, "column 'reward_model' has no fields"),
-    (aime, {**EXAM, "Answer": "about 7"}, "no integer from 0 to 999"),
-    (search_r1, {**QUESTION, "golden_answers": []}, "has no answer"),
+    (dapo_multiturn_w_tool, {**DAPO, "prompt": "Solve"}, "column 'prompt' has no list"),
+    (dapo_multiturn_w_tool, {**DAPO, "reward_model": "2"}, "column 'reward_model' has no fields"),
+    (aime2024_multiturn_w_tool, {**EXAM, "Answer": "about 7"}, "no integer from 0 to 999"),
+    (preprocess_search_r1_dataset, {**QUESTION, "golden_answers": []}, "has no answer"),
     (full_hh_rlhf, {**DIALOGUE, "chosen": 3}, "column 'chosen' has no text"),
 ]
 
@@ -243,7 +240,7 @@ def test_the_hand_written_conversations_take_turns(tmp_path):
         assert roles == ["user", "assistant"] * (len(roles) // 2)
 
 
-@pytest.mark.parametrize("program", [math, full_hh_rlhf, geo3k, hellaswag], ids=lambda p: p.__name__.split(".")[-1])
+@pytest.mark.parametrize("program", [math_dataset, full_hh_rlhf, geo3k, hellaswag], ids=lambda p: p.__name__)
 def test_a_file_without_a_column_is_named_with_what_it_has(prepare, program):
     flags = ["--split", "sft"] if program is full_hh_rlhf else []
     with pytest.raises(DataError, match=r"train\.parquet: no column .*the file has: text"):
@@ -267,10 +264,3 @@ def test_a_script_of_the_examples_names_the_agent_loop(tmp_path, project_root, s
     assert done.returncode == 0, done.stderr
     found = pq.read_table(next((tmp_path / "out").glob("*.parquet"))).to_pylist()
     assert {row["agent_name"] for row in found} == {"tool_agent"}
-
-
-def test_every_script_of_the_examples_is_one_of_the_programs(project_root):
-    programs = {path.stem for path in (project_root / "verl/data/prepare").glob("*.py")}
-    for path in sorted((project_root / "examples/data_preprocess").glob("*.py")):
-        imported = [line for line in path.read_text().splitlines() if line.startswith("from verl.data.prepare.")]
-        assert {Path(line.split()[1].replace(".", "/")).name for line in imported} <= programs

@@ -7,10 +7,10 @@ import re
 import pyarrow.parquet as pq
 import pytest
 
+from command import run
+from gsm8k import final_answer, main
 from verl.config import DataConfig
 from verl.data import RLHFDataset
-from verl.data.prepare.command import run
-from verl.data.prepare.gsm8k import final_answer, main
 from verl.errors import DataError
 
 

@@ -17,9 +17,9 @@ from verl.storage import copy, expand
 Row = dict[str, Any]
 
 
-def parser(module: str, description: str) -> argparse.ArgumentParser:
+def parser(description: str) -> argparse.ArgumentParser:
     """An argument parser with the flags for where to write; ``--local_dir`` is the older name of one."""
-    made = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
+    made = argparse.ArgumentParser(description=description)
     made.add_argument("--local_save_dir", help="folder to write to (made if missing)")
     made.add_argument("--local_dir", help="older name of --local_save_dir")
     made.add_argument("--hdfs_dir", help="also copy the files to this hdfs:// folder")

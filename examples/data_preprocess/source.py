@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from command import Row, parser, save_dir, write
 from verl.data.files import SUFFIXES, read_files, require_column
-from verl.data.prepare.command import Row, parser, save_dir, write
 from verl.errors import DataError, MissingDependencyError
 from verl.storage import resolve
 
@@ -88,16 +88,25 @@ class Published:
             ) from failure
 
 
-def convert(module: str, published: Published, make_row: MakeRow, argv: Sequence[str] | None, says: str) -> None:
+def convert(
+    published: Published,
+    make_row: MakeRow,
+    argv: Sequence[str] | None,
+    says: str,
+    *,
+    agent_name: str | None = None,
+) -> None:
     """The whole program of a data set whose every example becomes one row: flags, reading, writing.
 
     Args:
-        module: of the program, for its usage.
-        says: what it does, for its usage.
+        says: what the program does, for its usage.
+        agent_name: agent loop that runs the rows, unless the command line names one.
     """
-    made = parser(f"verl.data.prepare.{module}", says)
+    made = parser(says)
     add_source(made, published)
-    made.add_argument("--agent_name", help="agent loop that runs the rows, written as a column of that name")
+    made.add_argument(
+        "--agent_name", default=agent_name, help="agent loop that runs the rows, written as a column of that name"
+    )
     arguments = made.parse_args(argv)
     folder = save_dir(arguments, made)
     source = source_folder(arguments)

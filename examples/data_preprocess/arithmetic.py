@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from verl.data.prepare.command import Row, parser, run, save_dir, write
+from command import Row, parser, run, save_dir, write
 from verl.errors import DataError
 from verl.metrics import notice
 
@@ -67,7 +67,7 @@ def question(pair: Pair) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = parser("verl.data.prepare.arithmetic", "Write additions as train.parquet, test.parquet and sft.parquet.")
+    made = parser("Write additions as train.parquet, test.parquet and sft.parquet.")
     made.add_argument("--train_size", type=int, default=4096, help="training prompts")
     made.add_argument("--val_size", type=int, default=512, help="test prompts, none of them among the others")
     made.add_argument("--sft_size", type=int, default=2048, help="supervised conversations")

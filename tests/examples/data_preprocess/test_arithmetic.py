@@ -5,9 +5,9 @@ from __future__ import annotations
 import pyarrow.parquet as pq
 import pytest
 
+from arithmetic import draw_pairs, main
 from verl.config import DataConfig, SFTDataConfig
 from verl.data import MultiTurnSFTDataset, RLHFDataset
-from verl.data.prepare.arithmetic import draw_pairs, main
 from verl.errors import DataError
 from verl.metrics import notices
 

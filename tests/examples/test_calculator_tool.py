@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.tools.calculator import CalculatorTool, calculate, shown
+from examples.calculator.tool import CalculatorTool, calculate, shown
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,21 @@
+"""A tokenizer to read prepared rows with, and no notices of another test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support import tiny_tokenizer
+from verl.metrics import reset_notices
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """A byte-level tokenizer: one character of ASCII is one token."""
+    return tiny_tokenizer()
+
+
+@pytest.fixture(autouse=True)
+def fresh_notices() -> None:
+    reset_notices()
