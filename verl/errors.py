@@ -110,11 +110,23 @@ def _rebuild(cls: type[VerlError], message: str, key: str | None, got: Any, allo
 
 
 class ConfigError(VerlError, ValueError):
-    """A setting is unknown, of the wrong type, out of range, or contradicts another one."""
+    """A setting is unknown, of the wrong type, out of range, or contradicts another one.
+
+    Attributes:
+        problems: every one of several problems, where the message lists the first of them.
+    """
+
+    problems: tuple[ConfigError, ...] = ()
 
 
 class NotBuiltError(ConfigError, NotImplementedError):
-    """The setting is known, but the feature behind it does not exist in this version."""
+    """The setting is known, but the feature behind it does not exist in this version.
+
+    Attributes:
+        feature: its name, where several settings wait for the same one.
+    """
+
+    feature: str = ""
 
 
 class DataError(VerlError, ValueError):

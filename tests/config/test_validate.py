@@ -559,11 +559,54 @@ def test_all_problems_are_told_at_once_each_on_its_own_line(ppo, files):
 
 
 def test_only_features_that_are_not_built_make_an_error_of_that_kind(ppo):
-    load = [f"{R}.name=trtllm", f"{A}.strategy=torchtitan"]
+    load = [f"{R}.enable_vision=true", "transfer_queue.enable=true"]
     message(ppo, *load, kind=NotBuiltError)
     with pytest.raises(ConfigError) as caught:
-        ppo(*load, "algorithm.gamma=2")
+        ppo(*load, "trainer.nnodes=two")
     assert not isinstance(caught.value, NotBuiltError)
+
+
+def test_an_engine_that_is_not_built_comes_alone_with_the_number_of_the_other_problems(ppo):
+    details = [f"{A}.veomni.param_offload=true", f"{A}.veomni.seed=2", "trainer.total_epoch=2"]
+    said = message(ppo, "model_engine=veomni", *details, kind=NotBuiltError).splitlines()
+    assert said[0].startswith(f"{A}.strategy: the training backend 'veomni' is not built yet")
+    assert said[1:] == ["(3 more problems of these settings may go with it.)"]
+    both = message(ppo, f"{R}.name=trtllm", f"{A}.strategy=torchtitan", "algorithm.gamma=2", kind=NotBuiltError)
+    keys = [f"  - {A}.strategy", f"  - {R}.name"]
+    assert [line.split(":")[0] for line in both.splitlines()[1:]] == keys  # gamma is judged once the others stand
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [("trainer.v1.trainer_mode=separate_async", "schedule 'separate_async'"), ("trainer.device=npu", "Ascend NPUs")],
+)
+def test_a_schedule_or_a_device_that_is_not_built_decides_too(ppo, override, says):
+    said = message(ppo, override, "transfer_queue.enable=true", kind=NotBuiltError).splitlines()
+    assert says in said[0] and len(said) == 2
+
+
+def test_the_settings_of_one_missing_feature_are_one_problem_named_by_its_switch(ppo):
+    own = ["distillation.nnodes=1", "distillation.distillation_loss.topk=64", "distillation.enabled=true"]
+    said = message(ppo, *own, f"{R}.enable_vision=true", kind=NotBuiltError).splitlines()
+    assert len(said) == 3 and said[1].startswith("  - distillation.enabled: not built yet: on-policy distillation")
+    assert said[1].endswith("The same goes for 2 more settings of it.")
+
+
+def test_a_message_lists_a_dozen_problems_and_says_how_many_there_are_more(ppo):
+    names = ("gamma", "lam", "norm_adv_by_std_in_grpo", "use_kl_in_reward", "kl_penalty", "adv_estimator", "use_pf_ppo")
+    wrong = [f"trainer.{n}=x" for n in ("seed", "nnodes", "n_gpus_per_node", "save_freq", "total_epochs", "val_only")]
+    said = message(ppo, *wrong, *(f"algorithm.{name}={{a: 1}}" for name in names)).splitlines()
+    assert said[0] == "13 settings cannot stand:" and said[-1] == "  (1 more problem is not listed.)"
+    assert len(said) == 14
+
+
+def test_unknown_settings_are_suggested_only_what_is_near_and_else_the_mapping_that_takes_them(ppo):
+    said = message(ppo, f"{A}.engine.tp=1", f"{A}.engine.pp=2")
+    assert said.startswith(f"{A}.engine: unknown settings of a section that does not exist: tp, pp.")
+    assert "Did you mean" not in said
+    said = message(ppo, "actor_rollout_ref.model.rope_theta=1", f"{R}.max_num_sqs=3").splitlines()
+    assert said[1].endswith("goes into actor_rollout_ref.model.override_config.")
+    assert said[2].endswith(f"Did you mean '{R}.max_num_seqs'?")
 
 
 def test_looking_at_a_setting_to_check_it_is_not_reading_it(read_ppo):

@@ -33,7 +33,7 @@ ERRORS = {
     f"algorithm.rollout_is_threshold=2.0 {R}.calculate_log_probs=false": f"{R}.calculate_log_probs: algorithm",
     f"{R}.enable_vision=true": f"{R}.enable_vision: not built",
     f"{R}.expert_parallel_size=2": f"{R}.expert_parallel_size: not built for",
-    "trainer.device=npu": "trainer.device: this machine",
+    "trainer.device=cuda": "trainer.device: this machine",
     "trainer.logger=[console,mlflow]": "trainer.logger: 'mlflow'",
     "trainer.logger=[console,wandb]": "trainer.logger: 'wandb'",
     "data.train_files=trian.parquet": "data.train_files: no such file",
@@ -42,7 +42,7 @@ ERRORS = {
     f"{A}.strategy=megatron {A}.megatron.tensor_model_parallel_size=3 trainer.device=cpu trainer.n_gpus_per_node=4": (
         f"{A}.megatron.tensor_model_parallel_size: 4 process(es)"
     ),
-    f"{R}.name=trtllm {A}.ppo_mini_batch_size=5 data.train_batch_size=16": "2 settings cannot stand:",
+    f"algorithm.gamma=2 {A}.ppo_mini_batch_size=5 data.train_batch_size=16": "2 settings cannot stand:",
 }
 WHILE_RUNNING = {
     "data.train_batch_size=4096 mine.name=good": "data.train_batch_size: the dataset has",

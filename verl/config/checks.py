@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl import env
-from verl.config.resolve import raise_all
+from verl.config.refusals import raise_all
 from verl.config.schema import schema_of
 from verl.errors import ConfigError, NotBuiltError, suggest
 from verl.registry import Registry

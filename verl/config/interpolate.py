@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from verl.config.merge import Merge
+from verl.config.nearest import nearest
 from verl.config.schema import Leaf
 from verl.errors import ConfigError
 
@@ -79,7 +80,7 @@ def _raw(merge: Merge, key: str) -> Any:
 def _nowhere(merge: Merge, key: str, error: Exception) -> ConfigError:
     value = merge.values[key]
     name = re.search(r"\$\{([^}:]+)", str(value))
-    near = merge.schema.nearest(name[1]) if name else []
+    near = nearest(merge.schema, name[1]) if name else []
     fix = f"Did you mean {' or '.join(repr(other) for other in near)}?" if near else ""
     if name and name[1].isupper():
         fix = f"For an environment variable write ${{oc.env:{name[1]}}}, or ${name[1]} in a path."

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from verl.config.convert import build, convert, describe
+from verl.config.nearest import nearest
 from verl.config.schema import Leaf, Schema, holds_mapping, schema_of
 from verl.config.tree import Node, place
 from verl.errors import ConfigError, NotBuiltError
@@ -78,7 +79,7 @@ def _check_upstream_only(leaf: Leaf, value: Any) -> None:
 
 
 def _unknown(schema: Schema, key: str, value: Any) -> ConfigError:
-    near = schema.nearest(key)
+    near = nearest(schema, key)
     fix = f"Did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
     kind = "is a section" if schema.is_section(key) else "unknown setting"
     return ConfigError(f"{kind} of {schema.root.__name__}", key=key, got=value, fix=fix)

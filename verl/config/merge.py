@@ -14,6 +14,7 @@ from verl.config.convert import convert
 from verl.config.files import DefaultsEntry, Layer
 from verl.config.groups import Program, choose
 from verl.config.schema import Leaf, holds_mapping, schema_of
+from verl.config.unknown import unknown_settings
 from verl.errors import ConfigError
 from verl.metrics import notice
 
@@ -44,8 +45,10 @@ class Merge:
         self.problems: list[ConfigError] = []
         layers = list(layers)
         self._referenced = _references(layers)
+        self._strangers: list[tuple[str, DefaultsEntry]] = []
         for layer in self._without_lora_switch(layers):
             self._add(layer)
+        self.problems += unknown_settings(self.schema, self._strangers, where)
         for first, second in TWINS:
             one, two = self.origin.get(first), self.origin.get(second)
             if one is None or two is None or one.source != two.source:
@@ -103,7 +106,7 @@ class Merge:
         kind = max(heads, key=lambda name: len(heads[name]))
         head = heads[kind]
         if not head:
-            return self._unknown(key, entry)
+            return self._unknown(key, entry, value)
         if kind == "moved":
             return self._moved(key, head, entry, value)
         if value is not None and kind == "removed":
@@ -141,13 +144,12 @@ class Merge:
         fix = "Remove it; dataset, loop and manager classes of your own have settings of their own (see --help)."
         raise ConfigError("a section's class cannot be replaced", key=key, got=value, fix=fix)
 
-    def _unknown(self, key: str, entry: DefaultsEntry) -> list[tuple[str, Any]]:
+    def _unknown(self, key: str, entry: DefaultsEntry, value: Any) -> list[tuple[str, Any]]:
         if entry.source and key in self._referenced:
             self.variables[key] = entry.value
             return []
-        near = self.schema.nearest(key)
-        fix = f"Did you mean {' or '.join(repr(name) for name in near)}?" if near else "--help lists every setting."
-        raise ConfigError(f"unknown setting{where(entry)}", key=key, got=entry.value, fix=fix)
+        self._strangers.append((key, DefaultsEntry(entry.key, value, entry.source)))
+        return []
 
     def _not_a_section(self, key: str, value: Any) -> ConfigError:
         return ConfigError(

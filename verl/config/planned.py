@@ -50,13 +50,15 @@ def check_built(leaf: Leaf, value: Any, usual: list[Any]) -> ConfigError | None:
         return None
     default, engines = usual[0], " or ".join(leaf.engines)
     above = leaf.key.partition("rollout.")[0]
-    return NotBuiltError(
+    problem = NotBuiltError(
         f"not built for this sampler: {leaf.planned}" if engines else f"not built yet: {leaf.planned}",
         key=leaf.key,
         got=value,
         allowed="null" if default is None else f"{default!r}",
         fix=f"It works with {above}rollout.name={engines}." if engines else INSTEAD.get(leaf.planned, "Leave it out."),
     )
+    problem.feature = leaf.planned
+    return problem
 
 
 def tell_no_effect(leaf: Leaf, value: Any, usual: list[Any], on_command_line: bool) -> None:

@@ -9,6 +9,7 @@ from verl.config.interpolate import interpolated
 from verl.config.merge import Merge, where
 from verl.config.node import ConfigNode, place
 from verl.config.planned import ROLLOUT_ENGINES, check_built, check_choices, for_engine, tell_no_effect
+from verl.config.refusals import not_built_choices, raise_all
 from verl.config.schema import Leaf
 from verl.config.secrets import is_hidden
 from verl.errors import ConfigError, NotBuiltError
@@ -31,6 +32,7 @@ def resolve(merge: Merge) -> ConfigNode:
         usual = _usual(leaf, values)
         problem = check_built(leaf, values[leaf.key], usual) or check_choices(leaf, values[leaf.key])
         problems += [_located(problem, merge, leaf.key)] if problem else []
+    problems += [_located(problem, merge, str(problem.key)) for problem in not_built_choices(values)]
     raise_all(problems or late)
     for leaf in own:
         if leaf.planned is None:
@@ -39,18 +41,6 @@ def resolve(merge: Merge) -> ConfigNode:
     made = build(merge.program.root, values)
     place(made, typed=frozenset(key for key, entry in merge.origin.items() if not entry.source))
     return made
-
-
-def raise_all(problems: list[ConfigError]) -> None:
-    """Nothing, the one error, or one error with a line for each; a NotBuiltError if every one of them is."""
-    unique = list({str(problem): problem for problem in problems}.values())
-    if not unique:
-        return
-    if len(unique) == 1:
-        raise unique[0]
-    kind = NotBuiltError if all(isinstance(problem, NotBuiltError) for problem in unique) else ConfigError
-    lines = [f"{len(unique)} settings cannot stand:", *(str(problem) for problem in unique)]
-    raise kind("\n  - ".join(lines))
 
 
 def _finished(leaf: Leaf, value: Any) -> Any:
@@ -87,4 +77,7 @@ def _located(error: ConfigError, merge: Merge, key: str) -> ConfigError:
         return error
     said = "" if entry.key.startswith(key) or key.startswith(entry.key) else f", given as {entry.key}"
     note = f"{error.message}{said}{where(entry)}"
-    return type(error)(note, key=error.key, got=error.got, allowed=error.allowed, fix=error.fix)
+    made = type(error)(note, key=error.key, got=error.got, allowed=error.allowed, fix=error.fix)
+    if isinstance(error, NotBuiltError):
+        made.feature = error.feature
+    return made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import typing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -77,18 +76,6 @@ class Schema:
             if leaf is not None:
                 return (leaf, ".".join(parts[cut:])) if holds_mapping(leaf.type) else None
         return None
-
-    def nearest(self, key: str, limit: int = 3) -> list[str]:
-        """Full keys that were probably meant: a misspelt neighbour, a shortened key, the same name elsewhere."""
-        section, _, name = key.rpartition(".")
-        siblings = {k.rpartition(".")[2]: k for k in self.every if k.rpartition(".")[0] == section}
-        near = [siblings[n] for n in difflib.get_close_matches(name, siblings, n=limit, cutoff=0.7)]
-        near += [k for k in self.every if k.endswith(f".{key}")]
-        same_name = [k for k in self.every if k.rpartition(".")[2] == name]
-        near += sorted(same_name, key=lambda k: -difflib.SequenceMatcher(None, key, k).ratio())
-        if not near:
-            near = difflib.get_close_matches(key, self.every, n=limit, cutoff=0.6)
-        return list(dict.fromkeys(near))[:limit]
 
 
 def holds_mapping(wanted: Any) -> bool:

@@ -14,7 +14,7 @@ from verl import registry
 from verl.config.checks import Problems
 from verl.config.pools import Pools, PoolSpec
 from verl.config.pools import problems as problems_of_pools
-from verl.config.resolve import raise_all
+from verl.config.refusals import raise_all
 from verl.config.root import PPOTrainerConfig, uses_critic, uses_reference, uses_reward_model
 from verl.config.sampler_sizes import (
     OWN_PROCESSES,

@@ -1,0 +1,97 @@
+"""Many problems as one message that a person reads to its end: what decides comes first and alone, a feature is one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from verl import registry
+from verl.errors import ConfigError, NotBuiltError
+
+MOST = 12
+"""Problems that one message lists; the number of the others is said."""
+_SWITCHES = ("enable", "enabled", "name", "strategy")
+"""Last names of settings that switch a feature on: the best one to name it by."""
+_ENGINE = (registry.ENGINES, "Leave it out (auto) to train on one device, and with it the settings of that engine.")
+_SCHEDULE = (registry.SCHEDULES, "Leave it out to sample and train in turn.")
+_DEVICE = "trainer.device"
+CHOICES = {
+    "actor_rollout_ref.actor.strategy": _ENGINE,
+    "engine.strategy": _ENGINE,
+    "actor_rollout_ref.rollout.name": (registry.SAMPLERS, "Set actor_rollout_ref.rollout.name=hf."),
+    "rollout.name": (registry.SAMPLERS, "Set rollout.name=hf."),
+    "trainer.v1.trainer_mode": _SCHEDULE,
+}
+"""Settings that decide which code a run is, with the names there are and what to do without: where one is not built,
+nothing else matters."""
+
+
+def raise_all(problems: Iterable[ConfigError]) -> None:
+    """Nothing, the one error, or one error with a line for each; a NotBuiltError if every one of them is.
+
+    Where an engine, a sampler or a schedule is not built, the message holds that alone, and how much else there is.
+    """
+    unique = list({str(problem): problem for problem in problems}.values())
+    if not unique:
+        return
+    deciding = [problem for problem in unique if is_deciding(problem)]
+    shown = (deciding or _by_feature(unique))[:MOST]
+    left = len(unique) - len(shown) if deciding else len(_by_feature(unique)) - len(shown)
+    if len(shown) == 1 and not left:
+        raise shown[0]
+    kind = NotBuiltError if all(isinstance(problem, NotBuiltError) for problem in deciding or unique) else ConfigError
+    error = kind("\n".join(_lines(shown, left, bool(deciding))))
+    error.problems = tuple(unique)
+    raise error
+
+
+def is_deciding(problem: ConfigError) -> bool:
+    """Whether it says that the engine, sampler or schedule of a run is not built."""
+    return isinstance(problem, NotBuiltError) and problem.key in (*CHOICES, _DEVICE)
+
+
+def not_built_choices(values: Mapping[str, Any]) -> list[NotBuiltError]:
+    """Engines, samplers and schedules that are known and not built.
+
+    Args:
+        values: of every setting of a program, by key.
+    """
+    problems = []
+    for key, (names, fix) in CHOICES.items():
+        name = values.get(key)
+        if name in names.planned():
+            message = f"the {names.kind} {name!r} is not built yet"
+            problems.append(NotBuiltError(message, key=key, got=name, allowed=names.names(), fix=fix))
+    if str(values.get(_DEVICE)).startswith("npu"):
+        fix = "Set trainer.device=cuda, or leave it out to take what there is."
+        message = "Ascend NPUs are not built yet"
+        problems.append(NotBuiltError(message, key=_DEVICE, got=values[_DEVICE], allowed="cpu, cuda", fix=fix))
+    return problems
+
+
+def _lines(shown: list[ConfigError], left: int, decided: bool) -> list[str]:
+    others = f"{left} more problem{'s' if left > 1 else ''}"
+    if decided and len(shown) == 1:
+        return [str(shown[0]), f"({others} of these settings may go with it.)"]
+    head = "This cannot run:" if decided else f"{len(shown) + left} settings cannot stand:"
+    tail = "may go with them" if decided else f"{'are' if left > 1 else 'is'} not listed"
+    return [head, *(f"  - {problem}" for problem in shown), *([f"  ({others} {tail}.)"] if left else [])]
+
+
+def _by_feature(problems: list[ConfigError]) -> list[ConfigError]:
+    """The settings of a feature that is not built as one problem, at the place of the first."""
+    rows: dict[object, list[ConfigError]] = {}
+    for problem in problems:
+        feature = problem.feature if isinstance(problem, NotBuiltError) else ""
+        rows.setdefault(feature or id(problem), []).append(problem)
+    return [_together(own) for own in rows.values()]
+
+
+def _together(own: list[ConfigError]) -> ConfigError:
+    """One of them, that which switches the feature on where there is one, with the number of the others."""
+    chosen = next((problem for problem in own if str(problem.key).rpartition(".")[2] in _SWITCHES), own[0])
+    if len(own) == 1:
+        return chosen
+    beside = f"{len(own) - 1} more setting{'s' if len(own) > 2 else ''} of it"
+    fix = f"{chosen.fix} The same goes for {beside}."
+    return type(chosen)(chosen.message, key=chosen.key, got=chosen.got, allowed=chosen.allowed, fix=fix)
