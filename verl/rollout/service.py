@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +18,7 @@ from verl.metrics import notice
 from verl.rollout.base import Completion, Request, Sampler
 from verl.rollout.gated import Gate
 from verl.rollout.lost import EngineLostError
+from verl.rollout.waiting import Queue
 from verl.weight_sync import WeightChunk, deliver
 
 LOSSES = (EngineLostError, WorkerError, ConnectionError)
@@ -141,8 +142,9 @@ class SamplerService(Sampler):
     Args:
         replicas: name -> sampler; names are for messages and statistics.
         max_resends: of one request, which ends requests that kill every engine they meet.
-        seats: requests that a replica computes at once. More wait here for whichever replica has a seat first, so that
-            none waits for long answers while another one is idle; turns of a conversation do not wait.
+        seats: requests that a replica computes at once. More wait here for whichever replica has a seat first, the
+            longest expected answer first (`Queue`), so that none waits for long answers while another replica is idle;
+            turns of a conversation do not wait.
         retry_seconds: after which a lost replica is tried again.
 
     Example:
@@ -163,7 +165,7 @@ class SamplerService(Sampler):
         self.replicas = [Replica(name, sampler) for name, sampler in replicas.items()]
         self.max_resends, self.seats = max_resends, seats
         self.retry_seconds, self._clock = retry_seconds, clock
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._queue = Queue(clock)
         self._router, self._gate = Router(), Gate()
         self._version = 0
         self._published = 0
@@ -182,8 +184,11 @@ class SamplerService(Sampler):
             return await self.replicas[0].generate(request)
         avoided: set[str] = set()
         last: BaseException | None = None
+        arrival = self._queue.arrived()
         for _ in range(self.max_resends + 1):
-            replica = await self._seat(request, avoided, last)
+            replica = await self._seat(request, arrival, avoided, last)
+            self._queue.began(request, arrival)
+            done = None
             try:
                 done = await replica.generate(request)
             except LOSSES as error:
@@ -193,7 +198,8 @@ class SamplerService(Sampler):
                 last = error
                 continue
             finally:
-                self._call_next()
+                self._queue.ended(request, arrival, in_full=done is not None and done.finish_reason != "abort")
+                self._queue.call_next()
             if not replica.is_lost or not self._published:
                 replica.recovered()
             return done
@@ -265,7 +271,7 @@ class SamplerService(Sampler):
             self._lose_if_behind(replica)
         self.replicas.append(replica)
         for _ in range(self.seats):
-            self._call_next()
+            self._queue.call_next()
 
     async def remove(self, name: str) -> Sampler:
         """Take a replica out once it has answered what it has; it gets nothing new meanwhile.
@@ -333,7 +339,7 @@ class SamplerService(Sampler):
     def _names(self) -> list[str]:
         return [replica.name for replica in self.replicas]
 
-    async def _seat(self, request: Request, avoided: set[str], last: BaseException | None) -> Replica:
+    async def _seat(self, request: Request, arrival: int, avoided: set[str], last: BaseException | None) -> Replica:
         """The replica that gets a request, once it has room for it."""
         while True:
             due = None if avoided else self._due()
@@ -342,7 +348,7 @@ class SamplerService(Sampler):
             alive = self._alive()
             may = [replica for replica in alive if replica.name not in avoided] or alive
             if not may:
-                self._call_next()  # nobody ends there any more, and who waits must hear of it
+                self._queue.call_next()  # nobody ends there any more, and who waits must hear of it
                 reasons = "; ".join(f"{replica.name}: {replica.reason}" for replica in self.replicas[:3])
                 raise EngineLostError(f"no replica is left of {len(self.replicas)}: {reasons}") from last
             has_room = [replica for replica in may if replica.load < self.seats]
@@ -350,25 +356,7 @@ class SamplerService(Sampler):
                 return self._router.choose(request, may)
             if has_room:
                 return self._router.choose(request, has_room)
-            await self._turn()
-
-    async def _turn(self) -> None:
-        """Return when a request has ended, first come first served."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(waiter)
-        try:
-            await waiter
-        except BaseException:
-            if waiter.done() and not waiter.cancelled():
-                self._call_next()  # its turn is somebody else's
-            raise
-
-    def _call_next(self) -> None:
-        while self._waiting:
-            waiter = self._waiting.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                return
+            await self._queue.turn(request, arrival)
 
     def _alive(self) -> list[Replica]:
         return [replica for replica in self.replicas if not replica.is_lost and not replica.is_leaving]
