@@ -1,4 +1,4 @@
-"""Dealing sequences out to ranks: how far the heaviest is above the lower bound, and how long the search takes.
+"""Splitting sequences over ranks: how far the heaviest is above the lower bound, and how long the search takes.
 
     python benchmarks/bench_balancing.py [--rounds 5]
 

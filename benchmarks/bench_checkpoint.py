@@ -6,7 +6,7 @@ Run ``python benchmarks/bench_checkpoint.py [--gigabytes 0.5] [--rounds 7] [--re
 * how many bytes per second reach the disk, checksums and all, against one synced file of the same bytes;
 * how long a resumed run of the quickstart's model takes from the command to the end of its first step.
 
-The operations of a round follow each other (limit, ours, ours, limit), so that a noisy neighbour hits both; medians of
+The operations of a round follow each other (limit, ours, ours, limit), so that a noisy machine hits both; medians of
 the rounds' ratios are compared with the goals, and the load of the machine is printed.
 """
 

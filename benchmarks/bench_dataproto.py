@@ -1,7 +1,7 @@
 """How fast `DataProto` moves rows, as ratios to the physical limit measured in the same run.
 
 Run ``python benchmarks/bench_dataproto.py [--gigabytes 1.0] [--repeats 5]``. Each line takes the best of the repeats;
-operation and reference alternate, so that a noisy neighbour hits both. The batch looks like a rollout: token columns in
+operation and reference alternate, so that a noisy machine hits both. The batch looks like a rollout: token columns in
 int64, log-probs and masks, and one object column.
 """
 

@@ -20,7 +20,7 @@ import torch
 from figures import Figures, add_json, peak_mib
 from torch import Tensor
 
-from verl.models.fused_head import OneSweep, Shape, TokenStatistics
+from verl.models.fused_head import OnePassHead, Shape, TokenStatistics
 
 
 def naive(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> Tensor:
@@ -34,8 +34,8 @@ def tiled(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool, tile: i
     return found[0] if not entropy else found[0] + 0.01 * found[1]
 
 
-def one_sweep(hidden: Tensor, weight: Tensor, labels: Tensor, slopes: Tensor) -> Tensor:
-    return OneSweep.apply(hidden, weight, None, labels, slopes, Shape())
+def one_pass(hidden: Tensor, weight: Tensor, labels: Tensor, slopes: Tensor) -> Tensor:
+    return OnePassHead.apply(hidden, weight, None, labels, slopes, Shape())
 
 
 def measure(a: argparse.Namespace) -> None:
@@ -49,7 +49,7 @@ def measure(a: argparse.Namespace) -> None:
     held = peak_mib()
     start = time.process_time()
     if a.variant == "one sweep":
-        found = one_sweep(hidden, weight, labels, upstream)
+        found = one_pass(hidden, weight, labels, upstream)
     elif a.variant == "naive":
         found = naive(hidden, weight, labels, a.entropy)
     else:

@@ -63,7 +63,7 @@ def make_batch(rows: int, sigma: float, seed: int = 0) -> DataProto:
 
 
 class InOrder(PlainEngine):
-    """Micro-batches of neighbouring rows, each padded to its longest."""
+    """Micro-batches of adjacent rows, each padded to its longest."""
 
     def _plan(self, rows: AlignedRows, *limits: Any) -> list[list[int]]:
         everyone = list(range(len(rows.lengths)))

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_scorers.py [--answers 20000]
 
-GSM8K: the worked solutions of the real test split (VERL_SHARED), each against its own truth and its neighbour's. The
+GSM8K: the worked solutions of the real test split (VERL_SHARED), each against its own truth and the next one's. The
 other texts are made here: a derivation of 1,500 characters with an answer at its end, out of a list of forms that MATH
 has. Each runs as in a training run, through `verl.rewards.Scorer`. Processor time is that of this process and of the
 processes that compare formulas; the rates that are asked for are 20,000 (GSM8K) and 2,000 (MATH).

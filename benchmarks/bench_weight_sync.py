@@ -1,7 +1,7 @@
 """Weight synchronisation: how near to a plain copy whole weights come, and how few bytes differences take.
 
 Whole weights (bf16) into a sampler's own tensors: in one process, and to another process over shared memory, over gloo
-and over disk; each beside a copy of the same bytes into reused memory, interleaved in one run. A hand-over ends when
+and over disk; each beside a copy of the same bytes into reused memory, interleaved in one run. A weight sync ends when
 the receiver has everything where it keeps it. Differences are taken after true AdamW steps at learning rate 1e-6 on
 float32 master weights, and are applied and compared bit by bit.
 
@@ -69,7 +69,7 @@ def _keep(name: str, target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _receiver(kind: str, address: object, plan: Plan, rounds: int, ready: object) -> None:
-    """A sampler's process; ``ready`` is released when it can receive, and after each hand-over."""
+    """A sampler's process; ``ready`` is released when it can receive, and after each weight sync."""
     torch.set_num_threads(1)
     inventory = WeightInventory(plan.weights(fill=False), _keep if kind in ("shared memory", "gloo") else None)
     theirs: Transport

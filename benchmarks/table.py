@@ -172,7 +172,7 @@ BENCHMARKS = {
         tuple(Goal(f"sigma {sigma}", "share of the bound", 0.9) for sigma in (0.3, 0.6, 0.9, 1.2)),
     ),
     "balancing": Benchmark(
-        "Sequences dealt out to ranks",
+        "Sequences split over ranks",
         "bench_balancing.py",
         (),
         (),

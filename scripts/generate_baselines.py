@@ -81,7 +81,7 @@ MEASURES = {
         | {"s for 64 answers beside one that hangs for 1 s": r"limit 1 s\): ([0-9.]+) s"},
     ),
     "balancing": Measure(
-        "dealing 8,192 sequences to 128 ranks: above the bound, milliseconds",
+        "splitting 8,192 sequences over 128 ranks: above the bound, milliseconds",
         ("benchmarks/bench_balancing.py",),
         {"equal counts": r"^\| 8192, 128 \| equal counts \| ([0-9.%]+ \| [0-9.]+) \|"},
     ),

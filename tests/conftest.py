@@ -39,7 +39,7 @@ ALONE = (
     "single_controller/ray/",
     "tools/test_function_tool.py",
     "trainer/on_ray/",
-    "trainer/ppo/test_weight_hand_over.py",
+    "trainer/ppo/test_weight_sync.py",
     "weight_sync/test_transports.py",
 )
 

@@ -83,7 +83,7 @@ class Registry:
         facts: the class of what is known of each; ``known`` says it of built-ins for which it differs from the default.
 
     Example:
-        >>> ESTIMATORS = Registry("advantage estimator", {"grpo": "verl.algorithms.advantages.grpo:compute"})
+        >>> ESTIMATORS = Registry("advantage estimator", {"grpo": "verl.algorithms.advantages.grpo:grpo"})
         >>> @ESTIMATORS.register("mine")
         ... def mine(...): ...
         >>> ESTIMATORS.get("my_pkg.estimators:other")

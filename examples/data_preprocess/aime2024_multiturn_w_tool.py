@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from command import Row, run
-from source import Example, Published, convert, prompt_row, text_of
+from source import Example, HubDataset, convert, prompt_row, text_of
 from verl.errors import DataError
 
 HUB_NAME = "Maxwell-Jia/AIME_2024"
 DATA_SOURCE = "aime2024"
 INSTRUCTION = 'Think step by step. The last line has to be "Answer: " and the number.'
-PUBLISHED = Published(HUB_NAME, ("ID", "Problem", "Answer"), {"train": "test"})
+PUBLISHED = HubDataset(HUB_NAME, ("ID", "Problem", "Answer"), {"train": "test"})
 
 
 def to_row(example: Example, index: int, split: str, where: str) -> Row:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from command import Row, run
-from source import Example, MakeRow, Published, convert, fields_of, list_of
+from source import Example, HubDataset, MakeRow, convert, fields_of, list_of
 from verl.errors import DataError
 
 HUB_NAME = "BytedTsinghua-SIA/DAPO-Math-17k"
 DATA_SOURCE = "math_dapo"
-PUBLISHED = Published(
+PUBLISHED = HubDataset(
     HUB_NAME, ("prompt", "reward_model", "extra_info"), {"train": "train"}, leaves_out="they repeat others"
 )
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from command import Row, parser, run, save_dir, write
 from source import (
     Example,
+    HubDataset,
     MakeRow,
-    Published,
     add_source,
     prompt_row,
     rows_of,
@@ -21,7 +21,7 @@ from source import (
 )
 
 HUB_NAME = "Dahoas/full-hh-rlhf"
-PUBLISHED = Published(
+PUBLISHED = HubDataset(
     HUB_NAME,
     ("prompt", "chosen", "rejected"),
     {"train": "train", "test": "test"},

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from command import Row, run
-from source import Example, Published, convert, list_of, prompt_row, text_of
+from source import Example, HubDataset, convert, list_of, prompt_row, text_of
 from verl.errors import DataError
 
 HUB_NAME = "hiyouga/geometry3k"
 INSTRUCTION = r"Think first, within <think> </think>, and then put the final answer in \boxed{}."
-PUBLISHED = Published(
+PUBLISHED = HubDataset(
     HUB_NAME, ("problem", "images", "answer"), {"train": "train", "validation": "validation", "test": "test"}
 )
 

@@ -9,13 +9,13 @@ import re
 from collections.abc import Sequence
 
 from command import Row, run
-from source import Example, Published, convert, prompt_row, text_of
+from source import Example, HubDataset, convert, prompt_row, text_of
 from verl.errors import DataError
 
 HUB_NAME = "openai/gsm8k"
 INSTRUCTION = 'Think step by step and write the final answer as a number after "####".'
 FINAL_ANSWER = re.compile(r"####\s*(-?[\d.,]+)\s*$")
-PUBLISHED = Published(HUB_NAME, ("question", "answer"), {"train": "train", "test": "test"}, config="main")
+PUBLISHED = HubDataset(HUB_NAME, ("question", "answer"), {"train": "train", "test": "test"}, config="main")
 
 
 def final_answer(solution: str) -> str | None:

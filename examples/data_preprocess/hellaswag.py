@@ -9,13 +9,13 @@ import re
 from collections.abc import Sequence
 
 from command import Row, run
-from source import Example, Published, convert, list_of, prompt_row, text_of
+from source import Example, HubDataset, convert, list_of, prompt_row, text_of
 from verl.errors import DataError
 
 HUB_NAME = "Rowan/hellaswag"
 MARKUP = re.compile(r"\[[^\]]*\]")
 QUESTION = "{context}\n\nHow does it go on?\n{endings}\nAnswer with the number of the ending."
-PUBLISHED = Published(
+PUBLISHED = HubDataset(
     HUB_NAME,
     ("activity_label", "ctx", "endings", "label"),
     {"train": "train", "validation": "validation"},

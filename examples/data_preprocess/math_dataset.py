@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from command import Row, run
-from source import Example, Published, convert, prompt_row, text_of
+from source import Example, HubDataset, convert, prompt_row, text_of
 from verl.errors import DataError
 from verl.rewards.scorers.math_boxed import last_boxed
 
 HUB_NAME = "DigitalLearningGmbH/MATH-lighteval"
 INSTRUCTION = r"Think step by step and put the final answer in \boxed{}."
-PUBLISHED = Published(HUB_NAME, ("problem", "solution"), {"train": "train", "test": "test"})
+PUBLISHED = HubDataset(HUB_NAME, ("problem", "solution"), {"train": "train", "test": "test"})
 
 
 def to_row(example: Example, index: int, split: str, where: str) -> Row:

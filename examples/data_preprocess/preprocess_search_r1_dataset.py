@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from command import Row, run
-from source import Example, Published, convert, list_of, prompt_row, text_of
+from source import Example, HubDataset, convert, list_of, prompt_row, text_of
 from verl.errors import DataError
 
 HUB_NAME = "PeterJinGo/nq_hotpotqa_train"
 TOOL = "search"
 SYSTEM = "Answer the question. You may search for what you do not know, as often as you need."
 INSTRUCTION = "Think first, and put the final answer, without explanations, between <answer> and </answer>."
-PUBLISHED = Published(HUB_NAME, ("question", "golden_answers", "data_source"), {"train": "train", "test": "test"})
+PUBLISHED = HubDataset(HUB_NAME, ("question", "golden_answers", "data_source"), {"train": "train", "test": "test"})
 
 
 def to_row(example: Example, index: int, split: str, where: str) -> Row:

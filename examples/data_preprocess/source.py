@@ -23,7 +23,7 @@ MakeRow = Callable[[Example, int, str, str], "Row | None"]
 
 
 @dataclass(frozen=True)
-class Published:
+class HubDataset:
     """A data set as it is published.
 
     Args:
@@ -89,7 +89,7 @@ class Published:
 
 
 def convert(
-    published: Published,
+    published: HubDataset,
     make_row: MakeRow,
     argv: Sequence[str] | None,
     says: str,
@@ -117,7 +117,7 @@ def convert(
     write(folder, files, arguments.hdfs_dir)
 
 
-def add_source(made: Any, published: Published) -> None:
+def add_source(made: Any, published: HubDataset) -> None:
     """The flag that names a folder with the data set."""
     files = " and ".join(f"{name}.jsonl" for name in published.splits)
     made.add_argument("--local_dataset_path", help=f"folder with {files}; without it, the hub's {published.name}")
@@ -129,7 +129,7 @@ def source_folder(arguments: Any) -> Path | None:
     return resolve(given, key="--local_dataset_path") if given else None
 
 
-def rows_of(published: Published, source: Path | None, split: str, make_row: MakeRow) -> list[Row]:
+def rows_of(published: HubDataset, source: Path | None, split: str, make_row: MakeRow) -> list[Row]:
     """All rows of a split; an example that makes none is left out."""
     examples = enumerate(published.examples(source, split))
     rows = [make_row(example, index, split, where) for index, (where, example) in examples]

@@ -99,7 +99,7 @@ def expected(tokenizer: Any, pieces: list[Piece]) -> tuple[list[int], list[int]]
 
 
 def answers(tokenizer: Any, pieces: list[Piece]) -> list[list[int]]:
-    """What the sampler returns per turn: neighbouring pieces of mask 1."""
+    """What the sampler returns per turn: adjacent pieces of mask 1."""
     found: list[list[int]] = [[]]
     for text, sampled in pieces:
         if sampled:

@@ -62,7 +62,7 @@ def test_worked_numbers_on_two_ranks(mode, locals_, mean):
     st.lists(st.integers(0, 3), min_size=4, max_size=24),
 )
 def test_no_cut_into_ranks_and_micro_batches_changes_loss_gradient_or_metric(seed, mode, dp_size, sizes):
-    """``sizes``: rows of successive micro-batches (0: an empty one), dealt to the ranks in turn."""
+    """``sizes``: rows of successive micro-batches (0: an empty one), split over the ranks in turn."""
     generator = torch.Generator().manual_seed(seed)
     rows, width = sum(sizes), 5
     mask = ragged_mask(generator, rows, width)

@@ -143,7 +143,7 @@ def test_rows_of_one_group_go_to_one_rank_and_every_rank_gets_as_many():
     assert max(loads) / min(loads) < 1.2
 
 
-def test_groups_that_cannot_be_dealt_out_evenly_are_split():
+def test_groups_that_cannot_be_split_evenly_are_cut():
     """Three groups of two rows on two ranks: equal counts come first."""
     order = balance_within_mini_batches([5, 5, 5, 5, 5, 5], 6, 2, group_ids=[0, 0, 1, 1, 2, 2])
     assert sorted(order) == list(range(6))

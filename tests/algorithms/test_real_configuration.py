@@ -1,4 +1,4 @@
-"""The settings objects that the trainer hands over fit the functions that read them."""
+"""The settings objects that the trainer passes fit the functions that read them."""
 
 import pytest
 import torch

@@ -180,7 +180,7 @@ COMMANDS = {
         f"{A}.fsdp_config.offload_policy=True",
         Works({f"{A}.fsdp_config.offload_policy": True}, (NO_VAL, NO_MICRO)),
     ),
-    "faster weight hand-over": (
+    "faster weight sync": (
         f"{A}.strategy=fsdp2 trainer.async_weight_update=true",
         Works({"trainer.async_weight_update": True}, (NO_VAL, NO_MICRO)),
     ),

@@ -38,9 +38,9 @@ def run(tmp_path, monkeypatch):
 REFUSED = {
     f"{A}.{T}=3": "8 process(es) cannot be cut into copies of 3 (tensor) x 1",
     f"{A}.{T}=4 {A}.{P}=4": "Allowed: tensor x pipeline of 1 x 1, 1 x 2, 1 x 4, 1 x 8, 2 x 1, 2 x 2, 2 x 4, 4 x 1",
-    f"{A}.{T}=8": "4 key/value heads cannot be dealt evenly to 8. Got 8. Allowed: 1, 2, 4.",
-    f"{A}.{P}=4": "6 layers cannot be dealt evenly to 4. Got 4. Allowed: 1, 2, 3, 6.",
-    f"{A}.{P}=2 {A}.{V}=2": "3 layers of a pipeline stage cannot be dealt evenly to 2. Got 2. Allowed: 1, 3.",
+    f"{A}.{T}=8": "4 KV heads cannot be split evenly over 8. Got 8. Allowed: 1, 2, 4.",
+    f"{A}.{P}=4": "6 layers cannot be split evenly over 4. Got 4. Allowed: 1, 2, 3, 6.",
+    f"{A}.{P}=2 {A}.{V}=2": "3 layers of a pipeline stage cannot be split evenly over 2. Got 2. Allowed: 1, 3.",
     f"{A}.{V}=2": "layer groups need a pipeline",
     f"{A}.{T}=0": "out of range. Got 0. Allowed: 1 or more.",
     f"{A}.{E}=2": "a model without experts",
@@ -59,9 +59,9 @@ def test_what_cannot_be_laid_out_is_refused_with_what_can(run, words):
     assert REFUSED[words] in str(caught.value)
 
 
-def test_experts_are_dealt_to_processes_of_a_stage(run):
+def test_experts_are_split_over_processes_of_a_stage(run):
     assert run(f"{A}.{E}=2", facts=MIXTURE).actor_rollout_ref.actor.megatron.expert_model_parallel_size == 2
-    with pytest.raises(ConfigError, match=r"6 experts cannot be dealt evenly to 4. Got 4. Allowed: 1, 2, 3, 6."):
+    with pytest.raises(ConfigError, match=r"6 experts cannot be split evenly over 4. Got 4. Allowed: 1, 2, 3, 6."):
         run(f"{A}.{E}=4", facts=MIXTURE)
     with pytest.raises(ConfigError, match=r"the 8 process.* copies of 2 \(expert\) x 8"):
         run(f"{A}.{E}=2", f"{A}.megatron.expert_tensor_parallel_size=8", facts=MIXTURE)

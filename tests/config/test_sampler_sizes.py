@@ -68,7 +68,7 @@ def test_pipelines_and_experts_of_an_engine_count_too(run):
     eight = [f"{R}.name=vllm", "trainer.n_gpus_per_node=8"]
     said = refused(run, *eight, f"{T}=2", f"{P}=3")
     assert said.startswith(f"{P}: ") and "8 processes hold 1 replica of 2 (tensor) x 3 (pipeline) = 6" in said
-    assert "deals the experts to all 1 tensor-parallel processes" in refused(run, f"{R}.name=vllm", f"{E}=4")
+    assert "splits the experts over all 1 tensor-parallel processes" in refused(run, f"{R}.name=vllm", f"{E}=4")
     assert "Got 3. Allowed: 1, 2." in refused(run, f"{R}.name=vllm", f"{T}=2", f"{E}=3")
     assert run(f"{R}.name=vllm", f"{T}=2", f"{E}=2").actor_rollout_ref.rollout.expert_parallel_size == 2
     assert "Got 3. Allowed: 1, 2, 4." in refused(run, f"{R}.name=sglang", f"{T}=4", f"{E}=3")

@@ -94,7 +94,7 @@ def test_replicas_apart_from_the_trainers_are_fed_by_rank_j_mod_n_each_once():
 
 
 @pytest.mark.parametrize(
-    "words, seat",
+    "words, placement",
     [
         ([], "in place"),
         (["trainer.runtime=ray"], "colocated"),
@@ -107,8 +107,8 @@ def test_replicas_apart_from_the_trainers_are_fed_by_rank_j_mod_n_each_once():
         ([f"{R}.name=sglang", f"{R}.server.url=http://a:1"], "HTTP"),
     ],
 )
-def test_the_seat_of_a_replica(words, seat):
-    assert {replica.seat for replica in placed(*words).replicas} == {seat}
+def test_the_placement_of_a_replica(words, placement):
+    assert {replica.placement for replica in placed(*words).replicas} == {placement}
 
 
 def test_a_run_of_one_process_holds_a_replica_of_any_size_of_an_engine_that_starts_its_processes():

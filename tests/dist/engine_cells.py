@@ -96,7 +96,7 @@ def shared_model(ranks: Ranks, folder: Path, family: str, **config: Any) -> Path
 
 
 def share(ranks: Ranks, batch: DataProto, idle: tuple[int, ...] = ()) -> DataProto:
-    """This rank's rows: dealt in turn to the ranks that are not idle."""
+    """This rank's rows: split in turn over the ranks that are not idle."""
     busy = [rank for rank in range(ranks.size) if rank not in idle]
     if ranks.rank in idle:
         return batch[[]]

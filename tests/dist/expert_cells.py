@@ -1,4 +1,4 @@
-"""Experts of a mixture dealt to ranks, beside the plain engine; and what each rank really holds."""
+"""Experts of a mixture sharded over ranks, beside the plain engine; and what each rank really holds."""
 
 from __future__ import annotations
 

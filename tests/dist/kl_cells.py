@@ -10,7 +10,7 @@ from tests.engines.builders import make_engine, ragged_batch
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
 from verl.distributed import Ranks
-from verl.engines.adapters import BaseOfAdapter
+from verl.engines.adapters import AdapterBaseEngine
 
 LOSS = {"use_kl_loss": True, "kl_loss_type": "full", "kl_loss_coef": 0.5}
 READ = ("loss", "kl_loss", "grad_norm")
@@ -20,7 +20,7 @@ def exact_kl_to_the_base(ranks: Ranks, folder: Path) -> dict[str, Any]:
     """The reference is the same module without its adapter; rank 0 has no rows."""
     path, model = shared_model(ranks, folder, "qwen3"), {"lora_rank": 4, "lora_alpha": 8}
     engine, alone = sharded(path, model=model), plain(path, model=model)
-    return _steps(ranks, engine, BaseOfAdapter(engine), alone, BaseOfAdapter(alone), idle=(0,))
+    return _steps(ranks, engine, AdapterBaseEngine(engine), alone, AdapterBaseEngine(alone), idle=(0,))
 
 
 def exact_kl_to_a_model(ranks: Ranks, folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Linear maps dealt to ranks, beside the plain engine; and what each rank really holds and sends."""
+"""Linear layers sharded over ranks, beside the plain engine; and what each rank really holds and sends."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def test_no_rank_reads_or_holds_more_than_its_half_and_a_few_layers_while_it_loa
         slices, whole = answer["slices"], answer["whole"]
         assert slices["told"] == "" and slices["read"] == pytest.approx(model / 2, rel=0.01)
         assert slices["peak"] < model / 2 + 5 * layer < model
-        assert "deals it out" in whole["told"] and "no safetensors files" in whole["told"]
+        assert "shards it" in whole["told"] and "no safetensors files" in whole["told"]
         assert (whole["peak"] > model) == (rank == 0)
 
 

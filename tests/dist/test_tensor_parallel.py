@@ -94,7 +94,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_on_all(runs, size, name):
 
 def test_what_cannot_be_shared_is_refused_before_training(runs):
     for told in runs[2]["tensor_refused"]:
-        assert "1 key-value heads cannot be shared evenly by 2 processes" in told["heads"]
+        assert "1 KV heads cannot be shared evenly by 2 processes" in told["heads"]
         assert "2 processes cannot share" in told["ranks"] and "1, 2" in told["ranks"]
         assert "hybrid sharding" in told["hybrid"] and "ulysses_sequence_parallel_size" in told["sequences"]
         assert "no tensor-parallel plan for OPTForCausalLM" in told["plan"]

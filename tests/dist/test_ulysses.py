@@ -89,7 +89,7 @@ def test_what_cannot_be_shared_evenly_is_refused_before_training(runs, size, nam
 @cases(cells.ulysses_same_rows)
 def test_peers_are_one_data_parallel_rank_and_may_be_handed_the_same_rows(runs, size, name):
     found = runs[size][name]
-    assert [part["seat"] for part in found] == [[0, 2, True], [0, 2, False], [1, 2, True], [1, 2, False]]
+    assert [part["data_rank"] for part in found] == [[0, 2, True], [0, 2, False], [1, 2, True], [1, 2, False]]
     own = [row for part in found for row in part["own"]]
-    alike = [row for part in found if part["seat"][2] for row in part["alike"]]
+    alike = [row for part in found if part["data_rank"][2] for row in part["alike"]]
     assert alike == own and found[0]["alike"] == found[1]["alike"] and found[2]["alike"] == found[3]["alike"]

@@ -1,4 +1,4 @@
-"""Neighbouring ranks that share their sequences, beside the plain engine; and what each of them really computes."""
+"""Peer ranks that share their sequences, beside the plain engine; and what each of them really computes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY = "ulysses_sequence_parallel_size"
 
 
 def ulysses(ranks: Ranks, folder: Path) -> dict:
-    """All ranks share their rows. There are two key-value heads, so that four ranks need each of them twice."""
+    """All ranks share their rows. There are two KV heads, so that four ranks need each of them twice."""
     limits = {"max_tokens": 16}
     return compare(ranks, folder, Case(config={"tie_word_embeddings": True}, engine={KEY: ranks.size}, limits=limits))
 
@@ -77,11 +77,11 @@ def ulysses_shares_tokens(ranks: Ranks, folder: Path) -> dict:
 def ulysses_same_rows(ranks: Ranks, folder: Path) -> dict:
     """Rows of their own, and then the same rows for all, as the dispatch hands them to one data-parallel rank."""
     engine = sharded(shared_model(ranks, folder, "qwen2"), engine={KEY: 2})
-    batch, seat = ragged_batch(rows=4), engine.data_rank
+    batch, data_rank = ragged_batch(rows=4), engine.data_rank
     own = engine.infer(share(ranks, batch))["log_probs"]
-    alike = batch.split(4 // seat.size)[seat.rank]
+    alike = batch.split(4 // data_rank.size)[data_rank.rank]
     alike.meta_info[SHARED_ROWS] = True
-    return {"seat": list(seat), "own": own.tolist(), "alike": engine.infer(alike)["log_probs"].tolist()}
+    return {"data_rank": list(data_rank), "own": own.tolist(), "alike": engine.infer(alike)["log_probs"].tolist()}
 
 
 def ulysses_nan_on_one_rank(ranks: Ranks, folder: Path) -> dict:

@@ -1,4 +1,4 @@
-"""Which key-value heads each rank gets when they are fewer than ranks."""
+"""Which KV heads each rank gets when they are fewer than ranks."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def test_heads_are_repeated_as_often_as_needed(kv_heads, query_heads, size, expe
 
 @pytest.mark.parametrize(("kv_heads", "query_heads", "size"), [(4, 8, 2), (2, 8, 4), (1, 8, 8), (2, 6, 3), (6, 12, 4)])
 def test_every_query_head_finds_its_own_key_value_head_on_its_rank(kv_heads, query_heads, size):
-    """Of query heads that are dealt in order, number q belongs to key-value head q // (H / h)."""
-    dealt = repeated_heads(heads(kv_heads), query_heads, size).flatten().chunk(size)
+    """Of query heads that are split in order, number q belongs to KV head q // (H / h)."""
+    split = repeated_heads(heads(kv_heads), query_heads, size).flatten().chunk(size)
     per_rank = query_heads // size
-    for rank, own in enumerate(dealt):
+    for rank, own in enumerate(split):
         for query in range(per_rank):
             seen = own[query // (per_rank // len(own))]
             assert seen == (rank * per_rank + query) // (query_heads // kv_heads)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from verl.engines.activations import HostActivations, host_activations
+from verl.engines.activations import OffloadedActivations, host_activations
 from verl.metrics import notices, reset_notices
 
 
@@ -29,7 +29,7 @@ def gradients(model, x, host=None):
     if host is None:
         loss = model(x)
     else:
-        with host.kept_on_host():
+        with host.offloaded_activations():
             loss = model(x)
     loss.backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -38,7 +38,7 @@ def gradients(model, x, host=None):
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_gradients_are_the_same_bits(checkpointed):
     model, x = Model(checkpointed), torch.randn(2, 5, 4, requires_grad=True)
-    host = HostActivations(model.parameters(), "cpu", smallest=0)
+    host = OffloadedActivations(model.parameters(), "cpu", smallest=0)
     assert torch.equal(gradients(model, x, host), gradients(model, x))
     assert host.moved_bytes > 0
 
@@ -46,7 +46,7 @@ def test_gradients_are_the_same_bits(checkpointed):
 def test_weights_and_small_tensors_stay():
     model, x = Model(), torch.randn(2, 5, 4)
     seen = []
-    host = HostActivations(model.parameters(), "cpu", smallest=0)
+    host = OffloadedActivations(model.parameters(), "cpu", smallest=0)
     original = host._pack
     host._pack = lambda tensor: seen.append((tuple(tensor.shape), host._moves(tensor))) or original(tensor)
     gradients(model, x, host)
@@ -54,14 +54,14 @@ def test_weights_and_small_tensors_stay():
     assert all(not moved for shape, moved in seen if shape == (4, 4))
     assert host.moved_bytes == sum(4 * torch.Size(shape).numel() for shape, moved in seen if moved)
     assert host.moved_bytes % (2 * 5 * 4 * 4) == 0
-    small = HostActivations(model.parameters(), "cpu", smallest=2 * 5 * 4 * 4 + 1)
+    small = OffloadedActivations(model.parameters(), "cpu", smallest=2 * 5 * 4 * 4 + 1)
     gradients(model, x, small)
     assert small.moved_bytes == 0
 
 
 def test_with_checkpointing_only_the_input_of_each_layer_and_the_end_go_to_the_host():
     model, x = Model(checkpointed=True), torch.randn(2, 5, 4, requires_grad=True)
-    host = HostActivations(model.parameters(), "cpu", smallest=0)
+    host = OffloadedActivations(model.parameters(), "cpu", smallest=0)
     gradients(model, x, host)
     one = 2 * 5 * 4 * 4
     # Inputs of the second and third layer and of the square; the first one's is a leaf of the caller's.

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from tests.engines.builders import gradients, make_engine, model_dir, padded_logits, ragged_batch
 from verl.algorithms.losses import PPOPolicyLoss, SFTLoss
 from verl.config import ActorConfig
-from verl.engines.adapters import BaseOfAdapter
+from verl.engines.adapters import AdapterBaseEngine
 from verl.errors import EngineError
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
@@ -24,7 +24,7 @@ def moved(path, lora=False, **arguments):
     engine = make_engine(path, model={**(LORA if lora else {}), **arguments.pop("model", {})}, **arguments)
     for seed in range(3):
         engine.train_batch(ragged_batch(seed=seed), SFTLoss())
-    engine.compare_with(BaseOfAdapter(engine) if lora else make_engine(path, trains=False))
+    engine.compare_with(AdapterBaseEngine(engine) if lora else make_engine(path, trains=False))
     return engine, AutoModelForCausalLM.from_pretrained(path).double().eval()
 
 

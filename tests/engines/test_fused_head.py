@@ -10,7 +10,7 @@ from verl.algorithms.losses import PPOPolicyLoss, SFTLoss
 from verl.config import ActorConfig
 from verl.engines.settings import PassSettings
 from verl.errors import EngineError
-from verl.models.fused_head import apply, one_sweep
+from verl.models.fused_head import apply, one_pass
 
 FUSED = {"use_fused_kernels": True}
 OUTPUTS = ("log_probs", "entropy", "sum_pi_squared")
@@ -61,7 +61,7 @@ def test_where_slopes_are_known_or_the_head_is_frozen_each_logit_is_computed_onc
 ):
     swept, again = [], []
     monkeypatch.setattr(apply, "sweep", lambda *a, f=apply.sweep: (swept.append(len(a[0])), f(*a))[1])
-    monkeypatch.setattr(one_sweep, "gradients", lambda *a, f=one_sweep.gradients: (again.append(1), f(*a))[1])
+    monkeypatch.setattr(one_pass, "gradients", lambda *a, f=one_pass.gradients: (again.append(1), f(*a))[1])
     batch = ragged_batch()
     batch.batch["ref_log_prob"] = batch.batch["old_log_probs"].nan_to_num() - 0.1
     if not model:

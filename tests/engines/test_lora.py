@@ -13,7 +13,7 @@ from tests.engines.builders import gradients, grouped_batch, make_engine, model_
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss, SFTLoss
 from verl.checkpoint.part import read_part, write_part
 from verl.config import ActorConfig, CriticConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig
-from verl.engines.adapters import BaseOfAdapter
+from verl.engines.adapters import AdapterBaseEngine
 from verl.errors import CheckpointError, ConfigError, ModelError
 from verl.models import lora
 from verl.registry import ENGINES
@@ -79,7 +79,7 @@ def test_what_goes_to_the_sampler_is_a_plain_model_with_the_adapter_merged(path,
 
 def test_the_reference_policy_is_the_base_and_no_second_copy(path):
     engine, batch = trained(path), ragged_batch()
-    reference = BaseOfAdapter(engine)
+    reference = AdapterBaseEngine(engine)
     assert torch.equal(reference.infer(batch)["log_probs"], make_engine(path).infer(batch)["log_probs"])
     assert relative_error(engine.infer(batch)["log_probs"], reference.infer(batch)["log_probs"]) > 1e-3
     engine.train_batch(batch, SFTLoss())  # what is trained did not change with the switch
@@ -203,7 +203,7 @@ def test_sharded_engines_train_save_and_export_the_same_adapter(path, group):
     assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in expected)
     weights = dict(plain.export_weights())
     assert all(torch.allclose(t, weights[name], atol=1e-5) for name, t in ours.export_weights())
-    base, other = BaseOfAdapter(plain).infer(batch), BaseOfAdapter(ours).infer(batch)
+    base, other = AdapterBaseEngine(plain).infer(batch), AdapterBaseEngine(ours).infer(batch)
     torch.testing.assert_close(other["log_probs"], base["log_probs"], atol=1e-5, rtol=1e-5)
     ours.load_state(plain.state())
     torch.testing.assert_close(ours.infer(batch)["log_probs"], plain.infer(batch)["log_probs"], atol=1e-5, rtol=1e-5)

@@ -22,7 +22,7 @@ from verl.errors import EngineError
 )
 def test_the_message_has_the_sizes_and_what_to_lower(error):
     micro = AlignedRows.of(ragged_batch()).micro_batch([0, 1], "cpu")
-    with pytest.raises(EngineError) as caught, memory.told(micro):
+    with pytest.raises(EngineError) as caught, memory.explained(micro):
         raise error
     told = str(caught.value)
     assert "2 rows" in told and f"{micro.input_ids.numel()} tokens" in told and f"{len(micro.labels)} of them" in told
@@ -30,11 +30,11 @@ def test_the_message_has_the_sizes_and_what_to_lower(error):
 
 
 def test_a_real_allocation_that_cannot_be_is_recognised():
-    with pytest.raises(EngineError, match="out of memory"), memory.told(MicroBatch.filler("cpu")):
+    with pytest.raises(EngineError, match="out of memory"), memory.explained(MicroBatch.filler("cpu")):
         torch.empty(1 << 60)
 
 
 def test_other_errors_pass_as_they_are():
-    with pytest.raises(RuntimeError, match="shape") as caught, memory.told(MicroBatch.filler("cpu")):
+    with pytest.raises(RuntimeError, match="shape") as caught, memory.explained(MicroBatch.filler("cpu")):
         raise RuntimeError("shape mismatch")
     assert not isinstance(caught.value, EngineError)

@@ -13,7 +13,7 @@ from tests.engines.builders import gradients, grouped_batch, make_engine, model_
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
 from verl.engines.settings import PassSettings
-from verl.models.attention import NO_PREFIX, Flavour, Segments, varlen
+from verl.models.attention import NO_PREFIX, AttentionVariant, Segments, varlen
 from verl.models.attention.interface import packed_attention
 from verl.models.attention.masked import masked_attention
 
@@ -31,7 +31,7 @@ def tensors(segments: Segments, heads: int, kv_heads: int, dim: int, dtype: torc
 
 def test_the_kernel_in_torch_is_exact_up_to_bf16():
     for segments, (heads, kv_heads, dim) in itertools.product(LAYOUTS, [(8, 2, 64), (4, 4, 128)]):
-        how = Flavour(dim**-0.5)
+        how = AttentionVariant(dim**-0.5)
         given = tensors(segments, heads, kv_heads, dim, torch.bfloat16)
         exact = [x.detach().float().requires_grad_() for x in given]
         upstream = torch.randn(given[0].shape, device="cuda")
@@ -48,8 +48,10 @@ def test_the_kernel_in_torch_is_exact_up_to_bf16():
 def test_float32_takes_the_exact_path():
     for segments in LAYOUTS:
         given = tensors(segments, 4, 2, 32, torch.float32)
-        found = packed_attention(*given, segments, Flavour(0.2))
-        torch.testing.assert_close(found, masked_attention(*given, segments, Flavour(0.2)), atol=2e-5, rtol=1e-4)
+        found = packed_attention(*given, segments, AttentionVariant(0.2))
+        torch.testing.assert_close(
+            found, masked_attention(*given, segments, AttentionVariant(0.2)), atol=2e-5, rtol=1e-4
+        )
 
 
 def test_an_engine_with_shared_prompts_gives_the_gradient_of_padded_rows():

@@ -21,7 +21,7 @@ from tests.megatron.cells import (
 from tests.megatron.families import MIXTURE
 from verl.checkpoint.part import write_part
 from verl.config.megatron import MegatronEngineOverrideTransformerConfigConfig
-from verl.engines.adapters import BaseOfAdapter
+from verl.engines.adapters import AdapterBaseEngine
 from verl.engines.base import EngineState
 from verl.errors import NotBuiltError
 
@@ -57,7 +57,7 @@ def beside_plain(ranks, folder, family="qwen2", kind="causal_lm", config=None, l
         "merged": farthest(kept(engine.export_weights()), kept(plain.export_weights())),
         "outputs": float((after - plain.infer(batch, (name,))[name][mine]).abs().max()),
         "moved": float((after - before).abs().max()) if len(mine) else 1.0,
-        "base": float((BaseOfAdapter(engine).infer(batch[mine], (name,))[name] - before).abs().max()),
+        "base": float((AdapterBaseEngine(engine).infer(batch[mine], (name,))[name] - before).abs().max()),
         "trained": sum(b.parameter.numel() for b in engine.trainable.trained)
         / sum(t.numel() for t in theirs_first.values()),
         "saved": [] if not ranks.is_first else sorted(set(state.tensors) ^ set(theirs_state.tensors)),
@@ -88,7 +88,7 @@ def adapters_of_a_value_model(ranks, folder):
 
 
 def adapters_on_copies(ranks, folder):
-    """Data parallel, with the optimizer's state dealt to the two."""
+    """Data parallel, with the optimizer's state sharded over the two."""
     return beside_plain(ranks, folder)
 
 

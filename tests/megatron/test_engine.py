@@ -147,11 +147,11 @@ def test_every_accepted_setting_of_the_engine_is_read(answers):
 
 
 def test_the_same_rows_on_all_ranks_give_what_rows_of_their_own_give(answers):
-    seats = []
+    data_ranks = []
     for found in answers[2]["rows_that_all_get"]:
         assert found["own"][:3] == found["same"][:3]
-        seats.append(found["same"][4])
-    assert seats == [[0, 1, True], [0, 1, False]], "one part for both, and the first is heard"
+        data_ranks.append(found["same"][4])
+    assert data_ranks == [[0, 1, True], [0, 1, False]], "one part for both, and the first is heard"
 
 
 def test_offloading_in_between_changes_no_weight(answers):

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.support import tiny_model_dir
 from verl.models import attention
-from verl.models.attention import ATTENTION_NAME, NO_PREFIX, Flavour, PackedPlan, Segments, varlen
+from verl.models.attention import ATTENTION_NAME, NO_PREFIX, AttentionVariant, PackedPlan, Segments, varlen
 from verl.models.attention.flash_cpu import FlashOnCPU
 from verl.models.attention.interface import packed_attention
 from verl.models.attention.masked import masked_attention
 
 
-def dense(query, key, value, segments: Segments, how: Flavour):
+def dense(query, key, value, segments: Segments, how: AttentionVariant):
     """Every pair of tokens is scored; what a token may not see is set to -inf."""
     owner = torch.repeat_interleave(torch.arange(len(segments.lengths)), torch.tensor(segments.lengths))
     before = torch.tensor(segments.prefix)[owner]
@@ -61,7 +61,7 @@ def inputs(segments: Segments, heads: int = 4, kv_heads: int = 2, dim: int = 8, 
 def test_the_flash_path_is_dense_attention_and_so_is_its_gradient(segments):
     tensors = inputs(segments)
     upstream = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(1))
-    how = Flavour(0.35)
+    how = AttentionVariant(0.35)
     found, expected = FlashOnCPU.apply(*tensors, segments, how.scaling), dense(*tensors, segments, how)
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
     ours = torch.autograd.grad(found, tensors, upstream)
@@ -73,7 +73,7 @@ def test_the_flash_path_is_dense_attention_and_so_is_its_gradient(segments):
 @settings(max_examples=30, deadline=None)
 @given(segments=packed(), window=st.sampled_from([None, 1, 5, 30]), softcap=st.sampled_from([None, 2.0]))
 def test_windows_and_soft_capping_are_dense_attention_too(segments, window, softcap):
-    tensors, how = inputs(segments, seed=2), Flavour(0.4, window, softcap)
+    tensors, how = inputs(segments, seed=2), AttentionVariant(0.4, window, softcap)
     for path in (masked_attention, packed_attention):
         torch.testing.assert_close(path(*tensors, segments, how), dense(*tensors, segments, how), atol=2e-6, rtol=1e-5)
 
@@ -82,9 +82,9 @@ def test_values_narrower_than_queries_come_out_as_narrow():
     segments = Segments((5, 3, 4), (NO_PREFIX, 0, 0))
     query, key, value = inputs(segments)
     narrow = value[..., :6]
-    found = packed_attention(query, key, narrow, segments, Flavour(0.5))
+    found = packed_attention(query, key, narrow, segments, AttentionVariant(0.5))
     assert found.shape == (12, 4, 6)
-    torch.testing.assert_close(found, dense(query, key, narrow, segments, Flavour(0.5)), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(found, dense(query, key, narrow, segments, AttentionVariant(0.5)), atol=2e-6, rtol=1e-5)
 
 
 def test_equal_lengths_need_no_gather_and_unequal_ones_little_padding():
@@ -98,7 +98,7 @@ def test_equal_lengths_need_no_gather_and_unequal_ones_little_padding():
 def test_prompts_and_responses_of_one_length_each_need_no_gather_and_are_dense_attention(length):
     segments = Segments((10, 10, *(length,) * 6), (NO_PREFIX, NO_PREFIX, 0, 0, 0, 1, 1, 1))
     assert [(grid.rows, grid.columns, grid._index) for grid in segments.own] == [(6, length, None), (2, 10, None)]
-    tensors, how = inputs(segments, dtype=torch.float64), Flavour(0.35)
+    tensors, how = inputs(segments, dtype=torch.float64), AttentionVariant(0.35)
     found, expected = FlashOnCPU.apply(*tensors, segments, how.scaling), dense(*tensors, segments, how)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
     upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -127,7 +127,7 @@ def test_a_model_that_looks_sideways_keeps_its_own_attention(tmp_path):
     before = model.config._attn_implementation
 
     def mix(module, args, output):
-        return output + output.roll(1, dims=1)  # every token sees its neighbour in the row
+        return output + output.roll(1, dims=1)  # every token sees the one before it in the row
 
     handle = model.model.layers[0].mlp.register_forward_hook(mix)
     assert not attention.enable(model, "cpu") and model.config._attn_implementation == before
@@ -158,7 +158,7 @@ def test_an_installed_flash_attention_is_called_with_where_sequences_end(monkeyp
     try:
         segments = Segments.apart((3, 5))
         query, key, value = inputs(segments)
-        out = varlen.package_attention(query, key, value, segments, Flavour(0.5, window=4, softcap=3.0))
+        out = varlen.package_attention(query, key, value, segments, AttentionVariant(0.5, window=4, softcap=3.0))
     finally:
         varlen.package.cache_clear()
     (options,) = calls

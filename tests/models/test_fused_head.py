@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl.models.fused_head import OneSweep, Shape, TokenStatistics
+from verl.models.fused_head import OnePassHead, Shape, TokenStatistics
 from verl.models.fused_head.tiled import MAX_TOKENS, Tile
 
 
@@ -150,7 +150,7 @@ def test_a_frozen_weight_costs_no_gradient():
 def swept(tensors, labels, guess, slopes, shape=Shape(scale=0.5, temperature=0.7, tile=90)):
     """Log-probs and gradients of sum(slopes * log_probs): in one sweep with a guess of the slopes, and naive."""
     bias = tensors[2] if len(tensors) > 2 else None
-    found = OneSweep.apply(*tensors[:2], bias, labels, guess, shape)
+    found = OnePassHead.apply(*tensors[:2], bias, labels, guess, shape)
     expected = naive(*tensors[:2], bias, labels, shape)[0]
     return [(x.detach(), torch.autograd.grad((x * slopes).sum(), tensors)) for x in (found, expected)]
 
@@ -189,7 +189,7 @@ def test_matrix_products_of_a_pass(guess, frozen, expected):
             found = TokenStatistics.apply(hidden, weight, None, labels, Shape(), (False, False))[0]
         else:
             right = slopes if guess == "right" else slopes.flip(0)
-            found = OneSweep.apply(hidden, weight.detach() if frozen else weight, None, labels, right, Shape())
+            found = OnePassHead.apply(hidden, weight.detach() if frozen else weight, None, labels, right, Shape())
         (found * slopes).sum().backward()
     assert counter.found == expected
 
@@ -198,5 +198,5 @@ def test_one_sweep_holds_the_logits_of_a_few_tokens(monkeypatch):
     seen, original = [], Tile.scratch
     monkeypatch.setattr(Tile, "scratch", lambda self, *a: seen.append(a[1] * a[2]) or original(self, *a))
     tensors, labels = inputs(64, 500, False)
-    OneSweep.apply(*tensors, None, labels, torch.ones(64), Shape(tile=1024)).sum().backward()
+    OnePassHead.apply(*tensors, None, labels, torch.ones(64), Shape(tile=1024)).sum().backward()
     assert set(seen) == {2 * 500}  # of 64 x 500

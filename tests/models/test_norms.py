@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.engines.builders import make_engine, model_dir
-from verl.models.norms import OneStepForward, OneStepRMSNorm, quicken_norms
+from verl.models.norms import FusedNormForward, FusedRMSNorm, fuse_norms
 
 
 def written_out(x, weight, eps):
@@ -22,7 +22,7 @@ def test_output_and_gradients_are_those_of_the_formula(shape, size):
     x, weight, upstream = (torch.randn(s, generator=generator) for s in (shape, shape[-1:], shape))
     tensors = [(x * size).requires_grad_(), weight.requires_grad_()]
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    found, expected = OneStepRMSNorm.apply(*tensors, 1e-6), written_out(*exact, 1e-6)
+    found, expected = FusedRMSNorm.apply(*tensors, 1e-6), written_out(*exact, 1e-6)
     torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-6)
     ours = torch.autograd.grad(found, tensors, upstream)
     theirs = torch.autograd.grad(expected, exact, upstream.double())
@@ -34,7 +34,7 @@ def test_output_and_gradients_are_those_of_the_formula(shape, size):
 def test_the_closed_form_is_the_gradient():
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in ((3, 5), (5,)))
-    assert torch.autograd.gradcheck(lambda *tensors: OneStepRMSNorm.apply(*tensors, 1e-2), (x, weight))
+    assert torch.autograd.gradcheck(lambda *tensors: FusedRMSNorm.apply(*tensors, 1e-2), (x, weight))
 
 
 @pytest.mark.parametrize(("family", "count"), [("qwen2", 5), ("qwen3", 9), ("gemma2", 0)])
@@ -46,7 +46,7 @@ def test_norms_are_taken_over_where_they_are_plain(tmp_path, family, count):
         for parameter in own.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
     ours, ids = copy.deepcopy(own), torch.arange(3, 13)[None]
-    assert quicken_norms(ours) == count
+    assert fuse_norms(ours) == count
     found, expected = (model(input_ids=ids).logits for model in (ours, own))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     slopes, exact = (torch.autograd.grad(z.sum(), [*m.parameters()]) for z, m in ((found, ours), (expected, own)))
@@ -55,7 +55,7 @@ def test_norms_are_taken_over_where_they_are_plain(tmp_path, family, count):
 
 def test_a_copy_of_a_model_computes_with_its_own_weights(tmp_path):
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir(tmp_path, "qwen2")))
-    quicken_norms(model)
+    fuse_norms(model)
     norm, x = copy.deepcopy(model).model.norm, torch.randn(2, 32)
     with torch.no_grad():
         norm.weight.zero_()
@@ -66,10 +66,10 @@ def test_half_precision_stays_with_the_family(tmp_path):
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir(tmp_path, "qwen2")))
     norm, x = model.model.norm, torch.randn(2, 3, 32).bfloat16()
     expected = norm(x)
-    quicken_norms(model)
-    assert isinstance(norm.forward, OneStepForward) and torch.equal(norm(x), expected)
+    fuse_norms(model)
+    assert isinstance(norm.forward, FusedNormForward) and torch.equal(norm(x), expected)
 
 
 def test_an_engine_on_a_cpu_trains_with_them(tmp_path):
     engine = make_engine(model_dir(tmp_path, "qwen2"))
-    assert isinstance(engine.model.model.norm.forward, OneStepForward)
+    assert isinstance(engine.model.model.norm.forward, FusedNormForward)

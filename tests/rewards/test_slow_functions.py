@@ -67,7 +67,7 @@ def test_threads_that_hang_run_out_of_their_time_together():
 
 
 class Desk:
-    """A station whose calls are a word each: it hangs at ``bad`` until it is let go, and says that it took too long."""
+    """An executor whose calls are a word each: it hangs at ``bad`` until released, and says that it took too long."""
 
     most = 1
 
@@ -96,7 +96,7 @@ def test_a_pool_keeps_to_its_limit_while_calls_are_answered():
     while not begun:
         time.sleep(0.001)
     pool.relieve()
-    assert begun == ["bad"] and len(pool._seats) == 1, "none ran out of its time so far"
+    assert begun == ["bad"] and len(pool._threads) == 1, "none ran out of its time so far"
     go_on.set()
     assert [future.result(60)[0].score for future in futures] == [None, None, 1.0, 1.0]
     assert pool._limit == 1
@@ -113,14 +113,14 @@ def test_a_pool_grows_behind_calls_that_hang_and_shrinks_again():
     while len(begun) < 5:
         pool.relieve()
         time.sleep(0.001)
-    assert len(pool._seats) == 4
+    assert len(pool._threads) == 4
     go_on.set()
     assert {future.result(60)[0].failure.kind for future in futures} == {"timeout"}
     assert pool.submit(["good"]).result(60)[0].score == 1.0
     deadline = time.monotonic() + 30
-    while len(pool._seats) > 1 and time.monotonic() < deadline:
+    while len(pool._threads) > 1 and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert len(pool._seats) == 1
+    assert len(pool._threads) == 1
     assert pool.submit(["good"]).result(60)[0].score == 1.0
     pool.close()
 

@@ -11,7 +11,7 @@ import torch
 
 from verl.errors import RolloutError
 from verl.rollout import Request, SamplingParams
-from verl.rollout.gated import GatedSampler, Sampled, request_seed, what_is_wrong
+from verl.rollout.gated import GatedSampler, Sampled, invalid_reason, request_seed
 from verl.rollout.stream_check import StreamCheck, shapes_on_disk
 from verl.weight_sync import WeightChunk, chunk_weights
 
@@ -37,10 +37,10 @@ class Scripted(GatedSampler):
         for chunk in chunks:
             assert chunk.version == version
 
-    async def _fall_asleep(self, level):
+    async def _sleep_engine(self, level):
         self.log.append(f"sleep {level}")
 
-    async def _wake_up(self):
+    async def _wake_engine(self):
         self.log.append("wake")
 
     async def abort(self, request_ids=None):
@@ -137,7 +137,7 @@ def test_a_sleeping_sampler_samples_nothing_and_after_level_2_wants_weights():
     ],
 )
 def test_nonsense_from_an_engine_is_named(answer, said):
-    assert said in what_is_wrong(ASKED, answer, 10)
+    assert said in invalid_reason(ASKED, answer, 10)
 
     async def run():
         sampler = Scripted(answer)
@@ -149,8 +149,8 @@ def test_nonsense_from_an_engine_is_named(answer, said):
 
 
 def test_nothing_is_wrong_with_an_empty_aborted_answer_or_with_missing_log_probs():
-    assert what_is_wrong(ASKED, Sampled((), (), "abort"), 10) == ""
-    assert what_is_wrong(ASKED, Sampled((1,), None, "stop"), 10) == ""
+    assert invalid_reason(ASKED, Sampled((), (), "abort"), 10) == ""
+    assert invalid_reason(ASKED, Sampled((1,), None, "stop"), 10) == ""
 
 
 def test_the_seed_of_a_request_depends_on_all_of_its_key_and_on_nothing_else():

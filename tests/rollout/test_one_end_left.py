@@ -16,7 +16,7 @@ import torch
 from tests.support import tiny_model_dir
 from verl.errors import RolloutError
 from verl.weight_sync import BroadcastTransport, DiskTransport, chunk_weights
-from verl.weight_sync.transport import OtherEndError
+from verl.weight_sync.transport import PeerFailedError
 
 TRAINER = """
 import sys, time
@@ -61,7 +61,7 @@ def test_a_broadcast_to_a_sampler_that_never_came_ends_as_soon_as_somebody_knows
     end = BroadcastTransport.begin(1 << 20, timeout=300.0)
     threading.Timer(0.1, end.abandon, ["it was killed"]).start()
     begun = time.monotonic()
-    with pytest.raises(OtherEndError, match=r"the sampler to join the group.*it was killed"):
+    with pytest.raises(PeerFailedError, match=r"the sampler to join the group.*it was killed"):
         end.send(weights())
     assert time.monotonic() - begun < 60
 

@@ -380,9 +380,9 @@ def test_an_update_waits_for_what_is_being_sampled_and_nothing_mixes_versions():
     assert asyncio.run(run()) == [{(0,)}, {(1,)}]
 
 
-def test_requests_without_a_seat_wait_for_whichever_replica_has_one_first():
-    """Replica 0 keeps its two requests; the other ten go through the seats of replica 1."""
-    fakes, service = make(2, seats=2)
+def test_requests_without_a_slot_wait_for_whichever_replica_has_one_first():
+    """Replica 0 keeps its two requests; the other ten go through the slots of replica 1."""
+    fakes, service = make(2, slots=2)
 
     async def run():
         fakes[0].silent = True
@@ -398,7 +398,7 @@ def test_requests_without_a_seat_wait_for_whichever_replica_has_one_first():
 
 
 def test_those_that_wait_hear_that_no_replica_is_left():
-    fakes, service = make(2, seats=1)
+    fakes, service = make(2, slots=1)
     for fake in fakes:
         fake.error = WorkerError("gone")
 

@@ -1,4 +1,4 @@
-"""Whose turn it is when a seat is free: of a prompt that nobody knows yet, else of the one that takes longest."""
+"""Whose turn it is when a slot is free: of a prompt that nobody knows yet, else of the one that takes longest."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_long_tailed_batch_over_four_replicas_takes_three_quarters_of_a_static
     prompts, samples, ratios = 64, 8, []
     for seed in range(20):
         batch = bench_routing.lengths(prompts, samples, seed)
-        routed, split, _ = loop.run_until_complete(bench_routing.measured(batch, samples, replicas=4, seats=8))
+        routed, split, _ = loop.run_until_complete(bench_routing.measured(batch, samples, replicas=4, slots=8))
         assert routed >= max(*batch, sum(batch) / 32) * bench_routing.TOKEN_SECONDS * 0.999
         ratios.append(routed / split)
     loop.close()

@@ -214,7 +214,7 @@ def _has_one_core(box: Box, _: Outside) -> bool:
     return all(outcome.cpu_seconds < 1.4 * max(outcome.seconds, 1.2) for outcome in outcomes)
 
 
-def _leaves_neighbours_their_share(box: Box, _: Outside) -> bool:
+def _leaves_others_their_share(box: Box, _: Outside) -> bool:
     """On one core, beside a program with sixteen loops or threads."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
@@ -225,11 +225,11 @@ def _leaves_neighbours_their_share(box: Box, _: Outside) -> bool:
             thread = threading.Thread(target=lambda: hostile.append(pool.run(LOOPS, limits=Limits(seconds=2.0))))
             thread.start()
             time.sleep(0.3)
-            neighbour = pool.run(BESIDE, limits=Limits(seconds=20))
+            other = pool.run(BESIDE, limits=Limits(seconds=20))
             thread.join()
     finally:
         os.sched_setaffinity(0, before)
-    return float(neighbour.stdout) / 1.2 > 0.6 * hostile[0].cpu_seconds / hostile[0].seconds
+    return float(other.stdout) / 1.2 > 0.6 * hostile[0].cpu_seconds / hostile[0].seconds
 
 
 def _starts_processes(box: Box, _: Outside) -> bool:
@@ -252,10 +252,10 @@ GUARANTEES: dict[str, Callable[[Box, Outside], bool]] = {
     "the sum of its files is bounded": _bounds_files,
     "nothing of it is left afterwards": _leaves_nothing,
     "time of one core for all of it": _has_one_core,
-    "neighbours keep their share of a core": _leaves_neighbours_their_share,
+    "other programs keep their share of a core": _leaves_others_their_share,
     "(it can start processes)": _starts_processes,
 }
-SLOW = ("time of one core for all of it", "neighbours keep their share of a core")
+SLOW = ("time of one core for all of it", "other programs keep their share of a core")
 
 
 def measure(kernel: Kernel, names: tuple[str, ...] = tuple(GUARANTEES)) -> dict[str, str]:

@@ -203,7 +203,7 @@ def one_core():
 
 
 @pytest.mark.needs_layers("seccomp")
-def test_sixteen_loops_in_sessions_of_their_own_leave_a_neighbour_its_share(one_core):
+def test_sixteen_loops_in_sessions_of_their_own_leave_another_its_share(one_core):
     """One core, two programs: the one with sixteen loops gets no more than about what the one with one loop gets."""
     if "whole" not in OFFERED:
         return
@@ -213,11 +213,11 @@ def test_sixteen_loops_in_sessions_of_their_own_leave_a_neighbour_its_share(one_
         thread = threading.Thread(target=lambda: hostile.append(pool.run(LOOPS, limits=Limits(seconds=2.0))))
         thread.start()
         time.sleep(0.3)
-        neighbour = pool.run(BESIDE, limits=Limits(seconds=20))
+        other = pool.run(BESIDE, limits=Limits(seconds=20))
         thread.join()
-    share = float(neighbour.stdout) / 1.2
+    share = float(other.stdout) / 1.2
     taken = hostile[0].cpu_seconds / hostile[0].seconds
-    assert share > 0.6 * taken, f"the neighbour had {share:.0%} of the core, and sixteen loops {taken:.0%}"
+    assert share > 0.6 * taken, f"the other had {share:.0%} of the core, and sixteen loops {taken:.0%}"
 
 
 THREADS = """if True:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from verl.errors import ConfigError
-from verl.serving import Answered, Server, ServerLimits, loopback, secret, unix
+from verl.serving import HttpResponse, Server, ServerLimits, loopback, secret, unix
 from verl.serving.client import Client, WireError
 from verl.serving.listener import private_folder
 
@@ -22,7 +22,7 @@ HEAD = f"POST /a HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n"
 
 
 async def echo(asked):
-    return Answered(asked.json())
+    return HttpResponse(asked.json())
 
 
 def server(**options) -> Server:
@@ -192,7 +192,7 @@ def test_the_number_of_connections_follows_what_the_process_may_open(monkeypatch
 
 def test_a_client_that_leaves_its_answer_unread_is_dropped():
     async def long(asked):
-        return Answered("x" * (32 << 20))
+        return HttpResponse("x" * (32 << 20))
 
     async def run():
         here = Server({("POST", "/a"): long}, authorize=lambda token: True, limits=ServerLimits(write_seconds=0.3))
@@ -296,7 +296,7 @@ def test_the_proof_and_the_request_with_the_key_go_over_one_connection():
 
     async def count(asked):
         seen.append(len(here._state.connections))
-        return Answered({})
+        return HttpResponse({})
 
     here = Server({("POST", "/a"): count}, authorize=lambda token: token == KEY or None, key=KEY)
 

@@ -28,7 +28,7 @@ class Scaled(CallOptions):
 
 
 def two_to_all(group, *args):
-    """A custom mode: two values are dealt to the workers in turn."""
+    """A custom mode: two values go to the workers in turn."""
     return tuple([arg[rank % 2] for rank in range(group.world_size)] for arg in args), {}
 
 
@@ -156,7 +156,7 @@ def test_one_to_all_gives_every_worker_the_same(group):
     assert group.one_to_all(same_length)[2] == (2, same_length, 0)
 
 
-def test_all_to_all_passes_arguments_and_deals_lists_of_world_size(group):
+def test_all_to_all_passes_arguments_and_splits_lists_of_world_size(group):
     assert group.all_to_all("a") == [(0, "a"), (1, "a"), (2, "a"), (3, "a")]
     assert group.all_to_all([5, 6, 7, 8]) == [(0, 5), (1, 6), (2, 7), (3, 8)]
     assert group.all_to_all([5, 6]) == [(0, [5, 6]), (1, [5, 6]), (2, [5, 6]), (3, [5, 6])]

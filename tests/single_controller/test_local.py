@@ -354,7 +354,7 @@ class Critic(Worker):
         return DataProto.from_dict({"values": data.batch["x"] * 2})
 
     @register(Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
-    def neighbour(self):
+    def colocated(self):
         return self.get_fused_worker_by_name("actor"), self.get_fused_worker_by_name("nobody")
 
 
@@ -383,7 +383,7 @@ def test_colocated_roles_have_prefixed_methods_and_spawn_gives_them_back_unprefi
 
 def test_colocated_roles_find_each_other():
     group = colocated()
-    actor, nobody = group.spawn(["critic"])["critic"].neighbour()
+    actor, nobody = group.spawn(["critic"])["critic"].colocated()
     assert actor is group.workers[0].worker_dict["actor"] and nobody is None
 
 

@@ -1,4 +1,4 @@
-"""Every rank runs the loop: what it does alone, and how rows are dealt."""
+"""Every rank runs the loop: what it does alone, and how rows are split."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from verl.distributed import Ranks
 from verl.protocol import DataProto
 from verl.single_controller.spmd import Spmd
-from verl.single_controller.spmd.context import deal
+from verl.single_controller.spmd.context import split_rows
 
 
 def batch_of(lengths: list[int]) -> DataProto:
@@ -63,14 +63,14 @@ def test_shares_are_disjoint_together_whole_and_keep_the_order_of_rows(logger):
     batch = batch_of([4, 9, 2, 7, 5])
     shares = [Spmd(FirstOf(rank, 3)).share(batch) for rank in range(3)]
     lengths = [share.batch["attention_mask"].sum(-1).tolist() for share in shares]
-    # 9 7 5 are dealt forth, 4 2 back
+    # 9 7 5 go forth, 4 2 back
     assert lengths == [[9], [2, 7], [4, 5]]
 
 
-def test_rows_may_be_dealt_in_turn(logger):
+def test_rows_may_go_to_ranks_in_turn(logger):
     batch = batch_of([4, 9, 2, 7, 5])
     shares = [Spmd(FirstOf(rank, 3)).share(batch, balance=False) for rank in range(3)]
-    # whatever their length, rows are dealt forth and back
+    # whatever their length, rows go to ranks forth and back
     assert [share.batch["attention_mask"].sum(-1).tolist() for share in shares] == [[4], [9, 5], [2, 7]]
 
 
@@ -88,11 +88,11 @@ def test_fewer_rows_than_ranks_leave_a_rank_with_an_empty_batch(logger):
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 8))
-def test_every_row_is_dealt_once_and_hands_differ_by_one_row_and_one_longest_row(lengths, hands):
-    dealt = deal(lengths, hands)
-    assert sorted(row for rows in dealt for row in rows) == list(range(len(lengths)))
-    counts = [len(rows) for rows in dealt]
-    assert max(counts) - min(counts) <= 1 and all(rows == sorted(rows) for rows in dealt)
-    if len(lengths) % (2 * hands) == 0:
-        tokens = [sum(lengths[row] for row in rows) for rows in dealt]
+def test_every_row_goes_to_one_rank_and_ranks_differ_by_one_row_and_one_longest_row(lengths, ranks):
+    parts = split_rows(lengths, ranks)
+    assert sorted(row for rows in parts for row in rows) == list(range(len(lengths)))
+    counts = [len(rows) for rows in parts]
+    assert max(counts) - min(counts) <= 1 and all(rows == sorted(rows) for rows in parts)
+    if len(lengths) % (2 * ranks) == 0:
+        tokens = [sum(lengths[row] for row in rows) for rows in parts]
         assert max(tokens) - min(tokens) <= max(lengths, default=0)

@@ -13,7 +13,7 @@ from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import RolloutError
 from verl.workers.model import ModelRole, ModelWorker
 from verl.workers.part import ModelPart, PassLimits
-from verl.workers.sending import Sent, WeightSender
+from verl.workers.sending import SyncResult, WeightSender
 
 COUNT = 5
 
@@ -93,8 +93,8 @@ def test_what_a_replica_raised_can_go_to_another_process():
 
 def test_what_all_ranks_sent_is_put_together():
     lost = RolloutError("gone")
-    together = Sent.by_all([Sent(10.0, {"a": lost}), Sent(0.0), Sent(30.0)])
-    assert together == Sent(30.0, {"a": lost})
+    together = SyncResult.by_all([SyncResult(10.0, {"a": lost}), SyncResult(0.0), SyncResult(30.0)])
+    assert together == SyncResult(30.0, {"a": lost})
 
 
 @pytest.mark.parametrize("call", [("get_weights",), ("set_weights", {}), ("to", "cpu"), ("to", "cuda")])

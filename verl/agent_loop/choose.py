@@ -19,7 +19,7 @@ RESERVED = ("trainer_config", "server_manager", "tokenizer", "processor", "datas
 
 
 @dataclass(frozen=True)
-class Chosen:
+class LoadedLoop:
     """A loop with what its YAML entry says and what its trajectories share."""
 
     name: str
@@ -36,7 +36,7 @@ class Chosen:
         return f"{self.name!r} ({self.loop_class.__module__}.{self.loop_class.__qualname__})"
 
 
-class Loops:
+class LoopLoader:
     """Finds loops, each once.
 
     Args:
@@ -45,10 +45,10 @@ class Loops:
 
     def __init__(self, config: Any, tokenizer: Any, data_config: Any = None):
         self.config, self.tokenizer, self.data_config = config, tokenizer, data_config
-        self._known: dict[str, Chosen] = {}
+        self._known: dict[str, LoadedLoop] = {}
         self._entries: dict[str, dict[str, Any]] | None = None
 
-    def of(self, row: Mapping[str, Any]) -> Chosen:
+    def of(self, row: Mapping[str, Any]) -> LoadedLoop:
         """The loop of a row.
 
         Raises:
@@ -59,7 +59,7 @@ class Loops:
             self._known[name] = self._find(name)
         return self._known[name]
 
-    def _find(self, name: str) -> Chosen:
+    def _find(self, name: str) -> LoadedLoop:
         if self._entries is None:
             self._entries = read_loops(self.config.agent.agent_loop_config_path)
         known = [*self._entries, *AGENT_LOOPS.names()]
@@ -77,7 +77,7 @@ class Loops:
             allowed = "a subclass of AgentLoopBase"
             raise ConfigError("not an agent loop", key="agent_name", got=target or name, allowed=allowed)
         shared = loop_class.prepare(self.config, self.tokenizer, self.data_config, **kwargs)
-        return Chosen(name, loop_class, kwargs, shared)
+        return LoadedLoop(name, loop_class, kwargs, shared)
 
 
 def default_name(config: Any) -> str:

@@ -25,7 +25,7 @@ Form = Literal["plain", "calls", "user"]
 SHOWN_TOKENS = 12
 
 
-class TemplateRefuses(RolloutError):
+class TemplateContinuationError(RolloutError):
     """The template cannot write this conversation on: it ends with the answer that it has."""
 
 
@@ -83,7 +83,7 @@ class Extender:
 
         Raises:
             RunStops: the template cannot be gone on with by tokens.
-            TemplateRefuses: it can, but not after these messages.
+            TemplateContinuationError: it can, but not after these messages.
         """
         has_tools = any(message["role"] == "tool" for message in new)
         new = self.template.outside(new)
@@ -91,7 +91,7 @@ class Extender:
         try:
             text = self._render([*_shaped(history, form), _marked(answer, form), *_shaped(new, form)], tools)
         except DataError as error:
-            raise TemplateRefuses(str(error)) from error
+            raise TemplateContinuationError(str(error)) from error
         if text.count(MARK) == 0:
             raise _cannot("it leaves the last answer out")
         return self._tokens(sampled, text[text.rindex(MARK) + len(MARK) :], form)

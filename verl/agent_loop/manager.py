@@ -10,11 +10,11 @@ from typing import Any
 
 from verl.agent_loop.base import AgentLoopOutput
 from verl.agent_loop.batch import checked, loop_metrics, to_batch
-from verl.agent_loop.beside import ScoreRow, ScoringBeside
-from verl.agent_loop.choose import Loops
+from verl.agent_loop.choose import LoopLoader
 from verl.agent_loop.client import SamplerClient
 from verl.agent_loop.early_stop import Stop, gather_most
 from verl.agent_loop.failed import RunStops, check_some_worked, failed
+from verl.agent_loop.overlapped_scoring import OverlappedScoring, ScoreRow
 from verl.errors import ConfigError, RolloutError
 from verl.protocol import DataProto
 from verl.rollout.base import Sampler
@@ -52,7 +52,7 @@ class AgentLoopManager:
     ):
         self.config, self.sampler, self.score, self.score_row = config, sampler, score, score_row
         self.tokenizer, self.processor, self.data_config = tokenizer, processor, data_config
-        self.loops = Loops(config, tokenizer, data_config)
+        self.loops = LoopLoader(config, tokenizer, data_config)
         ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
         self.pad = int(next((number for number in ids if number is not None), 0))
 
@@ -75,7 +75,7 @@ class AgentLoopManager:
         rows = [{name: values[i] for name, values in prompts.non_tensor_batch.items()} for i in range(len(prompts))]
         parameters = self.sampling_params(prompts.meta_info)
         stop = Stop()
-        beside = None if self.score_row is None else ScoringBeside(self.score_row, rows, self.pad)
+        beside = None if self.score_row is None else OverlappedScoring(self.score_row, rows, self.pad)
         tasks = [
             asyncio.ensure_future(self._scored(number, row, stream, parameters, stop, beside))
             for number, (row, stream) in enumerate(zip(rows, sample_streams(rows, prompts.meta_info)))
@@ -120,7 +120,7 @@ class AgentLoopManager:
         stream: tuple[str, int],
         parameters: dict[str, Any],
         stop: Stop,
-        beside: ScoringBeside | None,
+        beside: OverlappedScoring | None,
     ) -> AgentLoopOutput:
         """A trajectory whose scoring has begun."""
         output = await self._trajectory(number, row, stream, parameters, stop)

@@ -14,7 +14,7 @@ from typing import Any
 
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
-from verl.agent_loop.extend import Extender, TemplateRefuses, assistant_message, plain
+from verl.agent_loop.extend import Extender, TemplateContinuationError, assistant_message, plain
 from verl.agent_loop.failed import place_of
 from verl.agent_loop.parsers import Malformed, Parsed, ToolParser
 from verl.agent_loop.tool_calls import CallLimits, ToolCalls, openai_call
@@ -69,7 +69,7 @@ class ToolAgentParts:
 
 
 @dataclass
-class Partner:
+class SimulatedUser:
     """The simulated user of one trajectory."""
 
     user: BaseInteraction
@@ -96,10 +96,10 @@ class ToolAgentLoop(AgentLoopBase):
         names = selected(kwargs, list(parts.calls.tools))
         schemas = [parts.calls.tools[name].get_openai_tool_schema().for_template() for name in names]
         data = self._begin(kwargs, schemas)
-        partner = None
+        simulated = None
         try:
-            partner = await self._partner(data)
-            turns = self._turns(data, sampling_params, names, schemas, partner)
+            simulated = await self._simulated_user(data)
+            turns = self._turns(data, sampling_params, names, schemas, simulated)
             if not await within(turns, parts.limits.seconds):
                 # An answer that asks for something slow must not get its row out of the loss.
                 _ended(data, "time_limit", "length" if data.assistant_turns else "abort")
@@ -110,8 +110,8 @@ class ToolAgentLoop(AgentLoopBase):
             _ended(data, "user_failed", "abort")
         finally:
             await parts.calls.finish(data)
-            if partner is not None:
-                await self._leave(data, partner)
+            if simulated is not None:
+                await self._leave(data, simulated)
         self._compare(data, schemas)
         return data.output()
 
@@ -133,7 +133,7 @@ class ToolAgentLoop(AgentLoopBase):
         sampling_params: Mapping[str, Any],
         names: Sequence[str],
         schemas: Sequence[Any],
-        partner: Partner | None,
+        simulated: SimulatedUser | None,
     ) -> None:
         parts = self.shared
         while True:
@@ -146,8 +146,8 @@ class ToolAgentLoop(AgentLoopBase):
                 return
             if parsed.items:
                 new, entry = await self._call(data, parsed, names)
-            elif partner is not None:
-                new, entry = await self._ask(data, partner)
+            elif simulated is not None:
+                new, entry = await self._ask(data, simulated)
             else:
                 _ended(data, "answer")
                 return
@@ -156,7 +156,7 @@ class ToolAgentLoop(AgentLoopBase):
                 return
             try:
                 ids = parts.extender.after(answer.token_ids, history, message, new, schemas)
-            except TemplateRefuses as error:
+            except TemplateContinuationError as error:
                 data.record.append({**entry, "left_out": str(error)})
                 notice("the chat template", f"a conversation ends because of it and is scored as it is: {error}")
                 _ended(data, "template")
@@ -213,7 +213,7 @@ class ToolAgentLoop(AgentLoopBase):
         replies = await self.shared.calls.run(data, parsed.items, names, self.shared.parser.form)
         return [reply.message() for reply in replies], {"role": "tool", "calls": [reply.entry() for reply in replies]}
 
-    async def _partner(self, data: AgentData) -> Partner | None:
+    async def _simulated_user(self, data: AgentData) -> SimulatedUser | None:
         """The row's simulated user, if it has one."""
         kwargs, users = dict(data.row.get("interaction_kwargs") or {}), self.shared.users
         if not users or not kwargs:
@@ -223,13 +223,13 @@ class ToolAgentLoop(AgentLoopBase):
             fix = suggest(name, users)
             raise DataError("no such simulated user", key="interaction_kwargs.name", got=name, allowed=users, fix=fix)
         instance = await self._with_user(users[name], users[name].start_interaction, **kwargs)
-        return Partner(users[name], instance, kwargs)
+        return SimulatedUser(users[name], instance, kwargs)
 
-    async def _ask(self, data: AgentData, partner: Partner) -> tuple[list[Any], dict[str, Any]]:
+    async def _ask(self, data: AgentData, simulated: SimulatedUser) -> tuple[list[Any], dict[str, Any]]:
         """What the simulated user says; nothing where the conversation is over."""
         messages = [plain(message) for message in data.messages]
-        user = partner.user
-        answer = await self._with_user(user, user.generate_response, partner.instance, messages, **partner.kwargs)
+        user = simulated.user
+        answer = await self._with_user(user, user.generate_response, simulated.instance, messages, **simulated.kwargs)
         try:
             is_over, text, score, metrics = answer
             data.turn_scores.append(float(score))
@@ -244,12 +244,12 @@ class ToolAgentLoop(AgentLoopBase):
             return [], entry
         return [{"role": "user", "content": str(text)}], entry
 
-    async def _leave(self, data: AgentData, partner: Partner) -> None:
-        user = partner.user
+    async def _leave(self, data: AgentData, simulated: SimulatedUser) -> None:
+        user = simulated.user
         try:
-            score = await self._with_user(user, user.calculate_score, partner.instance)
+            score = await self._with_user(user, user.calculate_score, simulated.instance)
             data.reward_scores[user.name] = float(score)
-            await self._with_user(user, user.finalize_interaction, partner.instance)
+            await self._with_user(user, user.finalize_interaction, simulated.instance)
         except (UserFailed, TypeError, ValueError) as error:
             notice(f"interaction {user.name}", f"failed at the end: {error}")
 

@@ -64,7 +64,7 @@ class ToolReply:
         return {**entry, "seconds": round(self.seconds, 4), **({"fault": self.fault} if self.fault else {})}
 
 
-class Fault(Exception):
+class ToolCallError(Exception):
     """A call that has no proper answer; the text is for the model, ``kind`` for the metrics."""
 
     def __init__(self, kind: str, text: str):
@@ -148,11 +148,11 @@ class ToolCalls:
         try:
             if isinstance(item, Malformed):
                 asked = f" Write a call as {form}" if form else ""
-                raise Fault("malformed", f"the tool call could not be read: {item.reason}.{asked}")
+                raise ToolCallError("malformed", f"the tool call could not be read: {item.reason}.{asked}")
             arguments = self._arguments(item, names)
             text, reward = await self._execute(data, name, arguments)
             kind = ""
-        except Fault as fault:
+        except ToolCallError as fault:
             text, reward, kind = f"Error: {fault}", None, fault.kind
         seconds = time.perf_counter() - start
         data.metrics.add(f"tool_calls/{kind or 'answered'}", 1, "sum")
@@ -164,22 +164,22 @@ class ToolCalls:
 
     def _arguments(self, call: FunctionCall, names: Sequence[str]) -> dict[str, Any]:
         if call.name not in names:
-            raise Fault(
+            raise ToolCallError(
                 "unknown_tool",
                 f"there is no tool {call.name[:80]!r}. {suggest(call.name[:80], names)} Tools: {', '.join(names)}.",
             )
         try:
             arguments = read_json(call.arguments, strict=True)
         except ValueError as error:
-            raise Fault("bad_arguments", f"the arguments are not valid JSON ({error})") from error
+            raise ToolCallError("bad_arguments", f"the arguments are not valid JSON ({error})") from error
         if not isinstance(arguments, dict):
-            raise Fault("bad_arguments", "the arguments are not a JSON object")
+            raise ToolCallError("bad_arguments", "the arguments are not a JSON object")
         return arguments
 
     async def _execute(self, data: AgentData, name: str, arguments: dict[str, Any]) -> tuple[str, float | None]:
         tool = self.tools[name]
         if name not in data.instances:
-            raise Fault("failed", f"the tool {name} could not be started")
+            raise ToolCallError("failed", f"the tool {name} could not be started")
         kwargs = dict(_row_kwargs(data, name).get("execute_kwargs") or {})
         if takes(tool.execute, "agent_data"):
             kwargs["agent_data"] = data
@@ -187,10 +187,10 @@ class ToolCalls:
             returned = await self._run(tool.execute, data.instances[name], arguments, **kwargs)
             response, reward, metrics = unpacked(returned)
         except TimeLimit as error:
-            raise Fault("timeout", f"the tool {name} gave {error}") from error
+            raise ToolCallError("timeout", f"the tool {name} gave {error}") from error
         except Exception as error:  # boundary: a user's tool; the model is told, the person too
             self._tell(data, name, "execute", error)
-            raise Fault("failed", f"{type(error).__name__}: {error}") from error
+            raise ToolCallError("failed", f"{type(error).__name__}: {error}") from error
         for key, value in metrics.items():
             if isinstance(value, int | float) and math.isfinite(value):
                 data.metrics.add(f"tool_calls/{name}/{key}", float(value), "mean")

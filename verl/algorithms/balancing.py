@@ -1,7 +1,7 @@
 """Splitting rows into parts of equal work.
 
 Ranks that train together wait for the slowest one, so every rank of a mini-batch should get as much work as the others.
-`partition` is what the library uses: deal the rows out from the longest to the shortest, then exchange pairs between
+`partition` is what the library uses: split the rows from the longest to the shortest, then exchange pairs between
 heavy and light parts until the heaviest is near the lower bound (8192 rows on 128 ranks: a few milliseconds).
 Everything here is deterministic.
 """
@@ -48,7 +48,7 @@ def partition(costs: Sequence[int] | np.ndarray, k: int, equal_size: bool) -> li
     """
     work = np.asarray(costs, dtype=np.float64)
     _check_parts(len(work), k, equal_size)
-    part_of = _deal(work, k) if equal_size else _longest_first(work, k)
+    part_of = _split_equally(work, k) if equal_size else _longest_first(work, k)
     _exchange(work, part_of, k, may_move=not equal_size, goal=lower_bound(work, k, equal_size) * (1 + TOLERANCE))
     return [np.flatnonzero(part_of == part).tolist() for part in range(k)]
 
@@ -68,7 +68,7 @@ def get_group_balanced_partitions(
 ) -> list[list[int]]:
     """Balanced parts in which the rows of one uid stay together.
 
-    Groups are dealt out in equal numbers where they are equally large and divide evenly, freely otherwise.
+    Groups are split in equal numbers where they are equally large and divide evenly, freely otherwise.
     """
     groups = members_of(uid_list)
     work = calculate_workload(seqlen_list)
@@ -103,7 +103,7 @@ def balance_within_mini_batches(
         lengths: (n,) tokens per row.
         use_workload: balance the compute (with attention) and not the token count.
         group_ids: (n,) rows with the same id go to one rank (which computes their prompt once), in mini-batches whose
-            groups are equally large and can be dealt out in equal numbers; in others single rows are dealt out.
+            groups are equally large and can be split in equal numbers; elsewhere single rows are split.
 
     Returns:
         A permutation of the row indices.
@@ -114,7 +114,7 @@ def balance_within_mini_batches(
         piece = costs[start : start + mini_batch_rows]
         if len(piece) % num_ranks:
             raise ConfigError(
-                f"a mini-batch of {len(piece)} rows cannot be dealt out evenly to {num_ranks} data-parallel ranks",
+                f"a mini-batch of {len(piece)} rows cannot be split evenly over {num_ranks} data-parallel ranks",
                 key="actor_rollout_ref.actor.ppo_mini_batch_size",
                 got=len(piece),
                 allowed=f"a multiple of {num_ranks} rows (prompts x actor_rollout_ref.rollout.n)",
@@ -158,7 +158,7 @@ def _check_parts(num_items: int, k: int, equal_size: bool) -> None:
         raise ConfigError(f"{num_items} rows cannot be split into {k} parts of equal size")
 
 
-def _deal(costs: np.ndarray, k: int) -> np.ndarray:
+def _split_equally(costs: np.ndarray, k: int) -> np.ndarray:
     """Rounds of k items from the largest to the smallest; in a round the lightest part gets the largest item."""
     order = np.argsort(-costs, kind="stable")
     part_of, sums = np.empty(len(costs), dtype=np.int64), np.zeros(k)

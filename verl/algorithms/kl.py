@@ -52,7 +52,7 @@ def check_kl_kind(kind: str, key: str = "kl_loss_type", logits_at_hand: bool = F
             key=key,
             got=kind,
             allowed=[*ESTIMATORS, "and each with a '+' for the gradient of k2"],
-            fix="Set it to full." if logits_at_hand else "Hand over logits over the whole vocabulary.",
+            fix="Set it to full." if logits_at_hand else "Pass logits over the whole vocabulary.",
         )
     if name not in ESTIMATORS:
         known = [*ESTIMATORS, "full"]

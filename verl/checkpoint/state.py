@@ -1,4 +1,4 @@
-"""What an engine hands over to be saved: tensors by name and JSON, in three sections.
+"""What an engine gives to be saved: tensors by name and JSON, in three sections.
 
 Tensor names start with their section: ``model/<hugging face name>``, ``optimizer/<parameter>/<key>``, ``extra/<name>``
 (random number generators). ``scalars`` has one JSON object per section. A checkpoint may hold any of the sections, and

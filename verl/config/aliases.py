@@ -24,7 +24,7 @@ _A, _R, _M, _REF, _C = (
 
 
 @dataclass(frozen=True)
-class Moved:
+class MovedKey:
     """Where an old key went; ``convert`` turns the old value into the new one."""
 
     targets: tuple[str, ...]
@@ -35,14 +35,14 @@ class Moved:
 class Aliases:
     """The three tables of one program."""
 
-    moved: dict[str, Moved]
+    moved: dict[str, MovedKey]
     removed: dict[str, str]
     ignored: dict[str, str]
 
 
-def to(*targets: str, convert: Callable[[Any], Any] | None = None) -> Moved:
+def to(*targets: str, convert: Callable[[Any], Any] | None = None) -> MovedKey:
     """The keys that an older one became."""
-    return Moved(targets, convert)
+    return MovedKey(targets, convert)
 
 
 def _word(yes: str, no: str) -> Callable[[Any], str]:
@@ -169,7 +169,7 @@ _RUN = {
     "data.sampler.class_name": to("trainer.v1.sampler.custom_sampler.name"),
 }
 
-PPO_MOVED: dict[str, Moved] = _ACTOR | _OPTIM | _MEGATRON | _ROLLOUT | _ALGORITHM | _REWARD | _RUN
+PPO_MOVED: dict[str, MovedKey] = _ACTOR | _OPTIM | _MEGATRON | _ROLLOUT | _ALGORITHM | _REWARD | _RUN
 
 PPO_REMOVED: dict[str, str] = {
     f"{_A}.tis_imp_ratio_cap": (
@@ -206,7 +206,7 @@ PPO_IGNORED: dict[str, str] = {
     "hydra": "has no effect: only Hydra's syntax is used here, not its launcher; see trainer.default_local_dir",
 }  # fmt: skip
 
-SFT_MOVED: dict[str, Moved] = {
+SFT_MOVED: dict[str, MovedKey] = {
     "data.micro_batch_size": to("data.micro_batch_size_per_gpu"),
     "data.multiturn.messages_key": to("data.messages_key"),
     "data.multiturn.tools_key": to("data.tools_key"),

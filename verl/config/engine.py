@@ -57,7 +57,7 @@ class FSDPEngineConfig(ConfigNode):
     )
     tensor_parallel_size: int = setting(
         1,
-        "FSDP2: peer processes that share the linear layers and the vocabulary; divides the key-value heads",
+        "FSDP2: peer processes that share the linear layers and the vocabulary; divides the KV heads",
         upstream=ABSENT,
     )
     entropy_from_logits_with_chunking: bool = setting(

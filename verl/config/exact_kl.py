@@ -39,7 +39,7 @@ def _layout(cfg: PPOTrainerConfig, key: str) -> Problems:
     }
     for role, (strategy, engine) in roles.items():
         if strategy == "megatron":
-            why = "Megatron-Core's engine deals the vocabulary to its ranks"
+            why = "Megatron-Core's engine shards the vocabulary over its ranks"
             problems.append(_refused(key, why, f"{_A}.{role}.strategy=fsdp2"))
         else:
             problems += _shared_rows(key, f"{_A}.{role}.fsdp_config", engine)

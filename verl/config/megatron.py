@@ -39,7 +39,7 @@ class MegatronEngineConfig(ConfigNode):
 
     param_offload: bool = setting(False, "keep the weights in host memory while another role works")
     optimizer_offload: bool = setting(False, "keep the optimizer's state in host memory while another role works")
-    tensor_model_parallel_size: int = setting(1, "tensor-parallel size; divides the attention and key-value heads")
+    tensor_model_parallel_size: int = setting(1, "tensor-parallel size; divides the attention and KV heads")
     expert_model_parallel_size: int = setting(1, "expert-parallel size; divides the number of experts")
     expert_tensor_parallel_size: int | None = setting(None, "tensor-parallel size of experts; null: that of the model")
     pipeline_model_parallel_size: int = setting(1, "pipeline-parallel size; divides the number of layers")

@@ -12,7 +12,7 @@ _OPEN = ("override_", "engine_kwargs.")
 
 
 def nearest(schema: Schema, key: str, limit: int = 3) -> list[str]:
-    """Full keys that were probably meant: a misspelt neighbour, a shortened key, the same name elsewhere, or none."""
+    """Full keys that were probably meant: a misspelt sibling, a shortened key, the same name elsewhere, or none."""
     section, _, name = key.rpartition(".")
     built = [k for k, leaf in schema.every.items() if leaf.planned is None or leaf.engines]
     siblings = {k.rpartition(".")[2]: k for k in built if k.rpartition(".")[0] == section}

@@ -93,7 +93,7 @@ class CheckpointEngineConfig(ConfigNode):
         "how weights go to the sampler: naive (it lives in the trainer's process); with shared_memory, gloo, nccl, "
         "cuda_ipc, disk or delta it has a process of its own",
     )
-    update_weights_bucket_megabytes: int = setting(2048, "weights are handed over in pieces of this many MB")
+    update_weights_bucket_megabytes: int = setting(2048, "MB per bucket of a weight sync")
     engine_kwargs: dict = setting({}, "arguments of that transport")
     custom_backend_module: str | None = setting(None, "module or Python file to import, which registers a transport")
 
@@ -250,8 +250,8 @@ class RolloutConfig(ConfigNode):
     )
     layered_summon: bool = setting(
         False,
-        "gather weights layer by layer when they are handed over",
-        no_effect="weights are handed over piece by piece in any case",
+        "gather weights layer by layer for weight sync",
+        no_effect="weights are sent bucket by bucket in any case",
     )
     log_prob_micro_batch_size: int | None = setting(None, "older form of log_prob_micro_batch_size_per_gpu")
     log_prob_micro_batch_size_per_gpu: int | None = setting(

@@ -122,7 +122,7 @@ def sizes(key: str, rollout: Any) -> Problems:
     if rollout.name != "vllm" or rollout[_E] == rollout[_T]:
         return problems
     message = (
-        f"vLLM deals the experts to all {rollout[_T]} tensor-parallel processes of an engine or to none; over more "
+        f"vLLM splits the experts over all {rollout[_T]} tensor-parallel processes of an engine or to none; over more "
     )
     message += "of them it needs data parallelism inside the sampler, which is not built yet"
     allowed = sorted({1, rollout[_T]})

@@ -68,7 +68,9 @@ class SFTDataConfig(ConfigNode):
         choices=("error", "left", "right", "middle"),
     )
     balance_dp_token: bool = setting(
-        False, "deal rows to processes so that each gets as many tokens", no_effect="trainer.balance_batch decides it"
+        False,
+        "split rows over processes so that each gets as many tokens",
+        no_effect="trainer.balance_batch decides it",
     )
     custom_cls: SFTCustomClassConfig = section(SFTCustomClassConfig)
     use_shm: bool = setting(False, "copy data files to shared memory before they are read")
@@ -121,7 +123,7 @@ class SFTRunConfig(ConfigNode):
     save_freq: int = setting(-1, "steps between checkpoints, the last step included; -1: never")
     test_freq: int = setting(-1, "steps between validations, the last step included; -1: never")
     max_ckpt_to_keep: int | None = setting(None, "checkpoints that are kept; null: all")
-    balance_batch: bool = setting(True, "deal rows to processes so that each gets as many tokens")
+    balance_batch: bool = setting(True, "split rows over processes so that each gets as many tokens")
     resume_mode: str = setting(
         "auto",
         "auto goes on from the last checkpoint, if there is one; resume_path from resume_from_path; disable starts anew",

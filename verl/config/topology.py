@@ -29,7 +29,7 @@ from verl.errors import ConfigError, NotBuiltError, hide_in_text
 from verl.metrics import notice
 
 IN_PLACE, COLOCATED, CHILD, OWN_POOL, HTTP = "in place", "colocated", "child process", "own pool", "HTTP"
-"""Seats of a replica: this process; a trainer's process, in turn with it; a child of that; a pool without trainers; a
+"""Where a replica lives: this process; a trainer's process, in turn with it; a child of that; a pool without trainers; a
 server that runs already."""
 SAME_PROCESS = "naive"
 """The `checkpoint_engine.backend` of samplers that live in the trainer's process."""
@@ -58,7 +58,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Part:
+class RolePlacement:
     """A role and the pool that holds it.
 
     Args:
@@ -77,7 +77,7 @@ class PlacedReplica:
 
     Args:
         number: counts from 0.
-        seat: `IN_PLACE`, `COLOCATED`, `CHILD`, `OWN_POOL` or `HTTP`.
+        placement: `IN_PLACE`, `COLOCATED`, `CHILD`, `OWN_POOL` or `HTTP`.
         pool: that holds it; empty for a server.
         ranks: its processes in that pool.
         fed_by: rank of the actor that sends it weights.
@@ -85,7 +85,7 @@ class PlacedReplica:
     """
 
     number: int
-    seat: str
+    placement: str
     pool: str
     ranks: tuple[int, ...]
     fed_by: int
@@ -97,7 +97,7 @@ class PlacedReplica:
         return self.ranks[0] if self.ranks else None
 
 
-class Added(Protocol):
+class AddedRole(Protocol):
     """A model that a recipe adds to a run; ``pool`` is its name in ``trainer.resource_pools``."""
 
     name: str
@@ -127,13 +127,13 @@ class Topology:
 
     runtime: str
     pools: tuple[PoolSpec, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[RolePlacement, ...]
     engine: str
     spec: ReplicaSpec
     replicas: tuple[PlacedReplica, ...]
 
     @classmethod
-    def of(cls, cfg: PPOTrainerConfig, added: Iterable[Added] = ()) -> Topology:
+    def of(cls, cfg: PPOTrainerConfig, added: Iterable[AddedRole] = ()) -> Topology:
         """The topology that a configuration means.
 
         Args:
@@ -146,7 +146,7 @@ class Topology:
         pools, spec = Pools.of(cfg), spec_of(cfg.actor_rollout_ref.rollout)
         parts = [*_trained(cfg, pools), *(_added(role, pools) for role in added)]
         samplers = pools.of_role("rollout")
-        sampling = Part("rollout", samplers.name, cfg.actor_rollout_ref.rollout.name, Sizes(1))
+        sampling = RolePlacement("rollout", samplers.name, cfg.actor_rollout_ref.rollout.name, Sizes(1))
         parts.insert(1, sampling)
         used = {part.pool for part in parts}
         lived_in = tuple(pool for name, pool in pools.by_name.items() if name in used)
@@ -157,7 +157,7 @@ class Topology:
     def pool(self, name: str) -> PoolSpec:
         return next(pool for pool in self.pools if pool.name == name)
 
-    def part(self, role: str) -> Part:
+    def part(self, role: str) -> RolePlacement:
         """Of a role by its name in the dataflow: actor, rollout, ref, critic, rm, or that of a recipe."""
         return next(part for part in self.parts if part.name == role)
 
@@ -191,7 +191,7 @@ class Topology:
             rows.append([pool.name, " + ".join(map(str, pool.processes)), ", ".join(roles)])
         return _table(rows)
 
-    def _has_processes(self, part: Part) -> bool:
+    def _has_processes(self, part: RolePlacement) -> bool:
         return part.name != "rollout" or any(replica.pool for replica in self.replicas)
 
     def _parts(self) -> str:
@@ -204,12 +204,12 @@ class Topology:
         return _table(rows)
 
     def _replicas(self) -> str:
-        rows = [["replica", "seat", "processes", "engine", "data", "tensor", "pipeline", "expert", "weights from"]]
+        rows = [["replica", "placement", "processes", "engine", "data", "tensor", "pipeline", "expert", "weights from"]]
         for replica in self.replicas:
             spec = self.spec
             sizes = ["-"] * 4 if replica.address else [spec.data, spec.tensor, spec.pipeline, spec.expert]
             where = hide_in_text(replica.address) or f"{replica.pool} {_span(replica.ranks)}"
-            rows.append([str(replica.number), replica.seat, where, self.engine, *map(str, sizes),
+            rows.append([str(replica.number), replica.placement, where, self.engine, *map(str, sizes),
                          f"actor {replica.fed_by}"])  # fmt: skip
         if len(rows) > _SHOWN + 1:
             rows[_SHOWN:-1] = [["..."] + [""] * (len(rows[0]) - 1)]
@@ -224,7 +224,7 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
     pools = Pools.of(cfg)
     if any(pool.size < 1 for pool in pools.by_name.values()):
         return []  # numbers below 1 are refused for themselves
-    return _seats(cfg, pools) + _local_processes(cfg, pools) + _shares(cfg, pools)
+    return _own_pool_problems(cfg, pools) + _local_processes(cfg, pools) + _shares(cfg, pools)
 
 
 def added_roles(cfg: PPOTrainerConfig) -> list[Any]:
@@ -271,17 +271,17 @@ def trained_roles(cfg: PPOTrainerConfig) -> Iterator[tuple[str, str, Any, str]]:
         yield "rm", "reward.reward_model", reward_model, "fsdp_config"
 
 
-def _trained(cfg: PPOTrainerConfig, pools: Pools) -> Iterator[Part]:
+def _trained(cfg: PPOTrainerConfig, pools: Pools) -> Iterator[RolePlacement]:
     for name, _, section, fsdp in trained_roles(cfg):
         pool = pools.of_role(name)
         backend = backend_of(section.strategy, pool.size)
-        yield Part(name, pool.name, backend, sizes_of(backend, section[fsdp], section.megatron, pool.size))
+        yield RolePlacement(name, pool.name, backend, sizes_of(backend, section[fsdp], section.megatron, pool.size))
 
 
-def _added(role: Added, pools: Pools) -> Part:
+def _added(role: AddedRole, pools: Pools) -> RolePlacement:
     pool = pools.of_role(role.pool)
     backend = backend_of(role.strategy, pool.size)
-    return Part(role.name, pool.name, backend, sizes_of(backend, role.fsdp, role.megatron, pool.size))
+    return RolePlacement(role.name, pool.name, backend, sizes_of(backend, role.fsdp, role.megatron, pool.size))
 
 
 def _runtime(cfg: PPOTrainerConfig, pools: tuple[PoolSpec, ...]) -> str:
@@ -297,15 +297,15 @@ def _replicas(
     addresses = addresses_of(cfg.actor_rollout_ref.rollout)
     if starts_no_engine(cfg.actor_rollout_ref.rollout):
         return tuple(PlacedReplica(j, HTTP, "", (), j % trainers, address) for j, address in enumerate(addresses))
-    seat, each = _seat(cfg, samplers, runtime), processes_of(cfg.actor_rollout_ref.rollout, samplers.size)
+    placement, each = _placement_of(cfg, samplers, runtime), processes_of(cfg.actor_rollout_ref.rollout, samplers.size)
     ranks = [tuple(range(first, first + each)) for first in range(0, samplers.size - each + 1, each)]
     return tuple(
-        PlacedReplica(j, seat, samplers.name, own, j % trainers if seat == OWN_POOL else own[0])
+        PlacedReplica(j, placement, samplers.name, own, j % trainers if placement == OWN_POOL else own[0])
         for j, own in enumerate(ranks)
     )
 
 
-def _seat(cfg: PPOTrainerConfig, samplers: PoolSpec, runtime: str) -> str:
+def _placement_of(cfg: PPOTrainerConfig, samplers: PoolSpec, runtime: str) -> str:
     rollout = cfg.actor_rollout_ref.rollout
     if samplers != Pools.of(cfg).of_role("actor"):
         return OWN_POOL
@@ -322,7 +322,7 @@ def processes_of(rollout: Any, processes: int) -> int:
 # ---- what cannot be ------------------------------------------------------------------------------------------------
 
 
-def _seats(cfg: PPOTrainerConfig, pools: Pools) -> Problems:
+def _own_pool_problems(cfg: PPOTrainerConfig, pools: Pools) -> Problems:
     """Engines that cannot live in a pool of their own, or not with the transport that is set."""
     rollout, key = cfg.actor_rollout_ref.rollout, f"{_R}.name"
     if "rollout" not in pools.named:

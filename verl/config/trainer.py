@@ -20,7 +20,7 @@ class TrainerV1Config(ConfigNode):
 class TrainerConfig(ConfigNode):
     """The run: its length, hardware, trackers, checkpoints and validation."""
 
-    balance_batch: bool = setting(True, "deal samples to processes so that each gets as many tokens")
+    balance_batch: bool = setting(True, "split samples over processes so that each gets as many tokens")
     total_epochs: int = setting(30, "passes over the training data")
     total_training_steps: int | None = setting(None, "length of the run in steps; null: total_epochs")
     project_name: str = setting("verl_examples", "project of the run, for trackers and folders")

@@ -192,21 +192,21 @@ def _processes(role: MegatronRole) -> Problems:
 
 
 def _model(role: MegatronRole) -> Problems:
-    """What the model's config.json says: heads, layers and experts are dealt evenly."""
+    """What the model's config.json says: heads, layers and experts divide evenly."""
     facts = _facts(role.path)
     if facts is None:
         return []
     heads, layers = facts.get("num_attention_heads"), facts.get("num_hidden_layers")
     experts = next((facts[name] for name in _EXPERTS if facts.get(name)), None)
     pipeline, virtual, expert = (role.sizes[name] for name in (_P, _V, _E))
-    problems = _dealt(role, _T, heads, "attention heads")
-    problems = problems or _dealt(role, _T, facts.get("num_key_value_heads", heads), "key/value heads")
-    problems += _dealt(role, _P, layers, "layers")
+    problems = _divides(role, _T, heads, "attention heads")
+    problems = problems or _divides(role, _T, facts.get("num_key_value_heads", heads), "KV heads")
+    problems += _divides(role, _P, layers, "layers")
     if virtual is not None and pipeline < 2:
         fix = f"Leave it out, or set {role.of(_P)} to 2 or more."
         problems.append(ConfigError("layer groups need a pipeline", key=role.of(_V), got=virtual, fix=fix))
     elif virtual is not None and not problems and layers:
-        problems += _dealt(role, _V, layers // pipeline, "layers of a pipeline stage")
+        problems += _divides(role, _V, layers // pipeline, "layers of a pipeline stage")
     if expert > 1 and layers and experts is None:
         message = "a model without experts cannot share them among processes"
         problems.append(ConfigError(message, key=role.of(_E), got=expert, allowed=[1], fix="Leave it out."))
@@ -215,15 +215,15 @@ def _model(role: MegatronRole) -> Problems:
         problems.append(
             NotBuiltError(message, key=role.adapter, fix=f"Leave it out, or set {role.key}.strategy=fsdp2.")
         )
-    return problems + _dealt(role, _E, experts, "experts")
+    return problems + _divides(role, _E, experts, "experts")
 
 
-def _dealt(role: MegatronRole, name: str, count: Any, what: str) -> Problems:
+def _divides(role: MegatronRole, name: str, count: Any, what: str) -> Problems:
     size = role.sizes[name]
     if not isinstance(count, int) or count < 1 or count % size == 0:
         return []
     sizes = [n for n in range(1, count + 1) if count % n == 0]
-    message = f"the model's {count} {what} cannot be dealt evenly to {size}"
+    message = f"the model's {count} {what} cannot be split evenly over {size}"
     return [ConfigError(message, key=role.of(name), got=size, allowed=sizes, fix="Set it to one of these.")]
 
 

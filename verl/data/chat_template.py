@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from verl.data.messages import Message
 from verl.data.special_tokens import ALLOW, ASSISTANT, SpecialTokensAsText, random_mark, special_tokens
 from verl.data.special_tokens import MARK as MARKED
-from verl.data.watch import OverTime, within
+from verl.data.watch import DeadlineExceeded, within
 from verl.errors import DataError, ModelError
 
 RENDER_SECONDS = 10.0
@@ -30,7 +30,7 @@ REFUSALS = (
 """What a template raises that cannot write a conversation."""
 
 
-class TemplateRunsAway(DataError):
+class TemplateLimitError(DataError):
     """The chat template takes too long or writes too much, perhaps only for these messages."""
 
 
@@ -67,13 +67,13 @@ class ChatTemplate:
         the marks away.
 
         Raises:
-            TemplateRunsAway: it takes too long, or writes too much.
+            TemplateLimitError: it takes too long, or writes too much.
         """
         try:
             if not self._allowed:
                 messages, extra = self._as_text.messages(messages), self._as_text.defused(extra)
             return self._write(messages, {"add_generation_prompt": add_generation_prompt, **self.kwargs, **extra})
-        except TemplateRunsAway:
+        except TemplateLimitError:
             raise
         except REFUSALS as failure:
             raise DataError(f"the chat template refuses the conversation: {failure}") from failure
@@ -90,12 +90,12 @@ class ChatTemplate:
         work = partial(self.tokenizer.apply_chat_template, list(messages), **arguments, tokenize=False)
         try:
             text = within(RENDER_SECONDS, work)
-        except OverTime as failure:
-            raise TemplateRunsAway(f"the chat template did not end within {RENDER_SECONDS:g} s") from failure
+        except DeadlineExceeded as failure:
+            raise TemplateLimitError(f"the chat template did not end within {RENDER_SECONDS:g} s") from failure
         if len(text) > RENDER_CHARACTERS:
             most = RENDER_CHARACTERS + RENDER_GROWTH * _characters([messages, arguments])
             if len(text) > most:
-                raise TemplateRunsAway(f"the chat template writes {len(text)} characters, more than {most}")
+                raise TemplateLimitError(f"the chat template writes {len(text)} characters, more than {most}")
         return text
 
     def _structure(self) -> frozenset[str]:
@@ -122,7 +122,7 @@ class ChatTemplate:
         try:
             bare, prompt = self.render(asked), self.render(asked, add_generation_prompt=True)
             whole = self.render([*asked, {"role": ASSISTANT, "content": MARK}])
-        except TemplateRunsAway as failure:
+        except TemplateLimitError as failure:
             key = "custom_chat_template"
             raise ModelError(failure.message, key=key, got=self.tokenizer.name_or_path) from failure
         except DataError:

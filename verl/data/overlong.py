@@ -83,7 +83,7 @@ def _enough(text: str, limit: int, encode_many: EncodeMany, from_end: bool) -> t
     return encode_many([text])[0], True
 
 
-def told_length(length: int, limit: int) -> str:
+def length_text(length: int, limit: int) -> str:
     """A length for a message."""
     return f"more than {2 * limit}" if length == MANY else str(length)
 

@@ -15,7 +15,7 @@ from verl.errors import DataError
 from verl.protocol import DataProto
 
 
-def speaks_alike(one: Any, other: Any) -> bool:
+def same_encoding(one: Any, other: Any) -> bool:
     """Whether two tokenizers write every conversation with the same ids: vocabulary and chat template are equal."""
     return one.get_vocab() == other.get_vocab() and one.chat_template == other.chat_template
 

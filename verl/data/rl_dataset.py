@@ -18,7 +18,7 @@ from verl.data.chat_template import ChatTemplate
 from verl.data.columns import DATA_SOURCE, as_flag, as_object, check_prompts
 from verl.data.files import as_dataset, choose_rows, read_files
 from verl.data.messages import Message, as_messages, prune
-from verl.data.overlong import MANY, check_truncation, count_tokens, cut_tokens, measure, told_length
+from verl.data.overlong import MANY, check_truncation, count_tokens, cut_tokens, length_text, measure
 from verl.data.settings import read, read_mapping, read_number
 from verl.data.special_tokens import without_marks
 from verl.errors import DataError
@@ -139,15 +139,15 @@ class RLHFDataset(Dataset):
         if not self.filter_overlong_prompts:
             raise DataError(
                 f"{len(long)} of {len(self)} prompts are longer than data.max_prompt_length={self.max_prompt_length}: "
-                f"this, the first, has {told_length(lengths[long[0]], limit)} tokens and the longest has "
-                f"{told_length(longest, limit)}",
+                f"this, the first, has {length_text(lengths[long[0]], limit)} tokens and the longest has "
+                f"{length_text(longest, limit)}",
                 key=first,
                 fix=f"{ways}, or data.filter_overlong_prompts=true, which drops them.",
             )
         if len(long) == len(self):
             raise DataError(
                 f"all {len(self)} prompts are longer than data.max_prompt_length={self.max_prompt_length}; "
-                f"the shortest has {told_length(lengths.min(), limit)} tokens",
+                f"the shortest has {length_text(lengths.min(), limit)} tokens",
                 key=", ".join(self._origin.files),
                 fix="Set data.max_prompt_length higher.",
             )

@@ -19,7 +19,7 @@ from verl.data.collate import sft_collate
 from verl.data.columns import ConversationColumns, as_flag
 from verl.data.files import as_dataset, choose_rows, read_files
 from verl.data.messages import Message, as_tools
-from verl.data.overlong import MANY, PART, check_truncation, count_tokens, measure, told_length, truncate
+from verl.data.overlong import MANY, PART, check_truncation, count_tokens, length_text, measure, truncate
 from verl.data.settings import read, read_mapping, read_number
 from verl.data.turns import TurnFinder
 from verl.errors import ConfigError, DataError
@@ -201,9 +201,9 @@ class MultiTurnSFTDataset(Dataset):
 
     def _too_long(self, item: int, length: int, count: int = 1, longest: int = 0) -> DataError:
         most, limit = max(length, longest), self.max_length
-        more = f"; {count} of {len(self)} rows are too long, the longest has {told_length(most, limit)}"
+        more = f"; {count} of {len(self)} rows are too long, the longest has {length_text(most, limit)}"
         larger = "" if most == MANY else f"data.max_length={most}, or "
-        fault = f"the conversation has {told_length(length, limit)} tokens, more than data.max_length={limit}"
+        fault = f"the conversation has {length_text(length, limit)} tokens, more than data.max_length={limit}"
         return DataError(
             fault + (more if count > 1 else ""),
             key=self.describe(item),

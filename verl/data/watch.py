@@ -18,7 +18,7 @@ T = TypeVar("T")
 TICK = 0.1
 
 
-class OverTime(Exception):
+class DeadlineExceeded(Exception):
     """The work was ended."""
 
 
@@ -86,7 +86,7 @@ def within(seconds: float, function: Callable[[], T]) -> T:
         seconds: of processor time of this thread; where the system does not tell it, of the clock.
 
     Raises:
-        OverTime: it took longer and was ended.
+        DeadlineExceeded: it took longer and was ended.
     """
     clock = time.pthread_getcpuclockid(threading.get_ident()) if hasattr(time, "pthread_getcpuclockid") else None
     work = _Work(threading.get_ident(), clock, _now(clock) + seconds)
@@ -99,7 +99,7 @@ def within(seconds: float, function: Callable[[], T]) -> T:
         while work.stopped:  # it ended in the same moment: the exception must arrive here and not later
             time.sleep(0)
     except _Stop:
-        raise OverTime from None
+        raise DeadlineExceeded from None
     return result
 
 

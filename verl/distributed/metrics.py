@@ -9,21 +9,21 @@ from verl.metrics import Metric, MetricSet
 
 
 def merged(
-    loss: float, metrics: MetricSet, ranks: Ranks, sharers: int = 1, counted: Sequence[int] | None = None
+    loss: float, metrics: MetricSet, ranks: Ranks, num_peers: int = 1, counted: Sequence[int] | None = None
 ) -> tuple[float, MetricSet]:
     """The mean of a loss over ranks, and each metric merged by its own reduction, in rank order.
 
     Args:
         loss: this rank's share, scaled so that the mean over ranks is the global value.
         metrics: a rank without rows may have none of those that others have.
-        sharers: peer ranks that have the same rows, and so the same numbers, which then count once.
-        counted: the ranks whose numbers count, where those are not every ``sharers``-th.
+        num_peers: model-parallel peers, which have the same rows, and so the same numbers, which then count once.
+        counted: the ranks whose numbers count, where those are not every ``num_peers``-th.
     """
     if ranks.size == 1:
         return loss, metrics
     mine = [[name, m.value, m.reduction, m.weight] for name, m in metrics.items()]
     answers = ranks.exchange({"loss": loss, "metrics": mine})
-    chosen = answers[::sharers] if counted is None else [answers[rank] for rank in counted]
+    chosen = answers[::num_peers] if counted is None else [answers[rank] for rank in counted]
     everything = MetricSet()
     for answer in chosen:
         everything.merge({name: Metric(value, kind, weight) for name, value, kind, weight in answer["metrics"]})

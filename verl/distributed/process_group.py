@@ -29,7 +29,7 @@ TIMEOUT = 600.0
 log = logging.getLogger(__name__)
 
 
-class Placed(Protocol):
+class HasRank(Protocol):
     """What is needed of a process's place; a worker's ``info`` has it."""
 
     @property
@@ -66,7 +66,7 @@ class RankPlace:
         )
 
 
-def start(place: Placed | None = None, device: str = "cpu", timeout: float | None = None) -> Ranks:
+def start(place: HasRank | None = None, device: str = "cpu", timeout: float | None = None) -> Ranks:
     """Join the group of this run's processes, once per process; every later call gives the same ranks.
 
     Args:
@@ -112,7 +112,7 @@ def stop() -> None:
         gc.collect()  # engines lie in cycles, and hold groups
 
 
-def _store(place: Placed, timeout: timedelta) -> dist.Store:
+def _store(place: HasRank, timeout: timedelta) -> dist.Store:
     """Where the processes meet; torchrun holds the store itself, and whoever is alone needs none that is reached."""
     if place.world_size == 1:
         return dist.HashStore()
@@ -122,7 +122,7 @@ def _store(place: Placed, timeout: timedelta) -> dist.Store:
     return meet(host, place.master_port, place.world_size, is_first, timeout)
 
 
-def _joined(place: Placed | None) -> Ranks:
+def _joined(place: HasRank | None) -> Ranks:
     ranks = Ranks.of_world()
     if place is not None and (place.rank, place.world_size) != (ranks.rank, ranks.size):
         raise EngineError(
@@ -133,7 +133,7 @@ def _joined(place: Placed | None) -> Ranks:
     return ranks
 
 
-def _check(place: Placed, device: str) -> None:
+def _check(place: HasRank, device: str) -> None:
     if device not in BACKENDS:
         raise EngineError("several processes cannot compute together on this device", got=device, allowed=BACKENDS)
     if not 0 <= place.rank < place.world_size:
@@ -145,7 +145,7 @@ def _check(place: Placed, device: str) -> None:
         )
 
 
-def _choose_device(place: Placed, device: str) -> None:
+def _choose_device(place: HasRank, device: str) -> None:
     """Each process its own device; where a runtime shows a process one device only, that one."""
     if device == "cpu":
         return

@@ -1,7 +1,7 @@
 """Where the processes of a group meet: a store on the address that was named, and on no other one of this machine.
 
 Torch's own store listens on every interface, and it asks for no secret: whoever reaches it can rewrite what ranks read
-there, the addresses of the other ranks among it. So the socket is bound here and handed over. gloo listens on the
+there, the addresses of the other ranks among it. So the socket is bound here and passed on. gloo listens on the
 address to which the name of the machine resolves; here it is given the interface on which the others are met.
 """
 

@@ -2,7 +2,7 @@
 
 Of a packed row of N tokens each of P ranks holds N/P, with all heads; for attention alone, all N with 1/P of the heads.
 One all-to-all in front of attention and one behind it turn the one into the other. Per layer and rank a forward pass
-sends (P-1)/P * N/P * (2H + 2h') * d numbers, h' being the key-value heads after repetition; the backward pass as many.
+sends (P-1)/P * N/P * (2H + 2h') * d numbers, h' being the KV heads after repetition; the backward pass as many.
 """
 
 from __future__ import annotations

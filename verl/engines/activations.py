@@ -20,8 +20,8 @@ SMALLEST = 1 << 16
 """Bytes below which moving a tensor costs more than it frees."""
 
 
-class HostActivations:
-    """Use `kept_on_host` around a forward pass.
+class OffloadedActivations:
+    """Use `offloaded_activations` around a forward pass.
 
     Args:
         parameters: of the model; a matrix of their shapes is taken for a weight, or a cast one.
@@ -35,7 +35,7 @@ class HostActivations:
         self.moved_bytes = 0
 
     @contextmanager
-    def kept_on_host(self) -> Iterator[None]:
+    def offloaded_activations(self) -> Iterator[None]:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
@@ -64,9 +64,9 @@ class HostActivations:
 
 def host_activations(
     asked: bool, parameters: Iterable[nn.Parameter], device: str, key: str = "enable_activation_offload"
-) -> HostActivations | None:
+) -> OffloadedActivations | None:
     """Where activations are moved (``asked`` for by the setting ``key``); None where they stay."""
     if asked and device == "cpu":
         notice(key, "has no effect on a CPU: activations are in host memory anyway")
         return None
-    return HostActivations(parameters, device) if asked else None
+    return OffloadedActivations(parameters, device) if asked else None

@@ -17,7 +17,7 @@ from verl.models import lora
 from verl.protocol import DataProto
 
 
-class BaseOfAdapter:
+class AdapterBaseEngine:
     """The model under an engine's adapter, as a frozen engine of its own: it shares every weight with that engine.
 
     Args:

@@ -1,4 +1,4 @@
-"""Experts of a mixture dealt to ranks: which modules hold them, and how their weights go in and out.
+"""Experts of a mixture sharded over ranks: which modules hold them, and how their weights go in and out.
 
 Transformers keeps the experts of a layer in one module, with all of them along the first axis of each weight. Each of P
 peer ranks keeps E/P of them; ranks that hold the same ones shard these among themselves.
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl.distributed import Ranks
-from verl.distributed.cuts import Cut
+from verl.distributed.axis_sharding import AxisSharding
 from verl.distributed.experts import ExpertExchange
 from verl.distributed.mesh import new_mesh
 from verl.errors import ConfigError
@@ -56,7 +56,7 @@ class ExpertRanks:
         same, experts = mesh.mesh_dim_names or ()
         return cls(ranks, Ranks(ranks.rank % size, size, mesh.get_group(experts)), mesh[same])
 
-    def cut(self, model: Any) -> tuple[dict[str, Cut], dict[str, nn.Module]]:
+    def cut(self, model: Any) -> tuple[dict[str, AxisSharding], dict[str, nn.Module]]:
         """Leave this rank's experts in a model without values.
 
         Returns:
@@ -69,7 +69,7 @@ class ExpertRanks:
         if not experts:
             fix = "Leave it out."
             raise ConfigError(f"{type(model).__name__} has no experts", key=KEY, got=self.peers.size, fix=fix)
-        cuts: dict[str, Cut] = {}
+        cuts: dict[str, AxisSharding] = {}
         for prefix, module in experts.items():
             count = len(next(module.parameters()))
             if count % self.peers.size:
@@ -78,7 +78,7 @@ class ExpertRanks:
                 raise ConfigError(message, key=KEY, got=self.peers.size, allowed=allowed)
             own = count // self.peers.size
             for name, weight in module.named_parameters(recurse=False):
-                cut = Cut(self.ranks, self.peers, self.mesh, axis=0, length=count)
+                cut = AxisSharding(self.ranks, self.peers, self.mesh, axis=0, length=count)
                 setattr(module, name, cut.own(weight))
                 cuts[f"{prefix}.{name}"] = cut
             module.num_experts = own  # type: ignore[assignment]

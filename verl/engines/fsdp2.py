@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from verl.distributed import Ranks
-from verl.distributed.cuts import Cut
+from verl.distributed.axis_sharding import AxisSharding
 from verl.distributed.shards import gather, gather_to_first, scatter
 from verl.engines import sharding
 from verl.engines.base import Engine
@@ -48,7 +48,7 @@ class FSDP2Engine(ShardedEngine):
             "offload_policy": policy,
         }
         units = [unit for _, unit in sharding.unit_modules(model, layout.min_num_params)]
-        self.cuts, groups, mesh = self._deal(model)
+        self.cuts, groups, mesh = self._shard_over_peers(model)
         for group in groups:
             fully_shard(group, reshard_after_forward=layout.reshard_after_forward, **{**common, "mesh": mesh})
         if self.tensor is not None:
@@ -70,7 +70,7 @@ class FSDP2Engine(ShardedEngine):
     def _keeps_parameters(self) -> bool:
         return self.tensor is None
 
-    def _deal(self, model: Any) -> tuple[dict[str, Cut], list[list[nn.Module]], DeviceMesh | None]:
+    def _shard_over_peers(self, model: Any) -> tuple[dict[str, AxisSharding], list[list[nn.Module]], DeviceMesh | None]:
         """Leave this rank's part of what peers share: cuts by name, modules to be sharded, over which ranks."""
         if self.tensor is not None:
             cuts, groups = self.tensor.cut(model, self.unit_names)
@@ -162,8 +162,8 @@ class FSDP2Engine(ShardedEngine):
         cut = self._cut_of(tensor, name)
         return gather(tensor) if cut is None else cut.gathered(tensor)
 
-    def _cut_of(self, tensor: Tensor, name: str) -> Cut | None:
-        """How a tensor is dealt that belongs to a weight: as the weight is, or it is a number that all ranks have."""
+    def _cut_of(self, tensor: Tensor, name: str) -> AxisSharding | None:
+        """How a tensor is sharded that belongs to a weight: as the weight is, or it is a number that all ranks have."""
         return self.cuts.get(name) if isinstance(tensor, DTensor) else None
 
     def _saved(self, tensor: Tensor, name: str) -> Tensor | None:

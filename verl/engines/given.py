@@ -9,7 +9,7 @@ from torch import nn
 
 from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig
 from verl.engines.plain import PlainEngine
-from verl.models.norms import quicken_norms
+from verl.models.norms import fuse_norms
 
 
 class GivenModuleEngine(PlainEngine):
@@ -35,7 +35,7 @@ class GivenModuleEngine(PlainEngine):
     def _load(self, *_: Any, **__: Any) -> nn.Module:
         self.architecture = type(self._module).__name__
         if self.device == "cpu":
-            quicken_norms(self._module)
+            fuse_norms(self._module)
         return self._module
 
     def _build_optimizer(self, *_: Any) -> torch.optim.Optimizer:

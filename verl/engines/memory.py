@@ -15,7 +15,7 @@ HOST_MESSAGE = "can't allocate memory"
 
 
 @contextmanager
-def told(micro: MicroBatch) -> Iterator[None]:
+def explained(micro: MicroBatch) -> Iterator[None]:
     """Turn an out-of-memory error of the pass over ``micro`` into an `EngineError` with its sizes."""
     try:
         yield

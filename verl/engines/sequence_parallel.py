@@ -47,7 +47,7 @@ def sequence_peers(ranks: Ranks, size: int) -> Ranks:
 
 
 def check_heads(config: Any, size: int) -> None:
-    """Raise `ConfigError` where the query heads of a model cannot be dealt evenly to ``size`` ranks."""
+    """Raise `ConfigError` where the query heads of a model cannot be split evenly over ``size`` ranks."""
     heads = config.get_text_config().num_attention_heads
     if heads % size:
         raise ConfigError(

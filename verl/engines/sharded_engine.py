@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from verl import distributed
 from verl.config.node import key_of
 from verl.distributed import Ranks, data_parallel_mesh
-from verl.distributed.cuts import Cut
+from verl.distributed.axis_sharding import AxisSharding
 from verl.distributed.shards import mirror
 from verl.engines import sharding
 from verl.engines.base import DataRank
@@ -55,8 +55,8 @@ class ShardedEngine(TorchEngine):
         ModelError, ConfigError: as for `PlainEngine`, on every rank.
     """
 
-    cuts: dict[str, Cut]
-    """How weights are dealt to peers, by name, as far as any are."""
+    cuts: dict[str, AxisSharding]
+    """How weights are sharded over peers, by name, as far as any are."""
 
     # ---- what a backend provides -------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class ShardedEngine(TorchEngine):
 
     def _build(self, model: Any, engine: Any, seed: int) -> nn.Module:
         self.peers = self._peers(engine)
-        self.sharers = self.peers.size
+        self.num_peers = self.peers.size
         mesh = data_parallel_mesh(self.ranks, self.device, engine.fsdp_size)
         self.layout = sharding.ShardingLayout.of(engine, mesh, self.device, self.dtype)
         self.experts = ExpertRanks.of(self.ranks, self.device, engine.expert_parallel_size, mesh)
@@ -139,7 +139,7 @@ class ShardedEngine(TorchEngine):
             if stored is not None and not any(reasons):
                 self.ranks.together(lambda: (self._take(stored), None))
                 return
-        notice(f"model {path}", f"the first process loads it whole and deals it out: {max(reasons)}")
+        notice(f"model {path}", f"the first process loads it whole and shards it: {max(reasons)}")
         whole = self.ranks.only_first(load)
         source = self.blueprint if whole is None else whole
         self._write({name: tensor.detach() for name, tensor in named_tensors(source).items()})
@@ -190,9 +190,9 @@ class ShardedEngine(TorchEngine):
     @property
     def data_rank(self) -> DataRank | None:
         """Peers that compute the same rows are one data-parallel rank."""
-        if self.sharers == 1:
+        if self.num_peers == 1:
             return None
-        return DataRank(self.ranks.rank // self.sharers, self.ranks.size // self.sharers, self.peers.rank == 0)
+        return DataRank(self.ranks.rank // self.num_peers, self.ranks.size // self.num_peers, self.peers.rank == 0)
 
     def infer(self, batch: DataProto, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         whole, mine = rows_of_peers(batch, self.peers)
@@ -243,12 +243,12 @@ class ShardedEngine(TorchEngine):
 
     def offload(self, params: bool = True, optimizer: bool = True) -> None:
         if self.device == "cpu":
-            return self._put_away(optimizer)
+            return self._offload_state(optimizer)
         self._move({self.device: "cpu"}, "cpu", params, optimizer)
 
     def onload(self, params: bool = True, optimizer: bool = True) -> None:
         if self.device == "cpu":
-            return self._take_back(optimizer)
+            return self._reload_state(optimizer)
         self._move({"cpu": self.device}, self.device, params, optimizer)
 
     def _move(self, moves: dict[str, str], to: str, params: bool, optimizer: bool) -> None:

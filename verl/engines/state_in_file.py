@@ -29,7 +29,7 @@ class StateInFile:
     def __init__(self) -> None:
         self._is_away = False
 
-    def put_away(self, optimizer: Optimizer) -> None:
+    def offload(self, optimizer: Optimizer) -> None:
         """Write the state to a file; nothing to do where it waits there already.
 
         Raises:
@@ -52,7 +52,7 @@ class StateInFile:
         self._is_away = True
         give_memory_back("cpu")
 
-    def take_back(self, optimizer: Optimizer) -> None:
+    def reload(self, optimizer: Optimizer) -> None:
         """Read the state into memory again."""
         if self._is_away:
             for entries, key in _places(optimizer):

@@ -1,4 +1,4 @@
-"""A forward pass whose vocabulary is dealt to ranks: each computes its part of the logits, and no rank ever has all.
+"""A forward pass with a vocabulary sharded over ranks: each computes its part of the logits, and no rank ever has all.
 
 Of its part of a token's logits a rank keeps four numbers (log-sum-exp, the label's logit, entropy, sum of squared
 probabilities); those of all ranks give what is wanted, and gradients flow back through them.
@@ -16,7 +16,7 @@ from torch import Tensor
 from verl import device as devices
 from verl.algorithms.logprob import sum_pi_squared_from_logits
 from verl.distributed import Ranks
-from verl.distributed.cuts import Cut
+from verl.distributed.axis_sharding import AxisSharding
 from verl.distributed.tensor_parallel import joined_statistics
 from verl.engines.forward import TokenForward
 from verl.engines.rows import MicroBatch
@@ -32,7 +32,9 @@ TOLERANCE = 1e-4
 class TensorForward(TokenForward):
     """As `TokenForward`, with a head of which each of ``peers`` may have its part of the rows."""
 
-    def __init__(self, peers: Ranks, cuts: Mapping[str, Cut], model: Any, kind: str, *args: Any, **kwargs: Any):
+    def __init__(
+        self, peers: Ranks, cuts: Mapping[str, AxisSharding], model: Any, kind: str, *args: Any, **kwargs: Any
+    ):
         self.peers = peers
         head = model.get_output_embeddings() if kind == "causal_lm" else None
         names = {id(tensor): name for name, tensor in named_tensors(model).items()}
@@ -58,7 +60,7 @@ class TensorForward(TokenForward):
         if backend is None or self.words is None:
             return super()._fused_head(backend)
         whole = FusedHead.of(self.model, backend)
-        fused = DealtHead(whole.function, whole.shape, self.words, self.peers)
+        fused = VocabParallelHead(whole.function, whole.shape, self.words, self.peers)
         self._check_fused(fused)
         return fused
 
@@ -90,7 +92,7 @@ class TensorForward(TokenForward):
 
 
 @dataclass(frozen=True)
-class DealtHead(FusedHead):
+class VocabParallelHead(FusedHead):
     """The fused head over this rank's part of the vocabulary.
 
     Args:
@@ -98,7 +100,7 @@ class DealtHead(FusedHead):
         peers: the ranks that have the others.
     """
 
-    words: Cut
+    words: AxisSharding
     peers: Ranks
 
     def statistics(
@@ -119,7 +121,7 @@ class DealtHead(FusedHead):
         )
 
 
-def own_labels(labels: Tensor, words: Cut) -> tuple[Tensor, Tensor]:
+def own_labels(labels: Tensor, words: AxisSharding) -> tuple[Tensor, Tensor]:
     """(N,) labels -> (N,) their places in this rank's part, 0 where they are elsewhere; (N,) whether they are here."""
     start, end = words.bounds
     inside = (labels >= start) & (labels < end)

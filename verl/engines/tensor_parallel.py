@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl.distributed import Ranks
-from verl.distributed.cuts import Cut
+from verl.distributed.axis_sharding import AxisSharding
 from verl.distributed.mesh import new_mesh
 from verl.distributed.tensor_parallel import CopiedOnce
 from verl.engines.sharding import unit_of
 from verl.errors import ConfigError, NotBuiltError
-from verl.models.tensor_parallel import Cutter
+from verl.models.tensor_parallel import TensorSharder
 
 KEY = "tensor_parallel_size"
 
@@ -67,7 +67,7 @@ class TensorRanks:
         peers = Ranks(ranks.rank % size, size, mesh.get_group(parts))
         return cls(ranks, peers, mesh[same], CopiedOnce(peers))
 
-    def cut(self, model: Any, unit_names: list[str]) -> tuple[dict[str, Cut], list[list[nn.Module]]]:
+    def cut(self, model: Any, unit_names: list[str]) -> tuple[dict[str, AxisSharding], list[list[nn.Module]]]:
         """Leave this rank's parts in a model without values, and make its modules exchange what they must.
 
         Args:
@@ -80,7 +80,7 @@ class TensorRanks:
             ConfigError: the family has no plan, or its sizes do not divide.
             NotBuiltError: the plan names a style that is not known here.
         """
-        cutter = Cutter(model, self.peers, KEY, self.ranks, self.mesh, self.copied)
+        cutter = TensorSharder(model, self.peers, KEY, self.ranks, self.mesh, self.copied)
         cutter.run()
         groups: dict[str, list[nn.Module]] = {}
         for name, owner in cutter.owners.items():

@@ -53,7 +53,7 @@ from verl.models.flops import ModelFlops
 from verl.models.liger import apply_liger
 from verl.models.loading import value_head
 from verl.models.lora import LoraSettings
-from verl.models.norms import quicken_norms
+from verl.models.norms import fuse_norms
 from verl.models.routers import RouterStatistics
 from verl.models.tiled_mlp import tile_mlps
 from verl.models.weights import named_tensors
@@ -64,7 +64,7 @@ LOADERS = {"causal_lm": load_causal_lm, "value": load_value_model}
 
 
 @dataclass(frozen=True)
-class Work:
+class RankWork:
     """This rank's rows, cut into as many micro-batches as the rank with the most has.
 
     Args:
@@ -104,7 +104,7 @@ class TorchEngine(Engine):
     """See the backends for the arguments."""
 
     ranks: Ranks
-    sharers: int = 1
+    num_peers: int = 1
     """Ranks that hold the same rows as this one, itself included."""
     model: Any
     architecture: str
@@ -218,7 +218,7 @@ class TorchEngine(Engine):
 
     def _merged(self, total: float, metrics: MetricSet) -> tuple[float, MetricSet]:
         """Loss and metrics of all ranks, which all then have."""
-        return merged(total, metrics, self.ranks, self.sharers)
+        return merged(total, metrics, self.ranks, self.num_peers)
 
     def _before_micro_batch(self, last: bool) -> None:
         """Called in front of each forward pass of an optimizer step."""
@@ -263,11 +263,11 @@ class TorchEngine(Engine):
         return results
 
     def _passes(
-        self, work: Work, outputs: Sequence[str], temperature: float
+        self, work: RankWork, outputs: Sequence[str], temperature: float
     ) -> Iterable[tuple[Tensor, dict[str, Tensor]]]:
         """Rows and what `forward` finds for them, micro-batch by micro-batch."""
         for micro in work.micro_batches(self.device):
-            with memory.told(micro):
+            with memory.explained(micro):
                 computed = self.forward(micro, outputs, temperature)
             yield micro.index, computed
 
@@ -287,8 +287,8 @@ class TorchEngine(Engine):
         self.onload()
         self.model.train()
         tensors: Any = batch.batch
-        mask, count = tensors["response_mask"].cpu(), lambda number: self.ranks.sum(number) / self.sharers
-        norm = loss_norm(mask, self.ranks.size // self.sharers, work.num_responses, count)
+        mask, count = tensors["response_mask"].cpu(), lambda number: self.ranks.sum(number) / self.num_peers
+        norm = loss_norm(mask, self.ranks.size // self.num_peers, work.num_responses, count)
         if norm.num_tokens == 0:
             lr = float(self.optimizer.param_groups[0]["lr"])
             return StepReport(0.0, lr, skipped_empty=True).metrics(0.0)
@@ -303,15 +303,15 @@ class TorchEngine(Engine):
         return metrics.merge(report.metrics(total))
 
     def _accumulate(
-        self, work: Work, tensors: Any, loss_fn: LossFn, temperature: float, norm: LossNorm
+        self, work: RankWork, tensors: Any, loss_fn: LossFn, temperature: float, norm: LossNorm
     ) -> tuple[float, MetricSet, list[int]]:
         """Gradients of all micro-batches; this rank's share of the loss, its metrics, rows whose loss is not finite."""
         total, metrics, broken = 0.0, MetricSet(), []
         for number, micro in enumerate(work.micro_batches(self.device), start=1):
             self._before_micro_batch(last=number == len(work.plan))
             micro = self._with_slopes(micro, loss_fn, tensors, norm)
-            with memory.told(micro):
-                with self.activations.kept_on_host() if self.activations else nullcontext():
+            with memory.explained(micro):
+                with self.activations.offloaded_activations() if self.activations else nullcontext():
                     outputs = self.forward(micro, loss_fn.outputs, temperature)
                 if len(micro.index):
                     loss, measured = loss_fn(outputs, tensors[micro.index].to(self.device), norm)
@@ -371,7 +371,7 @@ class TorchEngine(Engine):
         micro_batch_size: int | None,
         max_tokens: int | None,
         together: int = 1,
-    ) -> Work:
+    ) -> RankWork:
         """Align and cut; what is wrong with one rank's rows is an error on every rank, before anyone waits."""
 
         def cut() -> tuple[tuple[AlignedRows, list[list[int]]], dict[str, Any]]:
@@ -386,7 +386,7 @@ class TorchEngine(Engine):
         (rows, plan), facts = self.ranks.together(cut)
         self.ranks.agree("what to compute", [fact["call"] for fact in facts])
         count, num_responses = (max(fact["cut"][i] for fact in facts) for i in range(2))
-        return Work(rows, plan + [[]] * (count - len(plan)), num_responses, self.forward.passes)
+        return RankWork(rows, plan + [[]] * (count - len(plan)), num_responses, self.forward.passes)
 
     def _plan(
         self, rows: AlignedRows, micro_batch_size: int | None, max_tokens: int | None, together: int
@@ -412,14 +412,14 @@ class TorchEngine(Engine):
             self.scheduler.step()
         self.offload(**self.idle)
 
-    def _put_away(self, optimizer: bool) -> None:
+    def _offload_state(self, optimizer: bool) -> None:
         """What leaves memory on a CPU: the optimizer's state."""
         if optimizer and self.optimizer is not None:
-            self._waiting.put_away(self.optimizer)
+            self._waiting.offload(self.optimizer)
 
-    def _take_back(self, optimizer: bool) -> None:
+    def _reload_state(self, optimizer: bool) -> None:
         if optimizer and self.optimizer is not None:
-            self._waiting.take_back(self.optimizer)
+            self._waiting.reload(self.optimizer)
 
     # ---- state -------------------------------------------------------------------------------------------------
 
@@ -513,7 +513,7 @@ class TorchEngine(Engine):
         if model.use_liger:
             apply_liger(loaded, self.device)
         if self.device == "cpu":
-            quicken_norms(loaded)
+            fuse_norms(loaded)
         tiled, num_tiles = model.tiled_mlp.enabled, model.tiled_mlp.num_shards
         if tiled:
             tile_mlps(loaded, num_tiles)

@@ -26,7 +26,7 @@ class Slot:
         ours: its name there.
         theirs: the Hugging Face weights it is made of.
         form: how tensor parallelism cuts it. whole: not at all; rows, columns: along the first or second axis; qkv: the
-            heads of query, key and value of one key/value group lie together; gated: this rank's rows of the first,
+            heads of query, key and value of one KV group lie together; gated: this rank's rows of the first,
             then those of the second; vocabulary: rows, filled up to a multiple of the ranks.
         partial: each tensor-parallel rank sees only its heads, so its gradient is a part of the whole.
         optional: some models of the family lack it.
@@ -270,7 +270,7 @@ def fused(form: str, parts: Sequence[Tensor], groups: int) -> Tensor:
 
     Args:
         parts: whole weights, or what a tensor-parallel rank has of each.
-        groups: key/value groups in them.
+        groups: KV groups in them.
     """
     if form == QKV:
         return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)

@@ -25,7 +25,7 @@ FILES = "megatron-*.safetensors"
 
 @dataclass(frozen=True)
 class Heads:
-    """What cuts a fused query, key and value weight: key/value groups, query heads, and the width of a head."""
+    """What cuts a fused query, key and value weight: KV groups, query heads, and the width of a head."""
 
     num_query_groups: int
     num_attention_heads: int

@@ -16,7 +16,7 @@ PROBE_ROWS = 4
 TOLERANCE = 1e-5
 
 
-class OneStepRMSNorm(torch.autograd.Function):
+class FusedRMSNorm(torch.autograd.Function):
     """(..., H) float32, (H,) weight -> (..., H): n * weight, where n = x * r and r = 1 / sqrt(mean(x^2) + eps)."""
 
     @staticmethod
@@ -38,7 +38,7 @@ class OneStepRMSNorm(torch.autograd.Function):
         return dx, product.sum(0) if ctx.needs_input_grad[1] else None, None
 
 
-class OneStepForward:
+class FusedNormForward:
     """What stands in for the forward pass of a norm; other dtypes than float32 go through the family's own.
 
     Args:
@@ -53,10 +53,10 @@ class OneStepForward:
         weight: Any = self.module.weight
         if hidden_states.dtype != torch.float32 or weight.dtype != torch.float32 or torch.compiler.is_compiling():
             return self.whole(hidden_states)  # type: ignore[no-any-return]
-        return OneStepRMSNorm.apply(hidden_states, weight, self.eps)  # type: ignore[no-any-return, no-untyped-call]
+        return FusedRMSNorm.apply(hidden_states, weight, self.eps)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def quicken_norms(model: nn.Module) -> int:
+def fuse_norms(model: nn.Module) -> int:
     """Let every norm of a model that is a plain one compute in one step; returns how many there are.
 
     Whether it is one is tried out on a few numbers, not taken from its name.
@@ -72,16 +72,16 @@ def quicken_norms(model: nn.Module) -> int:
         if key not in tried:
             tried[key] = _is_plain(module, *key[1:])
         if tried[key]:
-            module.forward = OneStepForward(module, eps)  # type: ignore[assignment]
+            module.forward = FusedNormForward(module, eps)  # type: ignore[assignment]
             count += 1
     return count
 
 
 @torch.no_grad()
 def _is_plain(module: nn.Module, size: int, eps: float) -> bool:
-    """Whether the module computes what `OneStepRMSNorm` does, whatever weights it holds, or none yet."""
+    """Whether the module computes what `FusedRMSNorm` does, whatever weights it holds, or none yet."""
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(PROBE_ROWS, size, generator=generator), torch.randn(size, generator=generator)
     found = torch.func.functional_call(module, {"weight": weight}, (x,))
-    expected = OneStepRMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    expected = FusedRMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return isinstance(found, Tensor) and torch.allclose(found, expected, atol=TOLERANCE, rtol=TOLERANCE)

@@ -1,4 +1,4 @@
-"""Linear maps of a model dealt to ranks: which one is cut in which direction, transformers says (``model.tp_plan``).
+"""Linear layers of a model sharded over ranks: transformers says which one is cut in which direction (``tp_plan``).
 
 The plan has a style per module name. Here each style becomes a cut of weights and what is sent at the module's border.
 Training (`verl.engines`) and sampling (`verl.rollout.hf`) cut models in the same way.
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl.distributed import Ranks
-from verl.distributed.cuts import Cut
+from verl.distributed.axis_sharding import AxisSharding
 from verl.distributed.tensor_parallel import CopiedOnce, copied, reduced, scaled_backwards
 from verl.errors import ConfigError, NotBuiltError
 
@@ -25,7 +25,7 @@ PARTIAL = "replicated_with_grad_allreduce"
 
 
 @dataclass
-class Cutter:
+class TensorSharder:
     """Leaves this rank's parts in a model and makes its modules exchange what they must.
 
     Args:
@@ -34,7 +34,7 @@ class Cutter:
         key: the setting that asked for it, for messages.
         ranks: all ranks, and ``mesh``: those that hold the same parts as this one; where weights are sharded besides.
         copied: what the maps of ``readers``, those cut by columns, get as their input.
-        repeats: where there are fewer key/value heads than ranks, peers hold the same one (not for training: its
+        repeats: where there are fewer KV heads than ranks, peers hold the same one (not for training: its
             gradient would have to be summed over them).
     """
 
@@ -45,7 +45,7 @@ class Cutter:
     mesh: DeviceMesh | None = None
     copied: CopiedOnce | None = None
     repeats: bool = False
-    cuts: dict[str, Cut] = field(default_factory=dict)
+    cuts: dict[str, AxisSharding] = field(default_factory=dict)
     owners: dict[str, nn.Module] = field(default_factory=dict)
     tied: dict[int, tuple[nn.Parameter, str]] = field(default_factory=dict)
     """A whole weight by its identity -> this rank's part of it, and the name under which it was cut first."""
@@ -135,7 +135,9 @@ class Cutter:
         if module is not self.model.get_output_embeddings():
             raise NotBuiltError("this layer gathers its outputs, which is not built yet", key=self.key, got=name)
         if not isinstance(module, nn.Linear):
-            raise NotBuiltError("an adapter on a head that is dealt to ranks is not built yet", key=self.key, got=name)
+            raise NotBuiltError(
+                "an adapter on a head that is sharded over ranks is not built yet", key=self.key, got=name
+            )
         if not self._follows(module):
             return
         for path, owner, attribute in _weights(name, module):
@@ -209,7 +211,7 @@ class Cutter:
                 key=self.key,
                 got=self.peers.size,
             )
-        cut = Cut(self.ranks, self.peers, self.mesh, axis, length, blocks, pieces)
+        cut = AxisSharding(self.ranks, self.peers, self.mesh, axis, length, blocks, pieces)
         self.cuts[path] = cut
         own = cut.own(weight)
         self.kept.append(weight)
@@ -230,7 +232,7 @@ class Cutter:
         queries = config.num_attention_heads
         shared = getattr(config, "num_key_value_heads", None) or queries
         repeated = self.repeats and size % shared == 0 and queries % size == 0
-        for what, count in (("attention heads", queries), ("key-value heads", shared)):
+        for what, count in (("attention heads", queries), ("KV heads", shared)):
             if count % size and not (count == shared and repeated):
                 fits = [d for d in range(1, queries + 1) if queries % d == 0]
                 raise ConfigError(

@@ -47,7 +47,7 @@ class RewardFunction:
     origin: str | None = None
     """``file.py`` or ``pkg://module`` from which another process can load the function; None where none can."""
     is_loaded: bool = False
-    """Whether it was found in a file or module by name, as opposed to handed over as an object."""
+    """Whether it was found in a file or module by name, as opposed to passed as an object."""
 
     @classmethod
     def of(

@@ -30,7 +30,7 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 def main() -> None:
     """Serve the calls that arrive on standard input until it ends."""
     calls, answers = _take_pipes()
-    _volunteer_for_the_oom_killer()
+    _prefer_for_oom_kill()
     start = wire.receive(calls)
     if start is None:
         return
@@ -83,7 +83,7 @@ def _take_pipes() -> tuple[Any, Any]:
     return calls, answers
 
 
-def _volunteer_for_the_oom_killer() -> None:
+def _prefer_for_oom_kill() -> None:
     """If memory runs out because of a reward function, that function's process should go, not the training."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -11,7 +11,7 @@ from verl.registry import SAMPLERS
 KEY = "actor_rollout_ref.model.lora.merge"
 
 
-def sent_alone(rollout: Any, model: Any) -> LoraSettings | None:
+def separate_adapter(rollout: Any, model: Any) -> LoraSettings | None:
     """The adapter whose factors are all that is sent; None where all weights are, with an adapter merged into them.
 
     Both ends ask here, so that they agree. Where the sampler cannot take an adapter a notice says so.
@@ -25,7 +25,7 @@ def sent_alone(rollout: Any, model: Any) -> LoraSettings | None:
     if rollout.checkpoint_engine.backend.startswith("delta"):
         reason = "differences are those of whole weights"
     else:
-        reason = SAMPLERS.get(rollout.name).why_merged(rollout)
+        reason = SAMPLERS.get(rollout.name).why_adapter_is_merged(rollout)
     if reason:
         notice(KEY, f"the adapter is merged into the weights before they go to the sampler all the same: {reason}")
         return None

@@ -124,7 +124,7 @@ class Sampler(ABC):
     """
 
     @classmethod
-    def why_merged(cls, rollout: Any) -> str:
+    def why_adapter_is_merged(cls, rollout: Any) -> str:
         """Why a LoRA adapter must be merged into the weights that are sent here; empty if it may come alone.
 
         Args:

@@ -144,12 +144,12 @@ class GatedSampler(Sampler):
     async def sleep(self, level: int = 1) -> None:
         check_level(level)
         async with self._gate.shut():
-            await self._fall_asleep(level)
-            self._state.fall_asleep(level)
+            await self._sleep_engine(level)
+            self._state.enter_sleep(level)
 
     async def wake(self) -> None:
         if self._state.is_asleep:
-            await self._wake_up()
+            await self._wake_engine()
             self._state.is_asleep = False
 
     def stats(self) -> dict[str, float]:
@@ -164,21 +164,21 @@ class GatedSampler(Sampler):
         """Take all weights while nothing is sampled; raise if not all of them arrived."""
 
     @abstractmethod
-    async def _fall_asleep(self, level: int) -> None:
+    async def _sleep_engine(self, level: int) -> None:
         """Free the cache, at level 2 the weights too."""
 
     @abstractmethod
-    async def _wake_up(self) -> None:
+    async def _wake_engine(self) -> None:
         """Undo it."""
 
     def _checked(self, request: Request, sampled: Sampled) -> Sampled:
-        wrong = what_is_wrong(request, sampled, self.vocab_size)
+        wrong = invalid_reason(request, sampled, self.vocab_size)
         if wrong:
             raise RolloutError(f"{self.name} answered request {request.id!r} with nonsense: {wrong}")
         return sampled
 
 
-def what_is_wrong(request: Request, sampled: Sampled, vocab_size: int) -> str:
+def invalid_reason(request: Request, sampled: Sampled, vocab_size: int) -> str:
     """Why an engine's answer cannot be the answer to this request; empty if it can."""
     ids, logs = sampled.token_ids, sampled.log_probs
     budget = request.sampling.max_tokens - len(request.generated_prefix)

@@ -19,7 +19,7 @@ from verl.rollout.base import Completion, Request, Sampler
 from verl.rollout.service import LOSSES
 from verl.single_controller.base.handle import Handle
 from verl.weight_sync import Transport, WeightChunk
-from verl.weight_sync.transport import OtherEndError
+from verl.weight_sync.transport import PeerFailedError
 
 
 class SamplerHost:
@@ -69,7 +69,7 @@ class SamplerHost:
 
 def _remoteness(error: BaseException) -> int:
     """How far an error is from the cause: a process that is gone breaks its connections, and both fail the transfer."""
-    return 0 if isinstance(error, LOSSES) else 2 if isinstance(error, OtherEndError) else 1
+    return 0 if isinstance(error, LOSSES) else 2 if isinstance(error, PeerFailedError) else 1
 
 
 class RemoteSampler(Sampler):

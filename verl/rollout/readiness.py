@@ -43,7 +43,7 @@ class Readiness:
         yield
         self.broken, self.version = None, version
 
-    def fall_asleep(self, level: int) -> None:
+    def enter_sleep(self, level: int) -> None:
         """The memory of this level was freed."""
         self.is_asleep = True
         if level == LEVELS[-1]:

@@ -142,7 +142,7 @@ class SamplerService(Sampler):
     Args:
         replicas: name -> sampler; names are for messages and statistics.
         max_resends: of one request, which ends requests that kill every engine they meet.
-        seats: requests that a replica computes at once. More wait here for whichever replica has a seat first, the
+        slots: requests that a replica computes at once. More wait here for whichever replica has a slot first, the
             longest expected answer first (`Queue`), so that none waits for long answers while another replica is idle;
             turns of a conversation do not wait.
         retry_seconds: after which a lost replica is tried again.
@@ -156,14 +156,14 @@ class SamplerService(Sampler):
         replicas: Mapping[str, Sampler],
         *,
         max_resends: int = 3,
-        seats: int = 256,
+        slots: int = 256,
         retry_seconds: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         if not replicas:
             raise RolloutError("there are no replicas", key="actor_rollout_ref.rollout")
         self.replicas = [Replica(name, sampler) for name, sampler in replicas.items()]
-        self.max_resends, self.seats = max_resends, seats
+        self.max_resends, self.slots = max_resends, slots
         self.retry_seconds, self._clock = retry_seconds, clock
         self._queue = Queue(clock)
         self._router, self._gate = Router(), Gate()
@@ -186,7 +186,7 @@ class SamplerService(Sampler):
         last: BaseException | None = None
         arrival = self._queue.arrived()
         for _ in range(self.max_resends + 1):
-            replica = await self._seat(request, arrival, avoided, last)
+            replica = await self._acquire(request, arrival, avoided, last)
             self._queue.began(request, arrival)
             done = None
             try:
@@ -270,7 +270,7 @@ class SamplerService(Sampler):
         if self._published:
             self._lose_if_behind(replica)
         self.replicas.append(replica)
-        for _ in range(self.seats):
+        for _ in range(self.slots):
             self._queue.call_next()
 
     async def remove(self, name: str) -> Sampler:
@@ -339,7 +339,7 @@ class SamplerService(Sampler):
     def _names(self) -> list[str]:
         return [replica.name for replica in self.replicas]
 
-    async def _seat(self, request: Request, arrival: int, avoided: set[str], last: BaseException | None) -> Replica:
+    async def _acquire(self, request: Request, arrival: int, avoided: set[str], last: BaseException | None) -> Replica:
         """The replica that gets a request, once it has room for it."""
         while True:
             due = None if avoided else self._due()
@@ -351,7 +351,7 @@ class SamplerService(Sampler):
                 self._queue.call_next()  # nobody ends there any more, and who waits must hear of it
                 reasons = "; ".join(f"{replica.name}: {replica.reason}" for replica in self.replicas[:3])
                 raise EngineLostError(f"no replica is left of {len(self.replicas)}: {reasons}") from last
-            has_room = [replica for replica in may if replica.load < self.seats]
+            has_room = [replica for replica in may if replica.load < self.slots]
             if self._router.of_session(request) in may:
                 return self._router.choose(request, may)
             if has_room:

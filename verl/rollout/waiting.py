@@ -1,6 +1,6 @@
-"""Requests that wait for a seat at a replica: who goes next.
+"""Requests that wait for a slot at a replica: who goes next.
 
-Consumes: requests, and the word that one began or ended. Waits for: a seat. Unblocked by: `Queue.call_next`.
+Consumes: requests, and the word that one began or ended. Waits for: a slot. Unblocked by: `Queue.call_next`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Waiter:
 
 
 class Queue:
-    """Requests that wait for a seat; the one whose answer is expected to take longest goes first.
+    """Requests that wait for a slot; the one whose answer is expected to take longest goes first.
 
     A batch ends with its last answer, so a long one must not begin last (longest processing time first: Graham 1969,
     Bounds on multiprocessing timing anomalies). The length of an answer is not known before it ends, but samples of a
@@ -64,7 +64,7 @@ class Queue:
         return self._arrivals
 
     async def turn(self, request: Request, arrival: int) -> None:
-        """Return when the request is to look for a seat.
+        """Return when the request is to look for a slot.
 
         Args:
             arrival: what `arrived` gave it.
@@ -83,7 +83,7 @@ class Queue:
             raise
 
     def call_next(self) -> None:
-        """A seat is free: it is somebody's turn."""
+        """A slot is free: it is somebody's turn."""
         self._calls += 1
         line = self._oldest() if self._calls % OLDEST_EVERY == 0 else self._longest()
         if line:

@@ -1,9 +1,9 @@
 """The one way in which this library listens for HTTP: a socket of its own making, and nobody in without a secret."""
 
 from verl.serving import secret
-from verl.serving.answers import Answered, ApiError, Asked, Handle
+from verl.serving.answers import ApiError, Handle, HttpRequest, HttpResponse
 from verl.serving.connection import ServerLimits
 from verl.serving.listener import loopback, unix
 from verl.serving.server import Server
 
-__all__ = ["Answered", "ApiError", "Asked", "Handle", "Server", "ServerLimits", "loopback", "secret", "unix"]
+__all__ = ["ApiError", "Handle", "HttpRequest", "HttpResponse", "Server", "ServerLimits", "loopback", "secret", "unix"]

@@ -37,7 +37,7 @@ class ApiError(Exception):
 
 
 @dataclass
-class Asked:
+class HttpRequest:
     """A request that was let in.
 
     Args:
@@ -62,7 +62,7 @@ class Asked:
 
 
 @dataclass
-class Answered:
+class HttpResponse:
     """What a handler gives back: JSON, or a stream of events.
 
     Args:
@@ -77,7 +77,7 @@ class Answered:
     unsent: Callable[[], None] = lambda: None
 
 
-Handle = Callable[[Asked], Awaitable[Answered]]
+Handle = Callable[[HttpRequest], Awaitable[HttpResponse]]
 
 
 def as_json(value: Any) -> bytes:

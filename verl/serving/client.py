@@ -60,7 +60,7 @@ class Reply:
 
 
 @dataclass
-class _Line:
+class _Connection:
     """A connection."""
 
     reader: asyncio.StreamReader
@@ -74,8 +74,8 @@ class _Pool:
 
     def __init__(self, size: int):
         # Requests of one event loop, each for its whole length.
-        self.seats = asyncio.Semaphore(size)
-        self.idle: list[_Line] = []
+        self.slots = asyncio.Semaphore(size)
+        self.idle: list[_Connection] = []
 
 
 class Client:
@@ -149,7 +149,7 @@ class Client:
         pool = self._pools.get(loop)
         if pool is None:
             pool = self._pools[loop] = _Pool(self._size)
-        async with pool.seats:
+        async with pool.slots:
             while True:
                 line = pool.idle.pop() if pool.idle else await self._connect()
                 reply = await self._over(line, question, body, pool)
@@ -158,7 +158,7 @@ class Client:
                 if line.is_fresh:
                     raise WireError("the server closed the connection without an answer")
 
-    async def _over(self, line: _Line, question: h11.Request, body: bytes, pool: _Pool) -> Reply | None:
+    async def _over(self, line: _Connection, question: h11.Request, body: bytes, pool: _Pool) -> Reply | None:
         """The answer; None if a connection that had been idle turns out to be closed."""
         is_kept = False
         try:
@@ -180,7 +180,7 @@ class Client:
             else:
                 line.writer.close()
 
-    async def _connect(self) -> _Line:
+    async def _connect(self) -> _Connection:
         """A new connection; whoever is at its other end has proved that it knows the key, if there is one.
 
         Each has to: another program may have come to the address since the last one was opened.
@@ -194,7 +194,7 @@ class Client:
             raise
         return line
 
-    async def _has_proved(self, line: _Line, key: str) -> bool:
+    async def _has_proved(self, line: _Connection, key: str) -> bool:
         nonce = secret.new_nonce()
         plain = {name: value for name, value in self._headers.items() if name != "authorization"}
         try:
@@ -210,10 +210,10 @@ class Client:
             raise WireError("whoever listens there does not know the key: another program has its address")
         return True
 
-    async def _open(self) -> _Line:
+    async def _open(self) -> _Connection:
         if self._unix is None:
-            return _Line(*await asyncio.open_connection(self._host, self._port, ssl=self._tls))
-        line = _Line(*await asyncio.open_unix_connection(self._unix))
+            return _Connection(*await asyncio.open_connection(self._host, self._port, ssl=self._tls))
+        line = _Connection(*await asyncio.open_unix_connection(self._unix))
         _check_peer(line.writer)
         return line
 
@@ -222,7 +222,7 @@ def _request(method: str, target: str, headers: Mapping[str, str], body: bytes) 
     return h11.Request(method=method, target=target, headers=[*headers.items(), ("content-length", str(len(body)))])
 
 
-async def _round(line: _Line, question: h11.Request, body: bytes) -> Reply | None:
+async def _round(line: _Connection, question: h11.Request, body: bytes) -> Reply | None:
     """One request and its answer; None if the connection ended before it began."""
     events = (question, h11.Data(data=body), h11.EndOfMessage()) if body else (question, h11.EndOfMessage())
     line.writer.write(b"".join(line.state.send(event) or b"" for event in events))
@@ -233,7 +233,7 @@ async def _round(line: _Line, question: h11.Request, body: bytes) -> Reply | Non
     return reply
 
 
-async def _read(line: _Line) -> Reply | None:
+async def _read(line: _Connection) -> Reply | None:
     """The next answer; None if the connection ended before it began."""
     head: h11.Response | None = None
     parts: list[bytes] = []

@@ -59,7 +59,7 @@ class ServerLimits:
 
 
 @dataclass
-class Guests:
+class OpenConnections:
     """The connections of a server, those that may go first in the order in which they would."""
 
     limits: ServerLimits
@@ -107,26 +107,26 @@ class _Transport:
 class Connection(H11Protocol):
     """See the module; `uvicorn.Config` makes no difference to it but for the size of a head."""
 
-    def __init__(self, *args: Any, guests: Guests, **kwargs: Any):
+    def __init__(self, *args: Any, open_connections: OpenConnections, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.logger, self.access_log = _SILENT, False
         self._answer, self.app = self.app, self._named
-        self._guests = guests
+        self._open = open_connections
         self._timer: asyncio.TimerHandle | None = None
         self._is_in_head, self._is_over = True, False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_Transport(transport, self._linger))  # type: ignore[arg-type]
-        self._guests.strangers[self] = None
-        self._wait(self._guests.limits.head_seconds, self.drop)
-        if not self._guests.make_room(len(self.connections)):
-            most = self._guests.limits.most
+        self._open.strangers[self] = None
+        self._wait(self._open.limits.head_seconds, self.drop)
+        if not self._open.make_room(len(self.connections)):
+            most = self._open.limits.most
             self._refuse(
                 ApiError(503, f"Too many connections: {most} are allowed (ulimit -n bounds them).", "overloaded")
             )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._guests.forget(self)
+        self._open.forget(self)
         self._wait(None)
         super().connection_lost(exc)
 
@@ -149,7 +149,7 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._wait(self._guests.limits.write_seconds, self.drop)
+        self._wait(self._open.limits.write_seconds, self.drop)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -157,11 +157,11 @@ class Connection(H11Protocol):
 
     def let_in(self) -> None:
         """It has shown a key."""
-        self._guests.strangers.pop(self, None)
+        self._open.strangers.pop(self, None)
 
     def drop(self) -> None:
         """End it without a word."""
-        self._guests.forget(self)
+        self._open.forget(self)
         self.transport.abort()
 
     async def _named(self, scope: Any, receive: Any, send: Any) -> None:
@@ -171,18 +171,18 @@ class Connection(H11Protocol):
     def _look(self) -> None:
         """Which deadline holds now."""
         if self.conn.their_state is not h11.IDLE:
-            self._guests.idle.pop(self, None)
+            self._open.idle.pop(self, None)
             self._is_in_head = False
             self._wait(None)  # of the body and the answer others take care
         elif self.conn.trailing_data[0]:
             if not self._is_in_head:
                 self._is_in_head = True
-                self._wait(self._guests.limits.head_seconds, self.drop)
-        elif self in self._guests.strangers:
+                self._wait(self._open.limits.head_seconds, self.drop)
+        elif self in self._open.strangers:
             if self._timer is None:  # it was told the proof; a request with the key has to follow
-                self._wait(self._guests.limits.head_seconds, self.drop)
+                self._wait(self._open.limits.head_seconds, self.drop)
         elif not self._is_in_head:
-            self._guests.idle[self] = None
+            self._open.idle[self] = None
 
     def _refuse(self, error: ApiError) -> None:
         """Answer a client without a request that could be answered."""
@@ -204,7 +204,7 @@ class Connection(H11Protocol):
             return False
         self.flow.resume_reading()
         self.transport.write_eof()
-        self._wait(self._guests.limits.linger_seconds, self.drop)
+        self._wait(self._open.limits.linger_seconds, self.drop)
         return True
 
     def _wait(self, seconds: float | None, then: Callable[[], None] = lambda: None) -> None:

@@ -23,8 +23,8 @@ from uvicorn.server import ServerState
 
 from verl.errors import VerlError
 from verl.serving import listener, secret
-from verl.serving.answers import Answered, ApiError, Asked, Handle, as_json
-from verl.serving.connection import CONNECTION, Connection, Guests, ServerLimits
+from verl.serving.answers import ApiError, Handle, HttpRequest, HttpResponse, as_json
+from verl.serving.connection import CONNECTION, Connection, OpenConnections, ServerLimits
 
 LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 BACKLOG = 2048
@@ -75,7 +75,7 @@ class Server:
         )
         config.load()
         self._state = ServerState()
-        make = partial(Connection, config, self._state, {}, guests=Guests(self.limits))
+        make = partial(Connection, config, self._state, {}, open_connections=OpenConnections(self.limits))
         self._server = await asyncio.get_running_loop().create_server(make, sock=bound, backlog=BACKLOG)
 
     @property
@@ -185,7 +185,7 @@ class _Endpoint:
         except ClientDisconnect:
             pass
         else:
-            await self._answer(Asked(request.state.owner, request.path_params, body), request, send)
+            await self._answer(HttpRequest(request.state.owner, request.path_params, body), request, send)
 
     async def _refuse(self, error: ApiError, request: Request, send: Send) -> None:
         await self.server.refusal(error, request)(request.scope, request.receive, send)
@@ -199,7 +199,7 @@ class _Endpoint:
             parts.append(part)
         return b"".join(parts)
 
-    async def _answer(self, asked: Asked, request: Request, send: Send) -> None:
+    async def _answer(self, asked: HttpRequest, request: Request, send: Send) -> None:
         work = asyncio.ensure_future(_guarded(self.handle, asked))
         gone = asyncio.ensure_future(request.receive())  # nothing more comes than the end of the connection
         try:
@@ -214,7 +214,7 @@ class _Endpoint:
             gone.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
 
-    async def _write(self, answered: Answered, request: Request, gone: asyncio.Future[Any], send: Send) -> bool:
+    async def _write(self, answered: HttpResponse, request: Request, gone: asyncio.Future[Any], send: Send) -> bool:
         """Whether the client was there until its end."""
         if answered.events is not None:
             parts, headers = answered.events, {"content-type": "text/event-stream", "cache-control": "no-cache"}
@@ -239,12 +239,12 @@ async def _parts(body: bytes) -> AsyncIterator[bytes]:
         yield body[begin : begin + PIECE]
 
 
-async def _guarded(handle: Handle, asked: Asked) -> Answered:
+async def _guarded(handle: Handle, asked: HttpRequest) -> HttpResponse:
     try:
         return await handle(asked)
     except ApiError as error:
-        return Answered(error.body(), status=error.status)
+        return HttpResponse(error.body(), status=error.status)
     except VerlError as error:
-        return Answered(ApiError(500, str(error)).body(), status=500)
+        return HttpResponse(ApiError(500, str(error)).body(), status=500)
     except Exception as error:  # boundary: what one request meets must not end the others
-        return Answered(ApiError(500, f"{type(error).__name__}: {error}").body(), status=500)
+        return HttpResponse(ApiError(500, f"{type(error).__name__}: {error}").body(), status=500)

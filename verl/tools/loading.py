@@ -35,7 +35,7 @@ def load_tools(tool_config_path: str | None, function_tool_path: str | None = No
         module = load_module(function_tool_path)
         tools = [thing for thing in vars(module).values() if isinstance(thing, FunctionTool)]
         if not tools:
-            fix = "Decorate them: from verl.tools.function_tool import function_tool, then @function_tool()."
+            fix = "Decorate them with @function_tool() of verl.tools.function_tool."
             raise ConfigError("the file has no function tools", key=PYTHON_KEY, got=function_tool_path, fix=fix)
         _add(by_name, tools, PYTHON_KEY)
     return by_name

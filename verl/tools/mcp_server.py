@@ -85,7 +85,7 @@ class ServerSpec:
         )
 
 
-class LastWords:
+class StderrTail:
     """What a process writes to its standard error: all of it is read, the end is kept.
 
     Attributes:
@@ -116,7 +116,7 @@ class LastWords:
 
 
 @dataclass
-class _Link:
+class _OpenServer:
     """An open connection, held open by a task of its own until ``stop`` is set."""
 
     session: Any
@@ -135,9 +135,9 @@ class McpServer:
     def __init__(self, spec: ServerSpec):
         self.spec = spec
         self.restarts = 0
-        self._link: _Link | None = None
+        self._link: _OpenServer | None = None
         self._opening: asyncio.Lock | None = None
-        self._words: LastWords | None = None
+        self._words: StderrTail | None = None
         self._was_up = False
 
     async def tools(self) -> list[dict[str, Any]]:
@@ -195,7 +195,7 @@ class McpServer:
         finally:
             call.cancel()
 
-    async def _open(self) -> _Link:
+    async def _open(self) -> _OpenServer:
         loop = asyncio.get_running_loop()
         if self._link is not None and self._link.loop is not loop:
             self._link, self._opening = None, None  # that loop was given up with all that ran on it
@@ -216,19 +216,19 @@ class McpServer:
         again = f"is started again after it died, at most {self.spec.max_restarts} times"
         notice(f"the MCP server {self.spec.name!r}, restarts", again)
 
-    async def _connect(self, loop: asyncio.AbstractEventLoop) -> _Link:
+    async def _connect(self, loop: asyncio.AbstractEventLoop) -> _OpenServer:
         ready: asyncio.Future[Any] = loop.create_future()
         stop = asyncio.Event()
         task = asyncio.ensure_future(self._hold(ready, stop))
         await asyncio.wait({ready, task}, timeout=self.spec.start_timeout, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
-            return _Link(ready.result(), task, stop, loop)
+            return _OpenServer(ready.result(), task, stop, loop)
         if task.done():
             why = self._why(task.exception() or ConnectionError("it ended"))
         else:
             task.cancel()
             await asyncio.wait({task}, timeout=10.0)
-            why = f"no answer within {self.spec.start_timeout:g} seconds; {self._last_words()}"
+            why = f"no answer within {self.spec.start_timeout:g} seconds; {self._stderr_tail()}"
         self._was_up = True  # a further attempt is a restart
         raise McpFailure(f"the server {self.spec.name!r} cannot be reached: {why}")
 
@@ -257,16 +257,16 @@ class McpServer:
         assert spec.command is not None
         command, *arguments = lifeline.guarded([spec.command, *spec.args])
         words = StdioServerParameters(command=command, args=arguments, env=dict(spec.env), cwd=spec.cwd)
-        self._words = LastWords()
+        self._words = StderrTail()
         stack.callback(self._words.close)
         return stdio_client(words, errlog=self._words.file)
 
     def _why(self, error: BaseException) -> str:
         while inner := getattr(error, "exceptions", ()):  # a group; Python 3.10 has the class in a backport only
             error = inner[0]
-        return f"{type(error).__name__}: {error}; {self._last_words()}"
+        return f"{type(error).__name__}: {error}; {self._stderr_tail()}"
 
-    def _last_words(self) -> str:
+    def _stderr_tail(self) -> str:
         if self.spec.url is not None:
             return f"it was reached at {self.spec.url}"
         text = self._words.text() if self._words is not None else ""

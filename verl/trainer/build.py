@@ -19,7 +19,7 @@ from verl.rewards import check_reward_data
 from verl.single_controller.base import Role
 from verl.trainer.models import RM, model_roles
 from verl.trainer.ppo.validation import ValidationSamples
-from verl.workers.part import Site
+from verl.workers.part import WorkerContext
 from verl.workers.scoring import reward_manager as reward_manager
 
 
@@ -55,16 +55,16 @@ def need_reward_model(config: PPOTrainerConfig) -> bool:
 def worker_arguments(config: PPOTrainerConfig, role: Role | str, total_steps: int, device_name: str) -> dict[str, Any]:
     """Constructor arguments of the worker that plays ``role``."""
     named, roles, policy = str(role), model_roles(config), config.actor_rollout_ref
-    site = Site(device_name, config.trainer.seed, total_steps, policy.nccl_timeout)
+    context = WorkerContext(device_name, config.trainer.seed, total_steps, policy.nccl_timeout)
     if named == RM:
         settings = config.reward.reward_model
         read = policy.model
         if settings.input_tokenizer is not None:
             read = replace(read, tokenizer_path=settings.input_tokenizer, custom_chat_template=None)
-        return {"role": roles[named], "site": site, "policy": read, "max_length": settings.max_length}
+        return {"role": roles[named], "context": context, "policy": read, "max_length": settings.max_length}
     if named in roles:
-        return {"role": roles[named], "site": site}
-    arguments = {"config": policy, "site": site, "data": config.data}
+        return {"role": roles[named], "context": context}
+    arguments = {"config": policy, "context": context, "data": config.data}
     return {**arguments, "scoring": config} if scores_while_sampling(config) else arguments
 
 

@@ -22,7 +22,7 @@ from verl.trainer.placement import Place, topology_of
 
 if TYPE_CHECKING:
     from verl.config.topology import Topology
-    from verl.single_controller.ray.runtime import Started
+    from verl.single_controller.ray.runtime import RayCluster
 
 
 def start(seed: int) -> None:
@@ -118,7 +118,7 @@ def _on_ray(config: PPOTrainerConfig, topology: Topology) -> Place:
     )
 
 
-def _tell(started: Started) -> None:
+def _tell(started: RayCluster) -> None:
     nodes = started.nodes
     where = "a Ray cluster of its own" if started.own else f"the Ray cluster at {started.address}"
     notice("trainer.runtime", f"the run uses {where} with {len(nodes)} node(s): {', '.join(map(str, nodes))}")

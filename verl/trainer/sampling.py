@@ -23,7 +23,7 @@ def connect(config: PPOTrainerConfig, groups: Mapping[str, Any], device: str) ->
     if group is None or not leaders:
         return
     handles = {ReplicaWorker.replica_name(rank): group.handle(rank) for rank in leaders}
-    if any(replica.seat == OWN_POOL for replica in replicas):
+    if any(replica.placement == OWN_POOL for replica in replicas):
         actors = groups["actor"]
         actors.feed(senders(config.actor_rollout_ref, device, handles, actors.world_size))
     others = list(handles)[1:]

@@ -155,10 +155,10 @@ class SupervisedTrainer:
             if trainer.save_freq > 0 and (last or ends or self.step % trainer.save_freq == 0):
                 self.save_checkpoint()
             if ends:
-                raise stop.stopped(self._farewell(), tell=self.ctx.is_main)
+                raise stop.stopped(self._stop_reason(), tell=self.ctx.is_main)
         watch.end()
 
-    def _farewell(self) -> str:
+    def _stop_reason(self) -> str:
         trainer = self.config.trainer
         if trainer.save_freq <= 0:
             return f"stopped at step {self.step}; nothing is saved, because trainer.save_freq is not set"

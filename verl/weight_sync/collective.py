@@ -22,7 +22,7 @@ import torch.distributed as dist
 from verl.distributed.store import gloo_group, meet
 from verl.errors import RolloutError
 from verl.weight_sync.chunks import WeightChunk, pieces
-from verl.weight_sync.transport import OtherEndError, Transport
+from verl.weight_sync.transport import PeerFailedError, Transport
 from verl.weight_sync.wire import MAX_HEADER, ChunkLayout, chunk_of
 
 GAVE_UP = -1
@@ -152,7 +152,7 @@ class BroadcastTransport(Transport):
 
     def receive(self) -> Iterator[WeightChunk]:
         number = 0
-        coming: Arriving | None = self._next(self._start(self._frame()), 0)
+        coming: PendingReceive | None = self._next(self._start(self._frame()), 0)
         try:
             while coming is not None:
                 _wait(coming.parts)
@@ -190,20 +190,20 @@ class BroadcastTransport(Transport):
             messages.append(whole)
         return self._start_all(messages)
 
-    def _next(self, frame: Broadcast | None, number: int) -> Arriving | None:
+    def _next(self, frame: Broadcast | None, number: int) -> PendingReceive | None:
         """What comes after a piece, already on its way, with the frame of what comes after that; None at the end."""
         if frame is None:
             return None
         layout = self._layout(frame)
         body = self._kept(number, layout.num_bytes) if self.keeps else self._room(number % BUFFERS, layout.num_bytes)
         parts = self._start_all([body[_span(layout, *run)] for run in _runs(layout)])
-        return Arriving(layout, body, parts, None if layout.last else self._start(self._frame()))
+        return PendingReceive(layout, body, parts, None if layout.last else self._start(self._frame()))
 
     def _layout(self, frame: Broadcast) -> ChunkLayout:
         frame.wait()
         length = int(frame.tensor[:LENGTH].view(torch.int64))
         if length == GAVE_UP:
-            raise OtherEndError("the trainer gave up in the middle of a transfer of weights")
+            raise PeerFailedError("the trainer gave up in the middle of a transfer of weights")
         if not 0 < length <= MAX_HEADER:
             raise RolloutError("a header of weights has an impossible length", got=length)
         rest = torch.empty(max(0, LENGTH + length - FRAME_BYTES), dtype=torch.uint8, device=self.device)
@@ -273,7 +273,7 @@ class Broadcast:
 
 
 @dataclass
-class Arriving:
+class PendingReceive:
     """A piece that is on its way, and the frame of the next one."""
 
     layout: ChunkLayout
@@ -292,7 +292,7 @@ def _wait(parts: list[Broadcast]) -> None:
 
 
 def _runs(layout: ChunkLayout) -> Iterator[tuple[int, int]]:
-    """The messages of a piece, by their first and last weight: large weights alone, small neighbours together."""
+    """The messages of a piece, by their first and last weight: large weights alone, small ones together."""
     begin = 0
     for number, entry in enumerate(layout.entries):
         if entry.num_bytes >= LARGE_BYTES:
@@ -305,7 +305,7 @@ def _runs(layout: ChunkLayout) -> Iterator[tuple[int, int]]:
 
 
 def _span(layout: ChunkLayout, first: int, last: int) -> slice:
-    """Where the bytes of neighbours lie."""
+    """Where the bytes of adjacent weights lie."""
     end = layout.entries[last]
     return slice(layout.entries[first].offset, end.offset + end.num_bytes)
 

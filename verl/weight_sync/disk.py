@@ -26,7 +26,7 @@ from verl.errors import RolloutError
 from verl.protocol.codec import tensor_bytes
 from verl.weight_sync.checksum import checksum, combine
 from verl.weight_sync.chunks import WeightChunk, pieces
-from verl.weight_sync.transport import OtherEndError, Transport
+from verl.weight_sync.transport import PeerFailedError, Transport
 from verl.weight_sync.wire import ChunkLayout, chunk_of
 
 BYTES, HEADER = ".bin", ".json"
@@ -122,7 +122,7 @@ class DiskTransport(Transport):
             header = path.with_suffix(HEADER)
             text, layout, more = self._await(header, version)
             if more.get("gave_up"):
-                raise OtherEndError("the trainer gave up in the middle of a transfer of weights")
+                raise PeerFailedError("the trainer gave up in the middle of a transfer of weights")
             stream = stream or str(more.get("stream"))
             if layout.version != version or more.get("stream") != stream:
                 raise RolloutError("other weights lie there", key=str(header), got=layout.version, allowed=str(version))

@@ -19,7 +19,7 @@ import torch
 
 from verl.errors import RolloutError
 from verl.weight_sync.chunks import WeightChunk, pieces
-from verl.weight_sync.transport import OtherEndError, Transport
+from verl.weight_sync.transport import PeerFailedError, Transport
 from verl.weight_sync.wire import ChunkLayout, chunk_of, write_into
 
 EMPTY, FULL, GAVE_UP = 0, 1, 2
@@ -35,7 +35,7 @@ SLOTS = 3
 PREFIX = "verl-weights-"
 """How the names of such memory begin."""
 PIECE_BYTES = 2 << 20
-"""A slot is handed over as soon as it holds so much; the same cached memory is used again and again."""
+"""A slot is passed on as soon as it holds so much; the same cached memory is used again and again."""
 
 
 class SharedMemoryTransport(Transport):
@@ -126,7 +126,7 @@ class SharedMemoryTransport(Transport):
                 self._await(FULL, GAVE_UP)
                 number = self._next
                 if self._get(number, STATE) == GAVE_UP:
-                    raise OtherEndError("the trainer gave up in the middle of a transfer of weights")
+                    raise PeerFailedError("the trainer gave up in the middle of a transfer of weights")
                 layout, body = self._read(number)
                 yield chunk_of(layout, body, self.lasts)
                 ended = layout.last
@@ -193,7 +193,7 @@ class SharedMemoryTransport(Transport):
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         self.wait_until(lambda: ready() or self._get(0, REFUSED) != 0, what)
         if self._get(0, REFUSED):
-            raise OtherEndError("the sampler did not accept the weights", fix="The sampler's own error says why.")
+            raise PeerFailedError("the sampler did not accept the weights", fix="The sampler's own error says why.")
 
     def _slot(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Header and body of a slot."""

@@ -21,7 +21,7 @@ NAP_SHARE, LONGEST_NAP = 0.1, 1e-3
 leaves the processor to those that work. The first naps are the shortest ones of the system, some 0.1 ms."""
 
 
-class OtherEndError(RolloutError):
+class PeerFailedError(RolloutError):
     """The other end failed, and its own error says why."""
 
 
@@ -101,7 +101,7 @@ class Transport(ABC):
         begin = time.monotonic()
         while not ready():
             if self._abandoned:
-                raise OtherEndError(f"weight transfer: stopped while it waited for {what}: {self._abandoned}")
+                raise PeerFailedError(f"weight transfer: stopped while it waited for {what}: {self._abandoned}")
             waited = time.monotonic() - begin
             if waited > self.timeout:
                 raise RolloutError(

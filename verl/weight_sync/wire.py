@@ -1,7 +1,7 @@
 """A chunk of weights as bytes: a JSON header and one flat buffer, without anything that could execute code.
 
 The header names tensors, shapes, dtypes and places. Whoever reads it checks every number against the buffer before a
-tensor is made, because a transport may hand over what another process wrote.
+tensor is made, because a transport may deliver what another process wrote.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from verl.single_controller.base import (
 )
 from verl.workers.model import ModelWorker
 from verl.workers.options import InferOptions, TrainOptions
-from verl.workers.sending import Sent
+from verl.workers.sending import SyncResult
 
 
 class ActorRolloutRefWorker(ModelWorker):
@@ -28,12 +28,12 @@ class ActorRolloutRefWorker(ModelWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """As `RolloutWorker.generate_sequences` of this process."""
-        return self.neighbour("rollout").generate_sequences(prompts)
+        return self.colocated("rollout").generate_sequences(prompts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def publish(self, version: int, sent: Sent) -> None:
+    def publish(self, version: int, sent: SyncResult) -> None:
         """As `RolloutWorker.publish` of this process."""
-        self.neighbour("rollout").publish(version, sent)
+        self.colocated("rollout").publish(version, sent)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="model"))
     def infer(self, batch: DataProto, options: InferOptions) -> DataProto:

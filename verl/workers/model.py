@@ -34,7 +34,7 @@ from verl.workers.options import InferOptions, TrainOptions
 from verl.workers.part import (
     ModelPart,
     PassLimits,
-    Site,
+    WorkerContext,
     base_of,
     data_rank_of,
     layout,
@@ -47,7 +47,7 @@ from verl.workers.part import (
     schedule_steps,
 )
 from verl.workers.profiling import ProfiledWorker, profiled
-from verl.workers.sending import Sent, WeightSender
+from verl.workers.sending import SyncResult, WeightSender
 
 Options = TypeVar("Options", bound=CallOptions)
 CONTENTS = ("model", "optimizer", "extra")
@@ -118,19 +118,19 @@ class ModelWorker(ProfiledWorker):
 
     Args:
         role: what it builds.
-        site: device, seed and length of the run.
+        context: device, seed and length of the run.
     """
 
     part: ModelPart
     _options: CallOptions | None = None
 
-    def __init__(self, role: ModelRole, site: Site | None = None):
+    def __init__(self, role: ModelRole, context: WorkerContext | None = None):
         super().__init__()
-        self.role, self.site = role, site or Site()
+        self.role, self.context = role, context or WorkerContext()
         self.tokenizer: Any = None
         self.sending = InBackground("verl-weights")
         self.sender: WeightSender | None = None
-        self._sent = Sent()
+        self._sent = SyncResult()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -158,19 +158,21 @@ class ModelWorker(ProfiledWorker):
             learner.part.engine.compare_with(engine)
 
     def _make_engine(self, model: HFModelConfig) -> Engine:
-        role, site = self.role, self.site
+        role, context = self.role, self.context
         strategy = backend_of(role.strategy, self.world_size)
         return make_engine(
             strategy,
             self.info,
-            site.timeout,
+            context.timeout,
             model=model,
             optim=role.optim,
             kind=role.kind,
             grad_clip=role.grad_clip,
-            total_training_steps=site.total_training_steps if role.optim is None else schedule_steps(role.optim, site),
-            device=site.device,
-            seed=site.seed,
+            total_training_steps=context.total_training_steps
+            if role.optim is None
+            else schedule_steps(role.optim, context),
+            device=context.device,
+            seed=context.seed,
             **layout(strategy, role.model, role.fsdp, role.megatron, role.share_prompts),
         )
 
@@ -218,7 +220,7 @@ class ModelWorker(ProfiledWorker):
     # ---- weights -----------------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def send_weights(self, version: int) -> Sent:
+    def send_weights(self, version: int) -> SyncResult:
         """Send this model's weights as ``version`` to the replicas that this rank feeds."""
         self.sending.wait()
         self._send(version)
@@ -238,7 +240,7 @@ class ModelWorker(ProfiledWorker):
             self._send(version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def end_weight_update(self) -> Sent:
+    def end_weight_update(self) -> SyncResult:
         """Wait for what `begin_weight_update` began; what went wrong with it is raised here, or in the result."""
         self.sending.wait()
         return self._sent
@@ -249,13 +251,13 @@ class ModelWorker(ProfiledWorker):
         self.sender = senders[self.rank]
 
     def _send(self, version: int) -> None:
-        sender = self.sender or self.neighbour("rollout").sender
+        sender = self.sender or self.colocated("rollout").sender
         self._sent = sender.send(self.part.engine, version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_from(self, role: str) -> None:
         """Take over the weights of the model that plays ``role`` in this process."""
-        source = self.neighbour(role)
+        source = self.colocated(role)
         source.sending.wait()
         self.sending.wait()
         self.part.engine.copy_weights(source.part.engine)
@@ -281,7 +283,7 @@ class ModelWorker(ProfiledWorker):
         else:
             self.part.engine.onload()
 
-    def neighbour(self, role: str) -> Any:
+    def colocated(self, role: str) -> Any:
         """The worker that plays ``role`` in this process.
 
         Raises:

@@ -20,7 +20,7 @@ from verl.config.megatron import MegatronEngineConfig
 from verl.config.node import full_keys
 from verl.config.topology import backend_of
 from verl.device import memory_now
-from verl.engines.adapters import BaseOfAdapter
+from verl.engines.adapters import AdapterBaseEngine
 from verl.engines.base import DataRank, Engine
 from verl.engines.settings import PassSettings
 from verl.errors import ConfigError, ModelError, WorkerError
@@ -33,7 +33,7 @@ from verl.storage import copy_to_local
 
 
 @dataclass(frozen=True)
-class Site:
+class WorkerContext:
     """What a worker is told about the place and the run it works in.
 
     Args:
@@ -215,7 +215,7 @@ def _memory(phase: str, moment: str, device: str) -> dict[str, Metric]:
 
 def base_of(engine: Engine) -> Any:
     """The frozen model that an adapter was put on: the same engine, with the adapter off for the moment."""
-    return BaseOfAdapter(engine)
+    return AdapterBaseEngine(engine)
 
 
 def per_step(metrics: MetricSet) -> MetricSet:
@@ -233,9 +233,9 @@ def local_model(model: HFModelConfig, key: str) -> HFModelConfig:
     return replace(model, path=local)
 
 
-def schedule_steps(optim: OptimizerConfig, site: Site) -> int:
+def schedule_steps(optim: OptimizerConfig, context: WorkerContext) -> int:
     """Steps of the learning-rate schedule: ``total_training_steps`` where it is set, else the run's length."""
-    return optim.total_training_steps if optim.total_training_steps > 0 else site.total_training_steps
+    return optim.total_training_steps if optim.total_training_steps > 0 else context.total_training_steps
 
 
 def layout(

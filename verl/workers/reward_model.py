@@ -10,13 +10,13 @@ from torch import Tensor
 from verl.config import HFModelConfig
 from verl.config.reward_model import headless
 from verl.data import hf_tokenizer
-from verl.data.rewriting import Rewriter, speaks_alike
+from verl.data.rewriting import Rewriter, same_encoding
 from verl.errors import ModelError
 from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.single_controller.base import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.workers.model import ModelRole, ModelWorker
-from verl.workers.part import Site, local_model
+from verl.workers.part import WorkerContext, local_model
 
 MODEL_KEY = "reward.reward_model.model_path"
 TRUNCATED = "rm_truncated"
@@ -28,7 +28,7 @@ class RewardModelWorker(ModelWorker):
 
     Args:
         role: the reward model; a classification checkpoint with one label brings its own head.
-        site: device and seed.
+        context: device and seed.
         policy: the model section in whose tokens the samples are written, None for the reward model's own. Where the
             two tokenizers differ, conversations are written anew with the reward model's chat template.
         max_length: longest conversation written anew, in tokens; of a longer one the beginning is cut off.
@@ -37,11 +37,11 @@ class RewardModelWorker(ModelWorker):
     def __init__(
         self,
         role: ModelRole,
-        site: Site | None = None,
+        context: WorkerContext | None = None,
         policy: HFModelConfig | None = None,
         max_length: int | None = None,
     ):
-        super().__init__(role, site)
+        super().__init__(role, context)
         self.policy, self.max_length = policy, max_length
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -93,7 +93,7 @@ class RewardModelWorker(ModelWorker):
             message = f"its tokenizer cannot be read, so the policy's tokens are taken for its own: {error.message}"
             notice("reward.reward_model", message)
             return None
-        if speaks_alike(source, target):
+        if same_encoding(source, target):
             return None
         notice(
             "reward.reward_model",

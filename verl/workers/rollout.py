@@ -20,10 +20,10 @@ from verl.rollout.place import make_sampler, server_sampler, servers_of, transpo
 from verl.rollout.service import SamplerService
 from verl.single_controller.base import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.single_controller.base.handle import Handle
-from verl.workers.part import Site, local_model, memory_of
+from verl.workers.part import WorkerContext, local_model, memory_of
 from verl.workers.profiling import ProfiledWorker, profiled
 from verl.workers.scoring import early_scorer
-from verl.workers.sending import Sent, WeightSender
+from verl.workers.sending import SyncResult, WeightSender
 
 
 def senders(
@@ -49,12 +49,12 @@ class ReplicaWorker(ProfiledWorker):
 
     Args:
         config: the section ``actor_rollout_ref`` of the configuration.
-        site: device and the peers' time-out.
+        context: device and the peers' time-out.
     """
 
-    def __init__(self, config: ActorRolloutRefConfig, site: Site | None = None):
+    def __init__(self, config: ActorRolloutRefConfig, context: WorkerContext | None = None):
         super().__init__()
-        self.config, self.site = config, site or Site()
+        self.config, self.context = config, context or WorkerContext()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -73,11 +73,11 @@ class ReplicaWorker(ProfiledWorker):
 
     def _start_replica(self) -> list[str]:
         """The name of the replica that this rank leads; the others lend theirs the devices that they see."""
-        rollout, device = self.config.rollout, self.site.device
+        rollout, device = self.config.rollout, self.context.device
         each = processes_of(rollout, self.world_size)
         devices: list[str] = []
         if each > 1:
-            ranks = distributed.start(self.info, device, self.site.timeout)
+            ranks = distributed.start(self.info, device, self.context.timeout)
             devices = of_replica(ranks, self.info.local_rank, each)
         if self.rank % each:
             self.replicas = {}
@@ -128,7 +128,7 @@ class RolloutWorker(ReplicaWorker):
 
     Args:
         config: the section ``actor_rollout_ref`` of the configuration.
-        site: device and the peers' time-out.
+        context: device and the peers' time-out.
         data: the section ``data``, for agent loops that render messages.
         scoring: the whole configuration, where samples are scored beside sampling; None: after it, by the controller.
     """
@@ -136,11 +136,11 @@ class RolloutWorker(ReplicaWorker):
     def __init__(
         self,
         config: ActorRolloutRefConfig,
-        site: Site | None = None,
+        context: WorkerContext | None = None,
         data: DataConfig | None = None,
         scoring: PPOTrainerConfig | None = None,
     ):
-        super().__init__(config, site)
+        super().__init__(config, context)
         self.data, self.scoring = data, scoring
         self.bytes_sent = 0.0
 
@@ -167,8 +167,8 @@ class RolloutWorker(ReplicaWorker):
 
     def _serve(self) -> None:
         rollout = self.config.rollout
-        attempts, seats = rollout.server.max_attempts, rollout.max_num_seqs
-        self.service = SamplerService(self.replicas, max_resends=attempts, seats=seats)
+        attempts, slots = rollout.server.max_attempts, rollout.max_num_seqs
+        self.service = SamplerService(self.replicas, max_resends=attempts, slots=slots)
         early = None if self.scoring is None else early_scorer(self.scoring, self.tokenizer, 1)
         self.agent_loops = AgentLoopManager(
             rollout,
@@ -182,7 +182,7 @@ class RolloutWorker(ReplicaWorker):
         return "rollout", self.config.rollout.profiler
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def publish(self, version: int, sent: Sent) -> None:
+    def publish(self, version: int, sent: SyncResult) -> None:
         """Sample with a version that the actor has sent."""
         self.bytes_sent = sent.num_bytes
         if self.rank == 0:
@@ -194,7 +194,7 @@ class RolloutWorker(ReplicaWorker):
         """Run the agent loop of every row: responses, masks and the sampler's own log-probs."""
         if self.rank > 0:
             return prompts[:0]
-        with memory_of("generate", self.site.device) as memory:
+        with memory_of("generate", self.context.device) as memory:
             asyncio.run(self.service.wake())
             try:
                 made = self.agent_loops.generate_sequences(prompts)
@@ -208,4 +208,4 @@ class RolloutWorker(ReplicaWorker):
     def _frees_cache(self) -> bool:
         """Whether replicas give their caches back to the trainers between rollouts."""
         asked = self.config.rollout.free_cache_engine
-        return self.is_beside and self.site.device != "cpu" if asked is None else asked
+        return self.is_beside and self.context.device != "cpu" if asked is None else asked

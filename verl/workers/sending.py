@@ -13,7 +13,7 @@ from torch import Tensor
 from verl.config import RolloutConfig
 from verl.engines.base import Engine
 from verl.errors import RolloutError, VerlError
-from verl.rollout.adapters import sent_alone
+from verl.rollout.adapters import separate_adapter
 from verl.rollout.base import Sampler
 from verl.weight_sync import WeightChunk, chunk_weights, deliver
 
@@ -22,7 +22,7 @@ BYTES_SENT = "weight_bytes_sent"
 
 
 @dataclass(frozen=True)
-class Sent:
+class SyncResult:
     """What became of one version on its way.
 
     Args:
@@ -34,7 +34,7 @@ class Sent:
     failed: Mapping[str, Exception] = field(default_factory=dict)
 
     @classmethod
-    def by_all(cls, ranks: Iterable[Sent]) -> Sent:
+    def by_all(cls, ranks: Iterable[SyncResult]) -> SyncResult:
         """What all ranks of the actor sent together."""
         parts = list(ranks)
         failed = {name: error for part in parts for name, error in part.failed.items()}
@@ -65,14 +65,14 @@ class WeightSender:
         self._exported = 0.0
         self._broken: Exception | None = None
 
-    def send(self, engine: Engine, version: int) -> Sent:
+    def send(self, engine: Engine, version: int) -> SyncResult:
         """Called by all ranks of the actor in the same order, because the export is collective.
 
         Raises:
             Exception: what the export itself raised: no replica is to blame for it.
         """
         bucket_bytes = self.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
-        alone = sent_alone(self.rollout, self.model)
+        alone = separate_adapter(self.rollout, self.model)
         weights = engine.export_weights() if alone is None else engine.export_adapter()
         chunks = chunk_weights(self._counted(weights), bucket_bytes, version=version)
         before = {name: sampler.stats() for name, sampler in self.replicas.items()}
@@ -83,7 +83,7 @@ class WeightSender:
         if self._broken is not None:
             raise self._broken
         failed = {name: _portable(error) for name, error in zip(self.replicas, errors) if error is not None}
-        return Sent(max((self._bytes_of(name, before[name]) for name in self.replicas), default=0.0), failed)
+        return SyncResult(max((self._bytes_of(name, before[name]) for name in self.replicas), default=0.0), failed)
 
     def _bytes_of(self, name: str, before: Mapping[str, float]) -> float:
         after = self.replicas[name].stats()

@@ -76,7 +76,7 @@ def test_log_probs_of_vllm_and_of_the_trainer_are_equal(sampler, folder, tempera
     assert len({done.token_ids for done in found}) > 6
 
 
-def test_after_three_steps_of_training_they_differ_until_the_weights_are_handed_over(sampler, folder):
+def test_after_three_steps_of_training_they_differ_until_the_weights_are_synced(sampler, folder):
     fresh(sampler, folder)
     engine = make_engine(folder)
     wanted = requests(PROMPTS, samples=2, max_tokens=8, ignore_eos=True)

@@ -71,7 +71,7 @@ def test_log_probs_of_the_server_and_of_the_trainer_are_equal(server, folder, te
     assert [done.token_ids for done in sample(sampler, wanted)] == [done.token_ids for done in found]
 
 
-def test_after_three_steps_of_training_they_differ_until_the_weights_are_handed_over(server, folder, tmp_path):
+def test_after_three_steps_of_training_they_differ_until_the_weights_are_synced(server, folder, tmp_path):
     sampler, engine = over(server, folder, weights_dir=str(tmp_path)), make_engine(folder)
     original = [(name, tensor.clone()) for name, tensor in engine.export_weights()]
     wanted = requests(PROMPTS, samples=2, max_tokens=8, ignore_eos=True)

@@ -16,7 +16,7 @@ from verl.errors import RolloutError
 from verl.rollout import Request, SamplingParams
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.lost import EngineLostError
-from verl.rollout.vllm import hand_over
+from verl.rollout.vllm import weight_transfer
 from verl.rollout.vllm.sampler import VLLMSampler
 from verl.weight_sync import chunk_weights
 
@@ -128,7 +128,7 @@ def test_an_engine_that_loses_a_process_is_lost_and_leaves_none_behind(two):
 
 
 def test_its_processes_end_with_the_one_that_holds_it_even_in_an_update(folder, tmp_path):
-    before = set(hand_over.SHARED_MEMORY.glob("verl-weights-*"))
+    before = set(weight_transfer.SHARED_MEMORY.glob("verl-weights-*"))
     holder = subprocess.Popen(
         [sys.executable, "-m", "tests.engines_real.vllm.held", str(folder)],
         stdout=subprocess.PIPE,
@@ -139,12 +139,12 @@ def test_its_processes_end_with_the_one_that_holds_it_even_in_an_update(folder, 
     try:
         said = next(line for line in holder.stdout if line.startswith("workers"))
         both = [psutil.Process(int(pid)) for pid in said.split()[1:]]
-        assert len(both) == 2 and set(hand_over.SHARED_MEMORY.glob("verl-weights-*")) - before
+        assert len(both) == 2 and set(weight_transfer.SHARED_MEMORY.glob("verl-weights-*")) - before
     finally:
         holder.kill()
         holder.wait()
     wait_until_gone(both)
-    assert not set(hand_over.SHARED_MEMORY.glob("verl-weights-*")) - before
+    assert not set(weight_transfer.SHARED_MEMORY.glob("verl-weights-*")) - before
 
 
 def test_a_number_of_processes_that_does_not_divide_the_heads_is_refused_in_the_engine_s_words(folder):

@@ -1,4 +1,4 @@
-"""A pool seats each call once, in parts that become smaller, and answers every call whatever its stations do."""
+"""A pool takes each call once, in parts that become smaller, and answers every call whatever its executors do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WAIT = 60
 
 
 class Desk:
-    """A station that takes up to 32 calls of one number each; what it does with a call is the test's."""
+    """An executor that takes up to 32 calls of one number each; what it does with a call is the test's."""
 
     most = 32
 
@@ -38,14 +38,14 @@ class Desk:
 
 
 class Gate:
-    """Holds the first call of each seat until `open`, so that what is submitted meanwhile waits together."""
+    """Holds the first call of each thread until `open`, so that what is submitted meanwhile waits together."""
 
-    def __init__(self, work: Callable[[float], RewardResult | None] = RewardResult, seats: int = 1):
+    def __init__(self, work: Callable[[float], RewardResult | None] = RewardResult, threads: int = 1):
         self.seen: list[list[float]] = []
         self._open, self._there, self._inner = threading.Event(), threading.Semaphore(0), work
-        self.pool = RunnerPool(lambda: Desk(self._pass, self.seen), seats)
-        self._held = [self.pool.submit([-1.0]) for _ in range(seats)]
-        for _ in range(seats):
+        self.pool = RunnerPool(lambda: Desk(self._pass, self.seen), threads)
+        self._held = [self.pool.submit([-1.0]) for _ in range(threads)]
+        for _ in range(threads):
             assert self._there.acquire(timeout=WAIT)
 
     def _pass(self, number: float) -> RewardResult | None:
@@ -68,7 +68,7 @@ class Gate:
 
 
 def test_waiting_calls_are_taken_in_parts_that_become_smaller():
-    gate = Gate(seats=2)
+    gate = Gate(threads=2)
     numbers = [float(i) for i in range(64)]
     assert gate.scores(*numbers) == numbers
     assert sorted(map(len, gate.parts), reverse=True) == [32, 16, 8, 4, 2, 1, 1]
@@ -104,9 +104,9 @@ def test_while_a_station_prepares_again_others_take_the_calls_that_it_left():
         prepares.set()
         assert answered.wait(WAIT)
 
-    gate = Gate(work, seats=2)
-    first, second = gate.pool._seats
-    first.station.prepare, second.station.most = prepare, 1
+    gate = Gate(work, threads=2)
+    first, second = gate.pool._threads
+    first.executor.prepare, second.executor.most = prepare, 1
     assert gate.scores(*range(8)) == list(range(8))
     answered.set()
     gate.pool.close()
@@ -125,7 +125,7 @@ def test_a_call_at_which_a_station_raises_fails_alone():
     gate.pool.close()
 
 
-def test_a_seat_that_is_given_up_fails_the_call_that_it_is_at_and_another_takes_the_rest():
+def test_a_thread_that_is_given_up_fails_the_call_that_it_is_at_and_another_takes_the_rest():
     hangs, released = threading.Event(), threading.Event()
 
     def work(number):
@@ -146,15 +146,15 @@ def test_a_seat_that_is_given_up_fails_the_call_that_it_is_at_and_another_takes_
     assert gate.scores(0, 1, 2, 3) == [0, "timeout", 2, 3]
     watch.join()
     assert len(late) == 1 and gate.parts[:2] == [[0, 1, 2, 3], [2, 3]]
-    released.set()  # the seat that was given up answers nothing any more
+    released.set()  # the thread that was given up answers nothing any more
     late[0].thread.join(WAIT)
     assert not late[0].thread.is_alive() and not gate.pool.busy()
     gate.pool.close()
 
 
 def test_what_waits_when_a_pool_is_closed_is_answered_and_its_threads_end():
-    gate = Gate(lambda number: gate.pool.close() or RewardResult(number), seats=2)
-    threads = [seat.thread for seat in gate.pool._seats]
+    gate = Gate(lambda number: gate.pool.close() or RewardResult(number), threads=2)
+    threads = [worker.thread for worker in gate.pool._threads]
     assert gate.scores(*range(20)) == list(range(20))
     for thread in threads:
         thread.join(WAIT)

@@ -126,7 +126,7 @@ def test_only_calls_that_have_shown_to_be_quick_are_taken_several_at_once(make):
 def test_calls_and_answers_that_are_larger_than_a_pipe_do_not_block_each_other(function):
     runner = ProcessRunner(function, WAIT, 1)
     runner.submit(samples("start")).result(WAIT)
-    (child,) = [seat.station for seat in runner._pool._seats]
+    (child,) = [worker.executor for worker in runner._pool._threads]
     texts = ["long " + "x" * 30_000] * 12
     answers: list[str] = []
     thread = threading.Thread(target=lambda: answers.extend(ask(child, *texts)), daemon=True)

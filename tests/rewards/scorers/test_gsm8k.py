@@ -1,4 +1,4 @@
-"""GSM8K: the table of the specification, and all real answers against themselves and their neighbours."""
+"""GSM8K: the table of the specification, and all real answers against themselves and against the next one's."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_an_unknown_method_is_refused():
         compute_score("#### 5", "5", method="strct")
 
 
-def test_every_real_answer_is_right_for_itself_and_wrong_for_its_neighbour(shared):
+def test_every_real_answer_is_right_for_itself_and_wrong_for_the_next(shared):
     lines = (shared / "data" / "gsm8k" / "test.jsonl").read_text(encoding="utf-8").splitlines()
     answers = [json.loads(line)["answer"] for line in lines]
     truths = [answer.rpartition("#### ")[2].replace(",", "") for answer in answers]

@@ -18,7 +18,7 @@ from verl.config.model import MegatronLoraConfig
 from verl.config.rollout import CheckpointEngineConfig
 from verl.errors import RolloutError
 from verl.models import load_causal_lm, lora
-from verl.rollout.adapters import sent_alone
+from verl.rollout.adapters import separate_adapter
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.hosted import HostedSampler, SamplerHost
 from verl.rollout.place import transport_of
@@ -136,7 +136,7 @@ def test_an_adapter_that_is_not_the_sampler_s_is_refused(path, engine, spoil, sa
 def test_an_adapter_goes_alone_unless_somebody_cannot_take_it_and_then_it_is_said(path, rollout, model, said):
     metrics.reset_notices()
     given = {**LORA, **model}
-    found = sent_alone(dataclasses.replace(ROLLOUT, **rollout), HFModelConfig(path=str(path), **given))
+    found = separate_adapter(dataclasses.replace(ROLLOUT, **rollout), HFModelConfig(path=str(path), **given))
     assert found == (lora.LoraSettings(rank=4, alpha=8) if said is None else None)
     told = metrics.notices().get("actor_rollout_ref.model.lora.merge", "")
     assert bool(told) == bool(said) and (said or "") in told

@@ -13,7 +13,14 @@ from verl.metrics import notices, reset_notices
 from verl.models import export_weights
 from verl.rollout.hf import projections
 from verl.rollout.hf.native import NativeModel
-from verl.rollout.hf.projections import GRID, FusedProjections, PackedLinear, PackedProjections, TurnedLinear, can_pack
+from verl.rollout.hf.projections import (
+    GRID,
+    FusedProjections,
+    PackedLinear,
+    PackedProjections,
+    TransposedLinear,
+    can_pack,
+)
 from verl.rollout.hf.sampler import HFSampler
 from verl.weight_sync import chunk_weights
 
@@ -72,7 +79,7 @@ def test_packed_weights_follow_an_update_and_are_freed_by_sleep():
     assert [c.token_ids for c in sample(sampler, WANTED)] == [c.token_ids for c in after]
 
 
-@pytest.mark.parametrize("form", [PackedLinear, TurnedLinear])
+@pytest.mark.parametrize("form", [PackedLinear, TransposedLinear])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_both_forms_of_a_weight_give_the_product_and_what_follows_it(form, has_bias):
     if not can_pack(torch.float32, 0):
@@ -93,7 +100,7 @@ def test_blas_multiplies_small_weights_only_where_it_rounds_every_row_alike(is_e
     monkeypatch.setattr(projections, "_blas_is_even", lambda *shape: is_even)
     model = tiny_model(scale=2.0)
     sampler = HFSampler(copy.deepcopy(model), owns_model=True)
-    assert isinstance(native(sampler).layers[0].projections._up, TurnedLinear if is_even else PackedLinear)
+    assert isinstance(native(sampler).layers[0].projections._up, TransposedLinear if is_even else PackedLinear)
     assert [native(sampler).rows_for(n) for n in (1, 16, 17, 40)] == [16 if is_even else 1, 16, 32, 48]
     assert largest_difference(model, WANTED, sample(sampler, WANTED)) < 2e-5
 
@@ -104,7 +111,7 @@ def test_a_row_has_the_same_bits_in_every_product_that_blas_may_compute():
         if not projections._blas_is_even(outer, inner):
             continue
         torch.manual_seed(outer)
-        linear, x = TurnedLinear(torch.randn(outer, inner), None), torch.randn(20 * GRID, inner)
+        linear, x = TransposedLinear(torch.randn(outer, inner), None), torch.randn(20 * GRID, inner)
         alone = linear(x[-GRID:])
         for rows in range(2 * GRID, 20 * GRID, GRID):
             assert torch.equal(linear(x[-rows:])[-GRID:], alone)

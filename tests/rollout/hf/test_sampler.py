@@ -238,11 +238,11 @@ def test_abort_returns_what_there_is():
     found = asyncio.run(run())
     assert [c.finish_reason for c in found] == ["abort"] * 4
     assert len(found[0].token_ids) == len(found[0].log_probs) > 0
-    assert found[2].token_ids == found[3].token_ids == (), "they had no seat yet"
+    assert found[2].token_ids == found[3].token_ids == (), "they had no slot yet"
     assert sampler._runner.rows == [] and sampler._scheduler.is_empty
 
 
-def test_cancelling_the_caller_frees_the_seat():
+def test_cancelling_the_caller_frees_the_slot():
     sampler = HFSampler(tiny_model(), max_num_seqs=1)
     endless, short = requests([prompt(3, 0), prompt(3, 1)], max_tokens=[200, 3], ignore_eos=True)
 

@@ -1,4 +1,4 @@
-"""The waiting line: seats, token budgets, chunks, prompts that are computed once, cancellation."""
+"""The waiting line: slots, token budgets, chunks, prompts that are computed once, cancellation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_equal_prompts_are_computed_once():
     assert Scheduler(8, 100, share=False).prompt_for((1,)) is not Scheduler(8, 100, share=False).prompt_for((1,))
 
 
-def test_rows_beyond_the_seats_wait_and_then_join_without_another_computation():
+def test_rows_beyond_the_slots_wait_and_then_join_without_another_computation():
     scheduler = Scheduler(2, 100)
     rows = line(scheduler, (1, 2), (1, 2), (1, 2), (4,))
     first = scheduler.admit(0)
@@ -78,7 +78,7 @@ def test_the_smaller_priority_goes_first():
     assert (early[0].state, late[0].state) == ("admitted", "waiting")
 
 
-def test_rows_that_leave_free_their_seat_and_their_prompt():
+def test_rows_that_leave_free_their_slot_and_their_prompt():
     scheduler = Scheduler(2, 100)
     rows = line(scheduler, (1,), (2,), (3,))
     scheduler.leave(rows[1])

@@ -188,7 +188,7 @@ def test_a_tied_head_that_goes_on_with_old_embeddings_is_refused(tmp_path, has_e
         pytest.raises(RolloutError, match=r"goes on with the old ones.*worker-extension-cls"),
     ):
         update(over(server, model, weights_dir=str(tmp_path / "weights")), weights(model))
-    extended = ["verl_take_again", "verl_take_folder"]
+    extended = ["verl_reload_last", "verl_load_folder"]
     assert calls == ["verl_ready", *(extended if has_extension else ["reload_weights", "reload_weights"])]
 
 

@@ -15,7 +15,7 @@ from verl.config.loading import read_config
 from verl.errors import ConfigError, MissingDependencyError, NotBuiltError, RolloutError
 from verl.metrics import notices, reset_notices
 from verl.rollout.model_facts import ModelFacts
-from verl.rollout.vllm import arguments, hand_over, versions
+from verl.rollout.vllm import arguments, versions, weight_transfer
 from verl.rollout.vllm.extension import buckets
 from verl.weight_sync import chunk_weights
 
@@ -161,7 +161,7 @@ def test_the_facts_of_a_model_are_read_from_its_folder(tmp_path):
 def test_weights_pass_through_files_bit_by_bit_with_few_of_them_at_a_time(number_of_readers):
     weights = [(f"w{i}", torch.randn(8, 4)) for i in range(9)] + [("tied", torch.ones(3))]
     weights.append(("other", weights[-1][1]))
-    folder, seen, most = hand_over.open_folder(), {}, 0
+    folder, seen, most = weight_transfer.open_folder(), {}, 0
 
     def read(rank):
         nonlocal most
@@ -172,11 +172,11 @@ def test_weights_pass_through_files_bit_by_bit_with_few_of_them_at_a_time(number
     readers = [threading.Thread(target=read, args=(rank,)) for rank in range(number_of_readers)]
     for reader in readers:
         reader.start()
-    hand_over.publish(folder, chunk_weights(weights, 128, 1), number_of_readers, 10.0, lambda: False)
+    weight_transfer.publish(folder, chunk_weights(weights, 128, 1), number_of_readers, 10.0, lambda: False)
     for reader in readers:
         reader.join(10)
-    hand_over.close_folder(folder)
-    assert most <= hand_over.AHEAD + 1 and not folder.exists()
+    weight_transfer.close_folder(folder)
+    assert most <= weight_transfer.AHEAD + 1 and not folder.exists()
     for found in seen.values():
         assert sorted(name for name, _ in found) == sorted(name for name, _ in weights)
         assert all(torch.equal(tensor, dict(weights)[name]) for name, tensor in found)
@@ -184,15 +184,15 @@ def test_weights_pass_through_files_bit_by_bit_with_few_of_them_at_a_time(number
 
 def test_a_reader_that_died_and_a_sender_that_died_are_not_waited_for_for_ever():
     weights = [(f"w{i}", torch.ones(8)) for i in range(5)]
-    folder = hand_over.open_folder()
+    folder = weight_transfer.open_folder()
     with pytest.raises(RolloutError, match="did not take the weights"):
-        hand_over.publish(folder, chunk_weights(weights, 32, 1), 1, 0.05, lambda: False)
-    hand_over.publish(folder, chunk_weights(weights, 32, 1), 1, 5.0, lambda: True)
-    hand_over.close_folder(folder)
-    empty = hand_over.open_folder()
+        weight_transfer.publish(folder, chunk_weights(weights, 32, 1), 1, 0.05, lambda: False)
+    weight_transfer.publish(folder, chunk_weights(weights, 32, 1), 1, 5.0, lambda: True)
+    weight_transfer.close_folder(folder)
+    empty = weight_transfer.open_folder()
     with pytest.raises(RolloutError, match="the next weights did not come"):
         list(buckets(empty, 0, 0.05))
-    hand_over.close_folder(empty)
+    weight_transfer.close_folder(empty)
 
 
 def test_every_setting_that_vllm_follows_is_read_for_it():

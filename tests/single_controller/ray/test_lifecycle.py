@@ -30,7 +30,7 @@ def own_handler(*_: object) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[runtime.Started]:
+def cluster() -> Iterator[runtime.RayCluster]:
     before = signal.signal(signal.SIGTERM, own_handler)
     try:
         # Ray believes what it is told: with two GPUs that are not there, placement on devices can be followed.

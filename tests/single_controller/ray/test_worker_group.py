@@ -38,7 +38,7 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[runtime.Started]:
+def cluster() -> Iterator[runtime.RayCluster]:
     try:
         yield runtime.start([2], ray_init={"address": "local", "num_cpus": 2, "object_store_memory": 200 << 20})
     finally:
@@ -287,7 +287,7 @@ def test_the_workers_own_exception_arrives_with_its_traceback_and_who_raised_it(
     assert error.value.__notes__ == [f"(in worker dice[{rank}].fail)"]
     assert isinstance(error.value.__cause__, RemoteTraceback)
     assert 'raise PlainUserError("the user\'s own error")' in str(error.value.__cause__)
-    assert "single_controller/ray/workplace" not in str(error.value.__cause__)  # only the user's frames
+    assert "single_controller/ray/hosted_worker" not in str(error.value.__cause__)  # only the user's frames
     assert dice.add(1) == [1, 101]  # the group lives on
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.agent_loop.envs.adapter import Environment, EnvironmentFailure, Step, load_environment
-from verl.agent_loop.extend import Extender, TemplateRefuses, assistant_message
+from verl.agent_loop.extend import Extender, TemplateContinuationError, assistant_message
 from verl.agent_loop.failed import COLUMN, OnError, check_on_error, failed
 from verl.agent_loop.settings import known_arguments, positive
 from verl.data.messages import Message, prune
@@ -154,7 +154,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
             new: list[Message] = [{"role": "user", "content": step.observation}]
             try:
                 ids = extender.after(answer.token_ids, history, message, new)
-            except TemplateRefuses as error:
+            except TemplateContinuationError as error:
                 notice("the chat template", f"an episode ends because of it: {error}; its rewards count")
                 episode.end("template")
                 return

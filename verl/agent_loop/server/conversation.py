@@ -13,7 +13,7 @@ from typing import Any
 from verl.agent_loop.client import SamplerClient
 from verl.agent_loop.server.errors import ApiError, bad, refused, unknown_model
 from verl.agent_loop.server.prompts import Prompts
-from verl.agent_loop.server.protocol import Ask
+from verl.agent_loop.server.protocol import CompletionRequest
 from verl.agent_loop.server.record import Answer, Record
 from verl.errors import DataError, RolloutError
 from verl.metrics import notice
@@ -46,7 +46,7 @@ class Choice:
 class ModelReply:
     """All answers to a request; `Conversation.delivered` records them."""
 
-    ask: Ask
+    ask: CompletionRequest
     choices: tuple[Choice, ...]
     prompt_tokens: int
 
@@ -80,7 +80,7 @@ class Conversation:
     lost: EngineLostError | None = None
     overridden: int = 0
 
-    async def answer(self, ask: Ask) -> ModelReply:
+    async def answer(self, ask: CompletionRequest) -> ModelReply:
         """Sample the answers to a request.
 
         Raises:
@@ -126,7 +126,7 @@ class Conversation:
             for task in tasks:
                 task.cancel()
 
-    def _parameters(self, ask: Ask, parent: Answer | None, inserted: int) -> dict[str, Any]:
+    def _parameters(self, ask: CompletionRequest, parent: Answer | None, inserted: int) -> dict[str, Any]:
         used = 0 if parent is None else parent.response_length + inserted
         left = self.budget - used
         if self.context is not None:
@@ -151,7 +151,7 @@ class Conversation:
             parameters["stop_token_ids"] = tuple(stops)
         return {**parameters, **self._asked(ask)}
 
-    def _asked(self, ask: Ask) -> dict[str, Any]:
+    def _asked(self, ask: CompletionRequest) -> dict[str, Any]:
         """What of the request's own sampling counts."""
         if self.follows_request:
             return ask.sampling
@@ -169,7 +169,9 @@ class Conversation:
     def _ids(self, text: str) -> list[int]:
         return self.prompts.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    async def _choice(self, ask: Ask, parent: Answer | None, inserted: tuple[int, ...], done: Completion) -> Choice:
+    async def _choice(
+        self, ask: CompletionRequest, parent: Answer | None, inserted: tuple[int, ...], done: Completion
+    ) -> Choice:
         done, text = cut_at(done, ask.stops, self.prompts.text)
         calls: tuple[ToolCall, ...] = ()
         if ask.parses_calls and self.parser is not None:

@@ -13,8 +13,8 @@ from typing import Any
 from verl.agent_loop.server import replies
 from verl.agent_loop.server.conversation import Conversation
 from verl.agent_loop.server.errors import unknown_model
-from verl.agent_loop.server.protocol import Ask, read_chat, read_text
-from verl.serving import Answered, Asked, Handle, Server, ServerLimits
+from verl.agent_loop.server.protocol import CompletionRequest, read_chat, read_text
+from verl.serving import Handle, HttpRequest, HttpResponse, Server, ServerLimits
 
 
 class Endpoint:
@@ -54,30 +54,30 @@ class Endpoint:
                 owner = conversation
         return owner
 
-    async def _chat(self, asked: Asked) -> Answered:
+    async def _chat(self, asked: HttpRequest) -> HttpResponse:
         return await self._complete(asked.owner, read_chat(asked.json()))
 
-    async def _text(self, asked: Asked) -> Answered:
+    async def _text(self, asked: HttpRequest) -> HttpResponse:
         return await self._complete(asked.owner, read_text(asked.json()))
 
-    async def _complete(self, owner: Conversation, ask: Ask) -> Answered:
+    async def _complete(self, owner: Conversation, ask: CompletionRequest) -> HttpResponse:
         reply = await owner.answer(ask)
 
-        answered = Answered(sent=partial(owner.delivered, reply), unsent=partial(owner.undelivered, reply))
+        answered = HttpResponse(sent=partial(owner.delivered, reply), unsent=partial(owner.undelivered, reply))
         if ask.stream:
             answered.events = _events(reply, owner)
         else:
             answered.payload = replies.whole(reply, owner.prompts)
         return answered
 
-    async def _models(self, asked: Asked) -> Answered:
-        return Answered(replies.models(asked.owner.models))
+    async def _models(self, asked: HttpRequest) -> HttpResponse:
+        return HttpResponse(replies.models(asked.owner.models))
 
-    async def _model(self, asked: Asked) -> Answered:
+    async def _model(self, asked: HttpRequest) -> HttpResponse:
         name = asked.parameters["name"]
         if name not in asked.owner.models:
             raise unknown_model(name, asked.owner.models)
-        return Answered(replies.model(name))
+        return HttpResponse(replies.model(name))
 
 
 async def _events(reply: Any, owner: Conversation) -> AsyncIterator[bytes]:

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from verl.agent_loop.extend import Extender, assistant_message
-from verl.agent_loop.server.protocol import Ask
+from verl.agent_loop.server.protocol import CompletionRequest
 from verl.agent_loop.server.record import Answer, Record
 from verl.data.messages import Message
 from verl.json_text import read_json
@@ -30,7 +30,7 @@ class Prompts:
         self.template_kwargs = dict(template_kwargs or {})
         self._extenders: dict[str, Extender] = {}
 
-    def locate(self, ask: Ask, record: Record) -> tuple[Answer | None, tuple[int, ...]]:
+    def locate(self, ask: CompletionRequest, record: Record) -> tuple[Answer | None, tuple[int, ...]]:
         """(the answer that the prompt goes on from, or None; the tokens after it, or all of the prompt)."""
         if ask.messages is not None:
             return self._in_chat(ask, ask.messages, record)
@@ -38,7 +38,7 @@ class Prompts:
             return self._in_text(ask.prompt, record)
         return _in_tokens(ask.prompt or (), record)
 
-    def key(self, ask: Ask, text: str, calls: Sequence[tuple[str, str]] = ()) -> Hashable:
+    def key(self, ask: CompletionRequest, text: str, calls: Sequence[tuple[str, str]] = ()) -> Hashable:
         """What a later call begins with if it goes on from this answer to ``ask``."""
         if ask.messages is not None:
             calls = [(name, _canonical(arguments)) for name, arguments in calls]
@@ -57,7 +57,9 @@ class Prompts:
         ]
         return assistant_message(self._extender({}).text(tokens), said, made)
 
-    def _in_chat(self, ask: Ask, messages: Sequence[Message], record: Record) -> tuple[Answer | None, tuple[int, ...]]:
+    def _in_chat(
+        self, ask: CompletionRequest, messages: Sequence[Message], record: Record
+    ) -> tuple[Answer | None, tuple[int, ...]]:
         keys = [_message_key(message) for message in messages]
         extender = self._extender(dict(ask.template_kwargs))
         shown = extender.template.outside(messages)
@@ -103,7 +105,7 @@ def _in_tokens(prompt: Sequence[int], record: Record) -> tuple[Answer | None, tu
     return best, prompt[length:]
 
 
-def _chat_key(ask: Ask, keys: Sequence[Hashable]) -> Hashable:
+def _chat_key(ask: CompletionRequest, keys: Sequence[Hashable]) -> Hashable:
     """Messages and what else of a request is in its prompt."""
     return (_canonical(list(ask.tools)), _canonical(dict(ask.template_kwargs)), tuple(keys))
 

@@ -52,7 +52,7 @@ NOT_OF_A_REQUEST = {
 
 
 @dataclass(frozen=True)
-class Ask:
+class CompletionRequest:
     """A request that was checked; exactly one of ``messages`` and ``prompt`` is set.
 
     Args:
@@ -77,7 +77,7 @@ class Ask:
     template_kwargs: tuple[tuple[str, Any], ...] = ()
 
 
-def read_chat(given: Any) -> Ask:
+def read_chat(given: Any) -> CompletionRequest:
     """The request in the body of ``/v1/chat/completions``.
 
     Raises:
@@ -97,7 +97,7 @@ def read_chat(given: Any) -> Ask:
     if not isinstance(logprobs, bool):
         raise bad("logprobs", "logprobs must be true or false.")
     limits = [name for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
-    return Ask(
+    return CompletionRequest(
         messages=tuple(_messages(body.get("messages"))),
         prompt=None,
         max_tokens=_whole(body, limits[0], 1) if limits else None,
@@ -109,13 +109,13 @@ def read_chat(given: Any) -> Ask:
     )
 
 
-def read_text(given: Any) -> Ask:
+def read_text(given: Any) -> CompletionRequest:
     """The request in the body of ``/v1/completions``; without max_tokens it gets OpenAI's 16."""
     body = _body(given, TEXT)
     wanted = body.get("logprobs")
     if isinstance(wanted, bool) or not (wanted is None or wanted in (0, 1)):
         raise bad("logprobs", "logprobs must be 0 or 1: the log-prob of each chosen token.", "unsupported_value")
-    return Ask(
+    return CompletionRequest(
         messages=None,
         prompt=_prompt(body.get("prompt")),
         max_tokens=16 if body.get("max_tokens") is None else _whole(body, "max_tokens", 1),

@@ -5,11 +5,11 @@
 """
 
 from verl.algorithms.rollout_correction.correction import (
-    Corrected,
     Correction,
+    CorrectionResult,
     correction_of,
     importance_sampling_of,
 )
 from verl.algorithms.rollout_correction.mismatch import off_policy_metrics
 
-__all__ = ["Corrected", "Correction", "correction_of", "importance_sampling_of", "off_policy_metrics"]
+__all__ = ["Correction", "CorrectionResult", "correction_of", "importance_sampling_of", "off_policy_metrics"]

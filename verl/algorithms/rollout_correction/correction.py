@@ -64,7 +64,7 @@ class Correction:
 
 
 @dataclass(frozen=True)
-class Corrected:
+class CorrectionResult:
     """What a correction makes of a batch.
 
     Args:
@@ -80,7 +80,7 @@ class Corrected:
 
 def importance_sampling_of(
     old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, how: ImportanceSampling
-) -> Corrected:
+) -> CorrectionResult:
     """Weights with all metrics of the mismatch (ALGORITHMS C.1 to C.5); the mask stays.
 
     Without a single valid token the weights are zeros and there are no metrics, with a notice.
@@ -96,7 +96,7 @@ def importance_sampling_of(
     metrics = is_metrics(weights, rows, how)
     mismatch = off_policy_metrics(old_log_prob, rollout_log_prob, response_mask)
     metrics |= {f"mismatch_{name}": value for name, value in mismatch.items()}
-    return Corrected(weights.bounded, response_mask, metrics)
+    return CorrectionResult(weights.bounded, response_mask, metrics)
 
 
 def is_metrics(weights: Weights, rows: Rows, how: ImportanceSampling) -> dict[str, float]:
@@ -112,7 +112,9 @@ def is_metrics(weights: Weights, rows: Rows, how: ImportanceSampling) -> dict[st
     }
 
 
-def correction_of(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, how: Correction) -> Corrected:
+def correction_of(
+    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, how: Correction
+) -> CorrectionResult:
     """Weights, the mask after rejection, and metrics (ALGORITHMS C.6).
 
     Weights are made and normalised on the batch as it was sampled, before anything is rejected.
@@ -131,7 +133,7 @@ def correction_of(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask:
     if how.rejections:
         mask, measured = rejection_mask(ratio, response_mask, how.rejections)
         metrics |= measured
-    return Corrected(weights, response_mask if mask is None else mask, metrics)
+    return CorrectionResult(weights, response_mask if mask is None else mask, metrics)
 
 
 def weights_of(ratio: Tensor, rows: Rows, how: Correction) -> tuple[Tensor, dict[str, float]]:
@@ -147,7 +149,7 @@ def weights_of(ratio: Tensor, rows: Rows, how: Correction) -> tuple[Tensor, dict
     return bounded, metrics
 
 
-def _nothing_valid(ratio: Tensor | None, response_mask: Tensor) -> Corrected:
+def _nothing_valid(ratio: Tensor | None, response_mask: Tensor) -> CorrectionResult:
     notice("rollout_correction", "a batch without a single valid token has no importance weights and no metrics")
     weights = None if ratio is None else torch.zeros_like(ratio)
-    return Corrected(weights, response_mask, {})
+    return CorrectionResult(weights, response_mask, {})

@@ -57,7 +57,7 @@ class LayerAdapter(nn.Module):
         form: how tensor parallelism cuts the layer's weight.
         rows: rows that each Hugging Face weight has in it on this rank.
         factors: number of a Hugging Face weight -> its adapter; some may have none.
-        groups: key/value groups of this rank, where the form is ``qkv``.
+        groups: KV groups of this rank, where the form is ``qkv``.
     """
 
     def __init__(self, layer: Any, form: str, rows: list[int], factors: dict[str, Factors], groups: int):

@@ -26,13 +26,13 @@ from verl.engines.megatron.forward import StageForward
 from verl.engines.megatron.gradients import Gradients
 from verl.engines.megatron.layers import build_chunks, padded_vocabulary
 from verl.engines.megatron.optimizer import ShardedState, optimizer_section
-from verl.engines.megatron.parallel import MegatronSizes, check_version, import_megatron, join, mute
+from verl.engines.megatron.parallel import MegatronSizes, check_version, import_megatron, join, silence_megatron
 from verl.engines.megatron.routers import StageRouters
 from verl.engines.megatron.weights import WeightTable, check_given, model_templates
 from verl.engines.optimizer import move_optimizer_state
 from verl.engines.rows import MicroBatch
 from verl.engines.sequence_parallel import rows_of_peers
-from verl.engines.torch_engine import LOADERS, TorchEngine, Work
+from verl.engines.torch_engine import LOADERS, RankWork, TorchEngine
 from verl.metrics import MetricSet, log
 from verl.models import count_parameters
 from verl.models.config import import_external
@@ -99,7 +99,7 @@ class MegatronEngine(TorchEngine):
         self._introduce(model, engine, kind, grad_clip, device)
         import_external(model.external_lib)
         check_version()
-        mute()
+        silence_megatron()
         self.ranks = distributed.start(device=device)
         self.sizes = MegatronSizes.of(engine, self.ranks)
         self.model = self._build(model, engine, engine.seed if seed is None else seed)
@@ -138,7 +138,7 @@ class MegatronEngine(TorchEngine):
         self.architecture = type(self.blueprint).__name__
         config = self.blueprint.config.get_text_config()
         self.groups = join(self.sizes, self.ranks, seed)
-        self.peers, self.sharers = self.groups.peers, self.groups.peers.size
+        self.peers, self.num_peers = self.groups.peers, self.groups.peers.size
         chunks = build_chunks(config, settings, self.sizes, self.groups, engine, self.dtype, self.kind)
         shapes = {
             name: tuple(tensor.shape)
@@ -195,7 +195,7 @@ class MegatronEngine(TorchEngine):
         return {name: self.groups.pipeline.sum(values)[mine, :width] for name, values in results.items()}
 
     def _passes(
-        self, work: Work, outputs: Sequence[str], temperature: float
+        self, work: RankWork, outputs: Sequence[str], temperature: float
     ) -> Iterable[tuple[Tensor, dict[str, Tensor]]]:
         results: list[tuple[Tensor, dict[str, Tensor]]] = []
 
@@ -215,7 +215,7 @@ class MegatronEngine(TorchEngine):
         return DataRank(self.groups.data.rank, self.groups.data.size, self.ranks.rank in self.groups.heads)
 
     def _accumulate(
-        self, work: Work, tensors: Any, loss_fn: LossFn, temperature: float, norm: LossNorm
+        self, work: RankWork, tensors: Any, loss_fn: LossFn, temperature: float, norm: LossNorm
     ) -> tuple[float, MetricSet, list[int]]:
         """Gradients of all micro-batches, summed over ranks; on the last stage loss, metrics and broken rows."""
         metrics, broken, losses = MetricSet(), [], []
@@ -239,7 +239,7 @@ class MegatronEngine(TorchEngine):
         self.gradients.finish()
         return sum(losses), metrics, broken
 
-    def _micro_batches(self, work: Work) -> list[MicroBatch]:
+    def _micro_batches(self, work: RankWork) -> list[MicroBatch]:
         micro_batches = list(work.micro_batches(self.device))
         if self.sizes.virtual:  # the interleaved schedule wants a multiple of the stages
             micro_batches += [MicroBatch.filler(self.device)] * (-len(micro_batches) % self.sizes.pipeline)

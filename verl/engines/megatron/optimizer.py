@@ -1,7 +1,7 @@
 """The optimizer over this rank's weights; distributed, each data-parallel rank keeps a part of its state.
 
-Whole weights are dealt out (largest first, to whoever has least), stepped where they belong and broadcast. So no rank
-but one holds a weight's moments, and the numbers are those of every rank stepping everything.
+Whole weights are assigned to ranks (largest first, to the rank with the least), stepped there and broadcast. So only
+one rank holds the moments of a weight, and the numbers are those of every rank stepping everything.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class ShardedState:
         self, table: WeightTable, gradients: Gradients, groups: ParallelGroups, optim: Any, device: str, shares: bool
     ):
         self.table, self.gradients = table, gradients
-        self.owner = dict(_dealt(table.trained, groups, shares))
+        self.owner = dict(_owners(table.trained, groups, shares))
         mine = [b for b in table.trained if self._is_mine(b)]
         self.parameters = [gradients.masters[b.parameter] for b in mine]
-        # A rank that has been dealt nothing still has learning rates and a state to report.
+        # A rank that owns no weight still has learning rates and a state to report.
         self.optimizer = build_flat_optimizer(self.parameters or [nn.Parameter(torch.zeros(0))], optim, device)
         self.optimizer.register_step_post_hook(self._after_step)
 
@@ -143,7 +143,7 @@ class _Anonymous(dict):  # type: ignore[type-arg]
         return ""
 
 
-def _dealt(bound: list[Bound], groups: ParallelGroups, shares: bool) -> Iterator[tuple[str, tuple[Ranks, int]]]:
+def _owners(bound: list[Bound], groups: ParallelGroups, shares: bool) -> Iterator[tuple[str, tuple[Ranks, int]]]:
     """Megatron-Core's name -> the ranks that hold the same weight, and which of them steps it.
 
     Without sharing every rank steps its own copy, and its number is its own.

@@ -75,7 +75,7 @@ class MegatronSizes:
         heads, groups, layers = (settings[n] for n in ("num_attention_heads", "num_query_groups", "num_layers"))
         for name, count, what in (
             ("tensor_model_parallel_size", heads, "attention heads"),
-            ("tensor_model_parallel_size", groups, "key/value heads"),
+            ("tensor_model_parallel_size", groups, "KV heads"),
         ):
             _divides(count, self.tensor, name, what)
         if settings.get("q_lora_rank"):
@@ -240,7 +240,7 @@ def check_version() -> None:
         raise EngineError("this version of Megatron-Core is too old", got=version, allowed=f"{VERSIONS} or newer")
 
 
-def mute() -> None:
+def silence_megatron() -> None:
     """Silence what Megatron-Core says at every step: names of torch that it calls by their old ones, advice on CUDA."""
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")

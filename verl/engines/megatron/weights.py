@@ -201,7 +201,7 @@ class WeightTable:
 
     @property
     def groups_here(self) -> int:
-        """Key/value groups of this rank."""
+        """KV groups of this rank."""
         return int(self.settings["num_query_groups"]) // self.sizes.tensor
 
     def _places(self) -> Any:

@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 from verl.errors import ModelError
 from verl.models.attention import varlen
 from verl.models.attention.flash_cpu import FlashOnCPU
-from verl.models.attention.masked import Flavour, causal_attention, masked_attention
+from verl.models.attention.masked import AttentionVariant, causal_attention, masked_attention
 from verl.models.attention.segments import NO_PREFIX, Segments
 
 ATTENTION_NAME = "verl_packed"
@@ -33,7 +33,7 @@ LOOKS_SIDEWAYS = ("conv", "mamba", "linear_attention", "recurrent")
 class AttentionPlan(Protocol):
     """What a model is called with as ``attention_plan``: who attends to whom in its packed row."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: Flavour) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: AttentionVariant) -> Tensor:
         """(T, H, d) queries, (T, h, d) keys, (T, h, d_v) values -> (T, H, d_v)."""
         ...
 
@@ -44,11 +44,11 @@ class PackedPlan:
     def __init__(self, segments: Segments):
         self.segments = segments
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: Flavour) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: AttentionVariant) -> Tensor:
         return packed_attention(query, key, value, self.segments, how)
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: Flavour) -> Tensor:
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: AttentionVariant) -> Tensor:
     """Attention inside the segments of a packed row, on the fastest exact path there is for it.
 
     Args:
@@ -59,7 +59,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
     """
     query, key, value = _one_dtype(query, key, value)
     if how.window is not None and segments.longest_context <= how.window:
-        how = Flavour(how.scaling, None, how.softcap, how.dropout)
+        how = AttentionVariant(how.scaling, None, how.softcap, how.dropout)
     plain = how.window is None and how.softcap is None and not how.dropout
     padded, width = _pad_values(value, query.shape[-1])
     if query.is_cuda and varlen.package() is not None and varlen.fits(query, padded) and not segments.followers:
@@ -105,7 +105,7 @@ def attention(
     """The function in transformers' interface: (B, H, L, d) -> (B, L, H, d_v)."""
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         raise ModelError("attention sinks and position biases are not supported by the packed attention")
-    how = Flavour(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, dropout)
+    how = AttentionVariant(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, dropout)
     if attention_plan is None:
         return causal_attention(query, key, value, how, attention_mask).transpose(1, 2).contiguous(), None
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # an index would copy their gradients

@@ -15,7 +15,7 @@ from verl.models.attention.segments import NO_PREFIX, Segments
 
 
 @dataclass(frozen=True)
-class Flavour:
+class AttentionVariant:
     """How one layer's attention differs from plain softmax attention.
 
     Args:
@@ -31,7 +31,7 @@ class Flavour:
     dropout: float = 0.0
 
 
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: Flavour) -> Tensor:
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: AttentionVariant) -> Tensor:
     """(T, H, d) queries, (T, h, d) keys, (T, h, d_v) values -> (T, H, d_v)."""
     parts = []
     for start, length, before in zip(segments.starts, segments.lengths, segments.prefix):
@@ -45,7 +45,9 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
     return torch.cat(parts)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, how: Flavour, visible: Tensor | None = None) -> Tensor:
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, how: AttentionVariant, visible: Tensor | None = None
+) -> Tensor:
     """(B, H, L, d) queries are the last L of the (B, h, E, d) keys' positions and see keys up to their own.
 
     Args:

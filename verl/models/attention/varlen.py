@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.models.attention.masked import Flavour
+from verl.models.attention.masked import AttentionVariant
 from verl.models.attention.segments import Segments
 
 PACKAGES = {3: "flash_attn_interface", 2: "flash_attn"}
@@ -33,7 +33,7 @@ def package() -> tuple[int, Callable[..., Any]] | None:
     return None
 
 
-def package_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: Flavour) -> Tensor:
+def package_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: AttentionVariant) -> Tensor:
     """Segments without prefixes through the installed package; shapes as in `masked_attention`."""
     installed = package()
     assert installed is not None and not segments.followers

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl.models.fused_head.one_sweep import OneSweep
+from verl.models.fused_head.one_pass import OnePassHead
 from verl.models.fused_head.tiled import Shape, TokenStatistics
 
 BACKENDS = {
@@ -105,8 +105,8 @@ class FusedHead:
 
 
 def sweep(*arguments: Any) -> Tensor:
-    """As `OneSweep`."""
-    return OneSweep.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
+    """As `OnePassHead`."""
+    return OnePassHead.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def head_weight(head: nn.Module) -> tuple[Tensor, Tensor | None]:

@@ -18,9 +18,9 @@ from verl.rewards.invoke import invoke, raised
 from verl.rewards.samples import RewardFailure, RewardResult, all_failed
 
 PATIENCE = 1.0
-"""Seconds that a call behind one that ran out of its time may run before those that wait get seats of their own."""
+"""Seconds that a call behind one that ran out of its time may run before those that wait get threads of their own."""
 MOST_HANGING = 16
-"""Seats of a pool whose calls run out of their time one after the other, and after how many in a row it gives up."""
+"""Threads of a pool whose calls run out of their time one after the other, and after how many in a row it gives up."""
 
 Results = list[RewardResult]
 Call = tuple[Sequence[Any], Future[Results]]
@@ -57,7 +57,7 @@ class InlineRunner(Runner):
         return future
 
 
-class Station(Protocol):
+class CallExecutor(Protocol):
     """What one thread of a pool works with."""
 
     @property
@@ -70,21 +70,21 @@ class Station(Protocol):
     def handle(self, calls: Sequence[Sequence[Any]], answer: Callable[[Results | RewardFailure], None]) -> None:
         """Run calls in order and answer each as soon as it is done, the first in any case.
 
-        Calls that it leaves unanswered wait for a seat again.
+        Calls that it leaves unanswered wait for a thread again.
         """
 
     def stop(self) -> None:
         """Called by any thread: end what is running. Must take no lock."""
 
     def close(self) -> None:
-        """Called by the station's own thread when it ends."""
+        """Called by the executor's own thread when it ends."""
 
 
-class Seat:
-    """One thread of a pool, its station, and the calls that it took: it is at the first one since ``started``."""
+class PoolThread:
+    """One thread of a pool, its executor, and the calls that it took: it is at the first one since ``started``."""
 
-    def __init__(self, station: Station):
-        self.station = station
+    def __init__(self, executor: CallExecutor):
+        self.executor = executor
         self.thread: threading.Thread | None = None
         self.calls: deque[Call] = deque()
         self.started = 0.0
@@ -94,11 +94,11 @@ class Seat:
 class RunnerPool:
     """Daemon threads that take calls from one queue; a thread is added when calls wait and none is free.
 
-    A station that wants several calls gets a part of those that wait, a smaller one the fewer they are, so that all
-    seats are done at about the same time (guided self-scheduling, Polychronopoulos and Kuck 1987).
+    An executor that wants several calls gets a part of those that wait, a smaller one the fewer they are, so that all
+    threads are done at about the same time (guided self-scheduling, Polychronopoulos and Kuck 1987).
 
     Calls of a function that hangs run out of their time together, not one after the other: once one did and the next
-    one is not quick either, those that wait get seats beyond the limit; a call that hangs there takes its seat with it.
+    one is not quick either, those that wait get threads beyond the limit; a call that hangs there blocks its thread.
     When `MOST_HANGING` in a row ran out of their time, those that wait fail with them. An answer ends all that.
 
     Args:
@@ -109,15 +109,15 @@ class RunnerPool:
     """
 
     def __init__(
-        self, make_station: Callable[[], Station], limit: int, timeout: float = math.inf, gives_up: bool = True
+        self, make_executor: Callable[[], CallExecutor], limit: int, timeout: float = math.inf, gives_up: bool = True
     ):
-        self._make_station, self._limit, self._usual_limit = make_station, limit, limit
+        self._make_executor, self._limit, self._usual_limit = make_executor, limit, limit
         self._gives_up = gives_up
         self._patience, self._hung, self._relieved = min(PATIENCE, timeout / 4), 0, False
         self._waiting: deque[Call] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()  # rings at least once for each call that waits
-        self._seats: set[Seat] = set()
-        # Whoever submits, the seats' threads, and `close`; held for a change of the fields below, never while waiting.
+        self._threads: set[PoolThread] = set()
+        # Whoever submits, the pool's threads, and `close`; held for a change of the fields below, never while waiting.
         self._lock = threading.Lock()
         self._idle = 0
         self._unanswered = 0
@@ -139,20 +139,20 @@ class RunnerPool:
         with self._lock:
             return self._unanswered > 0
 
-    def give_up_overdue(self, timeout: float, results: Callable[[Sequence[Any]], Results]) -> list[Seat]:
-        """Answer all calls that run longer than ``timeout``, replace their threads; returns the seats left behind.
+    def give_up_overdue(self, timeout: float, results: Callable[[Sequence[Any]], Results]) -> list[PoolThread]:
+        """Answer all calls that run longer than ``timeout``, replace their threads; returns the threads left behind.
 
-        Also gives seats to calls that wait behind others that hang.
+        Also gives threads to calls that wait behind others that hang.
         """
         now = time.monotonic()
         with self._lock:
-            late = [seat for seat in self._seats if seat.calls and now - seat.started > timeout]
-            answers = [seat.calls.popleft() for seat in late]
-            for seat in late:
-                seat.given_up = True
-                self._seats.discard(seat)
+            late = [worker for worker in self._threads if worker.calls and now - worker.started > timeout]
+            answers = [worker.calls.popleft() for worker in late]
+            for worker in late:
+                worker.given_up = True
+                self._threads.discard(worker)
                 self._unanswered -= 1
-                self._put_back(seat)
+                self._put_back(worker)
             for _ in late:
                 answers += self._note_hanging()
             self._grow()
@@ -162,10 +162,10 @@ class RunnerPool:
         return late
 
     def relieve(self) -> None:
-        """Seats for the calls that wait behind others that hang; stations call it while they wait for an answer."""
+        """Threads for the calls that wait behind others that hang; executors call it while they wait for an answer."""
         now = time.monotonic()
         with self._lock:
-            slow = any(seat.calls and now - seat.started > self._patience for seat in self._seats)
+            slow = any(worker.calls and now - worker.started > self._patience for worker in self._threads)
             if slow and self._hung and self._waiting and not self._relieved:
                 self._relieved, self._limit = True, max(self._usual_limit, MOST_HANGING)
                 self._grow()
@@ -174,63 +174,65 @@ class RunnerPool:
         """End all threads. Takes no lock: the garbage collector may call it in a thread that holds one."""
         self._closed = True
         self._bell.put(None)
-        for seat in list(self._seats):
-            seat.station.stop()
+        for worker in list(self._threads):
+            worker.executor.stop()
 
     def _grow(self) -> None:
-        while len(self._seats) < self._limit and len(self._waiting) > self._idle:
-            seat = Seat(self._make_station())
-            seat.thread = threading.Thread(target=self._work, args=(seat,), name="verl-reward", daemon=True)
-            self._seats.add(seat)
+        while len(self._threads) < self._limit and len(self._waiting) > self._idle:
+            worker = PoolThread(self._make_executor())
+            worker.thread = threading.Thread(target=self._work, args=(worker,), name="verl-reward", daemon=True)
+            self._threads.add(worker)
             self._idle += 1
-            seat.thread.start()
+            worker.thread.start()
 
-    def _work(self, seat: Seat) -> None:
-        while self._take(seat):
+    def _work(self, worker: PoolThread) -> None:
+        while self._take(worker):
             try:
-                seat.station.handle([samples for samples, _ in seat.calls], lambda results: self._answer(seat, results))
+                worker.executor.handle(
+                    [samples for samples, _ in worker.calls], lambda results: self._answer(worker, results)
+                )
             except BaseException as error:  # boundary: whatever a thread meets, the caller must not wait for ever
-                self._answer(seat, raised(error))
+                self._answer(worker, raised(error))
             with self._lock:
-                if seat.given_up:
+                if worker.given_up:
                     return
-                failed = bool(seat.calls)
-                self._put_back(seat)
+                failed = bool(worker.calls)
+                self._put_back(worker)
                 self._idle += failed
             if failed:
                 with suppress(OSError):  # the next call that it takes will say so
-                    seat.station.prepare()  # other seats take the calls meanwhile
-        seat.station.close()
+                    worker.executor.prepare()  # other threads take the calls meanwhile
+        worker.executor.close()
 
-    def _take(self, seat: Seat) -> bool:
-        """Wait for calls and seat them; False when the pool is closed and none is left."""
+    def _take(self, worker: PoolThread) -> bool:
+        """Wait for calls and take them; False when the pool is closed and none is left."""
         while True:
             self._bell.get()
             with self._lock:
-                if len(self._seats) > self._limit:
-                    self._seats.discard(seat)
+                if len(self._threads) > self._limit:
+                    self._threads.discard(worker)
                     self._idle -= 1
-                    self._bell.put(None)  # for the next seat
+                    self._bell.put(None)  # for the next thread
                     return False
                 if self._waiting:
-                    count = max(1, min(len(self._waiting) // self._limit, seat.station.most))
-                    seat.calls.extend(self._waiting.popleft() for _ in range(count))
-                    seat.started = time.monotonic()
+                    count = max(1, min(len(self._waiting) // self._limit, worker.executor.most))
+                    worker.calls.extend(self._waiting.popleft() for _ in range(count))
+                    worker.started = time.monotonic()
                     self._idle -= 1
                     return True
                 if self._closed:
-                    self._bell.put(None)  # for the next seat
+                    self._bell.put(None)  # for the next thread
                     return False
 
-    def _answer(self, seat: Seat, answered: Results | RewardFailure) -> None:
-        """Answer the call that a seat is at, unless it was given up."""
+    def _answer(self, worker: PoolThread, answered: Results | RewardFailure) -> None:
+        """Answer the call that a thread is at, unless it was given up."""
         with self._lock:
-            if not seat.calls:
+            if not worker.calls:
                 return
-            samples, future = seat.calls.popleft()
-            seat.started = time.monotonic()
+            samples, future = worker.calls.popleft()
+            worker.started = time.monotonic()
             self._unanswered -= 1
-            self._idle += not seat.calls
+            self._idle += not worker.calls
             given_up = self._note(answered)
         answer(future, all_failed(samples, answered) if isinstance(answered, RewardFailure) else answered)
         for samples, future in given_up:
@@ -241,7 +243,7 @@ class RunnerPool:
         if isinstance(answered, RewardFailure) and answered.kind == "timeout":
             return self._note_hanging()
         self._hung, self._relieved, self._limit = 0, False, self._usual_limit
-        for _ in range(len(self._seats) - self._limit):
+        for _ in range(len(self._threads) - self._limit):
             self._bell.put(None)  # each of those beyond the limit wakes and ends
         return []
 
@@ -258,12 +260,12 @@ class RunnerPool:
         self._unanswered -= len(calls)
         return calls
 
-    def _put_back(self, seat: Seat) -> None:
-        """Let the calls that a seat did not come to wait again, before all others. The lock is held."""
-        for call in reversed(seat.calls):
+    def _put_back(self, worker: PoolThread) -> None:
+        """Let the calls that a thread did not come to wait again, before all others. The lock is held."""
+        for call in reversed(worker.calls):
             self._waiting.appendleft(call)
             self._bell.put(None)
-        seat.calls.clear()
+        worker.calls.clear()
 
 
 def answer(future: Future[Results], results: Results) -> None:

@@ -20,8 +20,8 @@ from verl.rewards.samples import RewardFailure, all_failed
 TICK = 0.05
 
 
-class _Here:
-    """A station that calls the function where it stands."""
+class _InThread:
+    """An executor that calls the function where it stands."""
 
     most = 1
 
@@ -46,7 +46,7 @@ class ThreadRunner(Runner):
     """At most ``num_threads`` calls at once; each may take ``timeout`` seconds, None: as long as it likes."""
 
     def __init__(self, function: RewardFunction, timeout: float | None, num_threads: int):
-        self._pool = RunnerPool(lambda: _Here(function), num_threads, timeout or math.inf)
+        self._pool = RunnerPool(lambda: _InThread(function), num_threads, timeout or math.inf)
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._timeout = timeout
         self._watched = False
@@ -73,9 +73,9 @@ def _watch(pool: RunnerPool, wake: SimpleQueue[bool], timeout: float) -> None:
     while wake.get():
         while pool.busy():
             time.sleep(min(TICK, timeout / 4))
-            for seat in pool.give_up_overdue(timeout, lambda samples: all_failed(samples, failure)):
-                if seat.thread is not None and seat.thread.ident is not None:
-                    interrupt(seat.thread.ident)
+            for worker in pool.give_up_overdue(timeout, lambda samples: all_failed(samples, failure)):
+                if worker.thread is not None and worker.thread.ident is not None:
+                    interrupt(worker.thread.ident)
 
 
 def interrupt(thread: int) -> None:

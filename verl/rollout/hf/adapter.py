@@ -16,7 +16,7 @@ from verl.models.lora import LoraSettings
 from verl.weight_sync import WeightChunk, WeightInventory
 
 
-class ArrivingAdapter:
+class AdapterBuffer:
     """Where the factors of an adapter arrive.
 
     Args:

@@ -5,7 +5,7 @@ a `StepCache`, which only notes the layer, and its attention function is `pool_a
 packed row to the plan that owns it. So the model code of any family works as it is, provided that it goes through
 transformers' attention interface.
 
-Shapes: T packed tokens, R rows of a block, F groups, n width, h key/value heads, g query heads per key/value head,
+Shapes: T packed tokens, R rows of a block, F groups, n width, h KV heads, g query heads per KV head,
 E cells that a row can see (prefix capacity + own capacity), d head dimension.
 """
 
@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from verl.errors import RolloutError
-from verl.models.attention.masked import Flavour, causal_attention
+from verl.models.attention.masked import AttentionVariant, causal_attention
 from verl.rollout.hf.kv_pool import KVBlock, KVShape
 from verl.rollout.hf.rows import Chunk, Row
 
@@ -120,7 +120,7 @@ class DecodePlan:
         return self._masks[window, per_head]
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Flavour
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: AttentionVariant
     ) -> torch.Tensor:
         """Store (R, h, d) keys and values, look at everything stored; query (R, h * g, d) -> (R, h * g, d_v)."""
         block, shape = self.block, self.block.shape
@@ -130,7 +130,7 @@ class DecodePlan:
         self._store(block.values[layer, :groups], value)
         keys = block.keys[layer, :groups].view(-1, block.capacity, shape.key_dim)
         values = block.values[layer, :groups].view(-1, block.capacity, shape.value_dim)
-        # Rows of `query` per key/value head, in the order of the block's cells.
+        # Rows of `query` per KV head, in the order of the block's cells.
         if self.is_full:
             cells = query.unflatten(1, (heads, -1)).unflatten(0, (groups, width)).transpose(1, 2)
             query = cells.flatten(0, 2).contiguous()
@@ -163,7 +163,7 @@ class DecodePlan:
             cells.view(-1, dim).index_copy_(0, self.write_index, new.reshape(-1, dim))
 
 
-def _scores(query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor, how: Flavour) -> torch.Tensor:
+def _scores(query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor, how: AttentionVariant) -> torch.Tensor:
     """(B, Q, d) queries, (B, E, d) keys and a mask (B, 1 or Q, E) -> (B, Q, E)."""
     if how.softcap is None:
         return torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=how.scaling)
@@ -267,7 +267,7 @@ class PrefillPlan:
         return max(lengths) <= limit * min(lengths)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Flavour
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: AttentionVariant
     ) -> torch.Tensor:
         """Causal attention inside each prompt; (T, heads, d) in packed order -> (T, heads, d_v)."""
         if self.staged is not None:
@@ -281,7 +281,13 @@ class PrefillPlan:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attend_set(
-        self, part: PromptSet, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Flavour
+        self,
+        part: PromptSet,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        how: AttentionVariant,
     ) -> torch.Tensor:
         if part.gather is not None:
             query, key, value = (x.index_select(0, part.gather) for x in (query, key, value))
@@ -305,7 +311,7 @@ class StepPlan:
     num_padding: int = 0
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Flavour
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: AttentionVariant
     ) -> torch.Tensor:
         """(T, H, d), (T, h, d), (T, h, d_v) -> (T, H, d_v)."""
         parts, first = [], 0
@@ -376,7 +382,7 @@ def pool_attention(
     if kwargs.get("s_aux") is not None:
         raise UnsupportedModelError("attention sinks are not supported")
     _active.layer = None
-    how = Flavour(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
+    how = AttentionVariant(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out = plan.attend(layer, q, k, v, how)
     return out.unsqueeze(0), None

@@ -5,7 +5,7 @@ part; what a row generated lies in its own part. A group of width 1 without a pr
 parts are contiguous, so that attention is one batched matrix product per part (on CPU several times faster than fused
 attention kernels with one query token, or than strided slices of a longer cache).
 
-Shapes: L layers, F groups, h key/value heads, n width, P prefix capacity, S own capacity, d head dimension.
+Shapes: L layers, F groups, h KV heads, n width, P prefix capacity, S own capacity, d head dimension.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The modules of transformers spend a third of a decoding step on small operations
 same mathematics takes fewer and larger ones. The modules keep their weights; which family qualifies is a table, and the
 result is compared with the modules' own before it is trusted (`probe`).
 
-Shapes: T packed tokens, H query heads, h key/value heads, d head dimension, V vocabulary.
+Shapes: T packed tokens, H query heads, h KV heads, d head dimension, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from verl.models.attention import Flavour
+from verl.models.attention import AttentionVariant
 from verl.rollout.hf.attention import StepPlan, UnsupportedModelError
 from verl.rollout.hf.projections import (
     GRID,
@@ -67,12 +67,12 @@ class NativeLayer:
 
     Args:
         module: the layer of transformers.
-        flavour: of its attention.
+        variant: of its attention.
         projections: how its matrix products are computed.
     """
 
-    def __init__(self, number: int, module: Any, flavour: Flavour, projections: Projections):
-        self.number, self.flavour, self.projections = number, flavour, projections
+    def __init__(self, number: int, module: Any, variant: AttentionVariant, projections: Projections):
+        self.number, self.variant, self.projections = number, variant, projections
         attention = module.self_attn
         self.head_dim = int(attention.head_dim)
         self.num_kv_heads = len(attention.k_proj.weight) // self.head_dim
@@ -108,7 +108,7 @@ class PlannedAttention:
             num_rotated, num_queries = heads.shape[1] - layer.num_kv_heads, heads.shape[1] - 2 * layer.num_kv_heads
             rotated = rotate(heads[:, :num_rotated], self.cos, self.sin)
             q, k, v = rotated[:, :num_queries], rotated[:, num_queries:], heads[:, num_rotated:]
-        return self.plan.attend(layer.number, q, k, v, layer.flavour).flatten(1)
+        return self.plan.attend(layer.number, q, k, v, layer.variant).flatten(1)
 
 
 class NativeModel:
@@ -117,21 +117,21 @@ class NativeModel:
     Args:
         model: a causal language model of one of `FAMILIES`, whose weights nobody else changes: they are packed or
             fused. Call `refresh` when new ones have arrived.
-        flavours: per layer, as the family's own modules call attention.
+        variants: per layer, as the family's own modules call attention.
         max_positions: length of the rotary table.
 
     Raises:
         UnsupportedModelError: not such a model.
     """
 
-    def __init__(self, model: PreTrainedModel, flavours: Sequence[Flavour], max_positions: int):
+    def __init__(self, model: PreTrainedModel, variants: Sequence[AttentionVariant], max_positions: int):
         _check(model, max_positions)
         inner: Any = model.model
         self.model, self.max_positions = model, max_positions
         self._packs = model.device.type == "cpu" and can_pack(model.dtype, sum(p.nbytes for p in model.parameters()))
         make = PackedProjections if self._packs else FusedProjections
         self.layers = [
-            NativeLayer(number, module, flavours[number], make(_modules(module)))
+            NativeLayer(number, module, variants[number], make(_modules(module)))
             for number, module in enumerate(inner.layers)
         ]
         self._norm, self._embedding = Norm(inner.norm), inner.embed_tokens

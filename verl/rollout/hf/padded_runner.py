@@ -1,7 +1,7 @@
 """The fallback runner: transformers' own cache and attention, for models that the pool does not understand.
 
-Prompts admitted together are padded on the left to one length and form a wave with one cache; each running wave takes
-one forward pass a step, and rows that end leave their wave. Prompts shared inside a wave are computed once.
+Prompts admitted together are padded on the left to one length and form a batch with one cache; each running batch takes
+one forward pass a step, and rows that end leave their batch. Prompts shared inside a batch are computed once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from verl.rollout.hf.runner import UNLIMITED, BorrowedModel
 
 
 @dataclass(eq=False)
-class Wave:
+class PaddedBatch:
     """Rows that started together.
 
     Args:
@@ -42,21 +42,21 @@ class PaddedRunner:
         self.prefill_tokens = self.decode_tokens = 0
         self._borrowed = BorrowedModel(model, None)
         self._accepts = set(inspect.signature(model.forward).parameters)
-        self._waves: list[Wave] = []
+        self._batches: list[PaddedBatch] = []
         self._started: tuple[list[Prompt], DynamicCache, torch.Tensor] | None = None
 
     @property
     def rows(self) -> list[Row]:
-        return [row for wave in self._waves for row in wave.rows]
+        return [row for batch in self._batches for row in batch.rows]
 
     @property
     def num_cache_bytes(self) -> int:
-        tensors = [x for wave in self._waves for layer in wave.cache.layers for x in vars(layer).values()]
+        tensors = [x for batch in self._batches for layer in batch.cache.layers for x in vars(layer).values()]
         return sum(x.numel() * x.element_size() for x in tensors if isinstance(x, torch.Tensor))
 
     def step(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         with self._borrowed.ready():
-            parts = [self._decode(wave) for wave in self._waves]
+            parts = [self._decode(batch) for batch in self._batches]
             if chunks:
                 parts.append(self._prefill([chunk.prompt for chunk in chunks]))
         return torch.cat(parts)
@@ -71,23 +71,23 @@ class PaddedRunner:
         with torch.inference_mode():
             index = torch.LongTensor(source)
             cache.reorder_cache(index)
-            self._waves.append(Wave(rows, cache, mask[index.to(mask.device)]))
+            self._batches.append(PaddedBatch(rows, cache, mask[index.to(mask.device)]))
         self._started = None
 
     def remove(self, rows: Sequence[Row]) -> None:
         gone = set(map(id, rows))
-        for wave in self._waves:
-            kept = [i for i, row in enumerate(wave.rows) if id(row) not in gone]
-            if kept and len(kept) < len(wave.rows):
+        for batch in self._batches:
+            kept = [i for i, row in enumerate(batch.rows) if id(row) not in gone]
+            if kept and len(kept) < len(batch.rows):
                 with torch.inference_mode():
                     index = torch.LongTensor(kept)
-                    wave.cache.reorder_cache(index)
-                    wave.mask = wave.mask[index.to(wave.mask.device)]
-            wave.rows = [wave.rows[i] for i in kept]
-        self._waves = [wave for wave in self._waves if wave.rows]
+                    batch.cache.reorder_cache(index)
+                    batch.mask = batch.mask[index.to(batch.mask.device)]
+            batch.rows = [batch.rows[i] for i in kept]
+        self._batches = [batch for batch in self._batches if batch.rows]
 
     def clear(self) -> None:
-        self._waves, self._started = [], None
+        self._batches, self._started = [], None
 
     @property
     def capacity(self) -> int:
@@ -116,11 +116,11 @@ class PaddedRunner:
         self.prefill_tokens += ids.numel()
         return logits
 
-    def _decode(self, wave: Wave) -> torch.Tensor:
-        ids = torch.tensor([[row.tokens[-1]] for row in wave.rows], device=wave.mask.device)
-        wave.mask = torch.cat((wave.mask, torch.ones_like(ids)), dim=1)
+    def _decode(self, batch: PaddedBatch) -> torch.Tensor:
+        ids = torch.tensor([[row.tokens[-1]] for row in batch.rows], device=batch.mask.device)
+        batch.mask = torch.cat((batch.mask, torch.ones_like(ids)), dim=1)
         self.decode_tokens += ids.numel()
-        return self._forward(ids, wave.mask, wave.mask.sum(-1, keepdim=True) - 1, wave.cache)
+        return self._forward(ids, batch.mask, batch.mask.sum(-1, keepdim=True) - 1, batch.cache)
 
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
         arguments = {"position_ids": positions, "logits_to_keep": 1, "attention_mask": mask}

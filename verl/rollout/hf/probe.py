@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from verl.errors import RolloutError
 from verl.metrics import log, notice
-from verl.models.attention import Flavour
+from verl.models.attention import AttentionVariant
 from verl.rollout.hf.attention import (
     ATTENTION_NAME,
     PrefillPlan,
@@ -37,16 +37,16 @@ LOW_PRECISION_TOLERANCE = 0.1
 
 
 class RecordingPlan(StepPlan):
-    """Notes what each layer stores, besides attending: heads, key and value dimension, flavour."""
+    """Notes what each layer stores, besides attending: heads, key and value dimension, variant."""
 
-    seen: dict[int, tuple[int, int, int, Flavour]]
+    seen: dict[int, tuple[int, int, int, AttentionVariant]]
 
     def __init__(self, prefill: PrefillPlan):
         super().__init__([], prefill)
         self.seen = {}
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Flavour
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: AttentionVariant
     ) -> torch.Tensor:
         self.seen[layer] = (key.shape[1], key.shape[2], value.shape[2], how)
         return super().attend(layer, query, key, value, how)
@@ -90,13 +90,13 @@ def pool_runner(model: PreTrainedModel, max_model_len: int, policy: PoolPolicy, 
     if strange:
         raise UnsupportedModelError(f"it has layers of type {', '.join(sorted(strange))}")
     try:
-        shape, flavours = cache_shape(model, max_model_len)
+        shape, variants = cache_shape(model, max_model_len)
         compare(model, PoolRunner(model, shape, policy), max_model_len)
     except FOREIGN_CODE as error:
         if isinstance(error, UnsupportedModelError):
             raise
         raise UnsupportedModelError(f"a trial on a few tokens failed ({type(error).__name__}: {error})") from error
-    native = _native(model, flavours, max_model_len) if owned and not policy.exact else None
+    native = _native(model, variants, max_model_len) if owned and not policy.exact else None
     plain = replace(policy, record_after=None)
     if native is not None and not _agrees(model, PoolRunner(model, shape, plain, native), max_model_len):
         native = None
@@ -123,16 +123,16 @@ def _agrees(model: PreTrainedModel, runner: ModelRunner, max_model_len: int) -> 
     return True
 
 
-def _native(model: PreTrainedModel, flavours: list[Flavour], max_model_len: int) -> NativeModel | None:
+def _native(model: PreTrainedModel, variants: list[AttentionVariant], max_model_len: int) -> NativeModel | None:
     """None for a family that is not written out: its own modules serve it, with the same results."""
     try:
-        return NativeModel(model, flavours, max_model_len)
+        return NativeModel(model, variants, max_model_len)
     except UnsupportedModelError as error:
         log.info("the hf sampler: %s runs through transformers' modules: %s", type(model).__name__, error.message)
         return None
 
 
-def cache_shape(model: PreTrainedModel, max_model_len: int) -> tuple[KVShape, list[Flavour]]:
+def cache_shape(model: PreTrainedModel, max_model_len: int) -> tuple[KVShape, list[AttentionVariant]]:
     """What every layer caches per token, and how it attends, from one forward pass."""
     device = model.device
     ids = torch.zeros(1, 2, dtype=torch.int64, device=device)

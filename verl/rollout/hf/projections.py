@@ -197,7 +197,7 @@ class PackedLinear:
         return self._linear.binary(x, other, self._weight, self._bias, how)
 
 
-class TurnedLinear:
+class TransposedLinear:
     """Transposed, for BLAS: half the time of oneDNN where calling it costs as much as the product."""
 
     fewest_rows = GRID
@@ -222,7 +222,7 @@ class TurnedLinear:
 def laid_out(weight: torch.Tensor, bias: torch.Tensor | None) -> CopiedLinear:
     """The form that is fastest for a weight (out, in), among those that give a row the same bits in every batch."""
     if weight.dtype == torch.float32 and weight.nbytes <= SMALL_BYTES and _blas_is_even(*weight.shape):
-        return TurnedLinear(weight, bias)
+        return TransposedLinear(weight, bias)
     return PackedLinear(weight, bias)
 
 

@@ -82,7 +82,7 @@ class Prompt:
 
     Args:
         token_ids: prompt and, for a continued request, the response tokens it already has.
-        num_waiting: rows that still wait for a seat; while there are any, ``pieces`` and ``logits`` are kept.
+        num_waiting: rows that still wait for a slot; while there are any, ``pieces`` and ``logits`` are kept.
         rows: admitted rows that wait for the prefill to end.
         num_done: tokens computed.
         pieces: keys (layers, heads, tokens, dim) and values of ``token_ids[:num_done]``, in order.

@@ -22,7 +22,7 @@ from verl.errors import ConfigError, NotBuiltError, RolloutError
 from verl.metrics import notice
 from verl.models import load_causal_lm
 from verl.models.lora import LoraSettings
-from verl.rollout.adapters import sent_alone
+from verl.rollout.adapters import separate_adapter
 from verl.rollout.base import Completion, Request, Sampler, check_request, tell_of_context
 from verl.rollout.hf.attention import UnsupportedModelError
 from verl.rollout.hf.draw import DrawColumns, draw
@@ -43,7 +43,7 @@ RECORD_AFTER = 3
 class HFSampler(Sampler):
     """Samples from a Hugging Face causal language model.
 
-    Requests of any length run together: a row that ends leaves its seat to a waiting one, a prompt is computed once for
+    Requests of any length run together: a row that ends leaves its slot to a waiting one, a prompt is computed once for
     all waiting requests that begin with it, and log-probs come from the pass that drew the token.
 
     Args:
@@ -162,7 +162,7 @@ class HFSampler(Sampler):
             hf_config_path=model.hf_config_path,
         )
         whole = cast(PreTrainedModel, loaded.to(device).eval())
-        return cls.configured(rollout, whole, owns_model=True, adapter=sent_alone(rollout, model))
+        return cls.configured(rollout, whole, owns_model=True, adapter=separate_adapter(rollout, model))
 
     @classmethod
     def configured(cls, rollout: Any, model: Any, **options: Any) -> HFSampler:
@@ -181,7 +181,7 @@ class HFSampler(Sampler):
         return sampler
 
     @classmethod
-    def why_merged(cls, rollout: Any) -> str:
+    def why_adapter_is_merged(cls, rollout: Any) -> str:
         return ""
 
     @property
@@ -229,7 +229,7 @@ class HFSampler(Sampler):
         async with _Hold(self):
             self._runner.clear()
             self._scheduler.forget_prompts()
-            self._state.fall_asleep(level)
+            self._state.enter_sleep(level)
             if level == 2:
                 self._runner.release()
                 self._weights.release()

@@ -1,6 +1,6 @@
-"""Which waiting requests get a seat, and which tokens of which prompts are computed next.
+"""Which waiting requests get a slot, and which tokens of which prompts are computed next.
 
-First come, first served within a priority. A request needs a seat (``max_num_seqs`` of them) and its prompt; a prompt
+First come, first served within a priority. A request needs a slot (``max_num_seqs`` of them) and its prompt; a prompt
 that is being computed, or is kept because more of its requests wait, costs nothing again.
 """
 
@@ -31,7 +31,7 @@ class Scheduler:
     """The waiting line, and the prompts that are computed for it.
 
     Args:
-        max_num_seqs: seats.
+        max_num_seqs: slots.
         max_num_batched_tokens: tokens of one step, running rows included; a prompt that cannot be cut may exceed it.
         can_chunk: whether a prompt may be computed in pieces.
         keeps_prompts: whether a computed prompt can serve requests that are admitted later.
@@ -89,13 +89,13 @@ class Scheduler:
         self._tidy(row.prompt)
 
     def admit(self, num_running: int) -> Admission:
-        """Fill the free seats and the rest of the step's token budget."""
+        """Fill the free slots and the rest of the step's token budget."""
         admission = Admission()
         budget = self.max_num_batched_tokens - num_running
         for prompt in self._computing:
             budget -= _next_chunk(prompt, budget, admission)
-        seats = self.max_num_seqs - num_running - sum(len(prompt.rows) for prompt in self._computing)
-        while self._line and seats > 0:
+        slots = self.max_num_seqs - num_running - sum(len(prompt.rows) for prompt in self._computing)
+        while self._line and slots > 0:
             row = self._line[0][2]
             if row.state == "waiting":
                 prompt = row.prompt
@@ -118,9 +118,9 @@ class Scheduler:
                 prompt.num_waiting -= 1
                 prompt.rows.append(row)
                 row.state = "admitted"
-                seats -= 1
+                slots -= 1
             heapq.heappop(self._line)
-        # Neighbours of similar length can attend in one call.
+        # Rows of similar length can attend in one call.
         admission.chunks.sort(key=lambda chunk: (chunk.start > 0, chunk.length))
         return admission
 

@@ -11,7 +11,7 @@ from verl.errors import RolloutError
 from verl.models import export_weights, load_weights
 from verl.models.lora import LoraSettings
 from verl.models.weights import views_on_disk
-from verl.rollout.hf.adapter import ArrivingAdapter
+from verl.rollout.hf.adapter import AdapterBuffer
 from verl.weight_sync import WeightChunk, WeightInventory
 from verl.weight_sync.chunks import taking
 from verl.weight_sync.inventory import copy_into
@@ -35,7 +35,7 @@ class SamplerWeights:
         self.model, self.share = model, share
         self.num_bytes = 0
         self._lasts = False
-        self._adapter = None if adapter is None else ArrivingAdapter(model, adapter)
+        self._adapter = None if adapter is None else AdapterBuffer(model, adapter)
         targets = _targets(model)
         # A family may keep weights in another form than files do: those are collected, then converted.
         self._inventory = None if targets is None else WeightInventory(targets, self._put)

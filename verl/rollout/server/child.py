@@ -94,7 +94,7 @@ class ChildHandle(Handle):
         except EngineLostError as error:
             if not await self._has_ended():
                 raise
-            raise EngineLostError(self.process.obituary) from error
+            raise EngineLostError(self.process.exit_report) from error
         content = answer.json()
         if answer.status >= 300:
             raise RolloutError(reason(answer))

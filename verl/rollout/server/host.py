@@ -35,7 +35,7 @@ from verl.rollout.hosted import SamplerHost
 from verl.rollout.server import own
 from verl.rollout.server.process import ANNOUNCE, END_WITH_STDIN, KEY, TRANSPORT
 from verl.rollout.server.weights import version_of
-from verl.serving import Answered, ApiError, Asked, Handle, Server, ServerLimits, loopback, secret, unix
+from verl.serving import ApiError, Handle, HttpRequest, HttpResponse, Server, ServerLimits, loopback, secret, unix
 from verl.storage import copy_to_local
 from verl.weight_sync import chunk_weights
 
@@ -133,12 +133,12 @@ class Host:
 def answering(call: Callable[[Any], Awaitable[Any]]) -> Handle:
     """The handler of a call; what the sampler refuses is the client's to mend."""
 
-    async def handle(asked: Asked) -> Answered:
+    async def handle(asked: HttpRequest) -> HttpResponse:
         payload = asked.json()
         if not isinstance(payload, dict):
             raise ApiError(400, f"not a request: an object is wanted, this is a {type(payload).__name__}")
         try:
-            return Answered(await call(payload))
+            return HttpResponse(await call(payload))
         except VerlError as error:
             raise ApiError(400, str(error)) from error
 

@@ -67,7 +67,7 @@ class VLLMDialect(Dialect):
     async def update(self, folder: str, version: int) -> None:
         call: dict[str, Any] = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         if await self._extended():
-            call = {"method": "verl_take_folder", "args": [folder]}
+            call = {"method": "verl_load_folder", "args": [folder]}
         if not await self._dev("/collective_rpc", call):
             raise RolloutError("this vLLM server has no call for new weights", key=f"version {version}", fix=DEV_MODE)
         await self.ask("POST", "/reset_prefix_cache")
@@ -82,7 +82,7 @@ class VLLMDialect(Dialect):
         return self._has_extension
 
     async def reload(self) -> bool:
-        method = "verl_take_again" if await self._extended() else "reload_weights"
+        method = "verl_reload_last" if await self._extended() else "reload_weights"
         done = await self._dev("/collective_rpc", {"method": method})
         if done:
             await self.ask("POST", "/reset_prefix_cache")

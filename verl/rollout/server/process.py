@@ -98,9 +98,9 @@ class ServerProcess:
 
     def _check(self, deadline: float, seconds: float) -> None:
         if not self.is_alive:
-            raise EngineLostError(self.obituary)
+            raise EngineLostError(self.exit_report)
         if time.monotonic() > deadline:
-            raise EngineLostError(f"{self.name} did not come up within {seconds:g} s: {self.last_words}", key=_START)
+            raise EngineLostError(f"{self.name} did not come up within {seconds:g} s: {self.output_tail}", key=_START)
 
     def _check_owner(self) -> None:
         port = int(self.url.rpartition(":")[2])
@@ -109,14 +109,14 @@ class ServerProcess:
             raise EngineLostError(f"user {min(strangers)} listens on port {port}, which was chosen for {self.name}")
 
     @property
-    def obituary(self) -> str:
+    def exit_report(self) -> str:
         """Of a process that has ended: how, and what it said last."""
         status = self.process.wait()
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-        return f"{self.name} ended with {how}; it said last: {self.last_words}"
+        return f"{self.name} ended with {how}; it said last: {self.output_tail}"
 
     @property
-    def last_words(self) -> str:
+    def output_tail(self) -> str:
         return "\n".join(self._said) or "it said nothing"
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ class HostProcess(ServerProcess):
             if select.select([self._pipe], [], [], POLL_SECONDS)[0]:
                 piece = os.read(self._pipe, 4096)
                 if not piece:
-                    raise EngineLostError(self.obituary)
+                    raise EngineLostError(self.exit_report)
                 said += piece
             else:
                 self._check(deadline, seconds)

@@ -24,7 +24,7 @@ from verl.metrics import notice
 from verl.rollout import reload_check
 from verl.rollout.base import Request, Sampler, SamplingParams
 from verl.rollout.from_sync import run_now
-from verl.rollout.gated import UNLIMITED, GatedSampler, Sampled, request_seed, what_is_wrong
+from verl.rollout.gated import UNLIMITED, GatedSampler, Sampled, invalid_reason, request_seed
 from verl.rollout.lost import EngineLostError
 from verl.rollout.model_facts import ModelFacts
 from verl.rollout.server.client import Breaker, HttpClient, Retrying, accepted
@@ -223,7 +223,7 @@ class ServerSampler(GatedSampler):
             content = accepted(await self._client.ask("POST", path, payload, self.timeout), f"{self.url}{path}")
             try:
                 sampled = dialect.answer(request, content)
-                wrong = what_is_wrong(request, sampled, self.vocab_size)
+                wrong = invalid_reason(request, sampled, self.vocab_size)
             except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
                 wrong = f"{type(error).__name__}: {error}"
             if wrong:
@@ -270,12 +270,12 @@ class ServerSampler(GatedSampler):
                 pass
         return current
 
-    async def _fall_asleep(self, level: int) -> None:
+    async def _sleep_engine(self, level: int) -> None:
         dialect = await self.connect()
         if not await dialect.sleep(level):
             notice(f"{_S}.api", f"{self.url} has no call to free its memory, so sleep frees nothing")
 
-    async def _wake_up(self) -> None:
+    async def _wake_engine(self) -> None:
         await (await self.connect()).wake()
 
     async def _keeps_log_probs(self, request: Request) -> bool:

@@ -1,6 +1,6 @@
 """SGLang's native interface: token ids and log-probs, weights from disk, abort with what there is.
 
-Requests follow the documented fields of ``GenerateReqInput`` and its neighbours
+Requests follow the documented fields of ``GenerateReqInput`` and its siblings
 (https://docs.sglang.ai/basic_usage/native_api.html and .../sampling_params.html). No SGLang server was run with this:
 its kernels cannot be installed on the machines of the tests, where a server that follows the documentation stands in.
 """

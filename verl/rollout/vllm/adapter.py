@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from verl.models import lora
 from verl.models.lora import LoraSettings
-from verl.rollout.vllm.hand_over import close_folder, open_folder
+from verl.rollout.vllm.weight_transfer import close_folder, open_folder
 
 
 @contextmanager

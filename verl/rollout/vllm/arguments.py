@@ -10,7 +10,7 @@ from verl.errors import ConfigError, NotBuiltError, RolloutError, suggest
 from verl.metrics import notice
 from verl.models import lora
 from verl.models.lora import LoraSettings
-from verl.rollout.adapters import sent_alone
+from verl.rollout.adapters import separate_adapter
 from verl.rollout.model_facts import ModelFacts
 from verl.rollout.vllm.extension import PATH
 from verl.rollout.vllm.versions import ADAPTER_RANKS, CPU_HEAD_DIMS
@@ -32,7 +32,7 @@ SIZES = {
 def from_config(rollout: Any, model: Any, device: str, facts: ModelFacts) -> dict[str, Any]:
     """Arguments of vLLM's ``EngineArgs``, ``engine_kwargs.vllm`` included."""
     auto = "float32" if device == "cpu" else "bfloat16"
-    adapter = sent_alone(rollout, model)
+    adapter = separate_adapter(rollout, model)
     given = {
         "model": str(model.path),
         "tokenizer": model.tokenizer_path or None,

@@ -1,6 +1,6 @@
 """vLLM's engine, stepped by hand in a thread of its own, so that the event loop stays free while it computes.
 
-Everything that touches the engine runs in that one thread, one thing at a time; only weights are handed over from the
+Everything that touches the engine runs in that one thread, one thing at a time; only weights are passed from the
 caller's thread, while nothing is sampled.
 """
 
@@ -21,7 +21,7 @@ from verl.errors import RolloutError
 from verl.models.lora import LoraSettings
 from verl.rollout.base import Request
 from verl.rollout.gated import request_seed
-from verl.rollout.vllm import hand_over, versions
+from verl.rollout.vllm import versions, weight_transfer
 from verl.rollout.vllm.adapter import as_folder
 from verl.rollout.vllm.arguments import check_layout, known, num_workers
 from verl.weight_sync import WeightChunk
@@ -87,7 +87,7 @@ class VLLMEngine:
         try:
             return engine_class.from_engine_args(engine_args(**chosen))
         except Exception as error:  # boundary: of workers that do not start vLLM says no more than this
-            raise RolloutError(f"vLLM {version} did not start: {told(error)}", fix="See the cause.") from error
+            raise RolloutError(f"vLLM {version} did not start: {error_text(error)}", fix="See the cause.") from error
         finally:
             torch.set_num_threads(threads)  # with workers of its own vLLM leaves this process one
 
@@ -155,13 +155,13 @@ class VLLMEngine:
         """
         try:
             if self.num_workers == 1:
-                self._rpc("verl_take", (named for chunk in chunks for named in chunk.tensors))
+                self._rpc("verl_load", (named for chunk in chunks for named in chunk.tensors))
             else:
                 self._take_files(chunks)
         except RolloutError:  # the stream's own, as it is
             raise
         except (ValueError, KeyError, AssertionError, RuntimeError, AnswerTimeoutError) as error:
-            raise RolloutError(f"vLLM does not take the weights: {told(error)}") from error
+            raise RolloutError(f"vLLM does not take the weights: {error_text(error)}") from error
         self._engine.reset_prefix_cache()
 
     def take_adapter(self, tensors: Mapping[str, torch.Tensor], settings: LoraSettings) -> None:
@@ -182,23 +182,23 @@ class VLLMEngine:
                 request = versions.adapter_request(f"verl-{self._num_adapters}", self._num_adapters, str(folder))
                 self._engine.add_lora(request)
         except (ValueError, KeyError, AssertionError, RuntimeError, OSError) as error:
-            raise RolloutError(f"vLLM does not take the adapter: {told(error)}") from error
+            raise RolloutError(f"vLLM does not take the adapter: {error_text(error)}") from error
         self._adapter = request
         self._engine.reset_prefix_cache()
 
-    def take_again(self) -> None:
+    def reload_last(self) -> None:
         """The weights of the model's folder once more."""
-        self._rpc("verl_take_again")
+        self._rpc("verl_reload_last")
         self._engine.reset_prefix_cache()
 
     def _take_files(self, chunks: Iterable[WeightChunk]) -> None:
-        folder = hand_over.open_folder()
-        reading = self._thread.submit(self._rpc, "verl_take_files", str(folder), RELOAD_SECONDS)
+        folder = weight_transfer.open_folder()
+        reading = self._thread.submit(self._rpc, "verl_load_files", str(folder), RELOAD_SECONDS)
         try:
-            hand_over.publish(folder, chunks, self.num_workers, RELOAD_SECONDS, reading.done)
+            weight_transfer.publish(folder, chunks, self.num_workers, RELOAD_SECONDS, reading.done)
             refusals = [said for said in reading.result(RELOAD_SECONDS) if said]
         finally:
-            hand_over.close_folder(folder)
+            weight_transfer.close_folder(folder)
             wait([reading], RELOAD_SECONDS)  # workers that still look for a bucket see that the folder is gone
         if refusals:
             raise RolloutError(f"vLLM does not take the weights: {refusals[0]}")
@@ -236,7 +236,7 @@ def piece_of(output: Any) -> Piece:
     return Piece(output.request_id, tokens, logs, choice.finish_reason, int(output.num_cached_tokens or 0))
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """An exception's text on one line, shortened."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) < 400 else f"{text[:400]} ..."

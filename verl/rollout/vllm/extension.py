@@ -1,6 +1,6 @@
 """What vLLM mixes into its workers (``worker_extension_cls``): new weights arrive without anything being unpickled.
 
-In one process the tensors are handed over as they are. Workers in processes of their own read them from safetensors
+In one process the tensors are passed as they are. Workers in processes of their own read them from safetensors
 files in shared memory, one bucket at a time, while the sender writes the next one.
 """
 
@@ -30,11 +30,11 @@ class WeightReceiver:
 
     rank: int
 
-    def verl_take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def verl_load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take tensors of this process."""
         reload_weights(self, iter(weights))
 
-    def verl_take_files(self, folder: str, seconds: float) -> str:
+    def verl_load_files(self, folder: str, seconds: float) -> str:
         """Take the buckets that appear in a folder, see `publish`; why they could not be taken, empty if they were.
 
         Nothing is raised: of several workers that fail vLLM hears the first, and would take what the next one said for
@@ -48,7 +48,7 @@ class WeightReceiver:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    def verl_take_folder(self, folder: str) -> None:
+    def verl_load_folder(self, folder: str) -> None:
         """Take the safetensors files of a folder."""
         files = sorted(Path(folder).glob("*.safetensors"))
         reload_weights(self, (named for file in files for named in load_file(str(file)).items()))
@@ -56,7 +56,7 @@ class WeightReceiver:
     def verl_ready(self) -> None:
         """Shows that this class is there."""
 
-    def verl_take_again(self) -> None:
+    def verl_reload_last(self) -> None:
         """Load the weights of the model's own folder once more."""
         reload_weights(self)
 

@@ -15,14 +15,14 @@ from verl.errors import RolloutError
 from verl.metrics import notice
 from verl.models.lora import LoraSettings
 from verl.rollout import reload_check
-from verl.rollout.adapters import sent_alone
+from verl.rollout.adapters import separate_adapter
 from verl.rollout.base import Request, tell_of_context
 from verl.rollout.gated import GatedSampler, Sampled
 from verl.rollout.lost import EngineLostError
 from verl.rollout.model_facts import ModelFacts
 from verl.rollout.stream_check import StreamCheck, shapes_on_disk
 from verl.rollout.vllm import arguments, versions
-from verl.rollout.vllm.engine import VLLMEngine, told
+from verl.rollout.vllm.engine import VLLMEngine, error_text
 from verl.weight_sync import WeightChunk
 
 _R = "actor_rollout_ref.rollout"
@@ -103,12 +103,12 @@ class VLLMSampler(GatedSampler):
         facts = ModelFacts.of(str(model.path))
         ours = arguments.from_config(rollout, model, device, facts)
         own = set(ours) - set(rollout.engine_kwargs.vllm or {})
-        sampler = cls(ours, facts=facts, ours=own, adapter=sent_alone(rollout, model))
+        sampler = cls(ours, facts=facts, ours=own, adapter=separate_adapter(rollout, model))
         tell_of_context(rollout, sampler.max_model_len)
         return sampler
 
     @classmethod
-    def why_merged(cls, rollout: Any) -> str:
+    def why_adapter_is_merged(cls, rollout: Any) -> str:
         return ""
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
@@ -152,13 +152,13 @@ class VLLMSampler(GatedSampler):
         self._shapes = check.finished()  # the first adapter says what the others must be
         self.engine.take_adapter(factors, self._adapter)
 
-    async def _fall_asleep(self, level: int) -> None:
+    async def _sleep_engine(self, level: int) -> None:
         await self._settle()
         if self.engine.on_cpu:
             notice(f"{_R}.free_cache_engine", "vLLM on CPU cannot give its memory back, so sleep frees nothing")
         self.engine.sleep(level if self._adapter is None else 1)  # the base does not come again
 
-    async def _wake_up(self) -> None:
+    async def _wake_engine(self) -> None:
         self.engine.wake()
 
     def _check_log_probs(self, request: Request) -> None:
@@ -177,7 +177,7 @@ class VLLMSampler(GatedSampler):
             return
         probe = reload_check.probe_tokens(self.vocab_size, min(16, self.max_model_len - 1))
         before = await self.engine.prompt_log_probs(probe)
-        self.engine.take_again()
+        self.engine.reload_last()
         reload_check.check_same(before, await self.engine.prompt_log_probs(probe))
         if self._is_tied and self._shapes is not None:
             self.engine.take_weights([WeightChunk(0, list(reload_check.with_one_embedding(self._model)), True)])
@@ -226,15 +226,15 @@ class VLLMSampler(GatedSampler):
     def _refuse(self, name: str, error: Exception) -> None:
         running = self._running.get(name)
         if running is not None and not running.future.done():
-            refusal = RolloutError(f"vLLM refuses request {running.request.id!r}: {told(error)}")
+            refusal = RolloutError(f"vLLM refuses request {running.request.id!r}: {error_text(error)}")
             refusal.__cause__ = error
             running.future.set_exception(refusal)
 
     def _fail_all(self, error: Exception) -> None:
-        self._state.lost = f"vLLM failed: {told(error)}"
+        self._state.lost = f"vLLM failed: {error_text(error)}"
         for running in self._running.values():
             if not running.future.done():
-                failure = EngineLostError(f"vLLM failed while it sampled: {type(error).__name__}: {told(error)}")
+                failure = EngineLostError(f"vLLM failed while it sampled: {type(error).__name__}: {error_text(error)}")
                 failure.__cause__ = error
                 running.future.set_exception(failure)
 

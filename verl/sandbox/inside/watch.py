@@ -64,7 +64,7 @@ class ProgramWatch:
         return self._ended()
 
     def run_cell(self, cell: Mapping[str, Any]) -> dict[str, Any]:
-        """Hand over a cell and watch until it is reported done, or the process is ended by a limit or by itself."""
+        """Send a cell and watch until it is reported done, or the process is ended by a limit or by itself."""
         self._begin()
         self._signal(signal.SIGCONT)
         deadline = self._started + self._limits["seconds"]
@@ -98,7 +98,7 @@ class ProgramWatch:
             text.clear()
 
     def _step(self, deadline: float) -> None:
-        """Wait a little for something to happen, and deal with it."""
+        """Wait a little for something to happen, and handle it."""
         left = deadline - time.monotonic()
         if left <= 0:
             self._reason = "timeout"

@@ -1,7 +1,7 @@
 """`Worker`: the base of everything that computes under a controller.
 
 A worker knows its place (rank, world size, devices) and, per named mesh, which data-parallel rank it has and whether
-its results are heard. The place is handed over by whoever builds the worker; only a worker that nobody placed (a
+its results are heard. The place is passed in by whoever builds the worker; only a worker that nobody placed (a
 process started by torchrun) reads it from the environment.
 """
 

@@ -2,7 +2,7 @@
 
 Calls run at once and in order, also those that do not wait: their results, or exceptions, are ready when the caller
 asks. Nothing runs beside the controller, so a run is reproducible and a breakpoint in a worker stops everything.
-Batches are handed over without copying tensors, but with their own ``meta_info``, so that a worker's additions stay its
+Batches are passed without copying tensors, but with their own ``meta_info``, so that a worker's additions stay its
 own, as they would in another process.
 """
 

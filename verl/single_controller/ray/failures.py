@@ -65,7 +65,7 @@ class RemoteTraceback(Exception):
         return f"in the worker's process:\n{self.text}"
 
 
-class _Undertaker(Protocol):
+class _DeathReporter(Protocol):
     """What knows the processes of a group."""
 
     def explain_death(self, actor_id: str, reason: str) -> WorkerError: ...
@@ -73,12 +73,12 @@ class _Undertaker(Protocol):
     def explain_absence(self, actor_id: str, reason: str) -> WorkerError: ...
 
 
-_undertakers: WeakValueDictionary[str, _Undertaker] = WeakValueDictionary()
+_death_reporters: WeakValueDictionary[str, _DeathReporter] = WeakValueDictionary()
 
 
-def register_undertaker(actor_id: str, undertaker: _Undertaker) -> None:
+def register_death_reporter(actor_id: str, reporter: _DeathReporter) -> None:
     """Say who explains the death of an actor."""
-    _undertakers[actor_id] = undertaker
+    _death_reporters[actor_id] = reporter
 
 
 @contextmanager
@@ -117,12 +117,12 @@ def meaning(error: RayError, with_note: bool = True) -> tuple[BaseException, Bas
             return cause.error, RemoteTraceback(cause.text)
         return cause, RemoteTraceback(_COLOUR.sub("", str(error)))
     if isinstance(error, RayActorError):
-        undertaker = _undertakers.get(error.actor_id or "")
-        if undertaker is None:  # not introduced yet, or another process's
+        reporter = _death_reporters.get(error.actor_id or "")
+        if reporter is None:  # not introduced yet, or another process's
             return _missing_module(error) or WorkerError(f"a worker is gone: {first_sentences(str(error))}"), None
         if isinstance(error, ActorUnavailableError):
-            return undertaker.explain_absence(str(error.actor_id), str(error)), None
-        return undertaker.explain_death(str(error.actor_id), str(error)), None
+            return reporter.explain_absence(str(error.actor_id), str(error)), None
+        return reporter.explain_death(str(error.actor_id), str(error)), None
     if isinstance(error, TaskCancelledError):
         return WorkerError("the call was cancelled before it had a result"), None
     if isinstance(error, OutOfMemoryError):

@@ -23,7 +23,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.errors import WorkerError
-from verl.single_controller.ray.failures import first_sentences, register_undertaker
+from verl.single_controller.ray.failures import first_sentences, register_death_reporter
 
 LOG_LINES, LOG_BYTES, LOG_SECONDS = 25, 64 << 10, 10.0
 ANSWER_SECONDS = 0.2
@@ -68,14 +68,14 @@ class Fleet:
     def __init__(self, name: str, members: Sequence[Member]):
         self.name, self.members = name, list(members)
         self._cluster = ray.get_runtime_context().gcs_address
-        self._lock = threading.Lock()  # callers and the thread that watches: who writes the obituary, and closing
-        self._obituary: str | None = None
+        self._lock = threading.Lock()  # callers and the thread that watches: who writes the death report, and closing
+        self._death_report: str | None = None
         self._closed = False
         self._unfinished: list[Any] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         for member in self.members:
-            register_undertaker(member.actor_id, self)
+            register_death_reporter(member.actor_id, self)
         _living.add(self)
 
     # ---- signs of life -----------------------------------------------------------------------------------------
@@ -105,8 +105,8 @@ class Fleet:
 
     def check(self) -> None:
         """Raise `WorkerError` if a worker died or the group was closed."""
-        if self._obituary is not None:
-            raise WorkerError(self._obituary)
+        if self._death_report is not None:
+            raise WorkerError(self._death_report)
         if self._closed:
             raise WorkerError(f"the workers of {self.name!r} were stopped", fix="Build the group again.")
         if self._unfinished:
@@ -121,7 +121,7 @@ class Fleet:
 
     def remember_unfinished(self, references: Sequence[Any]) -> None:
         """After a failed call: what has to come back before the next one."""
-        if self._obituary is None and not self._closed:
+        if self._death_report is None and not self._closed:
             unique = list(dict.fromkeys(references))
             self._unfinished = ray.wait(unique, num_returns=len(unique), timeout=0)[1]
 
@@ -131,13 +131,13 @@ class Fleet:
         A worker whose pool was closed did not die, it was stopped.
         """
         with self._lock:
-            if self._obituary is None and not self._closed:
+            if self._death_report is None and not self._closed:
                 self._stop_members(besides=actor_id)
                 self._closed = "placement group was removed" in reason
                 if not self._closed:
-                    self._obituary = _obituary(next(m for m in self.members if m.actor_id == actor_id), reason)
-                    log.error("%s", self._obituary)
-        return WorkerError(self._obituary or f"the workers of {self.name!r} were stopped during this call")
+                    self._death_report = _death_report(next(m for m in self.members if m.actor_id == actor_id), reason)
+                    log.error("%s", self._death_report)
+        return WorkerError(self._death_report or f"the workers of {self.name!r} were stopped during this call")
 
     def explain_absence(self, actor_id: str, reason: str) -> WorkerError:
         """The error for a worker to which the connection broke: it died with its node, or the network failed."""
@@ -160,7 +160,7 @@ class Fleet:
         """Stop all workers; calls in flight fail."""
         self.stop_watching()
         with self._lock:
-            alive = self._obituary is None and not self._closed and self.is_connected()
+            alive = self._death_report is None and not self._closed and self.is_connected()
             self._closed = True
             if alive:
                 self._stop_members()
@@ -228,7 +228,7 @@ def _answered(question: Any) -> bool:
     return True
 
 
-def _obituary(member: Member, reason: str) -> str:
+def _death_report(member: Member, reason: str) -> str:
     lines = _last_lines(member)
     said = "".join(f"\n    {line}" for line in lines) or " nothing."
     advice = [text for sign, text in _ADVICE.items() if any(sign in line for line in lines)]

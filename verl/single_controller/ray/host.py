@@ -20,7 +20,7 @@ from verl import env
 from verl.ports import free_port
 
 if TYPE_CHECKING:
-    from verl.single_controller.ray.workplace import Workplace
+    from verl.single_controller.ray.hosted_worker import HostedWorker
 
 Header = list[Any]
 """What a call is about, in one argument because each one costs: the caller, the number of the call among the caller's
@@ -48,7 +48,7 @@ class HostBase:
             env.set_value(variable, value)
         sys.path += [folder for folder in folders if folder not in sys.path]
         self.name = name
-        self._place: Workplace | None = None
+        self._place: HostedWorker | None = None
 
     def __repr__(self) -> str:
         return self.name
@@ -64,12 +64,12 @@ class HostBase:
         }
 
     def _settle(self, boxed_class: list[Any], info: dict[str, Any], threads: int | None) -> None:
-        from verl.single_controller.ray.workplace import Workplace  # from here on torch is loaded
+        from verl.single_controller.ray.hosted_worker import HostedWorker  # from here on torch is loaded
 
-        self._place = Workplace(self.name, boxed_class, info, threads)
+        self._place = HostedWorker(self.name, boxed_class, info, threads)
 
     @property
-    def place(self) -> Workplace:
+    def place(self) -> HostedWorker:
         assert self._place is not None, "build comes before the first call"
         return self._place
 
@@ -115,7 +115,7 @@ class AsyncWorkerHost(HostBase):
         super().__init__(name, environment, folders, directory)
         self._order = ThreadPoolExecutor(1, thread_name_prefix="verl-calls")
         self._threads = self._order if num_threads == 1 else ThreadPoolExecutor(num_threads, "verl-requests")
-        self._turns: dict[str, Turns] = {}
+        self._call_orders: dict[str, CallOrder] = {}
 
     async def ping(self) -> None:
         """A sign of life."""
@@ -135,7 +135,7 @@ class AsyncWorkerHost(HostBase):
     async def call(self, header: Header, /, *args: Any, **kwargs: Any) -> Any:
         """Run a method in the order of the caller's numbers."""
         caller, number, target, method = header
-        turns = self._turns.setdefault(caller, Turns())
+        turns = self._call_orders.setdefault(caller, CallOrder())
         await turns.wait_for(number)
         work = self._in(self._order, self.place.perform, target, method, args, kwargs)  # in the queue before the next
         turns.done()
@@ -152,7 +152,7 @@ class AsyncWorkerHost(HostBase):
         return asyncio.get_running_loop().run_in_executor(threads, partial(function, *args))
 
 
-class Turns:
+class CallOrder:
     """Lets calls of one caller through in the order of their numbers."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ _ONLY_AT_START = ("num_cpus", "num_gpus", "resources", "labels", "object_store_m
 
 
 @dataclass(frozen=True)
-class Started:
+class RayCluster:
     """The cluster that a run lives in.
 
     Args:
@@ -47,7 +47,7 @@ def start(
     connect_seconds: float = CONNECT_SECONDS,
     join_seconds: float = JOIN_SECONDS,
     further_processes: int = 0,
-) -> Started:
+) -> RayCluster:
     """Join the cluster that `find_address` names, or start one on this machine; a running connection is kept.
 
     Args:
@@ -76,7 +76,7 @@ def start(
             _join(address, settings, connect_seconds)
     kind = device_name or _accelerator(processes_on_nodes, join_seconds)
     cluster.require(processes_on_nodes, cluster.RESOURCES[kind], join_seconds)
-    return Started(ray.get_runtime_context().gcs_address, own, tuple(cluster.nodes()), kind)
+    return RayCluster(ray.get_runtime_context().gcs_address, own, tuple(cluster.nodes()), kind)
 
 
 def stop(timeline_json_file: str | None = None) -> None:

@@ -51,7 +51,7 @@ def _rebuilt(packed: tuple[Any, ...]) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Box:
+class BoxedRef:
     """A reference inside a value: Ray neither waits for it nor fetches it before the call, the worker does."""
 
     reference: Any
@@ -66,15 +66,15 @@ def share(calls: Sequence[Call]) -> list[Call]:
     for args, kwargs in calls:
         for value in (*args, *kwargs.values()):
             counted[id(value)] = counted.get(id(value), 0) + 1
-    boxes: dict[int, Box] = {}
+    boxes: dict[int, BoxedRef] = {}
 
     def boxed(value: Any) -> Any:
         if isinstance(value, ray.ObjectRef):
-            return Box(value)
+            return BoxedRef(value)
         if counted[id(value)] < 2 or payload_bytes(value) < SHARED_BYTES:
             return value
         if id(value) not in boxes:
-            boxes[id(value)] = Box(ray.put(value))
+            boxes[id(value)] = BoxedRef(ray.put(value))
         return boxes[id(value)]
 
     return [(tuple(boxed(v) for v in args), {k: boxed(v) for k, v in kwargs.items()}) for args, kwargs in calls]
@@ -82,7 +82,7 @@ def share(calls: Sequence[Call]) -> list[Call]:
 
 def opened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Fetch what `share` put away; all at once, without a copy where it lies on this node."""
-    boxes = [value for value in (*args, *kwargs.values()) if isinstance(value, Box)]
+    boxes = [value for value in (*args, *kwargs.values()) if isinstance(value, BoxedRef)]
     if not boxes:
         return tuple(args), dict(kwargs)
     opened_boxes = dict(zip(map(id, boxes), failures.fetch([box.reference for box in boxes])))

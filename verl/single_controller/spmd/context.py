@@ -95,7 +95,7 @@ class Spmd:
         Rows keep their order. With fewer rows than ranks some ranks get an empty batch, which engines take.
 
         Args:
-            balance: deal rows so that ranks have nearly equal tokens; else in turn, whatever their length.
+            balance: split rows so that ranks have nearly equal tokens; else in turn, whatever their length.
             together: as many consecutive rows go to the same rank.
 
         Raises:
@@ -107,7 +107,7 @@ class Spmd:
         lengths = tensors["attention_mask"].sum(-1).tolist() if balance else [0] * len(batch)
         self.ranks.agree("the batch", self.ranks.exchange([len(batch), _fingerprint(tensors["input_ids"])]))
         units = [sum(lengths[first : first + together]) for first in range(0, len(lengths), together)]
-        mine = deal(units, self.world_size)[self.rank]
+        mine = split_rows(units, self.world_size)[self.rank]
         return batch[[unit * together + n for unit in mine for n in range(together)]]
 
     def sum(self, *numbers: float) -> list[float]:
@@ -127,7 +127,7 @@ class Spmd:
         return self.ranks.only_first(work)
 
 
-def deal(lengths: list[int], hands: int) -> list[list[int]]:
+def split_rows(lengths: list[int], num_ranks: int) -> list[list[int]]:
     """Rows to ranks, longest first, forth and back: equal counts (give or take one) and nearly equal tokens.
 
     Args:
@@ -137,11 +137,11 @@ def deal(lengths: list[int], hands: int) -> list[list[int]]:
         Per rank its rows, ascending.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    dealt: list[list[int]] = [[] for _ in range(hands)]
+    parts: list[list[int]] = [[] for _ in range(num_ranks)]
     for place, row in enumerate(order):
-        turn, seat = divmod(place, hands)
-        dealt[seat if turn % 2 == 0 else hands - 1 - seat].append(row)
-    return [sorted(rows) for rows in dealt]
+        turn, rank = divmod(place, num_ranks)
+        parts[rank if turn % 2 == 0 else num_ranks - 1 - rank].append(row)
+    return [sorted(rows) for rows in parts]
 
 
 def _fingerprint(tokens: Tensor) -> str:

@@ -179,7 +179,7 @@ class Profile(Callback):
 def default_callbacks(config: PPOTrainerConfig) -> list[Callback]:
     """In upstream's order of a step: dump, save, publish, validate.
 
-    Weights that are handed over in the background set out before anything is written.
+    Weights that are sent in the background set out before anything is written.
     """
     rest: list[Callback] = [DumpRollouts(), ShowSamples(), WatchLearning(), SaveCheckpoint()]
     rest.insert(0 if config.trainer.async_weight_update else len(rest), Publish())

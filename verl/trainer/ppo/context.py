@@ -213,7 +213,7 @@ class StepContext:
         return every is not None and self.step % every == 0
 
     @property
-    def more_in_flight(self) -> int:
+    def may_sample_more(self) -> int:
         """Batches of prompts that are sampled together with the next one: none beyond the limit of a step."""
         rule = self.config.algorithm.filter_groups
         if not rule.enable:

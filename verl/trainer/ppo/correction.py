@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.algorithms.rollout_correction import Corrected, Correction, correction_of, importance_sampling_of
+from verl.algorithms.rollout_correction import Correction, CorrectionResult, correction_of, importance_sampling_of
 from verl.config import AlgoConfig
 from verl.config.thresholds import importance_sampling
 from verl.errors import ConfigError, DataError
@@ -35,7 +35,7 @@ def correct(batch: DataProto, algorithm: AlgoConfig) -> dict[str, float]:
     return {f"{prefix}/{name}": value for name, value in corrected.metrics.items()}
 
 
-def _corrected(batch: DataProto, algorithm: AlgoConfig) -> tuple[str, Corrected | None]:
+def _corrected(batch: DataProto, algorithm: AlgoConfig) -> tuple[str, CorrectionResult | None]:
     tensors = batch.tensors
     present = {"old_log_probs", "rollout_log_probs"} <= set(tensors.keys())
     newer = algorithm.rollout_correction

@@ -76,7 +76,7 @@ def give_uids(prompts: DataProto, epoch: int) -> None:
 def next_prompts(source: PromptSource, ctx: StepContext) -> DataProto:
     """The next batch of prompts, or several as one (``filter_groups.max_inflight_gen_batches``)."""
     parts = [source.next_prompts()]
-    for _ in range(ctx.more_in_flight):
+    for _ in range(ctx.may_sample_more):
         parts.append(source.next_prompts())
     for _ in parts[1:]:
         ctx.count_gen_batch()  # `generate` counts the first
@@ -194,7 +194,7 @@ def measure_balance(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
     """Tokens of each of the actor's data-parallel ranks: ``global_seqlen/*``.
 
     ``min`` and ``max`` are those of the batch cut as it is, as passes without gradient are; ``balanced_*`` those of the
-    mini-batches of one epoch, as updates deal them out.
+    mini-batches of one epoch, as updates split them.
     """
     lengths = batch.tensors["attention_mask"].sum(-1).tolist()
     ctx.metrics.add("perf/total_num_tokens", sum(lengths), "last")
@@ -202,7 +202,7 @@ def measure_balance(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
     rows, groups = role.mini_batch_size * ctx.samples_per_prompt, _groups(batch, ctx, together=1)
     shares: list[list[int]] = [[] for _ in range(role.num_parts)]
     for members in mini_batches(len(batch), rows, 1, role.shuffle, role.seed + ctx.step):
-        order = _deal_out(members, lengths, groups, len(shares), ctx)
+        order = _in_rank_order(members, lengths, groups, len(shares), ctx)
         for share, piece in zip(shares, np.array_split(order, len(shares))):
             share += piece.tolist()
     for name, value in log_seqlen_unbalance(lengths, shares, "global_seqlen").items():
@@ -349,7 +349,7 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
     """Every optimizer step of one role on this batch.
 
     Mini-batches are formed here, from the sample order, so their rows do not depend on the number of ranks; inside each
-    one the rows are dealt out so that every rank gets as many tokens. The rows of a pair are never parted.
+    one the rows are split so that every rank gets as many tokens. The rows of a pair are never parted.
     """
     rows, together = role.mini_batch_size * ctx.trained_per_prompt, 2 if ctx.learns_from_pairs else 1
     # Where there is one update the loss takes its own log-probs as the old ones: a ratio of exactly 1, to the last bit
@@ -364,7 +364,7 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
     lengths = batch.tensors["attention_mask"].sum(-1).tolist()
     groups = _groups(batch, ctx, together)
     for number, members in enumerate(plan, start=1):
-        mini_batch = data.select_idxs(_deal_out(members, lengths, groups, role.num_parts, ctx))
+        mini_batch = data.select_idxs(_in_rank_order(members, lengths, groups, role.num_parts, ctx))
         if "positive" in mini_batch.tensors.keys():
             positive.weigh(mini_batch)
         metrics = role.train(mini_batch, TrainOptions(more_updates=number < len(plan)))
@@ -387,7 +387,7 @@ def _groups(batch: DataProto, ctx: StepContext, together: int) -> list[Any] | No
     return None
 
 
-def _deal_out(
+def _in_rank_order(
     members: list[int], lengths: list[int], groups: list[Any] | None, num_ranks: int, ctx: StepContext
 ) -> list[int]:
     """The members in the order in which ranks get them; rows of one group stay together where groups fit the ranks."""

@@ -176,7 +176,7 @@ class Resharder:
                 place.copy_(arrived)
 
     def _turn(self, leaving: tuple[tuple[int, torch.dtype], list[Tensor]]) -> int:
-        """Each rank begins with its next neighbour, or all would send to rank 0 at once, then to rank 1."""
+        """Each rank begins with the next rank, or all would send to rank 0 at once, then to rank 1."""
         return (leaving[0][0] - self.rank) % self.plan.sampling.world
 
     def _rooms(self, messages: list[list[Tensor]]) -> list[Tensor]:

@@ -43,7 +43,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """``tensor`` x ``pipeline`` x ``data`` ranks; tensor-parallel neighbours have consecutive ranks.
+    """``tensor`` x ``pipeline`` x ``data`` ranks; tensor-parallel peers have consecutive ranks.
 
     Args:
         tensor: ranks that share each layer.
@@ -123,7 +123,7 @@ class Layout:
 class Sharded:
     """FSDP: every weight is cut along its first axis into ``shards`` equal pieces; the last may be short or empty.
 
-    ``copies`` groups of neighbouring ranks hold a whole model each (hybrid sharding).
+    ``copies`` groups of consecutive ranks hold a whole model each (hybrid sharding).
     """
 
     shards: int

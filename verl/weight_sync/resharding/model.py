@@ -20,7 +20,7 @@ class Weight:
         name: with ``{layer}`` and ``{expert}`` where there is one each.
         shape: of the whole weight.
         cut: the axis along which tensor parallelism cuts it; null: every rank holds all of it.
-        units: pieces of that axis that stay whole, as key/value heads; where there are fewer than ranks, neighbours
+        units: pieces of that axis that stay whole, as KV heads; where there are fewer than ranks, peers
             hold the same one.
         place: the stages that hold it.
         experts: how many of it a layer has; 0: it is not part of an expert.

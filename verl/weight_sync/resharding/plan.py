@@ -1,4 +1,4 @@
-"""The plan of a hand-over from the training to the sampling layout: a value that is printed, priced and executed.
+"""The plan of a weight sync from the training to the sampling layout: a value that is printed, priced and executed.
 
 One entry stands for all weights of one shape that travel in the same way; `Plan.expanded` names each of them.
 """
@@ -164,7 +164,7 @@ def closed_form(training: Layout, sampling: Layout) -> float:
 
 
 def make_plan(model: ModelWeights, training: Layout | Sharded, sampling: Layout, assignment: str = BEST) -> Plan:
-    """Plan a hand-over.
+    """Plan a weight sync.
 
     Args:
         assignment: which rank takes which sampling place: ``zero_redundancy`` (HybridFlow), ``consecutive`` ranks per

@@ -15,7 +15,7 @@ from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.stages import PromptSource
 from verl.trainer.ppo.step import Stage, collect, learn
 from verl.workers.model import ModelRole
-from verl.workers.sending import Sent
+from verl.workers.sending import SyncResult
 
 
 class SyncSchedule:
@@ -60,5 +60,5 @@ class SyncSchedule:
                 _admit(roles, group.end_weight_update(), self._version)
 
 
-def _admit(roles: Roles, sent: list[Sent], version: int) -> None:
-    roles["rollout"].group.publish(version, Sent.by_all(sent))
+def _admit(roles: Roles, sent: list[SyncResult], version: int) -> None:
+    roles["rollout"].group.publish(version, SyncResult.by_all(sent))

@@ -6,4 +6,4 @@ __all__ = ["MegatronPPOActor"]
 
 
 class MegatronPPOActor(BasePPOActor):
-    """The actor over a `verl.engines.megatron.engine.MegatronEngine`, handed over as ``engine``."""
+    """The actor over a `verl.engines.megatron.engine.MegatronEngine`, passed as ``engine``."""

@@ -25,7 +25,7 @@ TOLERANCE = 1e-6
 """Largest error of guessed slopes, in parts of the largest slope."""
 
 
-class OneSweep(torch.autograd.Function):
+class OnePassHead(torch.autograd.Function):
     """hidden (N, H), weight (V, H), bias (V,) or None, labels (N,), slopes (N,) -> log_probs (N,) float32.
 
     Args (of ``apply``):

@@ -23,7 +23,7 @@ from verl.single_controller.ray import transfer
 from verl.single_controller.ray.failures import fetch, reported
 
 
-class Workplace:
+class HostedWorker:
     """One worker and everything around it.
 
     Args:
@@ -41,11 +41,11 @@ class Workplace:
         device.set_threads(threads or max(1, device.usable_cores() // self.info.local_world_size))
         device.keep_freed_memory()
         transfer.install()
-        self._seat = _Seat()
+        self._active_rng = _ActiveRng()
         rng = RngState(worker_seed(self.info.seed, self.info.role, self.info.rank))
         with reported(f"{name}.__init__"):
             (class_with_init,) = fetch(boxed_class)
-            self._seat.take(rng)
+            self._active_rng.take(rng)
             worker = build(class_with_init, self.info)
         self._targets: dict[str, tuple[str, Any, RngState]] = {"": (name, worker, rng)}
         if isinstance(worker, ColocatedWorker):
@@ -80,7 +80,7 @@ class Workplace:
     def perform(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method to its end; a coroutine runs on the process's event loop meanwhile."""
         name, worker, rng = self._target(target)
-        self._seat.take(rng)
+        self._active_rng.take(rng)
         with reported(f"{name}.{method}"):
             function = self._method(worker, name, method)
             args, kwargs = materialized(function, *transfer.opened(args, kwargs))
@@ -127,7 +127,7 @@ class Workplace:
         return self.loop
 
 
-class _Seat:
+class _ActiveRng:
     """Who has the process's generators."""
 
     def __init__(self) -> None:

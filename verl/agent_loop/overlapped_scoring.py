@@ -18,7 +18,7 @@ ScoreRow = Callable[[DataProto], Awaitable[Any]]
 """A batch of one row -> its result, as plain values (`verl.rewards.early.EarlyScorer.score`)."""
 
 
-class ScoringBeside:
+class OverlappedScoring:
     """The scoring of one batch.
 
     Args:

@@ -12,14 +12,14 @@ import torch
 
 from verl.rollout.vllm import extension
 from verl.rollout.vllm.extension import WeightReceiver, buckets
-from verl.rollout.vllm.hand_over import close_folder, open_folder, publish
+from verl.rollout.vllm.weight_transfer import close_folder, open_folder, publish
 from verl.weight_sync import WeightChunk
 
 ROWS, WIDTH = 4096, 1024
 SENDER = """
 import multiprocessing, time
 from verl.rollout.vllm.extension import buckets
-from verl.rollout.vllm.hand_over import open_folder
+from verl.rollout.vllm.weight_transfer import open_folder
 folder = open_folder()
 reader = multiprocessing.get_context("fork").Process(target=lambda: list(buckets(folder, 0, 60.0)))
 reader.start()
@@ -83,7 +83,7 @@ def test_one_worker_that_refuses_a_bucket_is_heard_while_the_others_wait_for_the
         worker.rank = rank
     try:
         with ThreadPoolExecutor(2) as pool:
-            reading = [pool.submit(worker.verl_take_files, str(folder), 20) for worker in workers]
+            reading = [pool.submit(worker.verl_load_files, str(folder), 20) for worker in workers]
             publish(folder, chunks(), readers=2, seconds=20, is_over=lambda: all(said.done() for said in reading))
             assert [said.result() for said in reading] == ["ValueError: no room", ""]
         assert exported == list(range(6)), "other ranks take part in the export"

@@ -50,12 +50,12 @@ def test_weights_that_arrive_in_the_background_give_the_numbers_of_a_run_that_wa
                     "trainer.rollout_data_dir=dumps")  # fmt: skip
     assert the_same(waits, goes_on)
     assert [v.item() for batch in goes_on.batches for v in batch.batch["token_versions"].max()[None]] == [0, 1, 2]
-    assert sampler_of(goes_on).version == 3, "the last hand-over has ended with the run"
+    assert sampler_of(goes_on).version == 3, "the last weight sync has ended with the run"
     assert len(list(Path("dumps").glob("*.jsonl"))) == 3
 
 
 def test_the_step_goes_on_while_weights_are_on_their_way_and_sampling_waits_for_them(here, monkeypatch):
-    """The hand-over ends only when the step's samples lie on disk: a run that waited for it would never end."""
+    """The weight sync ends only when the step's samples lie on disk: a run that waited for it would never end."""
     order: list[str] = []
     update = HFSampler.update_weights
 

@@ -1,4 +1,4 @@
-"""A weight dealt to peer ranks along one of its axes: the experts of a mixture, the columns of a linear layer.
+"""A weight sharded over peer ranks along one of its axes: the experts of a mixture, the columns of a linear layer.
 
 Each of P peers keeps one part of it. Ranks that keep the same part shard it among themselves as they do with every
 weight, so the tensor that a rank holds is a piece of a part; whole weights are put together here and nowhere else.
@@ -20,8 +20,8 @@ from verl.distributed.shards import gather
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How one weight is dealt.
+class AxisSharding:
+    """How one weight is sharded over peers.
 
     Args:
         ranks: all ranks.
@@ -29,7 +29,7 @@ class Cut:
         mesh: of the ranks that keep the same part as this one; null: none shards it.
         axis: which one is cut.
         length: of that axis in the whole weight.
-        blocks: weights that lie one behind the other along the axis, each of which is dealt for itself (the gate and
+        blocks: weights that lie one behind the other along the axis, each of which is sharded by itself (the gate and
             the input projection of a fused layer).
         pieces: parts, where they are fewer than peers and peers keep the same one; null: one each.
     """
