@@ -16,7 +16,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -172,6 +172,10 @@ class Registry:
         stated = table.get(_split(name)[1])
         return self._facts() if stated is None else self._checked(stated, name)
 
+    def table(self) -> RegistryTable:
+        """What is registered, as a dictionary: for code that looks names up or takes them away itself."""
+        return RegistryTable(self)
+
     def readers_of(self, setting: str) -> list[str]:
         """The names whose facts list a setting, in order."""
         return [name for name, facts in self._known.items() if setting in facts.settings]
@@ -184,6 +188,37 @@ class Registry:
 
     def _is_builtin(self, name: str, thing: Any) -> bool:
         return _identity(thing) == tuple(self._builtins[name].split(":", 1))
+
+
+class RegistryTable(MutableMapping[str, Any]):
+    """A registry's names and things. A name that is taken away here is unknown until it is set again."""
+
+    def __init__(self, registry: Registry):
+        self._registry = registry
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._registry.names():
+            raise KeyError(name)
+        return self._registry.get(name)
+
+    def __setitem__(self, name: str, thing: Any) -> None:
+        self._registry._registered[name] = thing
+
+    def __delitem__(self, name: str) -> None:
+        if name not in self._registry.names():
+            raise KeyError(name)
+        self._registry._registered.pop(name, None)
+        self._registry._builtins.pop(name, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._registry.names())
+
+    def __len__(self) -> int:
+        return len(self._registry.names())
+
+    def copy(self) -> dict[str, Any]:
+        """A dictionary that later changes do not reach."""
+        return dict(self)
 
 
 def _identity(thing: Any) -> tuple[str, str]:

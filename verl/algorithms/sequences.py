@@ -132,3 +132,22 @@ def split_dict_tensor_into_batches(tensors: Any, batch_size: int) -> list[Any]:
     if len(tensors) % batch_size:
         raise ConfigError(f"{len(tensors)} rows do not divide into pieces of {batch_size}")
     return list(tensors.split(batch_size))
+
+
+def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """(B, T, ...) -> (N, ...), its places in B * T, where each row begins (B + 1,) int32, the longest, lengths (B,)."""
+    lengths = attention_mask.sum(dim=-1, dtype=torch.int32)
+    indices = attention_mask.flatten().nonzero().flatten()
+    starts = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, starts, int(lengths.max()), lengths
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """(N, ...) -> (batch, seqlen, ...) with zeros where no token is."""
+    padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
+    return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
+
+
+def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
+    """The rows at these places; gradients flow."""
+    return x.index_select(0, indices)

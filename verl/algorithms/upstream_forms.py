@@ -12,6 +12,7 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from verl.algorithms import aggregation, kl, value_loss
@@ -31,6 +32,7 @@ from verl.algorithms.advantages.optimal_token_baseline import (
 from verl.algorithms.advantages.remax import remax as compute_remax_outcome_advantage
 from verl.algorithms.advantages.rloo import rloo as compute_rloo_outcome_advantage
 from verl.algorithms.aggregation import LossNorm, loss_norm
+from verl.algorithms.groups import Groups
 from verl.algorithms.kl import AdaptiveKLController, FixedKLController, get_kl_controller
 from verl.algorithms.logprob import entropy_from_logits
 from verl.algorithms.policy_losses import PolicyLossFn
@@ -70,6 +72,31 @@ def register_policy_loss(name: str, facts: LossFacts | None = None) -> Callable[
 def get_policy_loss_fn(name: str) -> PolicyLossFn:
     """The policy loss of that name or dotted path."""
     return POLICY_LOSSES.get(name)
+
+
+ADV_ESTIMATOR_REGISTRY = ADVANTAGE_ESTIMATORS.table()
+POLICY_LOSS_REGISTRY = POLICY_LOSSES.table()
+
+
+def group_ids(index: Sequence[Hashable] | Tensor, device: Any = None) -> Tensor:
+    """(B,) int64, the number of each row's group; groups are numbered as they come."""
+    return Groups.of(index, torch.ones(len(index), dtype=torch.bool, device=device)).ids
+
+
+def group_mean_std(
+    scores: Tensor, gidx: Tensor, eps: float = 1e-6, device: Any = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each group (G,): the mean, the sample standard deviation and the number of its rows.
+
+    A group of one has mean 0 and deviation 1, which leaves its score as it is. ``eps`` is the smallest variance.
+    """
+    scores, gidx = scores.to(device), gidx.to(device)
+    count = torch.bincount(gidx).to(scores)
+    mean = torch.zeros_like(count).index_add_(0, gidx, scores) / count
+    squares = torch.zeros_like(count).index_add_(0, gidx, (scores - mean[gidx]) ** 2)
+    alone = count == 1
+    std = (squares / (count - 1).clamp(min=1)).clamp(min=eps).sqrt()
+    return mean.masked_fill(alone, 0.0), std.masked_fill(alone, 1.0), count
 
 
 def compute_optimal_token_baseline_advantage(

@@ -77,6 +77,12 @@ def find_checkpoint(
     return _newest_sound(Path(env.expand(str(root))), checksums)
 
 
+def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step_{}") -> str | None:
+    """`find_checkpoint` under upstream's name; step folders have one name here."""
+    newest = find_checkpoint(path) if path else None
+    return None if newest is None else str(newest)
+
+
 def _named(path: str | Path | None, checksums: bool) -> Path:
     if not path:
         raise ConfigError(

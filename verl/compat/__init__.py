@@ -31,7 +31,7 @@ class UpstreamPaths:
         spec = PathFinder.find_spec(name, [str(PATHS.joinpath(*parts[:-1]))], target)
         if spec is not None and spec.origin is not None:
             return spec
-        if name in ABSENT:
+        if name in ABSENT and PathFinder.find_spec(name, path, target) is None:
             raise ModuleNotFoundError(f"{name} does not exist here. {ABSENT[name]}", name=name)
         return None
 

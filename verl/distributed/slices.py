@@ -27,45 +27,63 @@ def sequence_group_size(group: dist.ProcessGroup | None = None) -> int:
 
 
 def pad_and_slice(
-    ids: Tensor, positions: Tensor | None, size: int, slice_positions: bool, pad_value: int
+    input_ids_rmpad: Tensor,
+    position_ids_rmpad: Tensor | None = None,
+    sp_size: int = 1,
+    skip_position_ids_rmpad: bool = False,
+    pad_value: int = 0,
 ) -> tuple[Tensor, Tensor | None, int]:
-    """This rank's slice of a packed row, padded so that ``size`` divides it.
+    """This rank's slice of a packed row, padded so that ``sp_size`` divides it.
 
     Args:
-        ids: (1, N). positions: (..., N), padded with 0, 1, 2, ...: a row of its own.
-        slice_positions: False leaves the padded positions whole.
+        input_ids_rmpad: (1, N). position_ids_rmpad: (..., N).
+        skip_position_ids_rmpad: leaves the padded positions whole.
 
     Returns:
         The slices, (1, ceil(N / size)) and (..., ceil(N / size)), and how many tokens were added to the whole row.
     """
-    added = -ids.shape[-1] % size
-    ids = torch.nn.functional.pad(ids, (0, added), value=pad_value)
+    ids, positions, added = pad(input_ids_rmpad, position_ids_rmpad, sp_size, pad_value)
+    if sp_size == 1:
+        return ids, positions, added
+    number = dist.get_rank(_group)
+    if positions is not None and not skip_position_ids_rmpad:
+        positions = positions.chunk(sp_size, dim=-1)[number]
+    return ids.chunk(sp_size, dim=-1)[number], positions, added
+
+
+def pad(
+    input_ids_rmpad: Tensor, position_ids_rmpad: Tensor | None = None, sp_size: int = 1, pad_value: int = 0
+) -> tuple[Tensor, Tensor | None, int]:
+    """As `pad_and_slice`, and nothing is cut; added positions are 0, 1, 2, ...: a row of their own."""
+    added = -input_ids_rmpad.shape[-1] % sp_size
+    ids, positions = torch.nn.functional.pad(input_ids_rmpad, (0, added), value=pad_value), position_ids_rmpad
     if positions is not None:
         more = torch.arange(added, device=positions.device, dtype=positions.dtype)
         positions = torch.cat([positions, more.expand(*positions.shape[:-1], added)], dim=-1)
-    if size == 1:
-        return ids, positions, added
-    number = dist.get_rank(_group)
-    if positions is not None and slice_positions:
-        positions = positions.chunk(size, dim=-1)[number]
-    return ids.chunk(size, dim=-1)[number], positions, added
+    return ids, positions, added
 
 
 def gather_and_unpad(
-    x: Tensor, dim: int, unpad_dim: int | None, added: int, scale_gradient: bool, group: dist.ProcessGroup | None
+    x: Tensor,
+    gather_dim: int,
+    unpad_dim: int | None = None,
+    padding_size: int = 0,
+    grad_scaler: bool = True,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """The slices of all ranks along ``dim``, without the last ``added`` of ``unpad_dim``. Gradients flow.
+    """The slices of all ranks along ``gather_dim``, without the last ``padding_size`` of ``unpad_dim``. Gradients flow.
 
-    Backwards each rank keeps the gradient of its own slice, with ``scale_gradient`` times the number of ranks: every
-    rank computes the same loss from the whole, and gradients are averaged over ranks.
+    Without a group that shares it is ``x`` itself. Backwards each rank keeps the gradient of its own slice, with
+    ``grad_scaler`` times the number of ranks: every rank computes the same loss from the whole, and gradients are
+    averaged over ranks.
     """
     group = _group if group is None else group
     if group is None:
         return x
-    whole = _Gather.apply(x, dim, scale_gradient, group)  # type: ignore[no-untyped-call]
-    if unpad_dim is None or not added:
+    whole = _Gather.apply(x, gather_dim, grad_scaler, group)  # type: ignore[no-untyped-call]
+    if unpad_dim is None or not padding_size:
         return whole
-    return whole.narrow(unpad_dim, 0, whole.shape[unpad_dim] - added)
+    return whole.narrow(unpad_dim, 0, whole.shape[unpad_dim] - padding_size)
 
 
 class _Gather(torch.autograd.Function):

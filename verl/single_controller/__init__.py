@@ -2,3 +2,7 @@
 
 Further runtimes (torchrun, a Ray cluster) are packages beside `local` that implement `WorkerGroup` and `Handle`.
 """
+
+from verl.single_controller.base import ClassWithInitArgs, ResourcePool, Worker, WorkerGroup
+
+__all__ = ["ClassWithInitArgs", "ResourcePool", "Worker", "WorkerGroup"]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union
 
 from verl.errors import ConfigError
+from verl.registry import load_module
 from verl.tools.base import BaseTool, Executed
 from verl.tools.runner import in_thread
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
@@ -57,6 +58,10 @@ class FunctionTool(BaseTool):
         return value if isinstance(value, ToolResponse) else ToolResponse(text=_text(value)), None, {}
 
 
+FUNCTION_TOOL_REGISTRY: dict[str, FunctionTool] = {}
+"""Name -> the tool that was decorated last under it in this process; a run takes those of the file that it names."""
+
+
 def function_tool(
     name: str | Callable[..., Any] | None = None, schema: OpenAIFunctionToolSchema | Mapping[str, Any] | None = None
 ) -> Any:
@@ -86,9 +91,15 @@ def function_tool(
     def wrap(fn: Callable[..., Any]) -> FunctionTool:
         called = name or fn.__name__
         shown = schema if schema is not None else schema_of(fn, called)
-        return FunctionTool(called, fn, shown, inspect.iscoroutinefunction(fn))
+        tool = FUNCTION_TOOL_REGISTRY[called] = FunctionTool(called, fn, shown, inspect.iscoroutinefunction(fn))
+        return tool
 
     return wrap
+
+
+def load_function_tools_from_path(path: str) -> list[FunctionTool]:
+    """Every `FunctionTool` of a Python file, in its order."""
+    return [thing for thing in vars(load_module(path)).values() if isinstance(thing, FunctionTool)]
 
 
 def schema_of(fn: Callable[..., Any], name: str) -> OpenAIFunctionToolSchema:

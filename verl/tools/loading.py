@@ -7,9 +7,9 @@ from typing import Any
 
 from verl.config.user_files import entries_of, read_user_yaml
 from verl.errors import ConfigError
-from verl.registry import load_module, load_object
+from verl.registry import load_object
 from verl.tools.base import BaseTool
-from verl.tools.function_tool import FunctionTool
+from verl.tools.function_tool import load_function_tools_from_path
 
 YAML_KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
 PYTHON_KEY = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
@@ -32,8 +32,7 @@ def load_tools(tool_config_path: str | None, function_tool_path: str | None = No
         for number, entry in enumerate(entries):
             _add(by_name, _from_entry(entry, f"{tool_config_path}, tools[{number}]"), YAML_KEY)
     if function_tool_path:
-        module = load_module(function_tool_path)
-        tools = [thing for thing in vars(module).values() if isinstance(thing, FunctionTool)]
+        tools = load_function_tools_from_path(function_tool_path)
         if not tools:
             fix = "Decorate them with @function_tool() of verl.tools.function_tool."
             raise ConfigError("the file has no function tools", key=PYTHON_KEY, got=function_tool_path, fix=fix)

@@ -8,7 +8,7 @@ from typing import Any
 from verl.config import PPOTrainerConfig
 from verl.config.topology import OWN_POOL
 from verl.trainer.placement import topology_of
-from verl.workers.rollout import ReplicaWorker, senders
+from verl.workers.sampling import ReplicaWorker, senders
 
 
 def connect(config: PPOTrainerConfig, groups: Mapping[str, Any], device: str) -> None:

@@ -5,7 +5,7 @@ _HOMES = {
     "CriticWorker": "verl.workers.critic",
     "ModelWorker": "verl.workers.model",
     "RewardModelWorker": "verl.workers.reward_model",
-    "RolloutWorker": "verl.workers.rollout",
+    "RolloutWorker": "verl.workers.sampling",
     "TrainingWorker": "verl.workers.model",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605

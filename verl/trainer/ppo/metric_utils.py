@@ -92,6 +92,13 @@ def compute_data_metrics(
     return metrics
 
 
+def _compute_response_info(batch: DataProto) -> dict[str, Tensor]:
+    """Under a name that recipes import: ``response_mask`` (B, T), ``prompt_length`` and ``response_length`` (B,)."""
+    prompts, responses = _lengths(batch)
+    mask = batch.tensors["attention_mask"][:, -batch.tensors["responses"].shape[-1] :]
+    return {"response_mask": mask, "prompt_length": prompts.float(), "response_length": responses.float()}
+
+
 def explained_variance(values: Tensor, returns: Tensor) -> float:
     """``1 - Var(returns - values) / (Var(returns) + 1e-5)``; 0 with fewer than two numbers."""
     if len(values) < 2:

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from verl import device
+from verl.algorithms.upstream_forms import AdvantageEstimator
+from verl.checkpoint.find import find_latest_ckpt_path
 from verl.config import PPOTrainerConfig, to_dict
 from verl.data import collate_fn as default_collate
 from verl.data import stateful_loader
@@ -43,7 +45,16 @@ from verl.trainer.ppo.oversampling import prompts_at_once
 from verl.trainer.ppo.validation import ValidationSamples, Validator
 from verl.trainer.signals import StepDropped, StopSignals
 
-__all__ = ["RayPPOTrainer", "ResourcePoolManager", "apply_kl_penalty", "compute_advantage", "compute_response_mask"]
+__all__ = [
+    "AdvantageEstimator",
+    "RayPPOTrainer",
+    "ResourcePoolManager",
+    "Role",
+    "apply_kl_penalty",
+    "compute_advantage",
+    "compute_response_mask",
+    "find_latest_ckpt_path",
+]
 
 
 class RayPPOTrainer:

@@ -2,5 +2,3 @@
 
 from verl.tools.base import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-
-__all__ = ["BaseTool", "OpenAIFunctionToolSchema", "ToolResponse"]

@@ -10,8 +10,6 @@ from verl.config.mapping import from_mapping, plain
 from verl.config.validate import validate
 from verl.registry import load_object
 
-__all__ = ["omega_conf_to_dataclass", "validate_config"]
-
 
 def omega_conf_to_dataclass(config: Any, dataclass_type: type | None = None) -> Any:
     """A mapping (OmegaConf or plain) as a dataclass: ``dataclass_type``, or the class that its ``_target_`` names.

@@ -2,5 +2,3 @@
 
 from verl.observability.samples import ValidationGenerationsLogger
 from verl.observability.tracking import Tracking
-
-__all__ = ["Tracking", "ValidationGenerationsLogger"]

@@ -5,21 +5,14 @@ Upstream makes a manager from the whole configuration and a client of the sample
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from verl.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
 from verl.agent_loop import AgentLoopManager as Manager
 from verl.data import tokenizer_of
 from verl.errors import NotBuiltError
-
-__all__ = [
-    "AgentLoopBase",
-    "AgentLoopManager",
-    "AgentLoopMetrics",
-    "AgentLoopOutput",
-    "AgentLoopWorker",
-    "register",
-]
 
 
 class AgentLoopManager(Manager):
@@ -49,3 +42,13 @@ class AgentLoopManager(Manager):
 
 class AgentLoopWorker(AgentLoopManager):
     """Upstream's worker of one process; here the manager runs all loops itself."""
+
+
+async def get_trajectory_info(step: int, index: Sequence[int], validate: bool) -> list[dict[str, Any]]:
+    """What names each row in a trace: step, prompt, which of the prompt's samples, and whether it validates."""
+    seen: Counter[int] = Counter()
+    rows = []
+    for sample in index:
+        rows.append({"step": step, "sample_index": sample, "rollout_n": seen[sample], "validate": validate})
+        seen[sample] += 1
+    return rows

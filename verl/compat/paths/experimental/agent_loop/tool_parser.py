@@ -2,5 +2,3 @@
 
 from verl.agent_loop.parsers import FunctionCall, ToolParser
 from verl.agent_loop.parsers.json_calls import HermesToolParser
-
-__all__ = ["FunctionCall", "HermesToolParser", "ToolParser"]

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from verl.protocol import DataProto
 
-__all__ = ["extract_reward", "get_custom_reward_fn", "load_reward_manager", "resolve_reward_manager_cls"]
-
 
 def extract_reward(batch: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
     """The scores that a batch carries as ``rm_scores`` (B, T), and the columns that came with them."""

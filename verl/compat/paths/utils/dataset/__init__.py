@@ -3,5 +3,3 @@
 from verl.data.collate import collate_fn
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import MultiTurnSFTDataset
-
-__all__ = ["MultiTurnSFTDataset", "RLHFDataset", "collate_fn"]

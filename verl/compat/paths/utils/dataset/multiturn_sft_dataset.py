@@ -1,5 +1,3 @@
 """`MultiTurnSFTDataset` under the path that users' code imports."""
 
 from verl.data.sft_dataset import MultiTurnSFTDataset
-
-__all__ = ["MultiTurnSFTDataset"]

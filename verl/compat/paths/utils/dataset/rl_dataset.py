@@ -2,5 +2,3 @@
 
 from verl.data.collate import collate_fn
 from verl.data.rl_dataset import RLHFDataset
-
-__all__ = ["RLHFDataset", "collate_fn"]

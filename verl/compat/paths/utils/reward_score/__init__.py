@@ -1,5 +1,3 @@
 """The built-in scorers under upstream's import path."""
 
 from verl.rewards.dispatch import default_compute_score
-
-__all__ = ["default_compute_score"]

@@ -1,5 +1,3 @@
 """Geometry3K under upstream's import path."""
 
 from verl.rewards.scorers.geo3k import compute_score
-
-__all__ = ["compute_score"]

@@ -1,5 +1,3 @@
 """GSM8K under upstream's import path."""
 
 from verl.rewards.scorers.gsm8k import compute_score, extract_solution
-
-__all__ = ["compute_score", "extract_solution"]

@@ -11,6 +11,3 @@ def compute_score_batched(
 ) -> list[float]:
     """1.0 or 0.0 for each answer."""
     return [math_boxed.compute_score(text, truth) for text, truth in zip(solution_strs, ground_truths, strict=True)]
-
-
-__all__ = ["compute_score_batched"]

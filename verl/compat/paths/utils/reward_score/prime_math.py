@@ -9,6 +9,3 @@ def compute_score(model_output: str, ground_truth: Any) -> tuple[bool, bool, str
     """(whether it is right, whether an answer was found, the answer)."""
     scored = numina.compute_score(model_output, ground_truth)
     return scored["acc"], bool(scored["format"]), scored["pred"]
-
-
-__all__ = ["compute_score"]

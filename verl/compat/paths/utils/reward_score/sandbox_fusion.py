@@ -19,6 +19,3 @@ def compute_score(
     runner = code_runner(sandbox_fusion_url, 64, memory_limit_mb, concurrent_semaphore)
     scored = code.compute_score(completion, test_cases, runner, continuous, timeout)
     return scored["score"], [scored]
-
-
-__all__ = ["compute_score"]

@@ -1,5 +1,3 @@
 """Search question answering under upstream's import path."""
 
 from verl.rewards.scorers.search_qa import compute_score, compute_score_subem, extract_solution, normalize_answer
-
-__all__ = ["compute_score", "compute_score_subem", "extract_solution", "normalize_answer"]

@@ -1,9 +1,3 @@
-"""Upstream's actor over Megatron-Core, whose modules, schedule and optimizer are one engine here."""
+"""The actor over Megatron-Core, under upstream's path."""
 
-from verl.workers.actor.base import BasePPOActor
-
-__all__ = ["MegatronPPOActor"]
-
-
-class MegatronPPOActor(BasePPOActor):
-    """The actor over a `verl.engines.megatron.engine.MegatronEngine`, passed as ``engine``."""
+from verl.workers.by_hand import MegatronPPOActor

@@ -1,5 +1,5 @@
-"""Upstream's module of the actor section; its settings live in `verl.config`."""
+"""Upstream's module of the actor section; one class serves every backend."""
 
 from verl.config import ActorConfig, PolicyLossConfig
 
-__all__ = ["ActorConfig", "PolicyLossConfig"]
+FSDPActorConfig = McoreActorConfig = ActorConfig

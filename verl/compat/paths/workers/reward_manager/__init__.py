@@ -16,14 +16,3 @@ def register(name: str):
 def get_reward_manager_cls(name: str) -> type:
     """The class of a registered, built-in or dotted name."""
     return REWARD_MANAGERS.get(name)
-
-
-__all__ = [
-    "AbstractRewardManager",
-    "BatchRewardManager",
-    "DAPORewardManager",
-    "NaiveRewardManager",
-    "PrimeRewardManager",
-    "get_reward_manager_cls",
-    "register",
-]

@@ -1,5 +1,3 @@
 """The contract of reward managers under upstream's import path."""
 
 from verl.rewards.managers.abstract import AbstractRewardManager
-
-__all__ = ["AbstractRewardManager"]

@@ -2,5 +2,3 @@
 
 from verl.rewards.managers.loop import RewardManagerBase
 from verl.workers.reward_manager import get_reward_manager_cls, register
-
-__all__ = ["RewardManagerBase", "get_reward_manager_cls", "register"]

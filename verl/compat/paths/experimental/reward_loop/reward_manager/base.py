@@ -1,5 +1,3 @@
 """The base of asynchronous reward managers under upstream's import path."""
 
 from verl.rewards.managers.loop import RewardManagerBase
-
-__all__ = ["RewardManagerBase"]

@@ -8,7 +8,7 @@ from verl.config import ActorRolloutRefConfig, HFModelConfig
 from verl.rollout import Completion, Request, SamplingParams
 from verl.rollout.service import SamplerService
 from verl.single_controller.local.handle import LocalHandle
-from verl.workers.rollout import RolloutWorker
+from verl.workers.sampling import RolloutWorker
 
 
 class Answering:

@@ -10,6 +10,3 @@ def compute_score(completion: str, test_cases: Any, continuous: bool = False) ->
     """(score, a list with one dict of details)."""
     scored = code.compute_score(completion, test_cases, code_runner(), continuous)
     return scored["score"], [scored]
-
-
-__all__ = ["compute_score"]

@@ -1,0 +1,1 @@
+"""Helpers of tools under upstream's path."""

@@ -1,0 +1,1 @@
+"""Checkpoints by hand under upstream's path."""

@@ -1,0 +1,1 @@
+"""Megatron's helpers under upstream's path; the engine is `verl.engines.megatron`."""

@@ -1,0 +1,3 @@
+"""The profiler's section under upstream's path."""
+
+from verl.config import ProfilerConfig

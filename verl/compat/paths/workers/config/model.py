@@ -1,0 +1,3 @@
+"""The section of a model under upstream's path."""
+
+from verl.config import HFModelConfig

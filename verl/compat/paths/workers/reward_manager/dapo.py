@@ -1,0 +1,3 @@
+"""The manager `dapo` under upstream's path."""
+
+from verl.rewards.managers.dapo import DAPORewardManager

@@ -1,0 +1,1 @@
+"""Helpers of workers under upstream's path."""
