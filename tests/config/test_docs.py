@@ -75,7 +75,7 @@ def test_every_setting_is_on_the_page_once(program):
 def test_a_row_says_what_a_setting_is_and_what_becomes_of_it(tables):
     rows = {cells[0]: cells for cells in tables["actor_rollout_ref.actor"]}
     clip = rows["`clip_ratio_low`"]
-    assert clip[1:] == ["`null`", "clip below alone; null: clip_ratio"]
+    assert clip[1:] == ["`null`", "lower clip range; null: clip_ratio"]
     assert rows["`use_fused_kernels`"][1] == "= `actor_rollout_ref.model.use_fused_kernels`"
     assert "*no effect: actor_rollout_ref.model.use_fused_kernels is what counts*" in rows["`use_fused_kernels`"][2]
     engines = {cells[0]: cells for cells in tables["actor_rollout_ref.rollout"]}

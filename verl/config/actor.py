@@ -22,19 +22,21 @@ class PolicyCorrectionConfig(ConfigNode):
     rollout_is: str | None = setting(
         None, "importance weights inside the loss", choices=("token", "sequence"), follows=f"{_CORRECTION}.rollout_is"
     )
-    rollout_is_threshold: float | str = setting(2.0, "their bound", follows=f"{_CORRECTION}.rollout_is_threshold")
+    rollout_is_threshold: float | str = setting(
+        2.0, "upper bound of these weights", follows=f"{_CORRECTION}.rollout_is_threshold"
+    )
     rollout_rs: str | list | None = setting(None, "rejection inside the loss", follows=f"{_CORRECTION}.rollout_rs")
     rollout_rs_threshold: float | str | list | None = setting(
         None, "its thresholds", follows=f"{_CORRECTION}.rollout_rs_threshold"
     )
     bypass_mode: bool = setting(
         False,
-        "the old log-probs are the sampler's, and the loss is that of bypass_mode",
+        "use the sampler's log-probs as old log-probs, with the bypass_mode loss",
         follows=f"{_CORRECTION}.bypass_mode",
     )
     loss_type: str = setting(
         "ppo_clip",
-        "that loss: ppo_clip or reinforce",
+        "loss of the bypass mode: ppo_clip or reinforce",
         choices=("ppo_clip", "reinforce"),
         follows=f"{_CORRECTION}.loss_type",
     )
@@ -45,25 +47,23 @@ class PolicyCorrectionConfig(ConfigNode):
 
 @dataclass(frozen=True)
 class PolicyLossConfig(ConfigNode):
-    """Which policy loss the actor minimises, and the constants of those that have some."""
+    """The policy loss and its constants."""
 
     loss_mode: str = setting("vanilla", "policy loss: a registered name, or a dotted path my_pkg.my_mod:my_loss")
-    clip_cov_ratio: float = setting(0.0002, "share of tokens that clip_cov takes out of the loss")
-    clip_cov_lb: float = setting(1.0, "clip_cov: smallest covariance of a token that may be taken out")
-    clip_cov_ub: float = setting(5.0, "clip_cov: largest covariance of a token that may be taken out")
-    kl_cov_ratio: float = setting(
-        0.0002, "share of tokens, those of the highest covariance, that kl_cov charges with a KL term"
-    )
-    ppo_kl_coef: float = setting(0.1, "weight of that KL term")
-    dro_beta: float | None = setting(None, "dro: weight of the squared log-ratio; has to be set, above 0")
+    clip_cov_ratio: float = setting(0.0002, "clip_cov: share of tokens left out of the loss")
+    clip_cov_lb: float = setting(1.0, "clip_cov: lower covariance bound of tokens that may be left out")
+    clip_cov_ub: float = setting(5.0, "clip_cov: upper covariance bound of tokens that may be left out")
+    kl_cov_ratio: float = setting(0.0002, "kl_cov: share of tokens, by highest covariance, that get a KL term")
+    ppo_kl_coef: float = setting(0.1, "kl_cov: weight of the KL term")
+    dro_beta: float | None = setting(None, "dro: weight of the squared log-ratio; required, above 0")
     rollout_correction: PolicyCorrectionConfig = section(PolicyCorrectionConfig)
 
 
 @dataclass(frozen=True)
 class ActorConfig(ConfigNode):
-    """The policy that is trained: batches, loss, optimizer and training backend."""
+    """The trained policy: batches, loss, optimizer and backend."""
 
-    rollout_n: int = setting(1, "samples per prompt; a mirror of rollout.n", follows="actor_rollout_ref.rollout.n")
+    rollout_n: int = setting(1, "samples per prompt; copied from rollout.n", follows="actor_rollout_ref.rollout.n")
     strategy: str = setting(
         "auto",
         "training backend: plain, fsdp, fsdp2, fsdp_turbo, megatron, veomni, torchtitan, automodel; auto: plain in one process",
@@ -73,83 +73,77 @@ class ActorConfig(ConfigNode):
         256, "prompts per optimizer step, over all processes (times rollout.n samples); divides data.train_batch_size"
     )
     ppo_micro_batch_size: int | None = setting(
-        None, "older form of ppo_micro_batch_size_per_gpu: samples per pass, summed over all processes"
+        None, "deprecated: samples per pass over all processes; use ppo_micro_batch_size_per_gpu"
     )
     ppo_micro_batch_size_per_gpu: int | None = setting(
         None, "samples per forward and backward pass of one process; null: an automatic token budget"
     )
     use_dynamic_bsz: bool = setting(
-        False, "cut micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by samples"
+        False, "build micro-batches by token count (ppo_max_token_len_per_gpu), not by sample count"
     )
     ppo_max_token_len_per_gpu: int = setting(
         16384, "tokens per micro-batch of one process with use_dynamic_bsz; at least the longest sample"
     )
-    clip_ratio: float = setting(
-        0.2, "PPO's clip on both sides: the ratio counts between 1 - clip_ratio and 1 + clip_ratio"
-    )
-    clip_ratio_low: float | None = setting(None, "clip below alone; null: clip_ratio", upstream=0.2)
+    clip_ratio: float = setting(0.2, "PPO clip range: the ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]")
+    clip_ratio_low: float | None = setting(None, "lower clip range; null: clip_ratio", upstream=0.2)
     clip_ratio_high: float | None = setting(
-        None, "clip above alone (clip-higher, as in DAPO); null: clip_ratio", upstream=0.2
+        None, "upper clip range (clip-higher, as in DAPO); null: clip_ratio", upstream=0.2
     )
     positive_lm_coef: float = setting(
-        0.0, "VAPO: weight of a language-model loss on the right answers (acc, else a score above 0)", upstream=ABSENT
+        0.0,
+        "VAPO: weight of a language-model loss on correct answers (by acc, else by a score above 0)",
+        upstream=ABSENT,
     )
-    tau_pos: float = setting(1.0, "SAPO: temperature of the gate where the advantage is positive")
-    tau_neg: float = setting(1.05, "SAPO: temperature of the gate where the advantage is not positive")
+    tau_pos: float = setting(1.0, "SAPO: gate temperature for positive advantages")
+    tau_neg: float = setting(1.05, "SAPO: gate temperature for advantages of 0 or less")
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     clip_ratio_c: float = setting(
-        3.0, "dual clip: with a negative advantage the loss is at most clip_ratio_c times it; above 1"
+        3.0, "dual clip: for negative advantages, bound the loss at clip_ratio_c times |advantage|; above 1"
     )
     loss_agg_mode: str = setting(
         "token-mean",
-        "how token losses become one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm",
+        "how token losses are aggregated: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm",
     )
     loss_scale_factor: float | None = setting(
-        None, "length in tokens that seq-mean-token-sum-norm divides by; null: data.max_response_length"
+        None, "seq-mean-token-sum-norm: divisor in tokens; null: data.max_response_length"
     )
     entropy_coeff: float = setting(0.0, "weight of the entropy bonus; 0: none")
-    calculate_entropy: bool = setting(False, "report the entropy during updates even without a bonus")
+    calculate_entropy: bool = setting(False, "report the entropy during updates, even without a bonus")
     calculate_sum_pi_squared: bool = setting(
         False,
-        "compute the sum of squared probabilities with the old log-probs, which the optimal-token-baseline estimators need",
+        "compute the sum of squared probabilities with the old log-probs; the optimal-token-baseline estimators need it",
     )
     use_kl_loss: bool = setting(False, "add a KL term to the loss; loads the reference policy")
-    use_prefix_grouper: bool = setting(
-        True, "compute a prompt once for all its samples in every pass; exact", upstream=False
-    )
+    use_prefix_grouper: bool = setting(True, "compute each prompt once for all its samples; exact", upstream=False)
     use_torch_compile: bool | None = setting(
         None, "compile the transformer layers; null: on a GPU, for large models (see fsdp_config)", upstream=True
     )
-    kl_loss_coef: float = setting(0.001, "weight of that KL term")
+    kl_loss_coef: float = setting(0.001, "weight of the KL term")
     kl_loss_type: str = setting(
         "low_var_kl",
-        "estimator of that KL: kl (k1), abs, mse (k2), low_var_kl (k3), full; a + at the end takes the gradient of k2 with the value of the other",
+        "KL estimator: kl (k1), abs, mse (k2), low_var_kl (k3), full; a trailing + keeps the value and takes the gradient of k2",
     )
-    ppo_epochs: int = setting(1, "passes over one batch of samples")
-    shuffle: bool = setting(False, "shuffle samples between mini-batches, anew in every step and epoch")
-    data_loader_seed: int = setting(42, "seed of that shuffling")
+    ppo_epochs: int = setting(1, "epochs over each batch of samples")
+    shuffle: bool = setting(False, "reshuffle samples between mini-batches in every step and epoch")
+    data_loader_seed: int = setting(42, "seed of the shuffling")
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     use_fused_kernels: bool = setting(
         False,
-        "compute log-probs without writing out the logits",
+        "compute log-probs without materialising the logits",
         follows="actor_rollout_ref.model.use_fused_kernels",
-        no_effect="actor_rollout_ref.model.use_fused_kernels is what counts",
+        no_effect="actor_rollout_ref.model.use_fused_kernels decides",
     )
-    grad_clip: float = setting(
-        1.0, "largest gradient norm; a larger gradient is scaled down to it", follows=".optim.clip_grad"
-    )
-    ulysses_sequence_parallel_size: int = setting(1, "older form of fsdp_config.ulysses_sequence_parallel_size")
-    entropy_from_logits_with_chunking: bool = setting(
-        False, "compute the entropy in chunks of rows of logits, for less memory"
-    )
+    grad_clip: float = setting(1.0, "gradient clipping: maximum gradient norm", follows=".optim.clip_grad")
+    ulysses_sequence_parallel_size: int = setting(1, "deprecated; use fsdp_config.ulysses_sequence_parallel_size")
+    entropy_from_logits_with_chunking: bool = setting(False, "compute the entropy in chunks of rows, to save memory")
     entropy_from_logits_chunk_size: int = setting(2048, "rows per chunk")
-    entropy_checkpointing: bool = setting(False, "compute the entropy again in the backward pass, for less memory")
+    entropy_checkpointing: bool = setting(False, "recompute the entropy in the backward pass, to save memory")
     pad_to_length: bool = setting(False, "pad packed micro-batches to a multiple of fsdp_config.pad_to_length_bucket")
     use_remove_padding: bool = setting(
         False,
         "pack rows without padding",
         follows="actor_rollout_ref.model.use_remove_padding",
-        no_effect="actor_rollout_ref.model.use_remove_padding is what counts",
+        no_effect="actor_rollout_ref.model.use_remove_padding decides",
     )
     optim: OptimizerConfig = section(OptimizerConfig)
     fsdp_config: FSDPEngineConfig = section(FSDPEngineConfig)
@@ -164,16 +158,16 @@ class ActorConfig(ConfigNode):
 
 @dataclass(frozen=True)
 class RefConfig(ConfigNode):
-    """The reference policy of the KL terms: the model as it was before training."""
+    """The reference policy of the KL terms: the model before training."""
 
     rollout_n: int = setting(
         1,
-        "samples per prompt; a mirror of rollout.n",
+        "samples per prompt; copied from rollout.n",
         follows="actor_rollout_ref.rollout.n",
-        no_effect="actor_rollout_ref.rollout.n is what counts",
+        no_effect="actor_rollout_ref.rollout.n decides",
     )
     strategy: str = setting(
-        "auto", "backend of its forward passes", follows="actor_rollout_ref.actor.strategy", upstream="fsdp"
+        "auto", "backend of the reference's forward passes", follows="actor_rollout_ref.actor.strategy", upstream="fsdp"
     )
     use_torch_compile: bool | None = setting(
         None,
@@ -182,13 +176,13 @@ class RefConfig(ConfigNode):
         upstream=True,
     )
     log_prob_micro_batch_size: int | None = setting(
-        None, "older form of log_prob_micro_batch_size_per_gpu: samples per pass, summed over all processes"
+        None, "deprecated: samples per pass over all processes; use log_prob_micro_batch_size_per_gpu"
     )
     log_prob_micro_batch_size_per_gpu: int | None = setting(
         None, "samples per forward pass of one process; null: an automatic token budget"
     )
     log_prob_use_dynamic_bsz: bool = setting(
-        False, "cut its micro-batches by tokens", follows="actor_rollout_ref.actor.use_dynamic_bsz"
+        False, "build micro-batches by token count", follows="actor_rollout_ref.actor.use_dynamic_bsz"
     )
     log_prob_max_token_len_per_gpu: int = setting(
         16384,
@@ -197,7 +191,7 @@ class RefConfig(ConfigNode):
     )
     ulysses_sequence_parallel_size: int = setting(
         1,
-        "older form of fsdp_config.ulysses_sequence_parallel_size",
+        "deprecated; use fsdp_config.ulysses_sequence_parallel_size",
         follows="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
     )
     entropy_from_logits_with_chunking: bool = setting(
@@ -208,7 +202,7 @@ class RefConfig(ConfigNode):
     )
     entropy_checkpointing: bool = setting(
         False,
-        "compute the entropy again in the backward pass",
+        "recompute the entropy in the backward pass",
         no_effect="the reference policy's entropy is never computed",
     )
     pad_to_length: bool = setting(

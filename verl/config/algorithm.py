@@ -19,27 +19,27 @@ class FilterGroupsConfig(ConfigNode):
     )
     metric: str | None = setting(
         None,
-        "what has to differ inside a group: null for the reward, or a key that the scorer returns (acc, ...)",
+        "metric that must vary within a group: null (the reward), or a key that the scorer returns (acc, ...)",
         upstream="reward",
     )
-    max_num_gen_batches: int = setting(0, "stop the run after that many sampled batches for one step; 0: never")
+    max_num_gen_batches: int = setting(0, "stop the run if one step needs more sampled batches than this; 0: never")
     max_inflight_gen_batches: int = setting(
-        1, "batches of prompts sampled in one go with dynamic sampling; more keep a fast sampler busy, and wait longer"
+        1, "dynamic sampling: prompt batches in flight at once; more keep a fast sampler busy but add waiting"
     )
 
 
 @dataclass(frozen=True)
 class KLControlConfig(ConfigNode):
-    """The weight of the KL in the reward; has an effect with algorithm.use_kl_in_reward=true."""
+    """The KL coefficient; used with algorithm.use_kl_in_reward=true."""
 
     type: str = setting(
         "fixed",
-        "weight of the KL in the reward: fixed, or adaptive (steered towards target_kl)",
+        "KL coefficient: fixed, or adaptive (steered towards target_kl)",
         choices=("fixed", "adaptive"),
     )
-    kl_coef: float = setting(0.001, "that weight, at the start")
-    horizon: int = setting(10000, "adaptive: samples over which the weight follows; larger is slower")
-    target_kl: float = setting(0.1, "adaptive: the KL per sequence to hold")
+    kl_coef: float = setting(0.001, "initial KL coefficient")
+    horizon: int = setting(10000, "adaptive: horizon in samples; larger adapts more slowly")
+    target_kl: float = setting(0.1, "adaptive: target KL per sequence")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class PFPPOConfig(ConfigNode):
 
     reweight_method: str = setting(
         "pow",
-        "how that resampling weighs rewards: pow, max_min or max_random",
+        "how resampling weights rewards: pow, max_min or max_random",
         choices=("pow", "max_min", "max_random"),
     )
     weight_pow: float = setting(2.0, "exponent of pow")
@@ -56,11 +56,11 @@ class PFPPOConfig(ConfigNode):
 
 @dataclass(frozen=True)
 class AlgoConfig(ConfigNode):
-    """Advantages, the KL in the reward, and what is done with the sampler's mismatch."""
+    """Advantages, KL in the reward, and correction of the sampler's mismatch."""
 
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
-    gamma: float = setting(1.0, "discount of later rewards")
-    lam: float = setting(1.0, "lambda of generalised advantage estimation")
+    gamma: float = setting(1.0, "discount factor")
+    lam: float = setting(1.0, "GAE lambda")
     adv_estimator: str = setting(
         "gae", "advantage estimator: a registered name, or a dotted path my_pkg.my_mod:my_estimator"
     )
@@ -71,43 +71,43 @@ class AlgoConfig(ConfigNode):
     use_kl_in_reward: bool = setting(
         False, "subtract a KL term from the reward of every token; loads the reference policy"
     )
-    kl_penalty: str = setting("kl", "estimator of that KL: kl (k1), abs, mse (k2), low_var_kl (k3), full")
+    kl_penalty: str = setting("kl", "KL estimator: kl (k1), abs, mse (k2), low_var_kl (k3), full")
     kl_ctrl: KLControlConfig = section(KLControlConfig)
     use_pf_ppo: bool = setting(False, "resample the batch by reward before the update (PF-PPO)")
     pf_ppo: PFPPOConfig = section(PFPPOConfig)
     gdpo_reward_keys: list | None = setting(
-        None, "gdpo: the rewards to normalise apart, by the keys that the scorer returns"
+        None, "gdpo: rewards to normalise separately, named by the keys that the scorer returns"
     )
-    gdpo_reward_weights: list | None = setting(None, "gdpo: their weights; null: 1 each")
+    gdpo_reward_weights: list | None = setting(None, "gdpo: weights of these rewards; null: 1 each")
     vapo_length_alpha: float | None = setting(
         0.05,
-        "vapo: lambda of the policy is 1 - 1 / (this times the response's tokens), at least 0; null: algorithm.lam",
+        "vapo: alpha of the policy's lambda, max(0, 1 - 1 / (alpha * response length)); null: algorithm.lam",
         upstream=ABSENT,
     )
-    vapo_lam_critic: float = setting(1.0, "vapo: lambda of the critic's targets", upstream=ABSENT)
+    vapo_lam_critic: float = setting(1.0, "vapo: GAE lambda of the critic's targets", upstream=ABSENT)
     singleton: str = setting(
         "zero",
-        "group estimators: advantage of a sample that is alone in its group: zero, or raw for its reward",
+        "group estimators: advantage of a group of one: zero, or raw (its reward)",
         upstream="raw",
         choices=("zero", "raw"),
     )
     rollout_is_threshold: float | None = setting(
         None,
-        "upper bound of importance weights between sampler and trainer; null: no weights and no metrics of them",
+        "upper bound of the importance weights between sampler and trainer; null: compute none",
     )
-    rollout_is: bool = setting(False, "let the weights enter the loss; false: metrics only")
+    rollout_is: bool = setting(False, "apply the weights to the loss; false: metrics only")
     rollout_is_threshold_lower: float | None = setting(None, "lower bound; null: 1 / rollout_is_threshold")
     rollout_is_level: str = setting(
         "token",
-        "ratio of a token, of a sequence (product), or geometric (mean over a sequence)",
+        "level of the ratio: token, sequence (product), or geometric (mean over a sequence)",
         choices=LEVELS,
     )
     rollout_is_mode: str = setting(
         "truncate",
-        "truncate caps weights, mask sets those outside the bounds to zero",
+        "truncate: cap weights; mask: set weights outside the bounds to zero",
         choices=MODES,
     )
     rollout_is_veto_threshold: float | None = setting(
         0.0001,
-        "a sequence with a token whose ratio is below this gets weight 0; null: none does",
+        "give weight 0 to a sequence with any token ratio below this; null: off",
     )

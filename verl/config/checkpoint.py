@@ -15,12 +15,12 @@ class CheckpointContentsConfig(ConfigNode):
 
     save_contents: list = setting(
         ["model", "optimizer", "extra"],
-        "what is written: model, optimizer, extra (random states and schedules), hf_model (a Hugging Face folder)",
+        "contents to save: model, optimizer, extra (random states and schedules), hf_model (a Hugging Face folder)",
         choices=CONTENTS,
     )
     load_contents: list | None = setting(
         None,
-        "what is read on resume, of the same names; null: what save_contents names",
+        "contents to load on resume; null: save_contents",
         follows=".save_contents",
         choices=CONTENTS,
     )
@@ -30,7 +30,7 @@ class CheckpointContentsConfig(ConfigNode):
 class CriticCheckpointConfig(CheckpointContentsConfig):
     """What a checkpoint of the critic holds."""
 
-    async_save: bool = setting(False, "copy the state and write the copy while training goes on")
+    async_save: bool = setting(False, "save in the background: copy the state, then write it while training continues")
 
 
 @dataclass(frozen=True)

@@ -32,12 +32,12 @@ class RolloutCorrectionConfig(ConfigNode):
     )
     rollout_rs: str | list | None = setting(
         None,
-        "rejection by token_k1..k3, seq_sum_k1..k3, seq_mean_k1..k3, seq_max_k2..k3; a list, or a text with commas",
+        "rejection criteria: token_k1..k3, seq_sum_k1..k3, seq_mean_k1..k3, seq_max_k2..k3; a list, or a text with commas",
     )
     rollout_rs_threshold: float | str | list | None = setting(
         None, "one threshold, or one per option of rollout_rs; a k1 option takes a text 'low_high'"
     )
-    bypass_mode: bool = setting(False, "take the sampler's log-probs as the old ones")
+    bypass_mode: bool = setting(False, "use the sampler's log-probs as old log-probs")
     loss_type: str = setting(
         "ppo_clip",
         "loss of the bypass mode: ppo_clip or reinforce",

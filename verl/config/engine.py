@@ -9,25 +9,25 @@ from verl.config.node import ABSENT, ConfigNode, section, setting
 
 @dataclass(frozen=True)
 class WrapPolicyConfig(ConfigNode):
-    """Which layers FSDP shards for themselves."""
+    """Which modules FSDP shards as units."""
 
     min_num_params: int = setting(
         0,
-        "smallest number of parameters of a module that is sharded for itself; 0: every transformer block",
+        "minimum parameters of a module that is sharded on its own; 0: every transformer block",
     )
 
 
 @dataclass(frozen=True)
 class FSDPEngineConfig(ConfigNode):
-    """Training engines that hold a whole model per data-parallel group: plain (one device) and FSDP2."""
+    """Training engines plain (one device) and FSDP2."""
 
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
     param_offload: bool = setting(
         False,
-        "keep the weights in host memory while another role works; no effect on a CPU, where the sampler reads them",
+        "offload the weights to host memory while another role works; no effect on a CPU, where the sampler reads them",
     )
     optimizer_offload: bool = setting(
-        False, "keep the optimizer's state in host memory, on a CPU in a file, while another role works"
+        False, "offload the optimizer's state to host memory (on a CPU: to a file) while another role works"
     )
     offload_policy: bool = setting(
         False,
@@ -37,32 +37,34 @@ class FSDPEngineConfig(ConfigNode):
         True,
         "free gathered weights after the forward pass (ZeRO-3); false keeps them for the backward pass (ZeRO-2)",
     )
-    fsdp_size: int = setting(-1, "processes that share one copy of the weights; -1: all (fewer: HSDP)")
+    fsdp_size: int = setting(
+        -1, "size of a sharding group, which holds one copy of the weights; -1: all processes; fewer: HSDP"
+    )
     forward_prefetch: bool = setting(False, "gather the next layer while this one runs")
-    model_dtype: str = setting("fp32", "dtype in which weights are kept and updated")
+    model_dtype: str = setting("fp32", "dtype of the master weights")
     use_orig_params: bool = setting(
-        False, "show the optimizer the original parameters", no_effect="FSDP2 keeps parameters as they are"
+        False, "expose the original parameters to the optimizer", no_effect="FSDP2 keeps parameters as they are"
     )
     seed: int = setting(42, "seed of new weights (a value head)", no_effect="a run has one seed: trainer.seed")
     full_determinism: bool = setting(False, "deterministic kernels only, for debugging; slower")
     ulysses_sequence_parallel_size: int = setting(
         1,
-        "peer processes that share their sequences (DeepSpeed-Ulysses); divides the attention heads",
+        "sequence-parallel size (DeepSpeed-Ulysses); must divide the attention heads",
         follows="..ulysses_sequence_parallel_size",
     )
     expert_parallel_size: int = setting(
         1,
-        "peer processes that share the experts of a mixture; divides their number",
+        "expert-parallel size; must divide the number of experts",
         upstream=ABSENT,
     )
     tensor_parallel_size: int = setting(
         1,
-        "FSDP2: peer processes that share the linear layers and the vocabulary; divides the KV heads",
+        "FSDP2: tensor-parallel size; must divide the KV heads",
         upstream=ABSENT,
     )
     entropy_from_logits_with_chunking: bool = setting(
         False,
-        "compute the entropy in chunks of rows, for less memory",
+        "compute the entropy in chunks of rows, to save memory",
         follows="actor_rollout_ref.actor.entropy_from_logits_with_chunking",
     )
     entropy_from_logits_chunk_size: int = setting(
@@ -72,14 +74,14 @@ class FSDPEngineConfig(ConfigNode):
     )
     use_torch_compile: bool | None = setting(
         None,
-        "compile the transformer layers (the first step takes a minute longer); null: on a GPU, in one process, for "
-        "models of half a billion parameters or more",
+        "compile the transformer layers (the first step takes a minute longer); null: only on a GPU, "
+        "in one process, from half a billion parameters",
         follows="..use_torch_compile",
         upstream=True,
     )
     entropy_checkpointing: bool = setting(
         False,
-        "compute the entropy again in the backward pass, for less memory",
+        "recompute the entropy in the backward pass, to save memory",
         follows="actor_rollout_ref.actor.entropy_checkpointing",
     )
     use_no_sync_for_gradient_accumulation: bool = setting(
@@ -87,10 +89,10 @@ class FSDPEngineConfig(ConfigNode):
     )
     pad_to_length: bool = setting(
         False,
-        "pad packed micro-batches to a multiple of pad_to_length_bucket, so that few lengths occur",
+        "pad packed micro-batches to a multiple of pad_to_length_bucket, for fewer distinct lengths",
         follows="..pad_to_length",
     )
-    pad_to_length_bucket: int = setting(1024, "that multiple, in tokens")
+    pad_to_length_bucket: int = setting(1024, "pad_to_length: the multiple, in tokens")
     dtype: str = setting(
         "auto", "dtype of matrix products; auto: float32 on CPU, bfloat16 on an accelerator", upstream="bfloat16"
     )

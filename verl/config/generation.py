@@ -11,7 +11,7 @@ from verl.config.rollout import RolloutConfig
 
 @dataclass(frozen=True)
 class GenerationDataConfig(ConfigNode):
-    """Which prompts, how often, and where the answers go."""
+    """Prompts, answers per prompt, and the output file."""
 
     path: str | list = setting(
         "~/data/rlhf/math/test.parquet", "parquet, json or jsonl file of prompts, or a list of them", path=True
@@ -25,10 +25,10 @@ class GenerationDataConfig(ConfigNode):
         "parquet file to write: all columns, and the column responses",
         path=True,
     )
-    batch_size: int = setting(128, "prompts that are worked on at once")
+    batch_size: int = setting(128, "prompts sampled at once")
     truncation: str = setting(
         "left",
-        "what happens to a prompt longer than rollout.prompt_length: left, right and middle cut there, error stops",
+        "what to do with a prompt longer than rollout.prompt_length: left, right, middle truncate there; error stops the run",
         upstream=ABSENT,
         choices=("error", "left", "right", "middle"),
     )
@@ -39,7 +39,10 @@ class GenerationTrainerConfig(ConfigNode):
     """The machine."""
 
     device: str | None = setting(
-        None, "cuda, npu or cpu; null or auto: what there is", upstream="cuda", choices=("auto", "cuda", "npu", "cpu")
+        None,
+        "cuda, npu or cpu; null or auto: the accelerator if there is one",
+        upstream="cuda",
+        choices=("auto", "cuda", "npu", "cpu"),
     )
     seed: int = setting(1, "seed of this process", upstream=ABSENT)
 
@@ -57,15 +60,15 @@ class GenerationRolloutConfig(RolloutConfig):
         upstream=8,
         planned="batch generation on several GPUs by one command",
     )
-    top_k: int = setting(50, "keep that many most probable tokens; -1: all")
-    top_p: float = setting(0.7, "keep the most probable tokens up to this probability; 1: all")
-    prompt_length: int = setting(1536, "longest prompt in tokens")
-    response_length: int = setting(512, "longest answer in tokens")
+    top_k: int = setting(50, "sample from the k most probable tokens; -1: all")
+    top_p: float = setting(0.7, "nucleus sampling: cumulative probability to sample from; 1: all tokens")
+    prompt_length: int = setting(1536, "maximum prompt length in tokens")
+    response_length: int = setting(512, "maximum answer length in tokens")
 
 
 @dataclass(frozen=True)
 class GenerationConfig(ConfigNode):
-    """Everything ``python -m verl.trainer.main_generation`` can be told."""
+    """Settings of ``python -m verl.trainer.main_generation``."""
 
     trainer: GenerationTrainerConfig = section(GenerationTrainerConfig)
     data: GenerationDataConfig = section(GenerationDataConfig)

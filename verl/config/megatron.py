@@ -14,21 +14,21 @@ _TABLES = "weights are read and written by the tables of verl/models/megatron.py
 
 @dataclass(frozen=True)
 class MegatronEngineOverrideTransformerConfigConfig(ConfigNode):
-    """Entries of Megatron-Core's TransformerConfig to replace; others go into override_mcore_model_config."""
+    """Fields of Megatron-Core's TransformerConfig; put others into override_mcore_model_config."""
 
     recompute_granularity: str | None = setting(
         None,
-        "compute activations again in the backward pass: full, selective, or null for none",
+        "activation recomputation: full, selective, or null (none)",
         choices=("full", "selective"),
     )
-    recompute_modules: list = setting(["core_attn"], "modules computed again with selective")
+    recompute_modules: list = setting(["core_attn"], "modules to recompute with selective")
     recompute_method: str | None = setting(
-        None, "how layers are chosen with full: uniform or block; null: uniform", choices=("uniform", "block")
+        None, "how full picks layers: uniform or block; null: uniform", choices=("uniform", "block")
     )
-    recompute_num_layers: int | None = setting(None, "layers computed again with full, as one; null: 1")
+    recompute_num_layers: int | None = setting(None, "layers per recomputed group with full; null: 1")
     attention_backend: str = setting(
         "flash",
-        "kernels of Transformer Engine's attention; without it the local attention runs",
+        "attention kernels of Transformer Engine; without it the local attention runs",
         choices=("flash", "fused", "unfused", "local", "auto"),
     )
 
@@ -37,12 +37,12 @@ class MegatronEngineOverrideTransformerConfigConfig(ConfigNode):
 class MegatronEngineConfig(ConfigNode):
     """The Megatron-Core engine."""
 
-    param_offload: bool = setting(False, "keep the weights in host memory while another role works")
-    optimizer_offload: bool = setting(False, "keep the optimizer's state in host memory while another role works")
-    tensor_model_parallel_size: int = setting(1, "tensor-parallel size; divides the attention and KV heads")
-    expert_model_parallel_size: int = setting(1, "expert-parallel size; divides the number of experts")
-    expert_tensor_parallel_size: int | None = setting(None, "tensor-parallel size of experts; null: that of the model")
-    pipeline_model_parallel_size: int = setting(1, "pipeline-parallel size; divides the number of layers")
+    param_offload: bool = setting(False, "offload the weights to host memory while another role works")
+    optimizer_offload: bool = setting(False, "offload the optimizer's state to host memory while another role works")
+    tensor_model_parallel_size: int = setting(1, "tensor-parallel size; must divide the attention and KV heads")
+    expert_model_parallel_size: int = setting(1, "expert-parallel size; must divide the number of experts")
+    expert_tensor_parallel_size: int | None = setting(None, "tensor-parallel size of the experts; null: the model's")
+    pipeline_model_parallel_size: int = setting(1, "pipeline-parallel size; must divide the number of layers")
     virtual_pipeline_model_parallel_size: int | None = setting(
         None, "layer groups per pipeline stage (interleaved schedule); null: one"
     )
@@ -52,9 +52,7 @@ class MegatronEngineConfig(ConfigNode):
     override_transformer_config: MegatronEngineOverrideTransformerConfigConfig = section(
         MegatronEngineOverrideTransformerConfigConfig
     )
-    override_mcore_model_config: dict = setting(
-        {}, "fields of Megatron-Core's TransformerConfig to replace, by their names there"
-    )
+    override_mcore_model_config: dict = setting({}, "fields of Megatron-Core's TransformerConfig to override")
     dtype: str = setting(
         "auto",
         "dtype of weights and matrix products; auto: float32 on CPU, bfloat16 (over float32 copies) on an accelerator",

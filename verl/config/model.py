@@ -19,18 +19,18 @@ class TiledMLPConfig(ConfigNode):
     """The MLP computed in tiles of tokens, for less memory."""
 
     enabled: bool = setting(
-        False, "compute dense MLPs in tiles over the tokens, and again in the backward pass, for less memory"
+        False, "compute dense MLPs in tiles of tokens and recompute them in the backward pass, to save memory"
     )
     num_shards: int = setting(4, "number of tiles")
 
 
 @dataclass(frozen=True)
 class MegatronLoraConfig(ConfigNode):
-    """Adapters of models that Megatron-Core trains; `merge` holds for every backend."""
+    """Adapters of models that Megatron-Core trains; `merge` applies to every backend."""
 
     merge: bool = setting(
         False,
-        "send the sampler whole weights with the adapter merged in, not the adapter alone; of the policy",
+        "policy: send the sampler full weights with the adapter merged in, not the adapter alone",
     )
 
 
@@ -41,37 +41,37 @@ class HFModelConfig(ConfigNode):
     path: str = setting("~/models/deepseek-llm-7b-chat", "model folder, or a name on the hub", path=True)
     hf_config_path: str | None = setting(None, "folder to read the model's config.json from; null: path", path=True)
     tokenizer_path: str | None = setting(None, "folder or hub name of the tokenizer; null: path", path=True)
-    use_shm: bool = setting(False, "copy the weights to shared memory before they are read")
+    use_shm: bool = setting(False, "copy the weights to shared memory before loading")
     trust_remote_code: bool = setting(False, "run Python code that comes with the model or its tokenizer")
     custom_chat_template: str | None = setting(None, "chat template (Jinja text) instead of the tokenizer's own")
     external_lib: str | None = setting(
-        None, "module to import before the model is loaded, or several with commas: it may register model classes"
+        None, "comma-separated modules to import before loading the model; they may register model classes"
     )
     override_config: dict = setting(
-        {}, "entries of the model's config.json to replace, e.g. {attn_implementation: sdpa}"
+        {}, "entries of the model's config.json to override, e.g. {attn_implementation: sdpa}"
     )
     enable_gradient_checkpointing: bool | None = setting(
         None,
-        "compute activations again in the backward pass, for less memory; null: on an accelerator yes, on CPU no",
+        "recompute activations in the backward pass, to save memory; null: on an accelerator only",
         upstream=True,
     )
     enable_activation_offload: bool = setting(False, "keep activations in host memory until the backward pass")
     use_remove_padding: bool = setting(
         True,
-        "pack rows one behind the other, so that no padding is computed; a model that cannot be packed is told",
+        "pack rows without padding; a notice says if a model cannot be packed",
     )
-    lora_rank: int = setting(0, "rank of a LoRA adapter; 0: all weights are trained")
-    lora_alpha: int = setting(16, "scale of the adapter, divided by the rank")
+    lora_rank: int = setting(0, "LoRA rank; 0: train all weights")
+    lora_alpha: int = setting(16, "LoRA alpha; the adapter is scaled by alpha / rank")
     target_modules: str | list = setting("all-linear", "modules that get an adapter: all-linear, or a list of names")
-    exclude_modules: list | str | None = setting(None, "modules that get none")
+    exclude_modules: list | str | None = setting(None, "modules without an adapter")
     lora_adapter_path: str | None = setting(
-        None, "folder of an adapter to go on from; its rank, scale and modules count", path=True
+        None, "folder of an adapter to start from; its rank, scale and modules apply", path=True
     )
     use_liger: bool = setting(
-        False, "take Liger's kernels for norms, rotary embeddings and MLPs, on a GPU with liger-kernel"
+        False, "use Liger kernels for norms, rotary embeddings and MLPs; needs a GPU and liger-kernel"
     )
     use_fused_kernels: bool = setting(
-        False, "compute log-probs and entropy without writing out the logits, for less memory"
+        False, "compute log-probs and entropy without materialising the logits, to save memory"
     )
     fused_kernel_options: FusedKernelConfig = section(FusedKernelConfig)
     tiled_mlp: TiledMLPConfig = section(TiledMLPConfig)
@@ -79,8 +79,8 @@ class HFModelConfig(ConfigNode):
     model_type: str = setting(
         "language_model",
         "language_model, or value_model for critics",
-        no_effect="the role decides which model class is loaded",
+        no_effect="the role decides the model class",
     )
     load_tokenizer: bool = setting(
-        True, "load the tokenizer with the model", no_effect="the role decides which model class is loaded"
+        True, "load the tokenizer with the model", no_effect="the role decides the model class"
     )

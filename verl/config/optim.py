@@ -13,18 +13,16 @@ _LOW_PRECISION = "optimizer states in lower precision"
 class OptimizerConfig(ConfigNode):
     """Optimizer and learning-rate schedule of one trained model."""
 
-    optimizer: str = setting("AdamW", "class of the optimizer")
-    optimizer_impl: str = setting("torch.optim", "module that has this class")
-    lr: float = setting(1e-06, "learning rate; after the warm-up, where there is one")
-    lr_warmup_steps_ratio: float = setting(
-        0.0, "share of the run over which the learning rate rises from 0, unless lr_warmup_steps is above 0"
-    )
-    total_training_steps: int = setting(-1, "length of the schedule in steps; -1 is the length of the run")
+    optimizer: str = setting("AdamW", "optimizer class")
+    optimizer_impl: str = setting("torch.optim", "module of the optimizer class")
+    lr: float = setting(1e-06, "learning rate, after any warm-up")
+    lr_warmup_steps_ratio: float = setting(0.0, "warm-up as a share of the run; lr_warmup_steps above 0 overrides it")
+    total_training_steps: int = setting(-1, "length of the schedule in steps; -1: the length of the run")
     weight_decay: float = setting(0.01, "decoupled weight decay")
-    lr_warmup_steps: int = setting(-1, "steps of the warm-up; 0 or -1: lr_warmup_steps_ratio decides")
-    betas: list[float] = setting([0.9, 0.999], "Adam's decay of the first and the second moment")
-    clip_grad: float = setting(1.0, "largest gradient norm, unless the role sets a grad_clip of its own")
-    min_lr_ratio: float = setting(0.0, "cosine, wsd: the lowest learning rate, as a share of lr")
+    lr_warmup_steps: int = setting(-1, "warm-up steps; 0 or -1: lr_warmup_steps_ratio decides")
+    betas: list[float] = setting([0.9, 0.999], "Adam betas")
+    clip_grad: float = setting(1.0, "gradient clipping: maximum gradient norm; a grad_clip of the role overrides it")
+    min_lr_ratio: float = setting(0.0, "cosine, wsd: minimum learning rate, as a share of lr")
     num_cycles: float = setting(0.5, "cosine, wsd: cosine waves until the end; 0.5 falls once")
     lr_scheduler_type: str = setting(
         "constant",
@@ -32,24 +30,22 @@ class OptimizerConfig(ConfigNode):
         choices=("constant", "cosine", "wsd"),
     )
     zero_indexed_step: bool = setting(
-        True, "cosine: the first step has number 0 (false: 1, so that it has a learning rate above 0 in a warm-up)"
+        True, "cosine: number steps from 0; false: from 1, so that the first warm-up step has a learning rate above 0"
     )
-    override_optimizer_config: dict | None = setting(None, "further arguments of the optimizer's class")
+    override_optimizer_config: dict | None = setting(None, "extra arguments of the optimizer class")
     lr_warmup_init: float = setting(0.0, "learning rate at the start of the warm-up")
     lr_decay_steps: float | None = setting(
-        None, "lr_decay_style: steps until min_lr, those of the warm-up included; null: the length of the schedule"
+        None, "lr_decay_style: steps until min_lr, warm-up included; null: the length of the schedule"
     )
     lr_decay_style: str = setting(
         "constant",
         "Megatron's name for the schedule, instead of lr_scheduler_type",
         choices=("constant", "linear", "cosine", "inverse_square_root", "WSD"),
     )
-    min_lr: float = setting(0.0, "lr_decay_style: the lowest learning rate")
+    min_lr: float = setting(0.0, "lr_decay_style: minimum learning rate")
     lr_wsd_decay_style: str = setting(
         "exponential",
-        "lr_decay_style=WSD: shape of the last part",
+        "lr_decay_style=WSD: shape of the decay",
         choices=("linear", "cosine", "exponential", "minus_sqrt"),
     )
-    lr_wsd_decay_steps: float | None = setting(
-        None, "lr_decay_style=WSD: steps of the last part; has to be set with it"
-    )
+    lr_wsd_decay_steps: float | None = setting(None, "lr_decay_style=WSD: steps of the decay; required")

@@ -20,12 +20,12 @@ class RayRayInitConfig(ConfigNode):
 
     address: str | None = setting(
         None,
-        "cluster to join, host:port; null: RAY_ADDRESS, else what `ray start` left on this machine, else one of its own",
+        "cluster to join, host:port; null: RAY_ADDRESS, else a cluster that `ray start` left on this machine, else a new one",
         upstream=ABSENT,
     )
-    num_cpus: int | None = setting(None, "CPU cores of a cluster that the run starts itself; null: all")
+    num_cpus: int | None = setting(None, "CPU cores of a new cluster; null: all")
     object_store_memory: int | None = setting(
-        None, "bytes of shared memory for batches in such a cluster; null: Ray chooses", upstream=ABSENT
+        None, "object store of a new cluster, in bytes; null: Ray chooses", upstream=ABSENT
     )
     runtime_env: RayRayInitRuntimeEnvConfig = section(RayRayInitRuntimeEnvConfig)
 

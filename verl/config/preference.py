@@ -35,7 +35,7 @@ class PreferenceDataConfig(SFTDataConfig):
     rejected_key: str = setting("rejected", "column with the worse answer", upstream=ABSENT)
     margin_key: str = setting(
         "margin",
-        "column with how much better the chosen answer is, where there is one (reward models)",
+        "optional column with the margin of the chosen answer (reward models)",
         upstream=ABSENT,
     )
     messages_key: str = setting("messages", "column with the chat messages", no_effect=_PAIRS)
@@ -50,20 +50,20 @@ class DPOConfig(ConfigNode):
 
     beta: float = setting(0.1, "strength of the reference policy", upstream=ABSENT)
     loss_type: str = setting("sigmoid", "sigmoid, ipo or hinge", upstream=ABSENT, choices=("sigmoid", "ipo", "hinge"))
-    label_smoothing: float = setting(
-        0.0, "sigmoid: share of pairs that are taken to be labelled the wrong way round", upstream=ABSENT
+    label_smoothing: float = setting(0.0, "sigmoid: assumed share of mislabelled pairs", upstream=ABSENT)
+    length_normalised: bool = setting(False, "average log-probs over tokens instead of summing them", upstream=ABSENT)
+    reference_free: bool = setting(
+        False, "drop the reference policy; treat all answers as equally likely", upstream=ABSENT
     )
-    length_normalised: bool = setting(False, "log-probabilities per token instead of per answer", upstream=ABSENT)
-    reference_free: bool = setting(False, "no reference policy: all answers are equally likely to it", upstream=ABSENT)
     ref_model_path: str | None = setting(
         None,
-        "model folder of the reference policy; null: model.path (beside LoRA the model without its adapter)",
+        "model folder of the reference policy; null: model.path (with LoRA: the model without its adapter)",
         upstream=ABSENT,
         path=True,
     )
     precompute_ref_log_probs: bool = setting(
         False,
-        "compute the reference's log-probs once before training, so that it takes no memory then",
+        "compute reference log-probs once before training, to free the reference's memory",
         upstream=ABSENT,
     )
 
@@ -83,7 +83,7 @@ class RewardTrainingConfig(ConfigNode):
     """The loss of a reward model."""
 
     centering: float = setting(
-        0.0, "weight of the squared sum of both scores, which keeps scores around zero", upstream=ABSENT
+        0.0, "weight of the squared sum of both scores, which centres scores around zero", upstream=ABSENT
     )
 
 

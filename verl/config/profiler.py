@@ -30,7 +30,7 @@ class ProfilerToolTorchConfig(ConfigNode):
     contents: list = setting(
         [], "what is recorded: cpu, cuda, memory, shapes, stack; empty: cpu and cuda", choices=_CONTENTS
     )
-    discrete: bool = setting(False, "a file for every call of a role's method, instead of one for the step")
+    discrete: bool = setting(False, "write one file per method call instead of one per step")
     schedule: ProfilerToolTorchScheduleConfig = section(ProfilerToolTorchScheduleConfig)
 
 
@@ -40,7 +40,7 @@ class ProfilerToolTorchMemoryConfig(ConfigNode):
 
     trace_alloc_max_entries: int = setting(
         100000,
-        "allocations that are remembered",
+        "maximum number of recorded allocations",
         follows="global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries",
     )
 
@@ -69,12 +69,12 @@ class ProfilerConfig(ConfigNode):
 class GlobalProfilerGlobalToolTorchMemoryConfig(ConfigNode):
     """Torch's record of memory."""
 
-    trace_alloc_max_entries: int = setting(100000, "allocations that are remembered")
+    trace_alloc_max_entries: int = setting(100000, "maximum number of recorded allocations")
 
 
 @dataclass(frozen=True)
 class GlobalProfilerGlobalToolConfigConfig(ConfigNode):
-    """Settings of the tools, which those of a role follow."""
+    """Settings of the tools; the default of every role."""
 
     torch_memory: GlobalProfilerGlobalToolTorchMemoryConfig = section(GlobalProfilerGlobalToolTorchMemoryConfig)
 
@@ -84,7 +84,7 @@ class GlobalProfilerConfig(ConfigNode):
     """Profiling of the whole run."""
 
     tool: str | None = setting(None, "torch: traces; torch_memory: CUDA's allocations; null: none", choices=TOOLS)
-    steps: list | None = setting(None, "numbers of the steps to profile")
-    profile_continuous_steps: bool = setting(False, "one recording for steps in a row")
+    steps: list | None = setting(None, "step numbers to profile")
+    profile_continuous_steps: bool = setting(False, "record consecutive steps into one file")
     save_path: str = setting("outputs/profile", "folder of the results", path=True)
     global_tool_config: GlobalProfilerGlobalToolConfigConfig = section(GlobalProfilerGlobalToolConfigConfig)

@@ -16,10 +16,10 @@ class CustomRewardFunctionConfig(ConfigNode):
     path: str | None = setting(None, "Python file with a reward function of your own", path=True)
     name: str | None = setting(
         None,
-        "name of that function; null: the one that is there, compute_score or compute_reward",
+        "name of the function; null: compute_score or compute_reward, whichever the file has",
         upstream="compute_score",
     )
-    reward_kwargs: dict = setting({}, "further keyword arguments of every call of it")
+    reward_kwargs: dict = setting({}, "extra keyword arguments of every call")
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class RewardManagerModuleConfig(ConfigNode):
     """The file of a reward manager of your own."""
 
     path: str | None = setting(None, "Python file with a reward manager of your own, for source=importlib", path=True)
-    name: str = setting("custom_reward_manager", "name of its class, where the file has several")
+    name: str = setting("custom_reward_manager", "class name, if the file has several")
 
 
 @dataclass(frozen=True)
 class RewardManagerConfig(ConfigNode):
-    """What turns single scores into rewards of a batch."""
+    """Turns single scores into the rewards of a batch."""
 
     source: str = setting(
         "register",
@@ -70,7 +70,7 @@ class RewardModelConfig(ConfigNode):
     """A reward model that scores samples."""
 
     enable: bool = setting(False, "score samples with a reward model")
-    enable_resource_pool: bool = setting(False, "give it processes of its own, reward_model.nnodes x n_gpus_per_node")
+    enable_resource_pool: bool = setting(False, "run it on its own processes, reward_model.nnodes x n_gpus_per_node")
     n_gpus_per_node: int = setting(8, "processes per node of that pool, one per GPU")
     nnodes: int = setting(0, "nodes of that pool")
     model_path: str | None = setting(
@@ -80,8 +80,8 @@ class RewardModelConfig(ConfigNode):
     )
     input_tokenizer: str | None = setting(
         None,
-        "tokenizer in which samples are written; null: the policy's. Where it is not the reward model's own, each "
-        "conversation is written anew with the reward model's chat template",
+        "tokenizer of the samples; null: the policy's. If the reward model has another one, each "
+        "conversation is re-rendered with its chat template",
         upstream=ABSENT,
         path=True,
     )
@@ -89,19 +89,19 @@ class RewardModelConfig(ConfigNode):
         False, "run Python code that comes with the reward model or its tokenizer", upstream=ABSENT
     )
     external_lib: str | None = setting(
-        None, "module to import before the reward model is loaded, or several with commas", upstream=ABSENT
+        None, "comma-separated modules to import before loading the reward model", upstream=ABSENT
     )
-    override_config: dict = setting({}, "entries of the reward model's config.json to replace", upstream=ABSENT)
-    use_shm: bool = setting(False, "copy the reward model to shared memory before it is read", upstream=ABSENT)
-    use_remove_padding: bool = setting(True, "pack rows one behind the other", upstream=ABSENT)
-    strategy: str = setting("auto", "backend that holds it: auto, plain, fsdp, fsdp2 or megatron", upstream=ABSENT)
-    micro_batch_size: int | None = setting(None, "older form of micro_batch_size_per_gpu", upstream=ABSENT)
+    override_config: dict = setting({}, "entries of the reward model's config.json to override", upstream=ABSENT)
+    use_shm: bool = setting(False, "copy the reward model to shared memory before loading", upstream=ABSENT)
+    use_remove_padding: bool = setting(True, "pack rows without padding", upstream=ABSENT)
+    strategy: str = setting("auto", "backend: auto, plain, fsdp, fsdp2 or megatron", upstream=ABSENT)
+    micro_batch_size: int | None = setting(None, "deprecated; use micro_batch_size_per_gpu", upstream=ABSENT)
     micro_batch_size_per_gpu: int | None = setting(
         None, "samples per pass of one process; null: an automatic token budget", upstream=ABSENT
     )
     use_dynamic_bsz: bool = setting(
         False,
-        "cut micro-batches by tokens",
+        "build micro-batches by token count",
         follows="actor_rollout_ref.actor.use_dynamic_bsz",
         upstream=ABSENT,
     )
@@ -112,8 +112,8 @@ class RewardModelConfig(ConfigNode):
     )
     max_length: int | None = setting(
         None,
-        "longest conversation in the reward model's own tokens; of a longer one the beginning is cut off, and counted. "
-        "null: no limit",
+        "maximum conversation length in the reward model's tokens; longer ones lose their beginning, "
+        "and are counted. null: no limit",
         upstream=ABSENT,
     )
     fsdp_config: FSDPEngineConfig = section(FSDPEngineConfig)
@@ -123,16 +123,16 @@ class RewardModelConfig(ConfigNode):
 
 @dataclass(frozen=True)
 class SandboxFusionConfig(ConfigNode):
-    """Where programs run to be scored."""
+    """Where generated programs run."""
 
     url: str | None = setting(
         None, "address of a service that runs programs to score them; null: the sandbox of this machine"
     )
-    max_concurrent: int = setting(64, "programs that run at the service at once")
-    memory_limit_mb: int = setting(1024, "memory of one program in MB, there and here")
+    max_concurrent: int = setting(64, "maximum number of programs that run at the service at once")
+    memory_limit_mb: int = setting(1024, "memory limit of a program in MB, at the service and in the local sandbox")
     allow_missing: list = setting(
         [],
-        "layers that the sandbox of this machine may lack: namespaces, landlock, seccomp; without any, it must have all",
+        "isolation layers that the local sandbox may lack: namespaces, landlock, seccomp; empty: none",
         upstream=ABSENT,
     )
 
@@ -141,7 +141,7 @@ class SandboxFusionConfig(ConfigNode):
 class RewardConfig(ConfigNode):
     """How responses are scored."""
 
-    num_workers: int = setting(1, "samples that are scored at once", upstream=8)
+    num_workers: int = setting(1, "samples scored at once", upstream=8)
     custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig)
     reward_manager: RewardManagerConfig = section(RewardManagerConfig)
     reward_model: RewardModelConfig = section(RewardModelConfig)
@@ -152,27 +152,27 @@ class RewardConfig(ConfigNode):
     )
     on_error: str = setting(
         "mask",
-        "a sample on which a reward function of yours fails: mask takes it out of the batch, zero scores it 0, raise "
-        "stops the run; mask and zero count it",
+        "what to do with a sample on which your reward function fails: mask it out, score it zero, or"
+        " raise and stop the run; mask and zero count it",
         upstream=ABSENT,
         choices=("mask", "raise", "zero"),
     )
     ground_truth: str = setting(
         "needed",
-        "needed: a row without reward_model.ground_truth is refused where the reward function names that parameter (an "
-        "empty text is one); none: the dataset has none, and the function gets None",
+        "needed: refuse rows without reward_model.ground_truth if the reward function takes it (an "
+        "empty text counts as one); none: the dataset has none, pass None",
         upstream=ABSENT,
         choices=("needed", "none"),
     )
-    timeout: float = setting(30.0, "seconds until the scoring of one sample is given up", upstream=ABSENT)
+    timeout: float = setting(30.0, "time limit per sample, in seconds", upstream=ABSENT)
     while_sampling: bool = setting(
         False,
-        "score each sample as soon as it is sampled, beside the sampling of the others, in the processes that sample; "
-        "same numbers",
+        "score each sample as soon as it is sampled, in the sampling processes, while others are "
+        "still sampled; same numbers",
         upstream=ABSENT,
     )
     max_per_minute: float | None = setting(
         None,
-        "most calls of the reward function that begin in a minute, evenly spread over all processes; null: no limit",
+        "maximum calls of the reward function per minute over all processes, evenly spaced; null: no limit",
         upstream=ABSENT,
     )

@@ -10,18 +10,20 @@ from verl.config.profiler import ProfilerConfig
 
 @dataclass(frozen=True)
 class EngineKwargsConfig(ConfigNode):
-    """Arguments that go to the sampling engine as they are."""
+    """Arguments passed to the sampling engine unchanged."""
 
-    vllm: dict = setting({}, "arguments of vLLM, as they are", planned="arguments of vLLM", engines=("vllm",))
-    sglang: dict = setting({}, "arguments of SGLang, as they are", planned="arguments of SGLang", engines=("sglang",))
+    vllm: dict = setting({}, "arguments passed to vLLM unchanged", planned="arguments of vLLM", engines=("vllm",))
+    sglang: dict = setting(
+        {}, "arguments passed to SGLang unchanged", planned="arguments of SGLang", engines=("sglang",)
+    )
 
 
 @dataclass(frozen=True)
 class SamplingConfig(ConfigNode):
-    """How responses are sampled in validation."""
+    """Sampling in validation."""
 
-    top_k: int = setting(-1, "keep that many most probable tokens; -1: all")
-    top_p: float = setting(1.0, "keep the most probable tokens up to this probability; 1: all")
+    top_k: int = setting(-1, "sample from the k most probable tokens; -1: all")
+    top_p: float = setting(1.0, "nucleus sampling: cumulative probability to sample from; 1: all tokens")
     temperature: float = setting(0.0, "temperature of validation samples")
     n: int = setting(1, "responses per validation prompt")
     do_sample: bool = setting(False, "sample; false: greedy")
@@ -31,46 +33,46 @@ class SamplingConfig(ConfigNode):
 class MultiTurnConfig(ConfigNode):
     """Conversations with tools and users during sampling."""
 
-    enable: bool = setting(False, "rows without a column agent_name run tool_agent instead of single_turn_agent")
-    max_assistant_turns: int | None = setting(None, "most turns of the model; null: no limit")
+    enable: bool = setting(False, "run tool_agent, not single_turn_agent, for rows without agent_name")
+    max_assistant_turns: int | None = setting(None, "maximum assistant turns; null: no limit")
     tool_config_path: str | None = setting(None, "YAML file of tools", path=True)
     function_tool_path: str | None = setting(None, "Python file of function tools", path=True)
-    max_user_turns: int | None = setting(None, "most turns of tools and users; null: no limit")
-    max_parallel_calls: int = setting(1, "tool calls that run per turn")
-    max_tool_response_length: int = setting(256, "characters that are kept of a tool's answer")
+    max_user_turns: int | None = setting(None, "maximum tool and user turns; null: no limit")
+    max_parallel_calls: int = setting(1, "maximum tool calls per turn")
+    max_tool_response_length: int = setting(256, "maximum length of a tool response, in characters")
     tool_response_truncate_side: str = setting(
         "middle",
-        "what is kept of a long answer: its beginning (left), its end (right), or both (middle)",
+        "part of an overlong response to keep: the beginning (left), the end (right), or both (middle)",
         choices=("left", "middle", "right"),
     )
     tool_timeout: float | None = setting(
-        60.0, "seconds until a call of a tool or of a simulated user is given up; null: never", upstream=ABSENT
+        60.0, "time limit of a call to a tool or a simulated user, in seconds; null: none", upstream=ABSENT
     )
     trajectory_timeout: float | None = setting(
-        None, "seconds until a conversation ends, and is scored as it stands; null: never", upstream=ABSENT
+        None, "time limit of a conversation, in seconds; it is then scored as it stands; null: none", upstream=ABSENT
     )
     tokenization_sanity_check_mode: str = setting(
         "strict",
-        "report conversations whose recorded tokens are not those of the conversation rendered anew: strict, "
-        "ignore_strippable (not where only white space differs) or disable",
+        "report conversations whose recorded tokens differ from a fresh rendering: strict, "
+        "ignore_strippable (ignore white space) or disable",
         choices=("strict", "ignore_strippable", "disable"),
     )
     format: str = setting(
         "hermes",
-        "how the model writes tool calls: hermes, gpt-oss, qwen3_coder, llama3_json, glm, seed, minimax, kimi, "
-        "deepseek_v3, deepseek_v4, gemma4, or a dotted path of a parser of your own",
+        "tool-call format of the model: hermes, gpt-oss, qwen3_coder, llama3_json, glm, seed, minimax, kimi, "
+        "deepseek_v3, deepseek_v4, gemma4, or the dotted path of your own parser",
     )
     num_repeat_rollouts: int | None = setting(
         None,
-        "further samples per conversation",
-        no_effect="actor_rollout_ref.rollout.n says how many samples there are",
+        "extra samples per conversation",
+        no_effect="actor_rollout_ref.rollout.n sets the number of samples",
     )
     interaction_config_path: str | None = setting(None, "YAML file of simulated users", path=True)
 
 
 @dataclass(frozen=True)
 class AgentLoopConfig(ConfigNode):
-    """What runs for each prompt: one turn, or a loop of turns and tools."""
+    """The agent loop of each prompt: one turn, or turns with tools."""
 
     num_workers: int = setting(
         1,
@@ -79,7 +81,7 @@ class AgentLoopConfig(ConfigNode):
         no_effect="the first rollout worker runs all agent loops",
     )
     default_agent_loop: str = setting(
-        "single_turn_agent", "loop of rows without a column agent_name: a registered name, or a dotted path"
+        "single_turn_agent", "agent loop of rows without agent_name: a registered name, or a dotted path"
     )
     agent_loop_config_path: str | None = setting(None, "YAML file that lists loops by name and class", path=True)
 
@@ -90,12 +92,12 @@ class CheckpointEngineConfig(ConfigNode):
 
     backend: str = setting(
         "naive",
-        "how weights go to the sampler: naive (it lives in the trainer's process); with shared_memory, gloo, nccl, "
-        "cuda_ipc, disk or delta it has a process of its own",
+        "weight sync transport: naive (the sampler lives in the trainer's process); shared_memory, "
+        "gloo, nccl, cuda_ipc, disk and delta give it a process of its own",
     )
     update_weights_bucket_megabytes: int = setting(2048, "MB per bucket of a weight sync")
-    engine_kwargs: dict = setting({}, "arguments of that transport")
-    custom_backend_module: str | None = setting(None, "module or Python file to import, which registers a transport")
+    engine_kwargs: dict = setting({}, "arguments of the transport")
+    custom_backend_module: str | None = setting(None, "module or Python file that registers a transport")
 
 
 _SERVERS = ("server", "sglang")
@@ -107,14 +109,14 @@ class ServerConfig(ConfigNode):
 
     url: str | list | None = setting(
         None,
-        "address of the server, http://host:port; several are replicas",
+        "server address, http://host:port; a list makes replicas",
         upstream=ABSENT,
         planned="requests to servers",
         engines=_SERVERS,
     )
     api: str = setting(
         "auto",
-        "kind of the server: auto (ask it), vllm, sglang, tgi, verl, or openai for any other",
+        "server API: auto (detect), vllm, sglang, tgi, verl, or openai for any other",
         upstream=ABSENT,
         planned="requests to servers",
         engines=("server",),
@@ -122,7 +124,7 @@ class ServerConfig(ConfigNode):
     )
     model: str | None = setting(
         None,
-        "name under which the server serves the model; null: ask it",
+        "model name at the server; null: ask the server",
         upstream=ABSENT,
         planned="requests to servers",
         engines=_SERVERS,
@@ -136,7 +138,7 @@ class ServerConfig(ConfigNode):
     )
     weights_dir: str | None = setting(
         None,
-        "folder, seen by the server too, through which new weights go; null: a temporary one",
+        "shared folder for new weights, which the server must see too; null: a temporary one",
         upstream=ABSENT,
         planned="requests to servers",
         engines=_SERVERS,
@@ -144,18 +146,20 @@ class ServerConfig(ConfigNode):
     )
     timeout: float = setting(
         60.0,
-        "seconds until an attempt of a request is given up",
+        "time limit per attempt, in seconds",
         planned="requests to servers",
         engines=_SERVERS,
     )
     max_attempts: int = setting(3, "attempts per request", planned="requests to servers", engines=_SERVERS)
     retry_delay: float = setting(
         2.0,
-        "seconds of the first pause between attempts; each further one is twice as long",
+        "first pause between attempts, in seconds; it doubles each time",
         planned="requests to servers",
         engines=_SERVERS,
     )
-    max_connections: int = setting(1000, "open connections", planned="requests to servers", engines=_SERVERS)
+    max_connections: int = setting(
+        1000, "maximum number of open connections", planned="requests to servers", engines=_SERVERS
+    )
     max_start_wait_time: float = setting(
         300.0, "seconds to wait for a server to start", planned="requests to servers", engines=_SERVERS
     )
@@ -178,18 +182,20 @@ class RolloutConfig(ConfigNode):
         upstream=8,
         follows="trainer.n_gpus_per_node",
     )
-    temperature: float = setting(1.0, "temperature of samples; log-probs are those at this temperature everywhere")
-    top_k: int = setting(-1, "keep that many most probable tokens; -1: all")
-    top_p: float = setting(1.0, "keep the most probable tokens up to this probability; 1: all")
-    full_determinism: bool = setting(False, "the same bits whatever else is in the batch; slower")
+    temperature: float = setting(1.0, "sampling temperature; all log-probs are computed at this temperature")
+    top_k: int = setting(-1, "sample from the k most probable tokens; -1: all")
+    top_p: float = setting(1.0, "nucleus sampling: cumulative probability to sample from; 1: all tokens")
+    full_determinism: bool = setting(
+        False, "make each sample independent of the rest of the batch, bit for bit; slower"
+    )
     seed: int = setting(42, "seed of sampling")
     prompt_length: int = setting(
         512,
-        "a mirror of data.max_prompt_length",
+        "copied from data.max_prompt_length",
         follows="data.max_prompt_length",
         no_effect="prompts are measured and cut by data.max_prompt_length",
     )
-    response_length: int = setting(512, "a mirror of data.max_response_length", follows="data.max_response_length")
+    response_length: int = setting(512, "copied from data.max_response_length", follows="data.max_response_length")
     dtype: str = setting(
         "auto", "dtype of the engine; auto: float32 on CPU, bfloat16 on an accelerator", upstream="bfloat16"
     )
@@ -199,7 +205,7 @@ class RolloutConfig(ConfigNode):
         no_effect="the hf engine's cache takes the memory that its requests need",
         engines=("vllm", "sglang"),
     )
-    ignore_eos: bool = setting(False, "go on after the end token until the length is reached")
+    ignore_eos: bool = setting(False, "keep sampling after the end token, up to the maximum length")
     enforce_eager: bool = setting(False, "run without CUDA graphs")
     cudagraph_capture_sizes: list | None = setting(
         None,
@@ -209,12 +215,12 @@ class RolloutConfig(ConfigNode):
     )
     free_cache_engine: bool | None = setting(
         None,
-        "give the KV cache back while the policy trains; null: on an accelerator yes, on CPU no",
+        "free the KV cache while the policy trains; null: on an accelerator only",
         upstream=True,
     )
     tensor_model_parallel_size: int = setting(
         1,
-        "devices of one replica, each with its part of the model; hf takes 1",
+        "tensor-parallel size of a replica; hf takes 1",
         upstream=2,
         planned="sampling on several ranks",
         engines=("hf", "vllm", "sglang"),
@@ -225,16 +231,18 @@ class RolloutConfig(ConfigNode):
     pipeline_model_parallel_size: int = setting(
         1, "pipeline-parallel size", planned="sampling on several ranks", engines=("vllm", "sglang")
     )
-    max_num_batched_tokens: int = setting(8192, "most tokens that the engine computes in one step")
-    max_model_len: int | None = setting(None, "longest prompt with response in tokens; null: what the model allows")
-    max_num_seqs: int = setting(256, "most responses that are sampled at once")
+    max_num_batched_tokens: int = setting(8192, "maximum tokens that the engine computes in one step")
+    max_model_len: int | None = setting(
+        None, "maximum length of prompt and response in tokens; null: the model's limit"
+    )
+    max_num_seqs: int = setting(256, "maximum responses sampled at once, per replica")
     enable_chunked_prefill: bool = setting(
         True,
-        "compute long prompts in pieces",
+        "compute long prompts in chunks",
         no_effect="the hf engine fills its steps up to max_num_batched_tokens by itself",
         engines=("vllm",),
     )
-    enable_prefix_caching: bool = setting(True, "compute a prompt that several samples share once")
+    enable_prefix_caching: bool = setting(True, "compute a shared prompt once for its samples")
     scheduling_policy: str = setting(
         "fcfs",
         "order of waiting requests: fcfs or priority",
@@ -244,7 +252,7 @@ class RolloutConfig(ConfigNode):
     )
     load_format: str = setting(
         "dummy",
-        "where the engine's first weights come from: dummy (the trainer), hf, safetensors, auto",
+        "source of the engine's first weights: dummy (the trainer), hf, safetensors, auto",
         no_effect="the hf engine gets the policy's weights before it samples",
         engines=("vllm",),
     )
@@ -253,12 +261,12 @@ class RolloutConfig(ConfigNode):
         "gather weights layer by layer for weight sync",
         no_effect="weights are sent bucket by bucket in any case",
     )
-    log_prob_micro_batch_size: int | None = setting(None, "older form of log_prob_micro_batch_size_per_gpu")
+    log_prob_micro_batch_size: int | None = setting(None, "deprecated; use log_prob_micro_batch_size_per_gpu")
     log_prob_micro_batch_size_per_gpu: int | None = setting(
-        None, "samples per pass of one process where old log-probs are computed; null: an automatic token budget"
+        None, "samples per forward-only pass of one process (old log-probs); null: an automatic token budget"
     )
     log_prob_use_dynamic_bsz: bool = setting(
-        False, "cut these micro-batches by tokens", follows="actor_rollout_ref.actor.use_dynamic_bsz"
+        False, "build these micro-batches by token count", follows="actor_rollout_ref.actor.use_dynamic_bsz"
     )
     log_prob_max_token_len_per_gpu: int = setting(
         16384,
@@ -267,14 +275,14 @@ class RolloutConfig(ConfigNode):
     )
     disable_log_stats: bool = setting(
         True,
-        "mute the engine's own statistics",
+        "turn off the engine's own statistics",
         no_effect="the hf engine prints no statistics",
         engines=("vllm",),
     )
     do_sample: bool = setting(True, "sample; false: greedy")
     n: int = setting(1, "responses per prompt; group estimators need 2 or more")
     over_sample_rate: float = setting(
-        0.0, "share of training samples that may be given up once the others are done; they are masked"
+        0.0, "share of training samples that may be aborted once the others are done; they are masked"
     )
     multi_stage_wake_up: bool = setting(
         False,
@@ -289,8 +297,8 @@ class RolloutConfig(ConfigNode):
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig)
     skip_tokenizer_init: bool = setting(
         True,
-        "the engine gets and gives token ids only",
-        no_effect="the hf engine takes and gives token ids only",
+        "exchange token ids only",
+        no_effect="the hf engine exchanges token ids only",
     )
     quantization: str | None = setting(
         None,
@@ -307,8 +315,8 @@ class RolloutConfig(ConfigNode):
     )
     enable_sleep_mode: bool = setting(
         True,
-        "let the engine give its memory back",
-        no_effect="free_cache_engine decides whether memory is given back",
+        "let the engine free its memory",
+        no_effect="free_cache_engine decides",
         engines=("vllm",),
     )
     sglang_engine_mode: str = setting(

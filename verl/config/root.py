@@ -31,10 +31,10 @@ class ActorRolloutRefConfig(ConfigNode):
 
     hybrid_engine: bool = setting(
         True,
-        "samplers live in the processes of the trainers; false: in a pool of their own, rollout.nnodes x "
-        "rollout.n_gpus_per_node, or the one of trainer.resource_pools that names the role rollout",
+        "colocate samplers with trainers; false: give them their own pool, rollout.nnodes x "
+        "rollout.n_gpus_per_node or the pool of trainer.resource_pools that has the role rollout",
     )
-    nccl_timeout: int = setting(600, "seconds after which a process that its peers wait for is an error")
+    nccl_timeout: int = setting(600, "time-out of collectives, in seconds")
     model: HFModelConfig = section(HFModelConfig)
     actor: ActorConfig = section(ActorConfig)
     ref: RefConfig = section(RefConfig)
@@ -43,7 +43,7 @@ class ActorRolloutRefConfig(ConfigNode):
 
 @dataclass(frozen=True)
 class PPOTrainerConfig(ConfigNode):
-    """Everything ``python -m verl.trainer.main_ppo`` can be told."""
+    """Settings of ``python -m verl.trainer.main_ppo``."""
 
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
     critic: CriticConfig = section(CriticConfig)

@@ -22,7 +22,7 @@ class SFTCustomClassConfig(ConfigNode):
     path: str | None = setting(
         None, "Python file with a dataset class of your own, instead of the built-in one", path=True
     )
-    name: str | None = setting(None, "name of that class, which is a torch Dataset")
+    name: str | None = setting(None, "class name in that file; a torch Dataset")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class SFTDataConfig(ConfigNode):
     max_token_len_per_gpu: int = setting(
         8192, "tokens per pass of one process with use_dynamic_bsz; at least the longest row"
     )
-    use_dynamic_bsz: bool = setting(True, "cut micro-batches by tokens instead of by rows")
+    use_dynamic_bsz: bool = setting(True, "build micro-batches by token count, not by row count")
     train_files: str | list = setting(
         "~/data/gsm8k/train.parquet",
         "parquet, jsonl, json, csv or arrow file, or a folder of save_to_disk; or a list of them (local or hdfs://)",
@@ -43,28 +43,26 @@ class SFTDataConfig(ConfigNode):
     val_files: str | list | None = setting(None, "the same for validation; null: no validation", path=True)
     filter_invalid: bool = setting(
         False,
-        "leave out, and count, rows that cannot be learned from, instead of stopping at the first",
+        "skip and count rows that cannot be learned from, instead of stopping at the first",
         upstream=ABSENT,
     )
-    train_max_samples: int = setting(-1, "use at most that many rows; -1: all")
-    val_max_samples: int = setting(-1, "use at most that many rows; -1: all")
+    train_max_samples: int = setting(-1, "maximum number of rows to use; -1: all")
+    val_max_samples: int = setting(-1, "maximum number of rows to use; -1: all")
     messages_key: str = setting("messages", "column with the chat messages")
-    tools_key: str = setting("tools", "column with tool schemas, where there is one")
-    enable_thinking_key: str = setting(
-        "enable_thinking", "column with the thinking switch of a row, where there is one"
-    )
+    tools_key: str = setting("tools", "optional column with tool schemas")
+    enable_thinking_key: str = setting("enable_thinking", "optional column with the thinking switch of a row")
     enable_thinking_default: bool | None = setting(
-        None, "thinking switch of rows without one; null: the template's own"
+        None, "thinking switch of rows without one; null: the template's default"
     )
     pad_mode: str = setting(
         "no_padding",
         "no_padding: pad a batch to its longest row; right: pad every row to max_length",
         choices=("no_padding", "right"),
     )
-    max_length: int = setting(1024, "longest row in tokens")
+    max_length: int = setting(1024, "maximum row length in tokens")
     truncation: str = setting(
         "error",
-        "what happens to a row that is too long: error stops the run, left, right and middle cut there",
+        "what to do with an overlong row: error stops the run; left, right, middle truncate there",
         choices=("error", "left", "right", "middle"),
     )
     balance_dp_token: bool = setting(
@@ -73,11 +71,11 @@ class SFTDataConfig(ConfigNode):
         no_effect="trainer.balance_batch decides it",
     )
     custom_cls: SFTCustomClassConfig = section(SFTCustomClassConfig)
-    use_shm: bool = setting(False, "copy data files to shared memory before they are read")
+    use_shm: bool = setting(False, "copy data files to shared memory before reading")
     apply_chat_template_kwargs: dict = setting({}, "arguments of the chat template")
     num_workers: int = setting(0, "processes that load rows; 0: in the main process", upstream=8)
     ignore_input_ids_mismatch: bool = setting(
-        False, "accept rows whose tokens turn by turn differ from those as a whole"
+        False, "accept rows that tokenise differently turn by turn than as a whole"
     )
     prompt_key: str | None = setting(None, "column with the question, in two-column data")
     response_key: str | None = setting(None, "column with the answer, in two-column data")
@@ -119,14 +117,14 @@ class SFTRunConfig(ConfigNode):
         "trackers: console, file (JSON lines), tensorboard, wandb, or dotted paths",
         upstream=["console", "wandb"],
     )
-    seed: int = setting(1, "the seed of the run")
+    seed: int = setting(1, "seed of the run")
     save_freq: int = setting(-1, "steps between checkpoints, the last step included; -1: never")
     test_freq: int = setting(-1, "steps between validations, the last step included; -1: never")
-    max_ckpt_to_keep: int | None = setting(None, "checkpoints that are kept; null: all")
+    max_ckpt_to_keep: int | None = setting(None, "number of checkpoints to keep; null: all")
     balance_batch: bool = setting(True, "split rows over processes so that each gets as many tokens")
     resume_mode: str = setting(
         "auto",
-        "auto goes on from the last checkpoint, if there is one; resume_path from resume_from_path; disable starts anew",
+        "auto: resume from the last checkpoint, if any; resume_path: from resume_from_path; disable: start from scratch",
         choices=("auto", "disable", "resume_path"),
     )
     resume_from_path: str | None = setting(
@@ -134,8 +132,7 @@ class SFTRunConfig(ConfigNode):
     )
     resume_changed: str = setting(
         "refuse",
-        "what a run does that goes on with other settings, data or files than its checkpoint was made with, where that "
-        "changes the results: refuse or accept",
+        "resuming with settings, data or files that change the results: refuse or accept",
         choices=("refuse", "accept"),
     )
     device: str | None = setting(

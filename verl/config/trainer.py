@@ -12,7 +12,7 @@ class TrainerV1Config(ConfigNode):
     """The schedule: how sampling and training take turns."""
 
     trainer_mode: str = setting(
-        "sync", "how sampling and training take turns: sync, or the dotted path of a schedule, such as a recipe's"
+        "sync", "schedule of sampling and training: sync, or the dotted path of a schedule, such as a recipe's"
     )
 
 
@@ -41,15 +41,14 @@ class TrainerConfig(ConfigNode):
     n_gpus_per_node: int | None = setting(None, "processes per machine, one per GPU; null: 1", upstream=8)
     resource_pools: dict = setting(
         {},
-        "processes that roles (critic, ref, rm, rollout) have for themselves: {name: {roles: [critic], processes: [2]}}, "
-        "one number per node; "
-        "all other roles share trainer.nnodes x trainer.n_gpus_per_node",
+        "separate pools for roles (critic, ref, rm, rollout): {name: {roles: [critic], processes: "
+        "[2]}}, one number per node; all other roles share trainer.nnodes x trainer.n_gpus_per_node",
         upstream=ABSENT,
     )
     save_freq: int = setting(-1, "steps between checkpoints; -1: never")
     resume_mode: str = setting(
         "auto",
-        "auto goes on from the last checkpoint, if there is one; resume_path from resume_from_path; disable starts anew",
+        "auto: resume from the last checkpoint, if any; resume_path: from resume_from_path; disable: start from scratch",
         choices=("auto", "disable", "resume_path"),
     )
     resume_from_path: str | None = setting(
@@ -57,27 +56,24 @@ class TrainerConfig(ConfigNode):
     )
     resume_changed: str = setting(
         "refuse",
-        "what a run does that goes on with other settings, data or files than its checkpoint was made with, where that "
-        "changes the results: refuse or accept",
+        "resuming with settings, data or files that change the results: refuse or accept",
         choices=("refuse", "accept"),
     )
     val_before_train: bool = setting(True, "validate before the first step")
     val_only: bool = setting(False, "validate and stop")
     ref_update_freq: int | None = setting(
-        None, "steps after which the reference policy takes over the actor's weights, again and again; null: never"
+        None, "copy the actor's weights to the reference policy every n steps; null: never"
     )
     test_freq: int = setting(-1, "steps between validations; -1: only before training")
-    critic_warmup: int = setting(0, "the policy is trained from this step on, the critic from the first")
+    critic_warmup: int = setting(0, "first step that trains the policy; the critic trains from step 1")
     default_local_dir: str = setting(
         "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
         "folder of the run: checkpoints and the resolved configuration",
         path=True,
     )
-    max_actor_ckpt_to_keep: int | None = setting(None, "checkpoints of the actor that are kept; null: all")
-    max_critic_ckpt_to_keep: int | None = setting(None, "checkpoints of the critic that are kept; null: all")
-    ray_wait_register_center_timeout: int = setting(
-        300, "seconds that worker processes on a Ray cluster may take to come up"
-    )
+    max_actor_ckpt_to_keep: int | None = setting(None, "number of actor checkpoints to keep; null: all")
+    max_critic_ckpt_to_keep: int | None = setting(None, "number of critic checkpoints to keep; null: all")
+    ray_wait_register_center_timeout: int = setting(300, "time limit for Ray workers to start, in seconds")
     device: str | None = setting(
         None,
         "cuda, npu or cpu; null or auto: the accelerator if there is one",
@@ -100,10 +96,10 @@ class TrainerConfig(ConfigNode):
         upstream=ABSENT,
         choices=("auto", "local", "ray"),
     )
-    seed: int = setting(1, "the seed of the run", upstream=ABSENT)
+    seed: int = setting(1, "seed of the run", upstream=ABSENT)
     skip_old_log_prob: bool = setting(
         True,
-        "leave out the pass over old log-probs where one mini-batch and one epoch make it provably unused",
+        "skip the old-log-prob pass if one mini-batch and one epoch make it provably unused",
         upstream=False,
     )
     log_train_generations: int = setting(
@@ -111,5 +107,5 @@ class TrainerConfig(ConfigNode):
     )
     async_weight_update: bool = setting(
         False,
-        "hand weights to the sampler while the step is written, logged and saved and the next prompts are loaded",
+        "sync weights in the background, while the step is logged and saved and the next prompts are loaded",
     )
