@@ -77,7 +77,7 @@ def test_a_row_says_what_a_setting_is_and_what_becomes_of_it(tables):
     clip = rows["`clip_ratio_low`"]
     assert clip[1:] == ["`null`", "lower clip range; null: clip_ratio"]
     assert rows["`use_fused_kernels`"][1] == "= `actor_rollout_ref.model.use_fused_kernels`"
-    assert "*no effect: actor_rollout_ref.model.use_fused_kernels is what counts*" in rows["`use_fused_kernels`"][2]
+    assert "*no effect: actor_rollout_ref.model.use_fused_kernels decides*" in rows["`use_fused_kernels`"][2]
     engines = {cells[0]: cells for cells in tables["actor_rollout_ref.rollout"]}
     assert engines["`quantization`"][2].endswith("*works with rollout.name=vllm or sglang; refused with others*")
 
