@@ -167,3 +167,8 @@ class CheckpointError(VerlError, RuntimeError):
 
 class MissingDependencyError(VerlError, ImportError):
     """An optional package is needed and not installed; ``fix`` holds the install command."""
+
+
+def portable(error: Exception) -> Exception:
+    """What may go to another process: an error of the library's own, or its words as one of sampling."""
+    return error if isinstance(error, VerlError) else RolloutError(f"{type(error).__name__}: {error}")

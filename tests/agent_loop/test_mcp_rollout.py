@@ -52,5 +52,5 @@ def test_a_model_calls_the_tool_of_a_server_survives_its_death_and_calls_it_agai
     metrics = batch.meta_info["metrics"]
     assert metrics["tool_calls/multiply/count"].value == 2
     assert metrics["tool_calls/die/mcp_failed"].value == 1.0
-    (tool,) = [t for t in loops.loops.of({}).shared.calls.tools.values() if t.name == "die"]
+    (tool,) = [t for t in loops.here.loops.of({}).shared.calls.tools.values() if t.name == "die"]
     asyncio.run(tool.close())

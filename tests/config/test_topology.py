@@ -80,7 +80,15 @@ def test_processes_of_a_replica_are_peers_and_the_first_leads_and_is_fed_by_itse
     topology = placed(VLLM, EIGHT, f"{T}=2")
     assert [replica.ranks for replica in topology.replicas] == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert [replica.fed_by for replica in topology.replicas] == [0, 2, 4, 6]
-    assert topology.led_by("global_pool", 3) is None and topology.led_by("global_pool", 4).number == 2
+    assert [replica.leader for replica in topology.replicas] == [0, 2, 4, 6]
+
+
+def test_processes_for_agent_loops_are_counted_on_ray_and_a_run_of_one_process_has_none():
+    words = [f"{R}.agent.num_workers=3"]
+    assert placed(*words).loops == placed("trainer.n_gpus_per_node=2").loops == 0
+    topology = placed("trainer.n_gpus_per_node=2", *words)
+    assert topology.loops == 3 and topology.processes == 2
+    assert str(topology).startswith("2 processes on Ray, and 3 without a device for agent loops\n")
 
 
 def test_replicas_apart_from_the_trainers_are_fed_by_rank_j_mod_n_each_once():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support import tiny_model_dir, write_prompts
 from verl.config import load_config
+from verl.errors import ConfigError
 from verl.metrics import notices, reset_notices
-from verl.trainer import placement, runtime
+from verl.trainer import placement, runtime, sampling
 
 
 def test_a_run_prints_its_topology_when_it_starts(tmp_path, monkeypatch):
@@ -25,3 +28,24 @@ def test_a_run_prints_its_topology_when_it_starts(tmp_path, monkeypatch):
         "rollout,",
         "critic",
     ]
+
+
+def test_a_run_of_one_process_says_that_it_has_no_others_for_agent_loops(tmp_path):
+    words = [
+        f"data.train_files={write_prompts(tmp_path / 'train.parquet', 2)}",
+        f"actor_rollout_ref.model.path={tiny_model_dir(tmp_path / 'model')}",
+        "actor_rollout_ref.rollout.agent.num_workers=4",
+        "trainer.device=cpu",
+    ]
+    reset_notices()
+    sampling.connect(load_config("ppo_trainer", words), {"rollout": Unreached()}, "cpu")
+    assert "set trainer.runtime=ray" in notices()["actor_rollout_ref.rollout.agent.num_workers"]
+    with pytest.raises(ConfigError, match=r"agent.num_workers.*Got 0.*1 or more"):
+        load_config("ppo_trainer", [*words, "actor_rollout_ref.rollout.agent.num_workers=0"])
+
+
+class Unreached:
+    """A group of which only the handle is asked for."""
+
+    def handle(self, rank):
+        return None

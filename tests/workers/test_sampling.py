@@ -1,14 +1,15 @@
-"""How the first rollout worker comes to know the replicas of other processes."""
+"""How the first sampling worker comes to know the replicas of other processes."""
 
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 from verl.config import ActorRolloutRefConfig, HFModelConfig
 from verl.rollout import Completion, Request, SamplingParams
 from verl.rollout.service import SamplerService
 from verl.single_controller.local.handle import LocalHandle
-from verl.workers.sampling import RolloutWorker
+from verl.workers.sampling import SamplingWorker
 
 
 class Answering:
@@ -23,15 +24,24 @@ class Answering:
         return Completion(request.id, (self.number,), (-0.1,), "stop", (0,))
 
 
-def test_replicas_of_other_processes_join_the_service_that_the_agent_loops_have():
-    worker = RolloutWorker(ActorRolloutRefConfig(model=HFModelConfig(path="nowhere")))
-    service = worker.service = SamplerService({worker.replica_name(0): Answering(0)})
-    worker.connect({worker.replica_name(rank): LocalHandle(Answering(rank)) for rank in (2, 4)})
-    assert worker.service is service
-    assert [replica.name for replica in service.replicas] == [f"replica of rollout[{rank}]" for rank in (0, 2, 4)]
+def answers(service) -> set[int]:
+    """Numbers of the replicas that answer twelve requests."""
 
     async def run():
-        asked = [Request(str(i), (1,), SamplingParams(max_tokens=1)) for i in range(6)]
+        asked = [Request(str(i), (1,), SamplingParams(max_tokens=1)) for i in range(12)]
         return await asyncio.gather(*map(service.generate, asked))
 
-    assert {done.token_ids for done in asyncio.run(run())} == {(0,), (2,), (4,)}
+    return {done.token_ids[0] for done in asyncio.run(run())}
+
+
+def test_replicas_of_other_processes_join_the_service_and_leave_it_when_they_are_named_no_more():
+    worker = SamplingWorker(ActorRolloutRefConfig(model=HFModelConfig(path="nowhere")))
+    service = worker.service = SamplerService({worker.replica_name(0): Answering(0)})
+    worker.agent_loops = SimpleNamespace(run_in=lambda runners: None)
+    handles = {worker.replica_name(rank): LocalHandle(Answering(rank)) for rank in (2, 4)}
+    asyncio.run(worker.connect(handles))
+    assert [replica.name for replica in service.replicas] == [f"replica of rollout[{rank}]" for rank in (0, 2, 4)]
+    assert answers(service) == {0, 2, 4}
+    del handles[worker.replica_name(2)]
+    asyncio.run(worker.connect(handles))
+    assert answers(service) == {0, 4}

@@ -74,7 +74,7 @@ class SamplerClient:
             session=f"{request_id}/{self.uid}-{self.sample_index}",
         )
         if self.stop.is_set:
-            return Completion(request.id, (), (), "abort", ())
+            return self.stop.answer(request)
         start = time.perf_counter()
         try:
             return await self.sampler.generate(request)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from verl.rollout.base import Sampler
+from verl.rollout.base import Completion, Request, Sampler
 
 T = TypeVar("T")
 
@@ -22,6 +22,10 @@ class Stop:
     """Whether no more is to be sampled for a batch."""
 
     is_set: bool = False
+
+    def answer(self, request: Request) -> Completion:
+        """What a request gets that begins after the stop."""
+        return Completion(request.id, (), (), "abort", ())
 
 
 async def gather_most(tasks: Sequence[asyncio.Task[T]], rate: float, sampler: Sampler, stop: Stop) -> list[T]:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from verl.agent_loop.base import AgentLoopOutput
-from verl.agent_loop.batch import checked, loop_metrics, to_batch
-from verl.agent_loop.choose import LoopLoader
-from verl.agent_loop.client import SamplerClient
+from verl.agent_loop.batch import loop_metrics, to_batch
 from verl.agent_loop.early_stop import Stop, gather_most
-from verl.agent_loop.failed import RunStops, check_some_worked, failed
+from verl.agent_loop.failed import check_some_worked
 from verl.agent_loop.overlapped_scoring import OverlappedScoring, ScoreRow
-from verl.errors import ConfigError, RolloutError
+from verl.agent_loop.runner import RowRunner, RunsRows, Score
+from verl.errors import RolloutError
 from verl.protocol import DataProto
-from verl.rollout.base import Sampler
+from verl.rollout.base import Completion, Request, Sampler
 from verl.rollout.from_sync import run_now
-from verl.rollout.lost import EngineLostError
-
-Score = Callable[[dict[str, Any], AgentLoopOutput], Awaitable[float]]
 
 
 class AgentLoopManager:
@@ -38,6 +33,9 @@ class AgentLoopManager:
         data_config: for loops that render messages as the dataset does.
         score_row: scores a batch of one row as soon as its trajectory ends; unlike ``score`` it leaves the place of
             the scores to the reward manager, which finds the results in the batch.
+
+    The loops run here, unless `run_in` says in which other processes. Where they run changes no result: over-sampling,
+    scoring and the limits of both are of the whole batch, and stay here.
     """
 
     def __init__(
@@ -50,11 +48,20 @@ class AgentLoopManager:
         data_config: Any = None,
         score_row: ScoreRow | None = None,
     ):
-        self.config, self.sampler, self.score, self.score_row = config, sampler, score, score_row
-        self.tokenizer, self.processor, self.data_config = tokenizer, processor, data_config
-        self.loops = LoopLoader(config, tokenizer, data_config)
-        ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-        self.pad = int(next((number for number in ids if number is not None), 0))
+        self.config, self.sampler, self.score_row = config, sampler, score_row
+        self.here = RowRunner(config, sampler, tokenizer, processor, score, data_config)
+        self._runners: Sequence[RunsRows] = [self.here]
+        self._stop = Stop()
+
+    def run_in(self, runners: Sequence[RunsRows]) -> None:
+        """Run the loops in other processes, each of which gets adjacent rows; none: here."""
+        self._runners = list(runners) or [self.here]
+
+    async def serve(self, request: Request) -> Completion:
+        """The answer to a loop in another process; it is empty once enough trajectories of the batch are done."""
+        if self._stop.is_set:
+            return self._stop.answer(request)
+        return await self.sampler.generate(request)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """A batch of trajectories in the order of the rows.
@@ -74,12 +81,15 @@ class AgentLoopManager:
         """The same inside a running event loop."""
         rows = [{name: values[i] for name, values in prompts.non_tensor_batch.items()} for i in range(len(prompts))]
         parameters = self.sampling_params(prompts.meta_info)
-        stop = Stop()
-        beside = None if self.score_row is None else OverlappedScoring(self.score_row, rows, self.pad)
-        tasks = [
-            asyncio.ensure_future(self._scored(number, row, stream, parameters, stop, beside))
-            for number, (row, stream) in enumerate(zip(rows, sample_streams(rows, prompts.meta_info)))
-        ]
+        stop = self._stop = Stop()
+        pad = self.here.pad
+        beside = None if self.score_row is None else OverlappedScoring(self.score_row, rows, pad)
+        streams = sample_streams(rows, prompts.meta_info)
+        tasks = []
+        for number, (row, stream) in enumerate(zip(rows, streams)):
+            runner = self._runners[number * len(self._runners) // len(rows)]
+            work = runner.run(number, row, stream, parameters, stop)
+            tasks.append(asyncio.ensure_future(_scored(number, work, beside)))
         try:
             outputs = await gather_most(tasks, self._may_give_up(prompts.meta_info), self.sampler, stop)
         except BaseException:
@@ -90,7 +100,7 @@ class AgentLoopManager:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
         check_some_worked(outputs)
-        batch = to_batch(outputs, self.pad, with_log_probs=self.config.calculate_log_probs)
+        batch = to_batch(outputs, pad, with_log_probs=self.config.calculate_log_probs)
         scoring = {} if beside is None else await beside.finish(outputs, batch)
         batch.meta_info["metrics"] = {**loop_metrics(outputs), **scoring}
         return batch
@@ -113,50 +123,13 @@ class AgentLoopManager:
         needs_all = meta_info.get("validate") or "do_sample" in meta_info
         return 0.0 if needs_all else float(self.config.over_sample_rate)
 
-    async def _scored(
-        self,
-        number: int,
-        row: dict[str, Any],
-        stream: tuple[str, int],
-        parameters: dict[str, Any],
-        stop: Stop,
-        beside: OverlappedScoring | None,
-    ) -> AgentLoopOutput:
-        """A trajectory whose scoring has begun."""
-        output = await self._trajectory(number, row, stream, parameters, stop)
-        if beside is not None:
-            beside.start(number, output)
-        return output
 
-    async def _trajectory(
-        self, number: int, row: dict[str, Any], stream: tuple[str, int], parameters: dict[str, Any], stop: Stop
-    ) -> AgentLoopOutput:
-        chosen = self.loops.of(row)
-        budget = int(self.config.response_length)
-        end = self.tokenizer.eos_token_id
-        client = SamplerClient(
-            self.sampler, *stream, self.config.seed, budget, () if end is None else (int(end),), stop
-        )
-        where = f"row {number} of the batch, uid {stream[0]}"
-        try:
-            loop = chosen.make(self.config, client, self.tokenizer, self.processor, self.data_config)
-            output = checked(await loop.run(dict(parameters), **{**row, "uid": stream[0]}), budget)
-            output.metrics.generate_sequences = client.seconds
-            if self.score is not None and output.reward_score is None:
-                start = time.perf_counter()
-                output.reward_score = float(await self.score(row, output))
-                output.metrics.compute_score += time.perf_counter() - start
-        except (ConfigError, EngineLostError, RunStops) as error:
-            raise RolloutError(f"the agent loop {chosen} failed on {where}: {type(error).__name__}: {error}") from error
-        except Exception as error:  # boundary: a user's loop or scorer; the row is masked, the first error shown
-            return failed(self._nothing(row), f"the agent loop {chosen}", error, "mask", where)
-        return output
-
-    def _nothing(self, row: Mapping[str, Any]) -> AgentLoopOutput:
-        """The output of a row whose loop gave none: its prompt, if it is known in tokens, and no response."""
-        known = row.get("raw_prompt_ids")
-        prompt = [self.pad] if known is None or not len(known) else [int(token) for token in known]
-        return AgentLoopOutput(prompt, [], [], response_logprobs=[], token_versions=[], num_turns=1)
+async def _scored(number: int, work: Awaitable[AgentLoopOutput], beside: OverlappedScoring | None) -> AgentLoopOutput:
+    """A trajectory whose scoring has begun."""
+    output = await work
+    if beside is not None:
+        beside.start(number, output)
+    return output
 
 
 def sample_streams(rows: Sequence[Mapping[str, Any]], meta_info: Mapping[str, Any]) -> list[tuple[str, int]]:

@@ -112,7 +112,7 @@ def _sampling(cfg: PPOTrainerConfig) -> Problems:
         problems += in_range(f"{key}.top_k", node.top_k, "-1 for all tokens, or 1 or more", node.top_k >= -1)
     rate = rollout.over_sample_rate
     problems += in_range(f"{_R}.over_sample_rate", rate, "0 or more, below 1", 0 <= rate < 1)
-    problems += _conversations(rollout.multi_turn)
+    problems += _at_least(f"{_R}.agent", rollout.agent, 1, "num_workers") + _conversations(rollout.multi_turn)
     bucket = rollout.checkpoint_engine
     problems += _at_least(f"{_R}.checkpoint_engine", bucket, 1, "update_weights_bucket_megabytes")
     problems += _at_least(_R, rollout, 1, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")

@@ -76,9 +76,10 @@ class AgentLoopConfig(ConfigNode):
 
     num_workers: int = setting(
         1,
-        "processes that run agent loops",
+        "processes that run agent loops; 1: the first process that samples runs them. More are processes of their own "
+        "on Ray, without a device; they pay where tools, templates or parsers keep a core busy. A run of one process has "
+        "no others",
         upstream=8,
-        no_effect="the first rollout worker runs all agent loops",
     )
     default_agent_loop: str = setting(
         "single_turn_agent", "agent loop of rows without agent_name: a registered name, or a dotted path"

@@ -118,6 +118,7 @@ class Topology:
         engine: ``rollout.name``.
         spec: of every replica; servers that run already have sizes of their own.
         replicas: by number.
+        loops: processes that run agent loops and nothing else; 0: the first one that samples runs them.
 
     Example:
         >>> print(Topology.of(config))
@@ -131,6 +132,7 @@ class Topology:
     engine: str
     spec: ReplicaSpec
     replicas: tuple[PlacedReplica, ...]
+    loops: int = 0
 
     @classmethod
     def of(cls, cfg: PPOTrainerConfig, added: Iterable[AddedRole] = ()) -> Topology:
@@ -152,7 +154,9 @@ class Topology:
         lived_in = tuple(pool for name, pool in pools.by_name.items() if name in used)
         runtime = _runtime(cfg, lived_in)
         replicas = _replicas(cfg, spec, samplers, runtime, pools.of_role("actor").size)
-        return cls(runtime, lived_in, tuple(parts), cfg.actor_rollout_ref.rollout.name, spec, replicas)
+        rollout = cfg.actor_rollout_ref.rollout
+        loops = rollout.agent.num_workers if runtime == "ray" and rollout.agent.num_workers > 1 else 0
+        return cls(runtime, lived_in, tuple(parts), rollout.name, spec, replicas, loops)
 
     def pool(self, name: str) -> PoolSpec:
         return next(pool for pool in self.pools if pool.name == name)
@@ -169,10 +173,6 @@ class Topology:
         """Over all pools."""
         return sum(pool.size for pool in self.pools)
 
-    def led_by(self, pool: str, rank: int) -> PlacedReplica | None:
-        """The replica that a process answers for."""
-        return next((r for r in self.replicas if r.pool == pool and r.leader == rank), None)
-
     def fed_by(self, rank: int) -> tuple[PlacedReplica, ...]:
         """The replicas to which a rank of the actor sends weights."""
         return tuple(replica for replica in self.replicas if replica.fed_by == rank)
@@ -182,7 +182,8 @@ class Topology:
 
     def _heading(self) -> str:
         where = "in this process" if self.runtime == "local" else "on Ray"
-        return f"{_count(self.processes, 'process', 'processes')} {where}"
+        loops = f", and {self.loops} without a device for agent loops" if self.loops else ""
+        return f"{_count(self.processes, 'process', 'processes')} {where}{loops}"
 
     def _pools(self) -> str:
         rows = [["pool", "processes", "roles"]]

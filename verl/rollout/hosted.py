@@ -76,14 +76,15 @@ class RemoteSampler(Sampler):
     """A sampler behind a handle, whose weights somebody else sends.
 
     Args:
-        handle: of a `SamplerHost`.
+        handle: of a `SamplerHost`, or of whatever samples under another name of the method.
+        generate: that name.
 
     Example:
         >>> service = SamplerService({name: RemoteSampler(handle) for name, handle in handles.items()})
     """
 
-    def __init__(self, handle: Handle):
-        self._handle = handle
+    def __init__(self, handle: Handle, generate: str = "generate"):
+        self._handle, self._generate = handle, generate
         self._version = 0
         self._stats: dict[str, float] = {"forward_tokens": 0.0, "steps": 0.0}
 
@@ -92,7 +93,7 @@ class RemoteSampler(Sampler):
         return self._version
 
     async def generate(self, request: Request) -> Completion:
-        done: Completion = await self._handle.call("generate", request)
+        done: Completion = await self._handle.call(self._generate, request)
         return done
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:

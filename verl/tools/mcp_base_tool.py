@@ -13,6 +13,7 @@ from verl.config.user_files import read_user_yaml
 from verl.errors import ConfigError, suggest
 from verl.json_text import check_depth
 from verl.tools.base import BaseTool, Executed
+from verl.tools.limits import share_of
 from verl.tools.mcp_server import McpFailure, McpServer, ServerSpec
 from verl.tools.runner import runner
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
@@ -27,7 +28,7 @@ class MCPBaseTool(BaseTool):
     """One tool of a server. `from_config` makes all of an entry.
 
     Args:
-        config: ``timeout`` (seconds of a call, 30), ``rate_limit`` (most calls at once, 120).
+        config: ``timeout`` (seconds of a call, 30), ``rate_limit`` (most calls at once in the run, 120).
         tool_schema: as the server describes it.
         server: where it is called.
     """
@@ -45,7 +46,7 @@ class MCPBaseTool(BaseTool):
             )
         self.server = server
         self.timeout = float(self.config.get("timeout") or TIMEOUT)
-        self._limit = int(self.config.get("rate_limit") or self.config.get("num_workers") or 120)
+        self._limit = share_of(int(self.config.get("rate_limit") or self.config.get("num_workers") or 120))
         # A semaphore belongs to one event loop; a loop that was given up takes its own along.
         self._places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()

@@ -14,6 +14,7 @@ from typing import Any
 from verl.errors import ConfigError
 from verl.sandbox import Limits, Outcome, Pool, RemoteSandbox, Session, check
 from verl.tools.base import BaseTool, Executed
+from verl.tools.limits import share_of
 from verl.tools.runner import in_thread
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.settings import read_settings
@@ -58,7 +59,8 @@ class PythonInterpreterTool(BaseTool):
     - ``num_workers``: programs at once; default: one per core.
     - ``packages``: whether installed packages can be imported; ``preload``: modules that are imported beforehand.
     - ``allow_missing``: layers of the sandbox that this machine may lack (``namespaces``, ``landlock``, ``seccomp``).
-    - ``sandbox_fusion_url``: run at a service instead, with ``default_language``, ``rate_limit`` programs at once.
+    - ``sandbox_fusion_url``: run at a service instead, with ``default_language``, ``rate_limit`` programs at
+      once in the run.
 
     Raises:
         SandboxRefused: this machine lacks a layer that may not be missing.
@@ -132,7 +134,8 @@ class PythonInterpreterTool(BaseTool):
         key = f"{self.name}.config.sandbox_fusion_url"
         if settings["stateful"]:
             raise ConfigError("a sandbox service keeps no variables", key=key, fix="Leave out stateful.")
-        return RemoteSandbox(settings["sandbox_fusion_url"], settings["rate_limit"], settings["default_language"], key)
+        most, language = share_of(settings["rate_limit"]), settings["default_language"]
+        return RemoteSandbox(settings["sandbox_fusion_url"], most, language, key)
 
 
 def _without_fence(code: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from verl.errors import ConfigError
 from verl.sandbox.service import Service, ServiceError
 from verl.tools.base import BaseTool, Executed
+from verl.tools.limits import share_of
 from verl.tools.runner import in_thread
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.settings import read_settings
@@ -49,7 +50,8 @@ class SearchTool(BaseTool):
     """Searches for the argument ``query_list`` (or one ``query``).
 
     ``config``: ``retrieval_service_url`` (must be there), ``topk`` passages per query, ``timeout`` in seconds for a
-    call with all its attempts, ``num_workers`` and ``rate_limit``, the smaller of which is the most requests at once.
+    call with all its attempts, ``num_workers`` and ``rate_limit``, the smaller of which is the most requests at once
+    in the run.
 
     A service that does not answer gives the model a message, and the call the metric ``error`` 1.
     """
@@ -60,7 +62,7 @@ class SearchTool(BaseTool):
         key = f"{self.name}.config.retrieval_service_url"
         if not settings["retrieval_service_url"]:
             raise ConfigError("is missing", key=key, allowed="http://host:port/retrieve")
-        most = min(settings["num_workers"], settings["rate_limit"])
+        most = share_of(min(settings["num_workers"], settings["rate_limit"]))
         self._service = Service(settings["retrieval_service_url"], key, max_concurrent=most)
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:

@@ -16,7 +16,7 @@ from verl.config.root import uses_critic, uses_reference, uses_reward_model
 from verl.config.topology import Topology, added_roles
 from verl.single_controller.base import ResourcePool, ResourcePoolManager, Role
 from verl.single_controller.local import LocalWorkerGroup
-from verl.workers import ActorRolloutRefWorker, ModelWorker, RewardModelWorker, RolloutWorker
+from verl.workers import ActorRolloutRefWorker, ModelWorker, RewardModelWorker, SamplingWorker
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def role_worker_mapping(config: PPOTrainerConfig) -> dict[Role | str, type]:
     mapping: dict[Role | str, type] = {Role.Actor: ModelWorker}
     if uses_reference(config):
         mapping[Role.RefPolicy] = ModelWorker
-    mapping[Role.Rollout] = RolloutWorker
+    mapping[Role.Rollout] = SamplingWorker
     if uses_critic(config):
         mapping[Role.Critic] = ModelWorker
     if uses_reward_model(config):
@@ -61,7 +61,7 @@ def parts_of(role: Role | str, worker_class: type) -> dict[str, type]:
     parts = {str(Role.ActorRollout): ("actor",), str(Role.ActorRolloutRef): ("actor", "ref")}.get(str(role))
     if parts is None:
         return {str(role): worker_class}
-    return {**dict.fromkeys(parts, worker_class), "rollout": RolloutWorker}
+    return {**dict.fromkeys(parts, worker_class), "rollout": SamplingWorker}
 
 
 def samples_itself(mapping: Mapping[Role | str, type]) -> bool:

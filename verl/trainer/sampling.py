@@ -1,4 +1,4 @@
-"""The replicas of a run and the handles by which the first rollout worker and the trainers reach them."""
+"""How the processes of a run that sample come to know each other."""
 
 from __future__ import annotations
 
@@ -6,26 +6,53 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.config import PPOTrainerConfig
-from verl.config.topology import OWN_POOL
+from verl.config.topology import OWN_POOL, Topology
+from verl.metrics import notice
+from verl.single_controller.base import ClassWithInitArgs
+from verl.single_controller.base.handle import Handle
 from verl.trainer.placement import topology_of
-from verl.workers.sampling import ReplicaWorker, senders
+from verl.workers.loops import RolloutWorker
+from verl.workers.replica import ReplicaWorker
+from verl.workers.sending import senders
+
+LOOPS = "agent_loop"
+"""Name of the processes that run agent loops."""
 
 
 def connect(config: PPOTrainerConfig, groups: Mapping[str, Any], device: str) -> None:
-    """Tell the first rollout worker of the replicas in other processes, and the actors of those in another pool.
+    """Start the processes that run agent loops, and tell the first sampling worker of them and of all replicas.
 
     Args:
-        groups: role -> worker group, whose models are loaded.
+        groups: role -> worker group, whose models are loaded. The actors are told of replicas in another pool.
         device: of the actors.
     """
-    group, replicas = groups.get("rollout"), topology_of(config).replicas
-    leaders = [replica.leader for replica in replicas if replica.leader is not None]
-    if group is None or not leaders:
+    group, topology = groups.get("rollout"), topology_of(config)
+    if group is None:
         return
+    leaders = [replica.leader for replica in topology.replicas if replica.leader is not None]
     handles = {ReplicaWorker.replica_name(rank): group.handle(rank) for rank in leaders}
-    if any(replica.placement == OWN_POOL for replica in replicas):
-        actors = groups["actor"]
-        actors.feed(senders(config.actor_rollout_ref, device, handles, actors.world_size))
-    others = list(handles)[1:]
-    if others:
-        group.connect({name: handles[name] for name in others})
+    if any(replica.placement == OWN_POOL for replica in topology.replicas):
+        groups["actor"].feed(senders(config.actor_rollout_ref, device, handles, _feeds(topology)))
+    others = dict(list(handles.items())[1:])
+    loops = _start_loops(config, topology, group)
+    if others or loops:
+        group.connect(others, loops)
+
+
+def _feeds(topology: Topology) -> list[list[str]]:
+    """Names of the replicas that each rank of the actor sends weights to."""
+    fed = [topology.fed_by(rank) for rank in range(topology.pool_of("actor").size)]
+    return [[ReplicaWorker.replica_name(replica.ranks[0]) for replica in replicas] for replicas in fed]
+
+
+def _start_loops(config: PPOTrainerConfig, topology: Topology, group: Any) -> list[Handle]:
+    key = "actor_rollout_ref.rollout.agent.num_workers"
+    if not topology.loops:
+        if config.actor_rollout_ref.rollout.agent.num_workers > 1:
+            notice(key, "has no effect in a run of one process, which runs all agent loops: set trainer.runtime=ray")
+        return []
+    made = ClassWithInitArgs(
+        RolloutWorker, config.actor_rollout_ref, config.data, service=group.handle(0), processes=topology.loops
+    )
+    started: list[Handle] = group.start_beside(made, topology.loops, LOOPS, config.trainer.seed)
+    return started

@@ -5,7 +5,8 @@ _HOMES = {
     "CriticWorker": "verl.workers.critic",
     "ModelWorker": "verl.workers.model",
     "RewardModelWorker": "verl.workers.reward_model",
-    "RolloutWorker": "verl.workers.sampling",
+    "RolloutWorker": "verl.workers.loops",
+    "SamplingWorker": "verl.workers.sampling",
     "TrainingWorker": "verl.workers.model",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605

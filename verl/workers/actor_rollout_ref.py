@@ -9,6 +9,7 @@ from verl.metrics import MetricSet
 from verl.protocol import DataProto
 from verl.single_controller.base import (
     Dispatch,
+    Execute,
     make_nd_compute_dataproto_dispatch_fn,
     make_nd_compute_metric_dispatch_fn,
     register,
@@ -19,7 +20,7 @@ from verl.workers.sending import SyncResult
 
 
 class ActorRolloutRefWorker(ModelWorker):
-    """The actor or its reference, whichever its role says; the sampler beside it is a `RolloutWorker`."""
+    """The actor or its reference, whichever its role says; the sampler beside it is a `SamplingWorker`."""
 
     def meshes(self) -> dict[str, tuple[int, bool]]:
         rollout = self.fused_worker_dict.get("rollout")
@@ -27,12 +28,12 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """As `RolloutWorker.generate_sequences` of this process."""
-        return self.colocated("rollout").generate_sequences(prompts)
+        """As `SamplingWorker.generate_sequences` of this process."""
+        return self.colocated("rollout").generate_sequences(prompts) if self.rank == 0 else prompts[:0]
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def publish(self, version: int, sent: SyncResult) -> None:
-        """As `RolloutWorker.publish` of this process."""
+        """As `SamplingWorker.publish` of this process."""
         self.colocated("rollout").publish(version, sent)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="model"))

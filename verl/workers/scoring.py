@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.config import PPOTrainerConfig, replace
+from verl.config import PPOTrainerConfig
 from verl.data import hf_tokenizer
 from verl.rewards.early import EarlyScorer
 from verl.rewards.loading import ServedModel
@@ -32,18 +32,14 @@ def reward_manager(config: PPOTrainerConfig, tokenizer: Any, num_examine: int) -
     return load_reward_manager(config, tokenizer, served=served, num_examine=num_examine)
 
 
-def early_scorer(config: PPOTrainerConfig, tokenizer: Any, workers: int) -> EarlyScorer | None:
+def early_scorer(config: PPOTrainerConfig, tokenizer: Any) -> EarlyScorer | None:
     """What scores single rows while others are sampled; None where only whole batches can be scored.
 
     Args:
         tokenizer: of the policy; ``data.tokenizer`` wins, as it does where the batch is scored.
-        workers: how many processes score; the rate limit is theirs together.
     """
     if config.data.tokenizer:
         tokenizer = hf_tokenizer(
             config.data.tokenizer, key="data.tokenizer", trust_remote_code=config.data.trust_remote_code
         )
-    rate = config.reward.max_per_minute
-    if rate is not None and workers > 1:
-        config = replace(config, **{"reward.max_per_minute": rate / workers})
     return EarlyScorer.of(reward_manager(config, tokenizer, num_examine=0))

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from verl.config import RolloutConfig
+from verl.config import ActorRolloutRefConfig, RolloutConfig
 from verl.engines.base import Engine
-from verl.errors import RolloutError, VerlError
+from verl.errors import portable
 from verl.rollout.adapters import separate_adapter
 from verl.rollout.base import Sampler
+from verl.rollout.hosted import HostedSampler
+from verl.rollout.place import transport_of
+from verl.single_controller.base.handle import Handle
 from verl.weight_sync import WeightChunk, chunk_weights, deliver
 
 BYTES_SENT = "weight_bytes_sent"
@@ -41,15 +44,23 @@ class SyncResult:
         return cls(max((part.num_bytes for part in parts), default=0.0), failed)
 
 
-def _portable(error: Exception) -> Exception:
-    """What goes to the controller, which another process may be: an error of the library's own, or its words."""
-    if isinstance(error, VerlError):
-        return error
-    return RolloutError(f"{type(error).__name__}: {error}")
-
-
 def _as_it_is(chunk: WeightChunk) -> WeightChunk:
     return chunk
+
+
+def senders(
+    policy: ActorRolloutRefConfig, device: str, replicas: Mapping[str, Handle], feeds: Sequence[Sequence[str]]
+) -> list[WeightSender]:
+    """What each rank of the actor sends weights by to the replicas of another pool that it feeds.
+
+    Args:
+        device: of the actors.
+        replicas: name -> handle on its `ReplicaWorker`.
+        feeds: names of the replicas of each rank.
+    """
+    kind, begin = transport_of(policy.rollout, policy.model, device)
+    hosted = {name: HostedSampler(handle, kind, begin) for name, handle in replicas.items()}
+    return [WeightSender(policy.rollout, policy.model, {name: hosted[name] for name in fed}) for fed in feeds]
 
 
 class WeightSender:
@@ -82,7 +93,7 @@ class WeightSender:
         deque(chunks, maxlen=0)
         if self._broken is not None:
             raise self._broken
-        failed = {name: _portable(error) for name, error in zip(self.replicas, errors) if error is not None}
+        failed = {name: portable(error) for name, error in zip(self.replicas, errors) if error is not None}
         return SyncResult(max((self._bytes_of(name, before[name]) for name in self.replicas), default=0.0), failed)
 
     def _bytes_of(self, name: str, before: Mapping[str, float]) -> float:

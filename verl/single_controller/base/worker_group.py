@@ -92,6 +92,14 @@ class WorkerGroup(ABC):
             return [(tuple(v[i] for v in args), {k: v[i] for k, v in kwargs.items()}) for i in range(size)]
         return [(args, kwargs)] * size
 
+    def start_beside(self, class_with_init: ClassWithInitArgs, number: int, name: str, seed: int = 0) -> list[Any]:
+        """Objects of a class, each in a process of its own that has no device and ends with this group; their handles.
+
+        Raises:
+            WorkerError: this runtime has no other processes.
+        """
+        raise WorkerError("this runtime has no processes but this one", got=name, fix="Use trainer.runtime=ray.")
+
     # ---- the group itself --------------------------------------------------------------------------------------
 
     @property

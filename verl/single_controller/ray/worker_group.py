@@ -48,6 +48,8 @@ class RayWorkerGroup(WorkerGroup):
         >>> group.close()
     """
 
+    _register_seconds = REGISTER_SECONDS
+
     def __init__(
         self,
         resource_pool: RayResourcePool | None = None,
@@ -69,6 +71,7 @@ class RayWorkerGroup(WorkerGroup):
         seed: int = 0,
     ):
         super().__init__(resource_pool)
+        self._register_seconds = ray_wait_register_center_timeout
         given = ray_cls_with_init or class_with_init
         if given is None:
             raise WorkerError("a worker group needs a class", fix="Pass RayClassWithInitArgs(MyWorker, ...).")
@@ -119,6 +122,7 @@ class RayWorkerGroup(WorkerGroup):
         self._workers = [member.actor for member in fleet.members]
         self._worker_names = worker_names(role, len(fleet.members))
         self._callers: dict[tuple[int, str], Any] = {}
+        self._beside: list[Fleet] = []
         # Threads of this process that call the group: a call is numbered and sent in one go.
         self._caller_id, self._sending = uuid.uuid4().hex, threading.Lock()
         self._sent = [0] * len(fleet.members)
@@ -137,6 +141,7 @@ class RayWorkerGroup(WorkerGroup):
                 )
             group = type(self).__new__(type(self))
             WorkerGroup.__init__(group, self.resource_pool)
+            group._register_seconds = self._register_seconds
             group._attach(role, known[role].cls, self._fleet, self._master, target=role)
             groups[role] = group
         return groups
@@ -182,6 +187,20 @@ class RayWorkerGroup(WorkerGroup):
             )
         return RayHandle(self._workers[rank], self._target, self._worker_names[rank], timeout, self._fleet)
 
+    def start_beside(
+        self, class_with_init: ClassWithInitArgs, number: int, name: str, seed: int = 0
+    ) -> list[RayHandle]:
+        recipe = LaunchPlan(
+            role=name,
+            class_with_init=RayClassWithInitArgs.of(class_with_init),
+            seed=seed,
+            register_seconds=self._register_seconds,
+            behind_handle=True,
+        )
+        fleet, _ = launch(recipe, [None] * number)
+        self._beside.append(fleet)
+        return [RayHandle(member.actor, "", member.name, None, fleet) for member in fleet.members]
+
     def _send(self, method_name: str, calls: Sequence[transfer.Call]) -> list[Any]:
         """Start a method on the first workers, one call each, in the order of their ranks."""
         references = []
@@ -221,7 +240,8 @@ class RayWorkerGroup(WorkerGroup):
 
     def close(self) -> None:
         """Stop the workers, also detached ones, and those of every group that shares their processes."""
-        self._fleet.close()
+        for fleet in [*self._beside, self._fleet]:
+            fleet.close()
 
     def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> None:
         """Runs from the start; with another interval only after `stop_worker_aliveness_check`."""

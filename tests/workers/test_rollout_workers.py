@@ -1,0 +1,127 @@
+"""Agent loops in processes of their own: the batch, its failures and its early stop are those of one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from tests.support import tiny_model_dir, write_prompts
+from verl.config import load_config
+from verl.errors import ConfigError, RolloutError, WorkerError
+from verl.protocol import DataProto
+from verl.single_controller.base import ClassWithInitArgs, ResourcePool
+from verl.single_controller.local import LocalWorkerGroup
+from verl.workers.loops import RolloutWorker
+from verl.workers.sampling import SamplingWorker
+
+pytestmark = pytest.mark.dist
+R = "actor_rollout_ref.rollout"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tiny_model_dir(tmp_path_factory.mktemp("loops") / "model")
+    words = [
+        f"actor_rollout_ref.model.path={folder}",
+        f"{R}.agent.default_agent_loop=tests.workers.own_loop.Moody",
+        f"{R}.over_sample_rate=0.5",
+        f"data.train_files={write_prompts(folder.parent / 'rows.parquet', 4)}",
+        "data.max_response_length=6",
+        "algorithm.adv_estimator=grpo",
+        f"{R}.n=2",
+        "trainer.device=cpu",
+    ]
+    return load_config("ppo_trainer", words)
+
+
+@pytest.fixture(scope="module")
+def here(config) -> LocalWorkerGroup:
+    group = LocalWorkerGroup(ResourcePool([1]), sampling(config))
+    group.init_model()
+    return group
+
+
+@pytest.fixture(scope="module")
+def apart(config, own_ray_folder):
+    """A sampling worker with two processes for its loops, all on Ray."""
+    from verl.single_controller import ray as cluster
+
+    cluster.start([1], "cpu", {"address": "local", "num_cpus": 2, "object_store_memory": 200 << 20})
+    try:
+        group = cluster.RayWorkerGroup(cluster.RayResourcePool([1], use_gpu=False), sampling(config))
+        group.init_model()
+        arguments = {"config": config.actor_rollout_ref, "data": config.data, "service": group.handle(0)}
+        group.loops = group.start_beside(ClassWithInitArgs(RolloutWorker, **arguments), 2, "agent_loop")
+        group.connect({}, group.loops)
+        yield group
+    finally:
+        cluster.stop()
+
+
+def sampling(config) -> ClassWithInitArgs:
+    return ClassWithInitArgs(SamplingWorker, config=config.actor_rollout_ref, data=config.data)
+
+
+def batch(moods: list[str], **meta) -> DataProto:
+    """Two samples of each prompt."""
+    count = len(moods)
+    columns = {
+        "raw_prompt_ids": [[5 + i // 2, 7, 9 + i // 2] for i in range(count)],
+        "uid": [f"row {i // 2}" for i in range(count)],
+        "mood": moods,
+    }
+    arrays = {name: np.empty(count, dtype=object) for name in columns}
+    for name, values in columns.items():
+        arrays[name][:] = values
+    return DataProto.from_dict(non_tensors=arrays, meta_info=meta)
+
+
+def test_two_processes_make_the_batch_of_one_bit_for_bit_with_the_same_row_failed(here, apart):
+    asked = batch(["fine", "fine", "fails", "fine", "fine", "fine", "fine", "fine"], validate=True)
+    expected, got = here.generate_sequences(asked), apart.generate_sequences(asked)
+    assert set(got.batch.keys()) == set(expected.batch.keys()) >= {"responses", "rollout_log_probs", "token_versions"}
+    for name, tensor in expected.batch.items():
+        assert tensor.equal(got.batch[name]), name
+    columns, others = expected.non_tensor_batch, got.non_tensor_batch
+    for name in set(columns) - {"process"}:
+        assert list(columns[name]) == list(others[name]), name
+    assert others["finish_reason"][2] == "abort" and "Strange: no mood for it" in others["agent_error"][2]
+    processes = [number for number in others["process"] if number is not None]
+    first, second = processes[0], processes[-1]
+    assert processes == [first] * 3 + [second] * 4 and len({first, second, os.getpid()}) == 3
+    measured, expected_metrics = got.meta_info["metrics"], expected.meta_info["metrics"]
+    assert set(measured) == set(expected_metrics)
+    for name in ("rollout/sampled_tokens", "rollout/agent/failed", "rollout/finish_reason/abort"):
+        assert measured[name].value == expected_metrics[name].value, name
+
+
+def test_a_batch_ends_for_all_processes_once_enough_of_its_rows_are_done(apart):
+    done = apart.generate_sequences(batch(["endless", "fine", "endless", "fine"]))
+    assert list(done.non_tensor_batch["finish_reason"][[0, 2]]) == ["abort", "abort"]
+    assert "abort" not in done.non_tensor_batch["finish_reason"][[1, 3]]
+    after = apart.generate_sequences(batch(["fine"] * 4, validate=True))
+    assert "abort" not in after.non_tensor_batch["finish_reason"], "the stop was that batch's"
+
+
+def test_rows_that_all_fail_and_a_loop_that_there_is_not_stop_the_run_as_in_one_process(here, apart):
+    unknown = batch(["fine", "fine"], validate=True)
+    unknown.non_tensor_batch["agent_name"] = np.array(["nobody", "nobody"], dtype=object)
+    for group in (here, apart):
+        with pytest.raises(RolloutError, match=r"all 2 rollouts of a batch failed.*Strange: no mood for it"):
+            group.generate_sequences(batch(["fails", "fails"], validate=True))
+        with pytest.raises(ConfigError, match=r"unknown agent loop.*nobody"):
+            group.generate_sequences(unknown)
+
+
+def test_a_process_of_agent_loops_that_is_killed_ends_the_call_with_the_row_that_it_had(apart):
+    os.kill(apart.loops[1]._fleet.members[1].pid, signal.SIGKILL)
+    with pytest.raises(RolloutError, match=r"the process that ran the agent loop of row [23] of the batch.* is lost"):
+        apart.generate_sequences(batch(["fine"] * 4, validate=True))
+
+
+def test_a_run_of_one_process_has_no_other_processes_to_start(here):
+    with pytest.raises(WorkerError, match=r"trainer.runtime=ray"):
+        here.start_beside(ClassWithInitArgs(dict), 2, "agent_loop")

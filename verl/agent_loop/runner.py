@@ -1,0 +1,95 @@
+"""Runs the loop of one row over a sampler: from a row of prompts to its trajectory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
+
+from verl.agent_loop.base import AgentLoopOutput
+from verl.agent_loop.batch import checked
+from verl.agent_loop.choose import LoopLoader
+from verl.agent_loop.client import SamplerClient
+from verl.agent_loop.early_stop import Stop
+from verl.agent_loop.failed import RunStops, failed
+from verl.errors import ConfigError, RolloutError
+from verl.rollout.base import Sampler
+from verl.rollout.lost import EngineLostError
+
+Score = Callable[[dict[str, Any], AgentLoopOutput], Awaitable[float]]
+
+
+class RunsRows(Protocol):
+    """What runs the loops of rows, in this process or another."""
+
+    async def run(
+        self, number: int, row: dict[str, Any], stream: tuple[str, int], parameters: dict[str, Any], stop: Stop
+    ) -> AgentLoopOutput: ...
+
+
+class RowRunner:
+    """Runs the loops of rows in this process; many at once, each a coroutine.
+
+    Args:
+        config: the ``rollout`` section.
+        sampler: serves the requests.
+        tokenizer, processor: of the policy.
+        score: ``await score(row, output)``, for a trajectory whose loop knows no score.
+        data_config: for loops that render messages as the dataset does.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        sampler: Sampler,
+        tokenizer: Any,
+        processor: Any = None,
+        score: Score | None = None,
+        data_config: Any = None,
+    ):
+        self.config, self.sampler, self.score = config, sampler, score
+        self.tokenizer, self.processor, self.data_config = tokenizer, processor, data_config
+        self.loops = LoopLoader(config, tokenizer, data_config)
+        ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+        self.pad = int(next((number for number in ids if number is not None), 0))
+
+    async def run(
+        self, number: int, row: dict[str, Any], stream: tuple[str, int], parameters: dict[str, Any], stop: Stop
+    ) -> AgentLoopOutput:
+        """The trajectory of a row; one whose loop failed is masked.
+
+        Args:
+            number: of the row in its batch, for messages.
+            stream: uid and sample index, the key of its random numbers.
+            parameters: how it is sampled.
+            stop: once it is set, requests come back empty.
+
+        Raises:
+            RolloutError: the failure is not the row's alone: the configuration is wrong, or the sampler is gone.
+        """
+        chosen = self.loops.of(row)
+        budget = int(self.config.response_length)
+        end = self.tokenizer.eos_token_id
+        client = SamplerClient(
+            self.sampler, *stream, self.config.seed, budget, () if end is None else (int(end),), stop
+        )
+        where = f"row {number} of the batch, uid {stream[0]}"
+        try:
+            loop = chosen.make(self.config, client, self.tokenizer, self.processor, self.data_config)
+            output = checked(await loop.run(dict(parameters), **{**row, "uid": stream[0]}), budget)
+            output.metrics.generate_sequences = client.seconds
+            if self.score is not None and output.reward_score is None:
+                start = time.perf_counter()
+                output.reward_score = float(await self.score(row, output))
+                output.metrics.compute_score += time.perf_counter() - start
+        except (ConfigError, EngineLostError, RunStops) as error:
+            raise RolloutError(f"the agent loop {chosen} failed on {where}: {type(error).__name__}: {error}") from error
+        except Exception as error:  # boundary: a user's loop or scorer; the row is masked, the first error shown
+            return failed(self._nothing(row), f"the agent loop {chosen}", error, "mask", where)
+        return output
+
+    def _nothing(self, row: Mapping[str, Any]) -> AgentLoopOutput:
+        """The output of a row whose loop gave none: its prompt, if it is known in tokens, and no response."""
+        known = row.get("raw_prompt_ids")
+        prompt = [self.pad] if known is None or not len(known) else [int(token) for token in known]
+        return AgentLoopOutput(prompt, [], [], response_logprobs=[], token_versions=[], num_turns=1)

@@ -1,0 +1,63 @@
+"""The worker that runs agent loops in a process of its own, and how the process with the service reaches it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from verl.agent_loop.base import AgentLoopOutput
+from verl.agent_loop.early_stop import Stop
+from verl.agent_loop.runner import RowRunner
+from verl.config import ActorRolloutRefConfig, DataConfig
+from verl.data import tokenizer_of
+from verl.errors import RolloutError, WorkerError, portable
+from verl.rollout.hosted import RemoteSampler
+from verl.single_controller.base.handle import Handle
+from verl.tools.limits import shared_by
+from verl.workers.part import local_model
+
+
+class RolloutWorker:
+    """Runs agent loops, with their tools and users; it holds no model, and requests go to the sampling service.
+
+    Args:
+        config: the section ``actor_rollout_ref`` of the configuration.
+        data: the section ``data``, for agent loops that render messages.
+        service: handle on the `SamplingWorker` that has the service.
+        processes: how many such workers there are; tools with a limit for the run keep to their share.
+    """
+
+    def __init__(self, config: ActorRolloutRefConfig, data: DataConfig | None, service: Handle, processes: int = 1):
+        if processes > 1:
+            shared_by(processes)
+        model = local_model(config.model, "actor_rollout_ref.model.path")
+        sampler = RemoteSampler(service, generate="serve")
+        self._runner = RowRunner(config.rollout, sampler, tokenizer_of(model), data_config=data)
+
+    async def run_row(
+        self, number: int, row: dict[str, Any], stream: tuple[str, int], parameters: dict[str, Any]
+    ) -> AgentLoopOutput:
+        """As `RowRunner.run`. When enough trajectories are done, the service says so by empty answers."""
+        output = await self._runner.run(number, row, stream, parameters, Stop())
+        return output if output.failure is None else replace(output, failure=portable(output.failure))
+
+
+class RemoteRunner:
+    """Runs the loops of rows in a `RolloutWorker` elsewhere.
+
+    Args:
+        worker: its handle.
+    """
+
+    def __init__(self, worker: Handle):
+        self._worker = worker
+
+    async def run(
+        self, number: int, row: dict[str, Any], stream: tuple[str, int], parameters: dict[str, Any], stop: Stop
+    ) -> AgentLoopOutput:
+        try:
+            output: AgentLoopOutput = await self._worker.call("run_row", number, row, stream, parameters)
+        except WorkerError as error:
+            where = f"row {number} of the batch, uid {stream[0]}"
+            raise RolloutError(f"the process that ran the agent loop of {where} is lost: {error}") from error
+        return output

@@ -1,0 +1,101 @@
+"""The worker of one process in which a replica sits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl import distributed
+from verl.config import ActorRolloutRefConfig
+from verl.config.topology import processes_of
+from verl.rollout.base import Completion, Request, Sampler
+from verl.rollout.devices import of_replica
+from verl.rollout.hosted import SamplerHost
+from verl.rollout.place import make_sampler, server_sampler, servers_of
+from verl.single_controller.base import Dispatch, register
+from verl.workers.part import WorkerContext, local_model
+from verl.workers.profiling import ProfiledWorker
+from verl.workers.sending import WeightSender
+
+
+class ReplicaWorker(ProfiledWorker):
+    """One process of the pool in which replicas sit, and the replica that it holds.
+
+    Beside a rank of the actor it holds a replica in this process or in a child of it, and its weights come from that
+    rank. In a pool of its own they come by a transport (`take_weights`). Servers that run already are nobody's: the
+    ranks share out who loads which, and each is loaded once.
+
+    Args:
+        config: the section ``actor_rollout_ref`` of the configuration.
+        context: device and the peers' time-out.
+    """
+
+    def __init__(self, config: ActorRolloutRefConfig, context: WorkerContext | None = None):
+        super().__init__()
+        self.config, self.context = config, context or WorkerContext()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Start the replica; one that is sent an adapter alone needs the folder of its base only.
+
+        A replica of several processes is led by the first of them. Collective where there are such replicas.
+        """
+        self.model = local_model(self.config.model, "actor_rollout_ref.model.path")
+        servers = servers_of(self.config.rollout)
+        if servers:
+            fed = servers[self.rank :: self.world_size]
+            self.replicas = {url: self._server(url, len(servers)) for url in (servers if self.rank == 0 else fed)}
+        else:
+            fed = self._start_replica()
+        self.sender = WeightSender(self.config.rollout, self.model, {name: self.replicas[name] for name in fed})
+
+    def _start_replica(self) -> list[str]:
+        """The name of the replica that this rank leads; the others lend theirs the devices that they see."""
+        rollout, device = self.config.rollout, self.context.device
+        each = processes_of(rollout, self.world_size)
+        devices: list[str] = []
+        if each > 1:
+            ranks = distributed.start(self.info, device, self.context.timeout)
+            devices = of_replica(ranks, self.info.local_rank, each)
+        if self.rank % each:
+            self.replicas = {}
+            return []
+        name = self.replica_name(self.rank)
+        self.replicas = {name: make_sampler(rollout, self.model, device, self.is_beside, devices)}
+        self.host = SamplerHost(self.replicas[name], device)
+        return [name]
+
+    def _server(self, url: str, number: int) -> Sampler:
+        return server_sampler(url, self.config.rollout, self.model, is_alone=number == 1)
+
+    @staticmethod
+    def replica_name(rank: int) -> str:
+        """For messages and statistics."""
+        return f"replica of rollout[{rank}]"
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether the actor lives in this process, too: the two use its devices in turn."""
+        return "actor" in self.fused_worker_dict
+
+    # ---- what the service asks of a replica elsewhere ----------------------------------------------------------
+
+    async def generate(self, request: Request) -> Completion:
+        return await self.host.generate(request)
+
+    async def abort(self, request_ids: list[str] | None = None) -> int:
+        return await self.host.abort(request_ids)
+
+    async def sleep(self, level: int = 1) -> None:
+        await self.host.sleep(level)
+
+    async def wake(self) -> None:
+        await self.host.wake()
+
+    async def status(self) -> dict[str, Any]:
+        """``version`` of the replica's weights, and its ``stats``."""
+        return await self.host.status()
+
+    async def take_weights(self, kind: str, address: Mapping[str, Any], version: int) -> int:
+        """Receive weights from the trainer's end of a transport; the version that is in use then."""
+        return await self.host.take_weights(kind, address, version)
