@@ -161,6 +161,38 @@ def test_programs_without_a_key_keep_nobody_out_and_take_few_descriptors():
     assert visited(visit, limits=ServerLimits(strangers=20)) <= 22
 
 
+@pytest.mark.parametrize("is_unix", [False, True])
+def test_a_burst_of_requests_with_the_key_is_not_taken_for_programs_without_one(tmp_path, is_unix):
+    """The server looks up only now and then, as beside an engine that computes; 400 come at once."""
+    limits, where = ServerLimits(strangers=100), tmp_path / "own"
+    where.mkdir(mode=0o700)
+
+    def visit(here):
+        client = Client(here.address, key=KEY)
+
+        async def run():
+            return await asyncio.gather(*(client.ask("POST", "/a", {"n": n}) for n in range(400)))
+
+        return [reply.json()["n"] for reply in asyncio.run(run())]
+
+    async def busy():
+        while True:
+            await asyncio.sleep(0.001)
+            time.sleep(0.02)
+
+    async def run():
+        here = server(limits=limits, key=KEY)
+        await here.start(unix(where / "socket") if is_unix else None)
+        computing = asyncio.ensure_future(busy())
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(visit, here), 60)
+        finally:
+            computing.cancel()
+            await here.close()
+
+    assert asyncio.run(run()) == list(range(400))
+
+
 def test_a_connection_too_many_is_told_so_unless_one_that_is_idle_can_make_room():
     def visit(here):
         async def run():

@@ -29,6 +29,9 @@ MAX_HEAD = 64 << 10
 MAX_BODY = 512 << 20
 PIECE = 1 << 16
 UNIX = "unix:"
+OPENING = 32
+"""Connections that a client may be opening at once: a server of this library ends some of those that have not shown the
+key while there are too many of them, and a burst of requests must not look like strangers."""
 
 
 class WireError(Exception):
@@ -75,6 +78,8 @@ class _Pool:
     def __init__(self, size: int):
         # Requests of one event loop, each for its whole length.
         self.slots = asyncio.Semaphore(size)
+        # Connections of these requests that are not open yet; inside `slots`.
+        self.opening = asyncio.Semaphore(OPENING)
         self.idle: list[_Connection] = []
 
 
@@ -151,7 +156,7 @@ class Client:
             pool = self._pools[loop] = _Pool(self._size)
         async with pool.slots:
             while True:
-                line = pool.idle.pop() if pool.idle else await self._connect()
+                line = pool.idle.pop() if pool.idle else await self._opened(pool)
                 reply = await self._over(line, question, body, pool)
                 if reply is not None:
                     return reply
@@ -179,6 +184,11 @@ class Client:
                 pool.idle.append(line)
             else:
                 line.writer.close()
+
+    async def _opened(self, pool: _Pool) -> _Connection:
+        """One that became idle while others were being opened, or a new one; its question is written at once."""
+        async with pool.opening:
+            return pool.idle.pop() if pool.idle else await self._connect()
 
     async def _connect(self) -> _Connection:
         """A new connection; whoever is at its other end has proved that it knows the key, if there is one.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -75,7 +75,8 @@ class Server:
         )
         config.load()
         self._state = ServerState()
-        make = partial(Connection, config, self._state, {}, open_connections=OpenConnections(self.limits))
+        limits = self._limits_on(bound)
+        make = partial(Connection, config, self._state, {}, open_connections=OpenConnections(limits))
         self._server = await asyncio.get_running_loop().create_server(make, sock=bound, backlog=BACKLOG)
 
     @property
@@ -93,6 +94,11 @@ class Server:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _limits_on(self, bound: socket.socket) -> ServerLimits:
+        """Whoever comes to a unix socket is this user, who may come in any number before the first key is read."""
+        is_unix = bound.family == socket.AF_UNIX
+        return replace(self.limits, strangers=self.limits.connections) if is_unix else self.limits
 
     def _door(self) -> Any:
         routes = [Route(path, _Endpoint(self, handle), methods=[verb]) for (verb, path), handle in self.routes.items()]
