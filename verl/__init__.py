@@ -3,10 +3,14 @@
 Importing this package loads neither torch nor ray; `DataProto` is loaded when it is first asked for.
 """
 
+from verl import env
 from verl._version import __version__
 from verl.compat import install
 
 install()
+
+EXTERNAL = "VERL_USE_EXTERNAL_MODULES"
+"""Modules with commas between them, imported with this package in every process: what they register is known then."""
 
 __all__ = ["DataProto", "__version__"]
 
@@ -17,3 +21,10 @@ def __getattr__(name: str):
 
         return DataProto
     raise AttributeError(f"module 'verl' has no attribute {name!r}")
+
+
+if env.get(EXTERNAL):
+    import importlib
+
+    for module in env.get(EXTERNAL, "").split(","):
+        importlib.import_module(module.strip())

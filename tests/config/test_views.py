@@ -26,7 +26,7 @@ def test_a_run_with_the_file_is_the_run_without_it(name, prefix):
 
 
 def test_the_file_to_copy_from_has_every_setting_that_works_once_its_lines_count(tmp_path):
-    text = (FOLDER / "ppo_trainer.yaml").read_text(encoding="utf-8")
+    text = (FOLDER / "every_setting.yaml").read_text(encoding="utf-8")
     setting = re.compile(r"^( *)# (\w+: )", re.MULTILINE)
     assert len(setting.findall(text)) == sum(leaf.planned is None for leaf in schema_of(PPO.root).leaves.values())
     (tmp_path / "all.yaml").write_text(setting.sub(r"\1\2", text), encoding="utf-8")
@@ -35,7 +35,7 @@ def test_the_file_to_copy_from_has_every_setting_that_works_once_its_lines_count
 
 
 def test_a_line_that_is_uncommented_and_changed_counts(tmp_path):
-    text = (FOLDER / "ppo_trainer.yaml").read_text(encoding="utf-8")
+    text = (FOLDER / "every_setting.yaml").read_text(encoding="utf-8")
     changed, count = re.subn(r"# rollout_is_level: token\b", "rollout_is_level: sequence", text)
     (tmp_path / "mine.yaml").write_text(changed, encoding="utf-8")
     assert count == 1 and read(tmp_path, "mine").algorithm.rollout_is_level == "sequence"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from verl.data.chat_template import ChatTemplate
@@ -72,6 +73,26 @@ class AgentLoopOutput:
             self.metrics = AgentLoopMetrics(**self.metrics)
 
 
+class LoopConfig:
+    """A loop's settings by the keys of the configuration, ``actor_rollout_ref.rollout`` and ``data``.
+
+    Settings of the ``rollout`` section are attributes of it, too.
+    """
+
+    def __init__(self, rollout: Any, data: Any):
+        self.actor_rollout_ref, self.data = SimpleNamespace(rollout=rollout), data
+
+    @classmethod
+    def of(cls, config: Any, data: Any) -> Any:
+        """Of the ``rollout`` section; a whole configuration has these keys as it is."""
+        return config if config is None or hasattr(config, "actor_rollout_ref") else cls(config, data)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "actor_rollout_ref":
+            raise AttributeError(name)  # a copy in the making has no section yet
+        return getattr(self.actor_rollout_ref.rollout, name)
+
+
 class AgentLoopBase(ABC):
     """Runs one trajectory; a fresh instance per row.
 
@@ -105,7 +126,8 @@ class AgentLoopBase(ABC):
         shared: Any = None,
         **kwargs: Any,
     ):
-        self.config, self.server_manager = trainer_config, server_manager
+        self.config, self.server_manager = LoopConfig.of(trainer_config, data_config), server_manager
+        self.rollout_config = None if self.config is None else self.config.actor_rollout_ref.rollout
         self.tokenizer, self.processor = tokenizer, processor
         self.dataset_cls, self.data_config, self.hf_model_type = dataset_cls, data_config, hf_model_type
         self.shared = self.prepare(trainer_config, tokenizer, data_config, **kwargs) if shared is None else shared

@@ -26,7 +26,7 @@ Everything a run can be told, for `python -m verl.trainer.main_ppo` (RL) and `py
   `~key` takes a setting back to its default.
 - From a file: `--config-path DIR --config-name NAME` reads `DIR/NAME.yaml` over the defaults, with or without a
   `defaults:` list; the command line wins over the file.
-- [`ppo_trainer.yaml`](../verl/trainer/config/ppo_trainer.yaml) is a file to copy from: every setting of an RL run that
+- [`every_setting.yaml`](../verl/trainer/config/every_setting.yaml) is a file to copy from: every setting of an RL run that
   works, behind a comment sign.
 - `--cfg job` prints the resolved configuration and leaves; a run writes the same into its folder
   (`trainer.default_local_dir`).

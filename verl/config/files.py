@@ -25,6 +25,8 @@ class DefaultsEntry:
 
 
 Layer = list[DefaultsEntry]
+GENERATED = "_generated_"
+"""A file of this name and a program's says what is declared; Hydra reads it, and here the declarations are at hand."""
 
 
 @dataclass
@@ -56,7 +58,7 @@ class Reader:
         data = _load(file)
         self._search_path(data.pop("hydra", None))
         entries = data.pop("defaults", None)
-        own = [DefaultsEntry(key, value, str(file)) for key, value in self._flatten(data, package)]
+        own = self.entries(data, str(file), package)
         if entries is None:
             return [own]
         if not isinstance(entries, list):
@@ -79,6 +81,9 @@ class Reader:
         if not isinstance(entry, str):
             raise ConfigError("an entry of defaults is a name or one 'group: name'", key=str(file), got=entry)
         name = _stem(re.sub(r"^optional\s+", "", entry).partition("@")[0])
+        if name.removeprefix(GENERATED) in NAMES and name.startswith(GENERATED):
+            self.bases.append(name.removeprefix(GENERATED))
+            return []
         default = self._find(name, file.parent)
         if default is None or default in self._open:
             if name in NAMES:
@@ -101,6 +106,10 @@ class Reader:
         if settings is None:
             raise self._missing(f"{group}/{option}", f"{file}: defaults", file.parent)
         return [[DefaultsEntry(key, value, str(file)) for key, value in settings]]
+
+    def entries(self, data: dict[Any, Any], source: str, package: str = "") -> Layer:
+        """What a nested mapping says, setting by setting."""
+        return [DefaultsEntry(key, value, source) for key, value in self._flatten(data, package)]
 
     def _flatten(self, data: dict[Any, Any], prefix: str) -> list[tuple[str, Any]]:
         leaves: list[tuple[str, Any]] = []

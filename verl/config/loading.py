@@ -13,11 +13,12 @@ from typing import Any
 from verl.config import recipes
 from verl.config.files import DefaultsEntry, Layer, Reader
 from verl.config.groups import Program, program_of
+from verl.config.mapping import plain
 from verl.config.merge import Merge
 from verl.config.node import ConfigNode, to_dict, unrecorded
 from verl.config.overrides import CommandLine, parse_command_line
 from verl.config.resolve import resolve
-from verl.config.schema import schema_of
+from verl.config.schema import Schema, schema_of
 from verl.config.secrets import hide
 from verl.errors import ConfigError
 
@@ -64,11 +65,39 @@ def read_config(name: str, command: CommandLine | list[str]) -> ConfigNode:
     if command.cfg not in (None, "job", "all"):
         raise ConfigError("nothing of that name can be printed", key="--cfg", got=command.cfg, allowed=["job"])
     program, engine = program_of(name)
-    layers = _layers(program, engine, command)
+    return _merged(program, lambda known: _layers(known, engine, command))
+
+
+def config_from(name: str, given: Any) -> ConfigNode:
+    """The configuration of a program from a mapping of OmegaConf or dictionaries, as `load_config` makes it.
+
+    What a mapping says as the default says it counts as not said: whole configurations come out of Hydra.
+    """
+    program, _ = program_of(name)
+
+    def layers(known: Program) -> list[Layer]:
+        schema = schema_of(known.root)
+        reader = Reader(known, lambda key: schema.split(key) is not None)
+        return [
+            [entry for entry in reader.entries(plain(given), "the given configuration") if _says_more(schema, entry)]
+        ]
+
+    config = _merged(program, layers)
+    _check_whole(program, config, served=False)
+    return config
+
+
+def _says_more(schema: Schema, entry: DefaultsEntry) -> bool:
+    leaf = schema.leaves.get(entry.key)
+    return leaf is None or leaf.default != entry.value
+
+
+def _merged(program: Program, layers_of: Callable[[Program], list[Layer]]) -> ConfigNode:
+    layers = layers_of(program)
     named = recipes.of_layers(program, layers)
     if named:
         program = recipes.with_recipes(program, named)
-        layers = _layers(program, engine, command)  # with their settings it is known where a value of a file begins
+        layers = layers_of(program)  # with their settings it is known where a value of a file begins
     return resolve(Merge(program, layers))
 
 

@@ -24,18 +24,19 @@ TO_COPY = f"""\
 # A default ${{a.b}} means the value of a.b, until this one is set. The whole table: docs/configuration.md.
 defaults: [ppo_trainer, _self_]
 """
-ENGINE_ONLY = f"""\
-# The settings of ppo_trainer.yaml, with Megatron-Core as the engine of every role that trains.
+BASE = f"""\
+# What a file of your own builds on, also under Hydra: `defaults: [{{name}}, _self_]`.
 # {MADE}
-defaults: [ppo_trainer, {{override model_engine: megatron}}, _self_]
+defaults: [_generated_{{name}}, _self_]
 """
 
 
 def files() -> dict[str, str]:
     """File name -> text, of every view."""
     return {
-        "ppo_trainer.yaml": TO_COPY + "".join(_lines("ppo_trainer", commented=True)),
-        "ppo_megatron_trainer.yaml": ENGINE_ONLY,
+        "every_setting.yaml": TO_COPY + "".join(_lines("ppo_trainer", commented=True)),
+        "ppo_trainer.yaml": BASE.format(name="ppo_trainer"),
+        "ppo_megatron_trainer.yaml": BASE.format(name="ppo_megatron_trainer"),
         "_generated_ppo_trainer.yaml": f"# {MADE}\n" + "".join(_lines("ppo_trainer")),
         "_generated_ppo_megatron_trainer.yaml": f"# {MADE}\n" + "".join(_lines("ppo_megatron_trainer")),
     }

@@ -15,6 +15,7 @@ from verl.config import PPOTrainerConfig
 from verl.config.root import uses_critic, uses_reference, uses_reward_model
 from verl.config.topology import Topology, added_roles
 from verl.single_controller.base import ResourcePool, ResourcePoolManager, Role
+from verl.single_controller.base.resources import unwrapped
 from verl.single_controller.local import LocalWorkerGroup
 from verl.workers import ActorRolloutRefWorker, ModelWorker, RewardModelWorker, SamplingWorker
 
@@ -62,6 +63,11 @@ def parts_of(role: Role | str, worker_class: type) -> dict[str, type]:
     if parts is None:
         return {str(role): worker_class}
     return {**dict.fromkeys(parts, worker_class), "rollout": SamplingWorker}
+
+
+def plain_classes(mapping: Mapping[Role | str, Any]) -> dict[Role | str, type]:
+    """The worker classes themselves, where some are wrapped by ``ray.remote``."""
+    return {role: unwrapped(worker_class) for role, worker_class in mapping.items()}
 
 
 def samples_itself(mapping: Mapping[Role | str, type]) -> bool:

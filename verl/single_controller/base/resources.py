@@ -56,6 +56,12 @@ class ClassWithInitArgs:
         return self.cls(*self.args, **self.kwargs)
 
 
+def unwrapped(worker_class: Any) -> Any:
+    """The class under ``ray.remote``, or what is given."""
+    metadata = getattr(worker_class, "__ray_metadata__", None)
+    return worker_class if metadata is None else metadata.modified_class.__ray_actor_class__
+
+
 class ResourcePoolManager:
     """The pools of a run and which role lives in which.
 

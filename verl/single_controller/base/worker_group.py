@@ -44,6 +44,11 @@ class WorkerGroup(ABC):
         self._stop_checking = threading.Event()
         self._checker: threading.Thread | None = None
 
+    @classmethod
+    def on_device(cls, device_name: str) -> Callable[..., WorkerGroup]:
+        """What makes a group of a pool and a class on devices of that kind: the class, where it does not matter."""
+        return cls
+
     # ---- what a runtime provides -------------------------------------------------------------------------------
 
     @abstractmethod

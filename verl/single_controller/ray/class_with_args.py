@@ -9,7 +9,7 @@ from ray.actor import ActorClass
 
 from verl.errors import WorkerError
 from verl.single_controller.base import colocated
-from verl.single_controller.base.resources import ClassWithInitArgs
+from verl.single_controller.base.resources import ClassWithInitArgs, unwrapped
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -26,7 +26,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
     def __init__(self, cls: Callable[..., Any], *args: Any, **kwargs: Any):
         actor_class = cls if isinstance(cls, ActorClass) else None
-        super().__init__(_plain_class(actor_class) if actor_class is not None else cls, *args, **kwargs)
+        super().__init__(unwrapped(cls), *args, **kwargs)  # the worker's process builds an ordinary object
         self.options: dict[str, Any] = {}
         if actor_class is not None:
             self.options |= actor_class._default_options  # type: ignore[attr-defined]
@@ -87,8 +87,3 @@ def _together(class_dict: Mapping[str, ClassWithInitArgs], kind: Any) -> RayClas
 
 def _plain_dict(class_dict: Mapping[str, ClassWithInitArgs]) -> dict[str, ClassWithInitArgs]:
     return {role: RayClassWithInitArgs.of(member).plain() for role, member in class_dict.items()}
-
-
-def _plain_class(actor_class: ActorClass) -> Callable[..., Any]:
-    """The class under ``ray.remote``: what the worker's process builds is an ordinary object."""
-    return actor_class.__ray_metadata__.modified_class.__ray_actor_class__  # type: ignore[attr-defined]

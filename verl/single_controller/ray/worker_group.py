@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
 
 from verl.errors import NotBuiltError, WorkerError, suggest
 from verl.single_controller.base.colocated import ColocatedWorker
-from verl.single_controller.base.resources import ClassWithInitArgs
+from verl.single_controller.base.resources import ClassWithInitArgs, ResourcePool
 from verl.single_controller.base.worker_group import WorkerGroup
 from verl.single_controller.ray import failures, transfer
 from verl.single_controller.ray.class_with_args import RayClassWithInitArgs
@@ -99,6 +99,18 @@ class RayWorkerGroup(WorkerGroup):
             fleet, master = launch(recipe, slots)
         self._attach(role, ray_cls.cls, fleet, master)
         self.start_worker_aliveness_check()
+
+    @classmethod
+    def on_device(cls, device_name: str) -> Callable[..., RayWorkerGroup]:
+        """Takes any pool: one of another runtime becomes Ray's, of as many processes on as many nodes."""
+        use_gpu = device_name != "cpu"
+
+        def make(pool: ResourcePool, *args: Any, **kwargs: Any) -> RayWorkerGroup:
+            if not isinstance(pool, RayResourcePool):
+                pool = RayResourcePool(pool.store, use_gpu, max_colocate_count=pool.max_colocate_count)
+            return cls(pool, *args, device_name=device_name, use_gpu=use_gpu, **kwargs)
+
+        return make
 
     @classmethod
     def from_detached(

@@ -17,6 +17,7 @@ from verl import device
 from verl.algorithms.upstream_forms import AdvantageEstimator
 from verl.checkpoint.find import find_latest_ckpt_path
 from verl.config import PPOTrainerConfig, to_dict
+from verl.config.loading import config_from
 from verl.data import collate_fn as default_collate
 from verl.data import stateful_loader
 from verl.errors import DataError
@@ -61,9 +62,9 @@ class RayPPOTrainer:
     """Builds data, workers and rewards from the configuration and runs the loop.
 
     Args:
-        config: the typed configuration.
+        config: the typed configuration, or a mapping of OmegaConf that says it.
         tokenizer, processor: of the policy.
-        role_worker_mapping: `Role` -> worker class.
+        role_worker_mapping: `Role` -> worker class, or what ``ray.remote`` made of it.
         resource_pool_manager: which pool each role lives in.
         ray_worker_group_cls: `LocalWorkerGroup` (this process) or a Ray worker group.
         train_dataset, val_dataset, collate_fn, train_sampler: replace what the configuration would build.
@@ -73,9 +74,9 @@ class RayPPOTrainer:
 
     def __init__(
         self,
-        config: PPOTrainerConfig,
+        config: PPOTrainerConfig | Mapping[str, Any],
         tokenizer: Any,
-        role_worker_mapping: Mapping[Role | str, type],
+        role_worker_mapping: Mapping[Role | str, Any],
         resource_pool_manager: ResourcePoolManager,
         ray_worker_group_cls: type = LocalWorkerGroup,
         processor: Any = None,
@@ -85,19 +86,22 @@ class RayPPOTrainer:
         train_sampler: Any = None,
         device_name: str | None = None,
     ):
+        if not isinstance(config, PPOTrainerConfig):
+            config = config_from("ppo_trainer", config)
         self.config, self.tokenizer, self.processor = config, tokenizer, processor
-        self.role_worker_mapping, self.resource_pool_manager = role_worker_mapping, resource_pool_manager
+        self.role_worker_mapping = placement.plain_classes(role_worker_mapping)
+        self.resource_pool_manager = resource_pool_manager
         self.worker_group_cls, self.device_name = ray_worker_group_cls, device_name
         self.callbacks: list[Callback] = default_callbacks(config)
         self.schedule = SCHEDULES.get(config.trainer.v1.trainer_mode)()
         self.tracking: Tracking | None = None
         self._folders: dict[str, Path] = {}
-        self._make_data(train_dataset, val_dataset, collate_fn or default_collate, train_sampler)
+        self._create_dataloader(train_dataset, val_dataset, collate_fn or default_collate, train_sampler)
         self._make_rewards()
 
     # ---- building ----------------------------------------------------------------------------------------------
 
-    def _make_data(self, train_dataset: Any, val_dataset: Any, collate: Any, sampler: Any) -> None:
+    def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate: Any, sampler: Any) -> None:
         data, trainer = self.config.data, self.config.trainer
         if train_dataset is None:
             train_dataset = build.dataset(self.config, self.tokenizer, self.processor, is_train=True)
@@ -145,11 +149,13 @@ class RayPPOTrainer:
             for name, worker_class in placement.parts_of(role, named_class).items():
                 arguments = build.worker_arguments(self.config, name, self.total_training_steps, on)
                 by_pool.setdefault(pool, {})[name] = ClassWithInitArgs(worker_class, **arguments)
+        group_class = self.worker_group_cls
+        make_group = group_class.on_device(on) if isinstance(group_class, type) else group_class
         groups: dict[str, Any] = {}
         places: list[str] = []
         for pool, classes in by_pool.items():
             together = create_colocated_worker_cls(classes, placement.random_streams(classes))
-            group = self.worker_group_cls(pool, together, seed=self.config.trainer.seed)
+            group = make_group(pool, together, seed=self.config.trainer.seed)
             places.append(group.placement())
             groups |= group.spawn(list(classes))
         if self.config.trainer.nnodes > 1:
@@ -285,6 +291,10 @@ class RayPPOTrainer:
 
     def validate(self) -> dict[str, float]:
         """Validate with the sampler's present weights; returns the metrics."""
+        return self._validate()
+
+    def _validate(self, merged: bool = False) -> dict[str, float]:
+        """As `validate`, under the name that upstream's trainers override; ``merged`` has no effect."""
         if self.validator is None:
             raise DataError("there is nothing to validate on", key="data.val_files", fix="Set data.val_files.")
         self.schedule.settle(self.roles, self.ctx)
@@ -320,10 +330,16 @@ class RayPPOTrainer:
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint of this step."""
+        self._save_checkpoint()
+
+    def _save_checkpoint(self) -> None:
         self.checkpoints.save()
 
     def load_checkpoint(self) -> None:
         """Continue where an earlier run stopped (``trainer.resume_mode``)."""
+        self._load_checkpoint()
+
+    def _load_checkpoint(self) -> None:
         self.checkpoints.load()
 
 
