@@ -180,6 +180,10 @@ REMOVED = [
     (f"{REF}.model.path", "/m", "actor_rollout_ref.model"),
     ("trainer.npu_profile.options.level", "level1", "global_profiler.tool=npu"),
     ("data.datagen.path", "/d.py", "data.custom_cls.path"),
+    (f"{A}.fsdp_config.tensor_parallel_size", "2", f"{A}.megatron.tensor_model_parallel_size"),
+    (f"{REF}.fsdp_config.tensor_parallel_size", "2", f"{REF}.strategy=megatron"),
+    ("critic.fsdp.tensor_parallel_size", "2", "critic.megatron.tensor_model_parallel_size"),
+    ("reward.reward_model.fsdp_config.tensor_parallel_size", "2", "reward.reward_model.strategy=megatron"),
     (f"{A}.profiler.tool_config.torch.step_start", "1", f"{A}.profiler.tool_config.torch.schedule.skip_first"),
     ("critic.profiler.tool_config.torch.step_end", "1", "critic.profiler.tool_config.torch.schedule"),
 ]
@@ -284,6 +288,11 @@ def test_a_removed_setting_names_its_replacement(old, value, instead):
     with pytest.raises(ConfigError) as caught:
         read_config("ppo_trainer", [f"{old}={value}"])
     assert instead in str(caught.value) and "no longer exists" in str(caught.value)
+
+
+def test_supervised_runs_name_the_engine_that_shares_linear_layers():
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: no longer exists.*engine\.strategy=megatron"):
+        read_config("sft_trainer", ["engine.tensor_parallel_size=2"])
 
 
 @pytest.mark.parametrize(("old", "value", "says"), IGNORED, ids=lambda x: str(x)[-40:])

@@ -47,11 +47,10 @@ def test_processes_of_one_megatron_model_get_the_same_samples(run):
     assert "of 2 processes each that compute the same rows. Got 1." in said
 
 
-def test_so_do_peers_that_share_sequences_or_linear_maps(run):
+def test_so_do_peers_that_share_sequences(run):
     assert "= 2 samples cannot be shared evenly by 8 processes" in refused(run, *EIGHT, f"{A}.strategy=fsdp2")
-    for name in (ULYSSES, "tensor_parallel_size"):
-        run(*EIGHT, f"{A}.strategy=fsdp2", f"{A}.fsdp_config.{name}=4")
-        assert "by 4 groups, of 2 processes each" in refused(run, *EIGHT, f"{A}.fsdp_config.{name}=2")
+    run(*EIGHT, f"{A}.strategy=fsdp2", f"{A}.fsdp_config.{ULYSSES}=4")
+    assert "by 4 groups, of 2 processes each" in refused(run, *EIGHT, f"{A}.fsdp_config.{ULYSSES}=2")
 
 
 def test_a_reference_on_another_backend_needs_its_own_parts(run):

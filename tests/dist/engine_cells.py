@@ -33,24 +33,6 @@ PADDED = {"use_remove_padding": False}
 
 
 @dataclass(frozen=True)
-class With:
-    """A cell run with one strategy; within it, `sharded` makes engines of that strategy."""
-
-    strategy: str
-    cell: Any
-
-    current = "fsdp2"
-
-    @property
-    def __name__(self) -> str:
-        return f"{self.strategy}: {self.cell.__name__}"
-
-    def __call__(self, ranks: Ranks, folder: Path) -> Any:
-        With.current = self.strategy
-        return self.cell(ranks, folder)
-
-
-@dataclass(frozen=True)
 class Case:
     """One comparison with the plain engine.
 
@@ -73,7 +55,7 @@ class Case:
 
 
 def sharded(path: Path, kind: str = "causal_lm", trains: bool = True, **sections: Any) -> ShardedEngine:
-    return ENGINES.get(With.current)(
+    return ENGINES.get("fsdp2")(
         HFModelConfig(path=str(path), **sections.get("model", {})),
         FSDPEngineConfig(**sections.get("engine", {})),
         OptimizerConfig(**{**OPTIM, **sections.get("optim", {})}) if trains else None,

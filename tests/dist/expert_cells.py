@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.dist.engine_cells import Case, With, compare, flat, local_bytes, loss_of, plain, sharded, share, shared_model
+from tests.dist.engine_cells import Case, compare, flat, local_bytes, loss_of, plain, sharded, share, shared_model
 from tests.dist.resume_cells import load, save
 from tests.engines.builders import ragged_batch, relative_error
 from verl.distributed import Ranks
@@ -66,19 +66,14 @@ def experts_are_shared(ranks: Ranks, folder: Path) -> dict:
 
 
 def experts_resume(ranks: Ranks, folder: Path) -> dict:
-    """A checkpoint with shared experts goes on without, in the plain engine, and back; the next loss is the same."""
-    return resumes(ranks, folder, f"experts-{With.current}-{ranks.size}", KEY)
-
-
-def resumes(ranks: Ranks, folder: Path, name: str, key: str) -> dict:
-    """Two steps with ``key`` at 2, saved; the next loss with it, without it, and in the plain engine."""
+    """Two steps with shared experts, saved; the next loss with them, without, and in the plain engine."""
     path, loss_fn = shared_model(ranks, folder, "qwen3_moe", **MIXTURE), loss_of("causal_lm")
-    engine = sharded(path, engine={key: 2})
+    engine = sharded(path, engine={KEY: 2})
     for seed in range(2):
         engine.train_batch(share(ranks, ragged_batch(rows=6, seed=seed)), loss_fn)
-    root = folder / name
+    root = folder / f"experts-{ranks.size}"
     save(engine, ranks, root)
-    again, whole = sharded(path, engine={key: 2}), sharded(path)
+    again, whole = sharded(path, engine={KEY: 2}), sharded(path)
     load(again, ranks, root)
     load(whole, ranks, root)
     batch = ragged_batch(rows=6, seed=2)

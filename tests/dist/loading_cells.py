@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from tests.dist.engine_cells import With, plain, sharded, shared_model
+from tests.dist.engine_cells import plain, sharded, shared_model
 from verl.distributed import Ranks
 from verl.metrics import notices, reset_notices
 from verl.models.slices import SlicedFolder
@@ -27,8 +27,6 @@ KINDS = {
     "shared experts": ("qwen3_moe", "causal_lm", EXPERTS, {"expert_parallel_size": 2}, {}),
     "new value head and adapter": ("qwen2", "value", {}, {}, LORA),
     "replicated on the host": ("gemma2", "causal_lm", {}, {"fsdp_size": 1, "offload_policy": True}, {}),
-    "shared maps": ("llama", "causal_lm", {}, {"tensor_parallel_size": 2}, {}),
-    "shared maps of a mixture": ("qwen3_moe", "causal_lm", EXPERTS, {"tensor_parallel_size": 2}, {}),
 }
 """Family, kind, configuration, settings of the engine, other sections."""
 M_MMAP_THRESHOLD, SMALL, USUAL = -3, 1 << 16, 1 << 25

@@ -18,8 +18,8 @@ mini-batch, cut into micro-batches, agree to a relative L2 error of 1e-5 in floa
 below. `python -m tests.dist.parity --write` writes this page; without `--write` it runs all cells and prints the
 largest error of each.
 
-`dense` is a Qwen3, `mixture` a Qwen3-MoE of four experts; LoRA is on the attention's linear layers. sp, ep, tp: processes
-that share sequences (Ulysses), experts, linear layers.
+`dense` is a Qwen3, `mixture` a Qwen3-MoE of four experts; LoRA is on the attention's linear layers. sp, ep: processes
+that share sequences (Ulysses), experts.
 """
 COLUMNS = [(packed, adapter) for packed in (True, False) for adapter in (False, True)]
 
@@ -50,12 +50,12 @@ def table(errors: dict[str, float] | None) -> list[str]:
     names = [f"{'packed' if packed else 'padded'}, {'LoRA' if adapter else 'full'}" for packed, adapter in COLUMNS]
     lines = [f"| processes | model | shared | {' | '.join(names)} |", "| --- " * (3 + len(COLUMNS)) + "|"]
     cells = {_key(layout): layout for layout in layouts()}
-    rows = dict.fromkeys(key[:5] for key in cells)
+    rows = dict.fromkeys(key[:4] for key in cells)
     for row in sorted(rows, key=lambda r: (r[0], list(FAMILIES).index(r[1]), *r[2:])):
         own = [cells[(*row, *column)] for column in COLUMNS]
         if all(layout.absence == own[0].absence is not None for layout in own) and row[0] == 1:
             continue  # one process shares nothing: one line below says so
-        shared = " ".join(f"{name} 2" for name, size in zip(("sp", "ep", "tp"), row[2:5]) if size == 2)
+        shared = " ".join(f"{name} 2" for name, size in zip(("sp", "ep"), row[2:4]) if size == 2)
         shown = [_shown(layout, errors) for layout in own]
         lines.append(f"| {row[0]} | {row[1]} | {shared} | {' | '.join(shown)} |")
     return lines
@@ -63,7 +63,7 @@ def table(errors: dict[str, float] | None) -> list[str]:
 
 def _key(layout: Layout) -> tuple:
     how = layout
-    return how.ranks, how.family, how.sp, how.ep, how.tp, how.packed, how.adapter
+    return how.ranks, how.family, how.sp, how.ep, how.packed, how.adapter
 
 
 def _shown(layout: Layout, errors: dict[str, float] | None) -> str:

@@ -34,7 +34,7 @@ class Layout:
 
     Args:
         ranks: processes. family: `FAMILIES`. packed: rows without padding. adapter: LoRA instead of all weights.
-        sp, ep, tp: peers that share sequences, experts, linear layers.
+        sp, ep: peers that share sequences, experts.
     """
 
     ranks: int
@@ -43,34 +43,30 @@ class Layout:
     adapter: bool
     sp: int
     ep: int
-    tp: int
 
     def __str__(self) -> str:
         words = [f"{self.ranks} ranks", self.family, "packed" if self.packed else "padded"]
         words += ["LoRA" if self.adapter else "full"]
-        return " ".join([*words, *(f"{name} 2" for name in ("sp", "ep", "tp") if getattr(self, name) == 2)])
+        return " ".join([*words, *(f"{name} 2" for name in ("sp", "ep") if getattr(self, name) == 2)])
 
     @property
     def absence(self) -> str | None:
         """Why this cell does not exist; None where it does."""
-        shared = [name for name in ("sp", "ep", "tp") if getattr(self, name) == 2]
-        if shared and self.ranks == 1:
+        if self.ranks == 1 and 2 in (self.sp, self.ep):
             return "one process has nobody to share with"
         if self.ep == 2 and self.family == "dense":
             return "a dense model has no experts"
         if self.sp == 2 and not self.packed:
             return "sequences are cut where rows are packed: Ulysses needs use_remove_padding, and padded is refused"
-        if self.tp == 2 and len(shared) > 1:
-            return "tensor parallelism beside Ulysses or expert parallelism is not built, and refused"
         return None
 
 
 def layouts() -> Iterator[Layout]:
     """All cells, also those that do not exist."""
-    flags = (True, False), (False, True), (1, 2), (1, 2), (1, 2)
+    flags = (True, False), (False, True), (1, 2), (1, 2)
     for ranks, family in itertools.product(SIZES, FAMILIES):
-        for packed, adapter, sp, ep, tp in itertools.product(*flags):
-            yield Layout(ranks, family, packed, adapter, sp, ep, tp)
+        for packed, adapter, sp, ep in itertools.product(*flags):
+            yield Layout(ranks, family, packed, adapter, sp, ep)
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,7 @@ class Beside:
         path = shared_model(ranks, folder, family, **config)
         sizes = {"ulysses_sequence_parallel_size": how.sp, "expert_parallel_size": how.ep}
         model = {"use_remove_padding": how.packed, **adapter_settings(how.adapter)}
-        engine = sharded(path, engine={**sizes, "tensor_parallel_size": how.tp}, model=model)
+        engine = sharded(path, engine=sizes, model=model)
         take_adapter(engine, how.adapter)
         mine = share(ranks, batch)
         found = engine.infer(mine, OUTPUTS, temperature=0.9, micro_batch_size=2)

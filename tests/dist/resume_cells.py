@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.dist.engine_cells import With, flat, loss_of, plain, sharded, share, shared_model
+from tests.dist.engine_cells import flat, loss_of, plain, sharded, share, shared_model
 from tests.engines.builders import ragged_batch, relative_error
 from verl.checkpoint import CheckpointReader, CheckpointWriter, EngineState, find_checkpoint
 from verl.distributed import Ranks
@@ -55,7 +55,7 @@ def same_ranks_same_bits(ranks: Ranks, folder: Path) -> dict:
     engine = sharded(path, optim=OPTIM)
     for step in range(STEPS):
         train(engine, ranks, step)
-    root = folder / f"dropout-{With.current}-{ranks.size}"
+    root = folder / f"dropout-{ranks.size}"
     save(engine, ranks, root)
     metrics, rng = train(engine, ranks, STEPS), torch.get_rng_state()
     expected = engine.state()
@@ -89,7 +89,7 @@ def saved_here(ranks: Ranks, folder: Path) -> dict:
 
 
 def saved_by(ranks: Ranks) -> str:
-    return f"from-{With.current if ranks.size > 1 else 'plain'}-{ranks.size}"
+    return f"from-{'fsdp2' if ranks.size > 1 else 'plain'}-{ranks.size}"
 
 
 def after(engine: Engine, ranks: Ranks, root: Path) -> dict:
@@ -122,18 +122,18 @@ def written_by_a_worker(ranks: Ranks, folder: Path) -> dict:
     """What the registered methods of a training worker do; a folder that is not there is an error on every rank."""
     part = ModelPart(sharded(folder / "qwen3-True" / "qwen3", optim=OPTIM), loss_fn=loss_of("causal_lm"))
     train(part.engine, ranks, 0)
-    target = folder / f"worker-{With.current}-{ranks.size}"
+    target = folder / f"worker-{ranks.size}"
     records = save_part(part, str(target), ("model", "optimizer", "extra"))
     expected = train(part.engine, ranks, 1)["loss"]
     load_part(part, str(target), ("model", "optimizer", "extra"))
     found = train(part.engine, ranks, 1)["loss"]
-    part.engine.save_hf(folder / f"hf-{With.current}-{ranks.size}")
+    part.engine.save_hf(folder / f"hf-{ranks.size}")
     try:
         load_part(part, str(folder / "nowhere"), ("model",))
     except VerlError as error:
         told = str(error)
     ranks.barrier()
-    saved = read_weights(folder / f"hf-{With.current}-{ranks.size}")
+    saved = read_weights(folder / f"hf-{ranks.size}")
     current = dict(part.engine.export_weights())
     return {
         "records": sorted(records),

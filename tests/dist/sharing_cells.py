@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.dist.engine_cells import With, gathered_gradient, loss_of, sharded, share, shared_model
+from tests.dist.engine_cells import gathered_gradient, loss_of, sharded, share, shared_model
 from tests.dist.expert_cells import MIXTURE
 from tests.dist.ulysses_cells import Exchanged
 from tests.engines.builders import VOCAB, grouped_batch, ragged_batch, relative_error
@@ -47,7 +47,6 @@ def at(module: Callable[[Any], nn.Module], see: Callable[[nn.Module, Any], Any])
 tokens_at_map = at(lambda model: model.model.layers[0].mlp.up_proj, lambda _, output: output.shape[:-1].numel())
 tokens_at_mlp = at(lambda model: model.model.layers[0].mlp, lambda _, output: output.shape[:2].numel())
 numbers_at_head = at(lambda model: model.lm_head, lambda _, output: output.numel())
-width_at_head = at(lambda model: model.lm_head, lambda _, output: output.shape[-1])
 
 
 def expert_bytes(engine: ShardedEngine, batch: DataProto) -> int:
@@ -131,7 +130,7 @@ def sharing(ranks: Ranks, folder: Path) -> dict[str, dict[str, Any]]:
     computed = sum(alike.prompts[g] + sum(max(0, n - alike.prompts[g]) for n in alike.lengths[g::3]) for g in range(3))
     part = -(-sum(lengths) // ranks.size)
     heads = 4 * part * (2 * HEADS + 2 * KV_HEADS) * (WIDTH // HEADS) * (ranks.size - 1) // ranks.size
-    sp, ep, tp = ({f"{name}_parallel_size": ranks.size} for name in ("ulysses_sequence", "expert", "tensor"))
+    sp, ep = ({f"{name}_parallel_size": ranks.size} for name in ("ulysses_sequence", "expert"))
     found = {
         "model.use_remove_padding: tokens at an MLP": pair(
             tokens_at_mlp(engine(passes=PassSettings(packed=False)), batch, micro_batch_size=100)[0],
@@ -188,9 +187,6 @@ def sharing(ranks: Ranks, folder: Path) -> dict[str, dict[str, Any]]:
         ),
     }
     found["use_torch_compile: graphs compiled of a layer"] = compiled_layers(ranks, folder)
-    found["tensor_parallel_size=2: logits per token at the head"] = pair(
-        width_at_head(engine(), batch)[0], width_at_head(engine(**tp), batch)[0], [VOCAB, -(-VOCAB // ranks.size)]
-    )
     return found
 
 

@@ -7,12 +7,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.dist.engine_cells import With
 from tests.dist.group import run_cells
 from tests.dist.sharing_cells import sharing
 from tests.dist.switch_cells import switches
 
-STRATEGIES = ("fsdp2",)
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "switches.md"
 HEAD = """# What each switch changes
 
@@ -30,8 +28,7 @@ Not seen here: `optimizer_offload`, which on a CPU moves the optimizer's state t
 
 def main(write: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        cells = [With(strategy, cell) for cell in (switches, sharing) for strategy in STRATEGIES]
-        found = page(run_cells(2, cells, Path(folder)))
+        found = page(run_cells(2, [switches, sharing], Path(folder)))
     if write:
         PAGE.write_text(found, encoding="utf-8")
     else:
@@ -44,11 +41,11 @@ def page(runs: dict[str, list[Any]]) -> str:
 
 
 def settings_table(runs: dict[str, list[Any]]) -> str:
-    return _table(runs["fsdp2: switches"][0])
+    return _table(runs["switches"][0])
 
 
 def sharing_table(runs: dict[str, list[Any]]) -> str:
-    return _table({name: case["seen"] for name, case in runs["fsdp2: sharing"][0].items()})
+    return _table({name: case["seen"] for name, case in runs["sharing"][0].items()})
 
 
 def _table(found: dict[str, list[Any]]) -> str:

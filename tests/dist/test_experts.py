@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.dist import expert_cells as cells
-from tests.dist.engine_cells import ROWS, With
+from tests.dist.engine_cells import ROWS
 from tests.dist.group import run_cells
 from tests.engines.builders import ragged_batch
 from verl.engines.rows import AlignedRows
@@ -13,7 +13,6 @@ from verl.engines.rows import AlignedRows
 pytestmark = pytest.mark.dist
 
 EXACT = 1e-5
-STRATEGIES = ("fsdp2",)
 CELLS = {
     2: (
         cells.experts,
@@ -31,22 +30,13 @@ CELLS = {
 def runs(tmp_path_factory):
     """World size -> cell -> what each rank returned."""
     folder = tmp_path_factory.mktemp("runs")
-    return {
-        n: run_cells(n, [With(strategy, cell) for cell in own for strategy in STRATEGIES], folder)
-        for n, own in CELLS.items()
-    }
+    return {size: run_cells(size, own, folder) for size, own in CELLS.items()}
 
 
 def cases(*wanted):
     return pytest.mark.parametrize(
         "size, name",
-        [
-            (n, f"{s}: {cell.__name__}")
-            for n, own in CELLS.items()
-            for cell in own
-            if cell in wanted
-            for s in STRATEGIES
-        ],
+        [(n, cell.__name__) for n, own in CELLS.items() for cell in own if cell in wanted],
     )
 
 
@@ -59,7 +49,7 @@ def test_outputs_loss_gradient_and_weights_equal_the_plain_engine(runs, size, na
 
 
 def test_an_adapter_on_experts_trains(runs):
-    errors = runs[2]["fsdp2: experts_with_an_adapter"][0]["errors"]
+    errors = runs[2]["experts_with_an_adapter"][0]["errors"]
     assert all(error <= EXACT for error in errors.values()), errors
 
 

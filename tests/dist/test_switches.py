@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.dist import switches
-from tests.dist.engine_cells import With
 from tests.dist.group import run_cells
 from tests.dist.sharing_cells import sharing
 
@@ -15,13 +14,12 @@ pytestmark = pytest.mark.dist
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Cell -> what each of two ranks returned."""
-    return run_cells(2, [With(s, sharing) for s in switches.STRATEGIES], tmp_path_factory.mktemp("runs"))
+    return run_cells(2, [sharing], tmp_path_factory.mktemp("runs"))
 
 
-@pytest.mark.parametrize("strategy", switches.STRATEGIES)
-def test_what_is_computed_and_sent_is_as_arithmetic_says(runs, strategy):
-    found = runs[f"{strategy}: sharing"][0]  # the rows are rank 0's
-    assert len(found) == 13
+def test_what_is_computed_and_sent_is_as_arithmetic_says(runs):
+    found = runs["sharing"][0]  # the rows are rank 0's
+    assert len(found) == 12
     for switch, case in found.items():
         assert case["seen"] == case["expected"] and case["seen"][0] != case["seen"][1], switch
         assert case.get("error", 0.0) < 1e-5, switch

@@ -55,11 +55,8 @@ def apart(torchrun):
     return SFT.metrics(torchrun("apart", "engine.strategy=fsdp")[0])
 
 
-@pytest.mark.parametrize(
-    "strategy, size", [("fsdp", "ulysses_sequence_parallel_size"), ("fsdp2", "tensor_parallel_size")]
-)
-def test_ranks_that_share_sequences_or_linear_maps_give_the_same_curve(torchrun, apart, strategy, size):
-    shared, done = torchrun(size, f"engine.strategy={strategy}", f"engine.{size}=2")
+def test_ranks_that_share_sequences_give_the_same_curve(torchrun, apart):
+    shared, done = torchrun("together", "engine.strategy=fsdp", "engine.ulysses_sequence_parallel_size=2")
     assert done.returncode == 0, done.stderr[-4000:]
     found, expected = SFT.metrics(shared), apart
     for step in range(1, STEPS + 1):

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.dist import ulysses_cells as cells
-from tests.dist.engine_cells import With
 from tests.dist.group import run_cells
 
 pytestmark = pytest.mark.dist
 
 EXACT = 1e-5
-STRATEGIES = ("fsdp2",)
 CELLS = {
     2: (
         cells.ulysses,
@@ -29,22 +27,13 @@ CELLS = {
 def runs(tmp_path_factory):
     """World size -> cell -> what each rank returned."""
     folder = tmp_path_factory.mktemp("runs")
-    return {
-        size: run_cells(size, [With(strategy, cell) for cell in own for strategy in STRATEGIES], folder)
-        for size, own in CELLS.items()
-    }
+    return {size: run_cells(size, own, folder) for size, own in CELLS.items()}
 
 
 def cases(*wanted):
     return pytest.mark.parametrize(
         "size, name",
-        [
-            (n, f"{s}: {cell.__name__}")
-            for n, own in CELLS.items()
-            for cell in own
-            if cell in wanted
-            for s in STRATEGIES
-        ],
+        [(n, cell.__name__) for n, own in CELLS.items() for cell in own if cell in wanted],
     )
 
 

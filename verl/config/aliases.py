@@ -171,6 +171,11 @@ _RUN = {
 
 PPO_MOVED: dict[str, MovedKey] = _ACTOR | _OPTIM | _MEGATRON | _ROLLOUT | _ALGORITHM | _REWARD | _RUN
 
+
+def _shared_layers(role: str, section: str) -> str:
+    return f"set {role}.strategy=megatron and {section}.tensor_model_parallel_size: Megatron-Core shares linear layers"
+
+
 PPO_REMOVED: dict[str, str] = {
     f"{_A}.tis_imp_ratio_cap": (
         "set algorithm.rollout_is_threshold=<value>, algorithm.rollout_is=true and "
@@ -186,6 +191,12 @@ PPO_REMOVED: dict[str, str] = {
     f"{_REF}.model": "the reference policy starts from actor_rollout_ref.model",
     "trainer.npu_profile": "set global_profiler.tool=npu and the options under <role>.profiler.tool_config.npu",
     "data.datagen": "make the rows in a dataset class of your own: data.custom_cls.path and data.custom_cls.name",
+    f"{_A}.fsdp_config.tensor_parallel_size": _shared_layers(_A, f"{_A}.megatron"),
+    f"{_REF}.fsdp_config.tensor_parallel_size": _shared_layers(_REF, f"{_REF}.megatron"),
+    f"{_C}.fsdp.tensor_parallel_size": _shared_layers(_C, f"{_C}.megatron"),
+    "reward.reward_model.fsdp_config.tensor_parallel_size": _shared_layers(
+        "reward.reward_model", "reward.reward_model.megatron"
+    ),
 } | {
     f"{role}.profiler.tool_config.torch.{step}": (
         f"use {role}.profiler.tool_config.torch.schedule.skip_first and .active, which count mini-batches"
@@ -229,7 +240,7 @@ SFT_MOVED: dict[str, MovedKey] = {
         if name not in names_of(FSDPEngineConfig)
     },
 }
-SFT_REMOVED: dict[str, str] = {}
+SFT_REMOVED: dict[str, str] = {"engine.tensor_parallel_size": _shared_layers("engine", "engine.megatron")}
 SFT_IGNORED: dict[str, str] = {
     "data.multiturn.enable": (
         "has no effect: the messages column is read unless data.prompt_key and data.response_key name two columns"

@@ -57,11 +57,6 @@ class FSDPEngineConfig(ConfigNode):
         "expert-parallel size; must divide the number of experts",
         upstream=ABSENT,
     )
-    tensor_parallel_size: int = setting(
-        1,
-        "FSDP2: tensor-parallel size; must divide the KV heads",
-        upstream=ABSENT,
-    )
     entropy_from_logits_with_chunking: bool = setting(
         False,
         "compute the entropy in chunks of rows, to save memory",

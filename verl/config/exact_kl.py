@@ -47,8 +47,8 @@ def _layout(cfg: PPOTrainerConfig, key: str) -> Problems:
 
 
 def _shared_rows(key: str, section: str, engine: FSDPEngineConfig) -> Problems:
-    sizes = ("ulysses_sequence_parallel_size", "tensor_parallel_size")
-    return [_refused(key, "several ranks share a row", f"{section}.{name}=1") for name in sizes if engine[name] > 1]
+    name = "ulysses_sequence_parallel_size"
+    return [_refused(key, "several ranks share a row", f"{section}.{name}=1")] if engine[name] > 1 else []
 
 
 def _placement(cfg: PPOTrainerConfig, key: str) -> Problems:

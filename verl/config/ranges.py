@@ -169,8 +169,7 @@ def _engine(key: str, engine: Any, trains: bool = True) -> Problems:
             message, fix = "training in float16 needs loss scaling, which is not built yet", "Use bfloat16."
             return [NotBuiltError(message, key=f"{key}.{name}", got=engine[name], fix=fix)]
     problems = _dtype(f"{key}.dtype", engine.dtype) + _dtype(f"{key}.model_dtype", engine.model_dtype, "auto")
-    sizes = ("ulysses_sequence_parallel_size", "expert_parallel_size", "tensor_parallel_size")
-    problems += _at_least(key, engine, 1, *sizes)
+    problems += _at_least(key, engine, 1, "ulysses_sequence_parallel_size", "expert_parallel_size")
     return problems + _at_least(f"{key}.wrap_policy", engine.wrap_policy, 0, "min_num_params")
 
 

@@ -1,6 +1,6 @@
 """Rules about rows and the processes that compute them: into how many parts a batch is cut, and how long a row may be.
 
-Processes of one copy of a Megatron model, and peers that share sequences or linear layers, compute the same rows. A
+Processes of one copy of a Megatron model, and peers that share sequences, compute the same rows. A
 token budget is what one process computes: peers that share their sequences have the sum of theirs for a row.
 """
 
@@ -16,7 +16,7 @@ from verl.errors import ConfigError
 
 _A, _R, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 _ULYSSES = "ulysses_sequence_parallel_size"
-_SHARED = {_ULYSSES: "sequences", "tensor_parallel_size": "linear layers", "expert_parallel_size": "experts"}
+_SHARED = {_ULYSSES: "sequences", "expert_parallel_size": "experts"}
 _COUNT = "Change it, or the number of processes (trainer.nnodes, trainer.n_gpus_per_node, trainer.resource_pools)."
 
 

@@ -255,9 +255,8 @@ def sizes_of(backend: str, fsdp: Any, megatron: Any, processes: int) -> Sizes:
         tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         parts = processes // max(1, tensor * pipeline)
         return Sizes(max(1, parts), tensor, pipeline, expert=megatron.expert_model_parallel_size)
-    sequence, tensor = max(1, fsdp.ulysses_sequence_parallel_size), fsdp.tensor_parallel_size
-    parts = processes // max(1, sequence, tensor)
-    return Sizes(max(1, parts), tensor, sequence=sequence, expert=fsdp.expert_parallel_size)
+    sequence = max(1, fsdp.ulysses_sequence_parallel_size)
+    return Sizes(max(1, processes // sequence), sequence=sequence, expert=fsdp.expert_parallel_size)
 
 
 def trained_roles(cfg: PPOTrainerConfig) -> Iterator[tuple[str, str, Any, str]]:

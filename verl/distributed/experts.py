@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.distributed.ranks import Ranks
-from verl.distributed.tensor_parallel import scaled_backwards
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -60,9 +59,9 @@ class ExpertExchange:
         if not count:  # joined, not replaced: backwards every rank must come through the exchange
             states = torch.cat([states, states.new_zeros(1, states.shape[-1])])
             numbers = numbers.new_zeros(1)
-        states = scaled_backwards(states, float(size))
+        states = _ScaledBackwards.apply(states, float(size))  # type: ignore[no-untyped-call]
         said = self.compute(states, numbers.unsqueeze(-1), states.new_ones(len(states), 1))
-        return scaled_backwards(said, 1 / size)[:count]
+        return _ScaledBackwards.apply(said, 1 / size)[:count]  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _exchanged(values: Tensor, sent: list[int], received: list[int], peers: Ranks) -> Tensor:
@@ -70,6 +69,19 @@ def _exchanged(values: Tensor, sent: list[int], received: list[int], peers: Rank
     arrived = values.new_empty(sum(received), *values.shape[1:])
     dist.all_to_all_single(arrived, values.contiguous(), received, sent, group=peers.group)
     return arrived
+
+
+class _ScaledBackwards(torch.autograd.Function):
+    """``x``, whose gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None
 
 
 class _Exchange(torch.autograd.Function):

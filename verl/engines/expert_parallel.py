@@ -78,7 +78,7 @@ class ExpertRanks:
                 raise ConfigError(message, key=KEY, got=self.peers.size, allowed=allowed)
             own = count // self.peers.size
             for name, weight in module.named_parameters(recurse=False):
-                cut = AxisSharding(self.ranks, self.peers, self.mesh, axis=0, length=count)
+                cut = AxisSharding(self.ranks, self.peers, self.mesh, count)
                 setattr(module, name, cut.own(weight))
                 cuts[f"{prefix}.{name}"] = cut
             module.num_experts = own  # type: ignore[assignment]

@@ -13,27 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from verl.distributed import Ranks
 from verl.distributed.axis_sharding import AxisSharding
 from verl.distributed.shards import gather, gather_to_first, scatter
 from verl.engines import sharding
 from verl.engines.base import Engine
-from verl.engines.forward import TokenForward
 from verl.engines.sharded_engine import ShardedEngine
 from verl.engines.sharded_optimizer import build_sharded_optimizer
-from verl.engines.tensor_forward import TensorForward
-from verl.engines.tensor_parallel import TensorRanks
 from verl.models.lora import has_adapter
 from verl.models.stored import StoredWeights
 from verl.models.weights import named_tensors
 
 
 class FSDP2Engine(ShardedEngine):
-    """See `ShardedEngine`.
-
-    Takes tensor_parallel_size, too: peers share the linear layers and the vocabulary, as transformers' plan for
-    the family says.
-    """
+    """See `ShardedEngine`."""
 
     def _cut(self, model: Any) -> nn.Module:
         layout = self.layout
@@ -48,11 +40,9 @@ class FSDP2Engine(ShardedEngine):
             "offload_policy": policy,
         }
         units = [unit for _, unit in sharding.unit_modules(model, layout.min_num_params)]
-        self.cuts, groups, mesh = self._shard_over_peers(model)
-        for group in groups:
-            fully_shard(group, reshard_after_forward=layout.reshard_after_forward, **{**common, "mesh": mesh})
-        if self.tensor is not None:
-            self.tensor.join_readers()
+        self.cuts, shared, mesh = self._shard_over_peers(model)
+        for module in shared:
+            fully_shard(module, reshard_after_forward=layout.reshard_after_forward, **{**common, "mesh": mesh})
         for unit in units:
             fully_shard(unit, reshard_after_forward=layout.reshard_after_forward, **common)
         # The root's weights are used last and needed first by the backward pass: they stay until then (None).
@@ -62,28 +52,12 @@ class FSDP2Engine(ShardedEngine):
                 this.set_modules_to_forward_prefetch([following])  # type: ignore[operator]  # an FSDPModule by now
         return model.to_empty(device=layout.home)
 
-    def _peers(self, engine: Any) -> Ranks:
-        self.tensor = TensorRanks.of(self.ranks, self.device, engine.tensor_parallel_size, engine)
-        peers = super()._peers(engine)
-        return peers if self.tensor is None else self.tensor.peers
-
-    def _keeps_parameters(self) -> bool:
-        return self.tensor is None
-
-    def _shard_over_peers(self, model: Any) -> tuple[dict[str, AxisSharding], list[list[nn.Module]], DeviceMesh | None]:
+    def _shard_over_peers(self, model: Any) -> tuple[dict[str, AxisSharding], list[nn.Module], DeviceMesh | None]:
         """Leave this rank's part of what peers share: cuts by name, modules to be sharded, over which ranks."""
-        if self.tensor is not None:
-            cuts, groups = self.tensor.cut(model, self.unit_names)
-            return cuts, groups, self.tensor.mesh
-        if self.experts is not None:
-            cuts, modules = self.experts.cut(model)
-            return cuts, [[module] for module in modules.values()], self.experts.mesh
-        return {}, [], None
-
-    def _make_forward(self, *args: Any, **kwargs: Any) -> TokenForward:
-        if self.tensor is None:
-            return super()._make_forward(*args, **kwargs)
-        return TensorForward(self.tensor.peers, self.cuts, *args, **kwargs)
+        if self.experts is None:
+            return {}, [], None
+        cuts, modules = self.experts.cut(model)
+        return cuts, list(modules.values()), self.experts.mesh
 
     def _held(self) -> str:
         pieces = [p for p in self.model.parameters() if isinstance(p, DTensor)]

@@ -94,7 +94,6 @@ SHARDING_SETTINGS = {
 SHARED = {
     "ulysses_sequence_parallel_size": "sequences",
     "expert_parallel_size": "experts",
-    "tensor_parallel_size": "linear layers",
 }
 """What peer processes may share, by the setting of how many do."""
 

@@ -85,10 +85,6 @@ class ShardedEngine(TorchEngine):
     def _move_weights(self, to: str) -> None:
         """Move this rank's pieces to a kind of device."""
 
-    def _keeps_parameters(self) -> bool:
-        """Whether modules see their own weights, whole, as parameters while they compute."""
-        return True
-
     @abstractmethod
     def _held(self) -> str:
         """How much of the model this rank holds, in words."""
@@ -110,7 +106,7 @@ class ShardedEngine(TorchEngine):
             lambda: ([load(device) for device in ("meta", "meta", HOLLOW)], None)
         )
         check_heads(cut.config, self.num_sequence_ranks)
-        if self.experts is not None or not self._keeps_parameters():
+        if self.experts is not None:
             refuse_adapted_tensors(cut)
         self.unit_names = [name for name, _ in sharding.unit_modules(cut, self.layout.min_num_params)]
         loose = list(loose_tensors(cut))
@@ -146,18 +142,17 @@ class ShardedEngine(TorchEngine):
 
     def _rows(self, stored: StoredWeights, name: str, low: int, high: int) -> Tensor:
         """Rows of this rank's part of a weight; the part is the weight itself where peers share nothing."""
-        cut, shape = self.cuts.get(name), stored.shape(name)
-        if cut is None:
-            return stored.box(name, [(low, high), *((0, length) for length in shape[1:])])
-        return torch.cat([stored.box(name, box) for box in cut.boxes(shape, low, high)], cut.axis)
+        cut = self.cuts.get(name)
+        first = 0 if cut is None else cut.start
+        return stored.box(name, [(first + low, first + high), *((0, length) for length in stored.shape(name)[1:])])
 
     def _autocast_dtype(self) -> torch.dtype:
         return torch.float32  # the weights are gathered in the compute dtype: nothing is left for autocast
 
     def _wants_compiling(self, engine: Any) -> bool:
-        """Only where asked for, and not where layers exchange tokens or sums inside."""
-        if engine.use_torch_compile and (engine.expert_parallel_size > 1 or engine.tensor_parallel_size > 1):
-            notice(key_of(engine, "use_torch_compile"), "has no effect beside expert or tensor parallelism")
+        """Only where asked for, and not where layers exchange tokens inside."""
+        if engine.use_torch_compile and engine.expert_parallel_size > 1:
+            notice(key_of(engine, "use_torch_compile"), "has no effect beside expert parallelism")
             return False
         return bool(engine.use_torch_compile)
 
@@ -265,7 +260,7 @@ def refuse_adapted_tensors(model: nn.Module) -> None:
     adapted = lora.adapted_tensors(model)
     if adapted:
         raise NotBuiltError(
-            f"an adapter on {adapted[0]} is not built yet where experts or linear layers are shared",
+            f"an adapter on {adapted[0]} is not built yet where experts are shared",
             key="target_modules",
-            fix="Name linear modules, such as [q_proj,k_proj,v_proj,o_proj]; or share neither.",
+            fix="Name linear modules, such as [q_proj,k_proj,v_proj,o_proj]; or share no experts.",
         )

@@ -30,7 +30,7 @@ class TiledForward:
 
     Args:
         whole: the MLP's own forward pass, (..., H) -> (..., H), for each token by itself.
-        num_tiles: always that many, empty ones too: where a sharded engine sums inside of an MLP, every process must
+        num_tiles: always that many, empty ones too: where a sharded engine gathers inside of an MLP, every process must
             come as often.
     """
 

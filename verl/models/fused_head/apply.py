@@ -86,7 +86,7 @@ class FusedHead:
 
     def _sweeps(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, slopes: Tensor | None) -> bool:
         """Whether the gradient is known in the forward pass: its slopes are, or only hidden states have one."""
-        if self.function is not TokenStatistics or type(self) is not FusedHead or self.shape.softcap is not None:
+        if self.function is not TokenStatistics or self.shape.softcap is not None:
             return False
         frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
         return torch.is_grad_enabled() and hidden.requires_grad and (frozen or slopes is not None)
