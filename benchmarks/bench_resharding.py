@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from verl.ports import free_port
-from verl.weight_sync.resharding import Layout, Plan, Resharder, Sharded, closed_form, decoder, make_plan
+from verl.weight_sync.resharding import Layout, Plan, Resharder, closed_form, decoder, make_plan
 
 LARGE = decoder(layers=64, hidden=5120, intermediate=27648, heads=40, key_value_heads=8, vocabulary=152064)
 SMALL = decoder(layers=8, hidden=512, intermediate=2048, heads=16, key_value_heads=8, vocabulary=16384, itemsize=4)
@@ -37,19 +37,17 @@ HEADING = [
     "[resharding.md](resharding.md). M: bytes of the model.",
     "",
 ]
-EXECUTED: dict[int, list[tuple[Layout | Sharded, Layout]]] = {
+EXECUTED: dict[int, list[tuple[Layout, Layout]]] = {
     4: [
         (Layout(2, 1, 2), Layout(1, 1, 4)),
         (Layout(4, 1, 1), Layout(2, 1, 2)),
         (Layout(2, 2, 1), Layout(1, 1, 4)),
         (Layout(2, 1, 2), Layout(4, 1, 1)),
-        (Sharded(4), Layout(2, 1, 2)),
     ],
     8: [
         (Layout(8, 1, 1), Layout(2, 1, 4)),
         (Layout(4, 2, 1), Layout(2, 1, 4)),
         (Layout(2, 2, 2), Layout(4, 1, 2)),
-        (Sharded(8), Layout(4, 1, 2)),
     ],
 }
 

@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-from verl.weight_sync.resharding import Layout, Resharder, Sharded, decoder, make_plan
+from verl.weight_sync.resharding import Layout, Resharder, decoder, make_plan
 
 DENSE = decoder(
     layers=4, hidden=16, intermediate=48, heads=8, key_value_heads=2, vocabulary=64, head_dim=4, bias=True, itemsize=4
@@ -24,8 +24,6 @@ def pairs_of(world):
             (DENSE, Layout(2, 1, 2), Layout(4, 1, 1)),
             (DENSE, Layout(2, 2, 1), Layout(1, 1, 4)),
             (DENSE, Layout(1, 4, 1), Layout(4, 1, 1)),
-            (DENSE, Sharded(4), Layout(2, 1, 2)),
-            (DENSE, Sharded(2, 2), Layout(1, 1, 4)),
             (MIXTURE, Layout(2, 1, 2, expert=4, expert_tensor=1), Layout(2, 1, 2, expert=2)),
         ]
     return [
@@ -33,7 +31,6 @@ def pairs_of(world):
         (DENSE, Layout(2, 2, 2), Layout(4, 1, 2)),
         (DENSE, Layout(4, 1, 2, order="tp-pp-dp"), Layout(2, 1, 4)),
         (MIXTURE, Layout(1, 2, 4, expert=4), Layout(8, 1, 1, expert=8, expert_tensor=1)),
-        (DENSE, Sharded(8), Layout(4, 2, 1)),
     ]
 
 

@@ -1,7 +1,7 @@
 """From the training layout to the sampling layout on the same ranks: plan, price, execution (HybridFlow, section 5)."""
 
 from verl.weight_sync.resharding.execute import Resharder
-from verl.weight_sync.resharding.layout import Layout, Sharded, on_the_ranks_of, zero_redundancy
+from verl.weight_sync.resharding.layout import Layout, zero_redundancy
 from verl.weight_sync.resharding.model import ModelWeights, Weight, decoder
 from verl.weight_sync.resharding.plan import Entry, Plan, Price, closed_form, make_plan
 
@@ -12,11 +12,9 @@ __all__ = [
     "Plan",
     "Price",
     "Resharder",
-    "Sharded",
     "Weight",
     "closed_form",
     "decoder",
     "make_plan",
-    "on_the_ranks_of",
     "zero_redundancy",
 ]

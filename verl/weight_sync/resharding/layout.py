@@ -7,7 +7,7 @@ decides how much of what a rank trains it can keep for sampling (HybridFlow, sec
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -119,32 +119,6 @@ class Layout:
         return f"t{self.tensor}-p{self.pipeline}-d{self.data}{experts}"
 
 
-@dataclass(frozen=True)
-class Sharded:
-    """FSDP: every weight is cut along its first axis into ``shards`` equal pieces; the last may be short or empty.
-
-    ``copies`` groups of consecutive ranks hold a whole model each (hybrid sharding).
-    """
-
-    shards: int
-    copies: int = 1
-
-    @property
-    def world(self) -> int:
-        """The number of ranks."""
-        return self.shards * self.copies
-
-    def coordinates(self) -> Coordinates:
-        """``tensor`` is the number of a rank's piece."""
-        ranks = np.arange(self.world)
-        zeros = np.zeros_like(ranks)
-        piece, copy = ranks % self.shards, ranks // self.shards
-        return Coordinates(piece, zeros, copy, zeros, piece, copy)
-
-    def __str__(self) -> str:
-        return f"fsdp{self.shards}" + (f"x{self.copies}" if self.copies > 1 else "")
-
-
 def divides(training: Layout, sampling: Layout) -> bool:
     """Whether every sampling shard is made of whole training shards."""
     runs = sampling.pipeline == 1 or training.virtual == sampling.virtual == 1
@@ -176,7 +150,7 @@ def zero_redundancy(training: Layout, sampling: Layout) -> Coordinates:
     return sampling.place(here.tensor // per_tensor, here.stage // per_stage, data)
 
 
-def same_world(training: Layout | Sharded, sampling: Layout) -> None:
+def same_world(training: Layout, sampling: Layout) -> None:
     """Raises ConfigError unless both layouts have the same ranks."""
     if training.world != sampling.world:
         raise ConfigError(
@@ -185,20 +159,3 @@ def same_world(training: Layout | Sharded, sampling: Layout) -> None:
             key="sampling layout",
             fix=f"Choose tensor x pipeline x data = {training.world}.",
         )
-
-
-def on_the_ranks_of(training: Layout | Sharded, sampling: Layout) -> Layout:
-    """``sampling`` with as many copies as fill the ranks of ``training``.
-
-    Raises:
-        ConfigError: its tensor x pipeline size does not divide them.
-    """
-    size = sampling.tensor * sampling.pipeline
-    if training.world % size:
-        raise ConfigError(
-            f"a sampling copy of {size} ranks does not divide the {training.world} ranks",
-            key="sampling layout",
-            got=str(sampling),
-            allowed=[n for n in range(1, training.world + 1) if training.world % n == 0],
-        )
-    return replace(sampling, data=training.world // size)

@@ -18,7 +18,6 @@ from verl.weight_sync.resharding.layout import (
     Coordinates,
     Indices,
     Layout,
-    Sharded,
     divides,
     same_world,
     zero_redundancy,
@@ -96,7 +95,7 @@ class Plan:
     """
 
     model: ModelWeights
-    training: Layout | Sharded
+    training: Layout
     sampling: Layout
     assignment: str
     places: Coordinates
@@ -163,7 +162,7 @@ def closed_form(training: Layout, sampling: Layout) -> float:
     return (own - wanted) / (wanted * own)
 
 
-def make_plan(model: ModelWeights, training: Layout | Sharded, sampling: Layout, assignment: str = BEST) -> Plan:
+def make_plan(model: ModelWeights, training: Layout, sampling: Layout, assignment: str = BEST) -> Plan:
     """Plan a weight sync.
 
     Args:
@@ -179,11 +178,9 @@ def make_plan(model: ModelWeights, training: Layout | Sharded, sampling: Layout,
         raise ConfigError("unknown assignment of ranks", key="assignment", got=assignment, allowed=ASSIGNMENTS)
     here = training.coordinates()
     if assignment == BEST:
-        nested = isinstance(training, Layout) and divides(training, sampling) and not _has_experts(model)
+        nested = divides(training, sampling) and not _has_experts(model)
         assignment = ZERO_REDUNDANCY if nested else MATCHED
     if assignment == ZERO_REDUNDANCY:
-        if not isinstance(training, Layout):
-            raise ConfigError("this grouping is for tensor x pipeline layouts", key="assignment", got=assignment)
         places = zero_redundancy(training, sampling)
     else:
         places = sampling.coordinates()
@@ -198,7 +195,7 @@ def _has_experts(model: ModelWeights) -> bool:
 
 
 def _entries(
-    model: ModelWeights, training: Layout | Sharded, here: Coordinates, sampling: Layout, there: Coordinates
+    model: ModelWeights, training: Layout, here: Coordinates, sampling: Layout, there: Coordinates
 ) -> list[Entry]:
     known: dict[object, Routes] = {}
     entries = []
@@ -219,25 +216,25 @@ def _entries(
 
 
 def _by_stage(
-    model: ModelWeights, weight: Weight, training: Layout | Sharded, sampling: Layout
+    model: ModelWeights, weight: Weight, training: Layout, sampling: Layout
 ) -> Iterator[tuple[Sequence[int], tuple[int, ...], tuple[int, ...]]]:
     """The layers that lie in one stage on both sides, with these stages."""
-    sizes = (_stages(training)[0], sampling.pipeline)
+    sizes = (training.pipeline, sampling.pipeline)
     if weight.place != LAYER:
         ends = [{FIRST: (0,), LAST: (n - 1,), ENDS: tuple({0, n - 1})}[weight.place] for n in sizes]
         yield range(1), ends[0], ends[1]
         return
     for ours in range(sizes[0]):
         for theirs in range(sizes[1]):
-            here = set(model.layers_of(ours, *_stages(training)))
-            there = model.layers_of(theirs, *_stages(sampling))
+            here = set(model.layers_of(ours, training.pipeline, training.virtual))
+            there = model.layers_of(theirs, sampling.pipeline, sampling.virtual)
             both = [n for n in there if n in here and (weight.only is None or n in weight.only)]
             if both:
                 yield both, (ours,), (theirs,)
 
 
-def _by_expert(weight: Weight, training: Layout | Sharded, sampling: Layout) -> Iterator[tuple[range, int, int]]:
-    sizes = (training.expert if isinstance(training, Layout) else 1, sampling.expert)
+def _by_expert(weight: Weight, training: Layout, sampling: Layout) -> Iterator[tuple[range, int, int]]:
+    sizes = (training.expert, sampling.expert)
     if not weight.experts:
         yield range(1), -1, -1
         return
@@ -255,17 +252,7 @@ def _by_expert(weight: Weight, training: Layout | Sharded, sampling: Layout) -> 
         yield range(start, start + step), owners[0], owners[1]
 
 
-def _stages(layout: Layout | Sharded) -> tuple[int, int]:
-    return (layout.pipeline, layout.virtual) if isinstance(layout, Layout) else (1, 1)
-
-
-def _division(
-    weight: Weight, layout: Layout | Sharded, at: Coordinates, stages: tuple[int, ...], expert: int
-) -> Division:
-    if isinstance(layout, Sharded):
-        step = -(-weight.shape[0] // layout.shards)
-        bounds = tuple(min(weight.shape[0], step * piece) for piece in range(layout.shards + 1))
-        return Division(0, bounds, at.tensor, at.replica)
+def _division(weight: Weight, layout: Layout, at: Coordinates, stages: tuple[int, ...], expert: int) -> Division:
     ranks, number, replica = layout.tensor, at.tensor, at.replica
     if weight.experts:
         ranks, number, replica = layout.expert_tensor_size, at.expert_tensor, at.expert_replica
@@ -278,7 +265,7 @@ def _division(
 
 
 def _common_bytes(
-    model: ModelWeights, training: Layout | Sharded, here: Coordinates, sampling: Layout, there: Coordinates
+    model: ModelWeights, training: Layout, here: Coordinates, sampling: Layout, there: Coordinates
 ) -> np.ndarray:
     """(training classes, sampling classes) bytes that a rank of the one finds useful in a place of the other."""
     ours = np.array([ranks[0] for ranks in classes(here)[0]])
