@@ -20,8 +20,7 @@ and each of its numbers is what arithmetic says: tokens of the rows, (P-1)/P (N/
 of the experts. `python -m tests.dist.switches --write` makes this page, and the tests
 check it.
 
-Not seen here: `optimizer_offload`, which on a CPU moves the optimizer's state to a file
-(`tests/engines/test_state_in_file.py`), and, because on a CPU they change nothing: `param_offload`, `offload_policy`,
+Not seen here, because on a CPU they change nothing: `param_offload`, `optimizer_offload`, `offload_policy`,
 `model.enable_activation_offload` (`tests/gpu`), `model.use_liger`.
 """
 

@@ -24,10 +24,10 @@ class FSDPEngineConfig(ConfigNode):
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
     param_offload: bool = setting(
         False,
-        "offload the weights to host memory while another role works; no effect on a CPU, where the sampler reads them",
+        "offload the weights to host memory while another role works; no effect on a CPU",
     )
     optimizer_offload: bool = setting(
-        False, "offload the optimizer's state to host memory (on a CPU: to a file) while another role works"
+        False, "offload the optimizer's state to host memory while another role works; no effect on a CPU"
     )
     offload_policy: bool = setting(
         False,

@@ -9,13 +9,12 @@ from torch import nn
 
 from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig
 from verl.engines.plain import PlainEngine
-from verl.models.norms import fuse_norms
 
 
 class GivenModuleEngine(PlainEngine):
     """Trains ``module`` in place, with ``optimizer``; its learning rate is the optimizer's own and stays as it is.
 
-    The module keeps what training puts into it: its attention, and on a CPU the one-step forward of its plain norms.
+    The module keeps the attention that training puts into it.
 
     Args:
         module: a causal language model of transformers, whole, on one device.
@@ -34,8 +33,6 @@ class GivenModuleEngine(PlainEngine):
 
     def _load(self, *_: Any, **__: Any) -> nn.Module:
         self.architecture = type(self._module).__name__
-        if self.device == "cpu":
-            fuse_norms(self._module)
         return self._module
 
     def _build_optimizer(self, *_: Any) -> torch.optim.Optimizer:

@@ -56,7 +56,7 @@ class PlainEngine(TorchEngine):
 
     def offload(self, params: bool = True, optimizer: bool = True) -> None:
         if self.device == "cpu":
-            return self._offload_state(optimizer)
+            return
         if params:
             self.model.to("cpu")
         if optimizer and self.optimizer is not None:
@@ -64,7 +64,7 @@ class PlainEngine(TorchEngine):
 
     def onload(self, params: bool = True, optimizer: bool = True) -> None:
         if self.device == "cpu":
-            return self._reload_state(optimizer)
+            return
         if params:
             self.model.to(self.device)
         if optimizer and self.optimizer is not None:

@@ -238,12 +238,12 @@ class ShardedEngine(TorchEngine):
 
     def offload(self, params: bool = True, optimizer: bool = True) -> None:
         if self.device == "cpu":
-            return self._offload_state(optimizer)
+            return
         self._move({self.device: "cpu"}, "cpu", params, optimizer)
 
     def onload(self, params: bool = True, optimizer: bool = True) -> None:
         if self.device == "cpu":
-            return self._reload_state(optimizer)
+            return
         self._move({"cpu": self.device}, self.device, params, optimizer)
 
     def _move(self, moves: dict[str, str], to: str, params: bool, optimizer: bool) -> None:

@@ -43,7 +43,6 @@ from verl.engines.packing import computed_tokens, pack, padded, plan_packed, pla
 from verl.engines.rng import rng_state, set_rng_state
 from verl.engines.rows import AlignedRows, MicroBatch
 from verl.engines.settings import PassSettings, check_settings, compute_dtype, recompute_activations
-from verl.engines.state_in_file import StateInFile
 from verl.engines.step import StepReport, clip_and_step, tell_broken_rows
 from verl.errors import CheckpointError, EngineError, ModelError
 from verl.metrics import MetricSet, notice
@@ -53,7 +52,6 @@ from verl.models.flops import ModelFlops
 from verl.models.liger import apply_liger
 from verl.models.loading import value_head
 from verl.models.lora import LoraSettings
-from verl.models.norms import fuse_norms
 from verl.models.routers import RouterStatistics
 from verl.models.tiled_mlp import tile_mlps
 from verl.models.weights import named_tensors
@@ -152,12 +150,9 @@ class TorchEngine(Engine):
             raise EngineError("unknown kind of model", got=kind, allowed=LOADERS)
         self.kind, self.device, self.grad_clip, self.path = kind, device, grad_clip, model.path
         self.idle = {"params": engine.param_offload, "optimizer": engine.optimizer_offload}
-        if engine.param_offload and device == "cpu":
-            notice(
-                key_of(engine, "param_offload"),
-                "has no effect on a CPU: the sampler reads the same weights; optimizer_offload has one",
-            )
-        self._waiting = StateInFile()
+        for name in ("param_offload", "optimizer_offload"):
+            if engine[name] and device == "cpu":
+                notice(key_of(engine, name), "has no effect on a CPU: host memory is where everything is")
         self.dtype = compute_dtype(engine.dtype, device)
 
     # ---- what a backend provides -------------------------------------------------------------------------------
@@ -412,15 +407,6 @@ class TorchEngine(Engine):
             self.scheduler.step()
         self.offload(**self.idle)
 
-    def _offload_state(self, optimizer: bool) -> None:
-        """What leaves memory on a CPU: the optimizer's state."""
-        if optimizer and self.optimizer is not None:
-            self._waiting.offload(self.optimizer)
-
-    def _reload_state(self, optimizer: bool) -> None:
-        if optimizer and self.optimizer is not None:
-            self._waiting.reload(self.optimizer)
-
     # ---- state -------------------------------------------------------------------------------------------------
 
     def hf_writer(self, tokenizer: Any = None) -> HFWriter:
@@ -512,8 +498,6 @@ class TorchEngine(Engine):
         self.architecture = type(loaded).__name__
         if model.use_liger:
             apply_liger(loaded, self.device)
-        if self.device == "cpu":
-            fuse_norms(loaded)
         tiled, num_tiles = model.tiled_mlp.enabled, model.tiled_mlp.num_shards
         if tiled:
             tile_mlps(loaded, num_tiles)
