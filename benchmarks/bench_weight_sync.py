@@ -30,7 +30,6 @@ from verl.weight_sync import (
     DeltaDecoder,
     DeltaEncoder,
     DiskTransport,
-    ResidentTransport,
     SharedMemoryTransport,
     Transport,
     WeightChunk,
@@ -40,7 +39,7 @@ from verl.weight_sync import (
 from verl.weight_sync.collective import Broadcast
 
 BUCKET = 16 << 20
-KINDS = ("same process", "shared memory", "ring", "gloo", "disk", "gloo, bytes", "disk, bytes")
+KINDS = ("same process", "shared memory", "gloo", "disk", "gloo, bytes", "disk, bytes")
 """The last two move the same bytes without anything around them: what gloo and the disk give at most."""
 LIMITS = {"gloo": "gloo, bytes", "disk": "disk, bytes"}
 
@@ -63,24 +62,17 @@ class Plan:
         return found
 
 
-def _keep(name: str, target: torch.Tensor, value: torch.Tensor) -> None:
-    """As the `hf` sampler takes weights whose memory lasts: they become its own."""
-    target.data = value
-
-
 def _receiver(kind: str, address: object, plan: Plan, rounds: int, ready: object) -> None:
     """A sampler's process; ``ready`` is released when it can receive, and after each weight sync."""
     torch.set_num_threads(1)
-    inventory = WeightInventory(plan.weights(fill=False), _keep if kind in ("shared memory", "gloo") else None)
+    inventory = WeightInventory(plan.weights(fill=False))
     theirs: Transport
     if kind == "shared memory":
-        theirs = ResidentTransport(**address)
-    elif kind == "ring":
         theirs = SharedMemoryTransport(**address)
     elif kind == "disk":
         theirs = DiskTransport.reach(address)
     else:
-        theirs = BroadcastTransport.join(address, 1, 2, keeps=True)
+        theirs = BroadcastTransport.join(address, 1, 2)
     ready.release()
     for version in range(rounds):
         theirs.expect(version)
@@ -155,15 +147,13 @@ class Ends:
         self.bytes = torch.ones(sum(t.nbytes for t in self.source.values()), dtype=torch.uint8)
         self.folder = tempfile.TemporaryDirectory()
         self.ring = SharedMemoryTransport(bucket_bytes=2 * BUCKET)
-        self.resident = ResidentTransport()
         self.disk = DiskTransport(self.folder.name)
         self.context = processes.get_context("spawn")
         self.workers, self.ready = [], {kind: self.context.Semaphore(0) for kind in KINDS}
         self.written, self.path = self.context.Semaphore(0), f"{self.folder.name}/bare"
         write_bare(self.path, self.bytes, self.context.Semaphore(0))
         place, bare_place, size = free_place(), free_place(), self.bytes.numel()
-        self._start("shared memory", _receiver, "shared memory", self.resident.address, plan, rounds)
-        self._start("ring", _receiver, "ring", self.ring.address, plan, rounds)
+        self._start("shared memory", _receiver, "shared memory", self.ring.address, plan, rounds)
         self._start("disk", _receiver, "disk", self.disk.address, plan, rounds)
         self._start("disk, bytes", _bare_reader, self.path, size, rounds, self.written)
         self._start("gloo", _receiver, "gloo", place, plan, rounds)
@@ -190,7 +180,7 @@ class Ends:
         elif kind == "disk, bytes":
             write_bare(self.path, self.bytes, self.written)
         else:
-            ends = {"shared memory": self.resident, "ring": self.ring, "gloo": self.gloo, "disk": self.disk}
+            ends = {"shared memory": self.ring, "gloo": self.gloo, "disk": self.disk}
             ends[kind].send(stream)
         assert self.ready[kind].acquire(timeout=120), f"the receiver of {kind} is gone"
 
@@ -198,7 +188,6 @@ class Ends:
         for worker in self.workers:
             worker.join(20)
         self.ring.close()
-        self.resident.close()
         self.folder.cleanup()
 
 

@@ -195,7 +195,7 @@ BENCHMARKS = {
         (),
         ("--rounds", "3", "--steps", "1"),
         (
-            *(Goal(way, "of a copy", 0.5) for way in ("same process", "shared memory", "ring", "gloo", "disk")),
+            *(Goal(way, "of a copy", 0.5) for way in ("same process", "shared memory", "gloo", "disk")),
             Goal("update 1", "times fewer bytes", 60.0),
         ),
     ),

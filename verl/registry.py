@@ -436,7 +436,6 @@ TRANSPORTS = Registry(
     "transport of weights",
     {
         "shared_memory": "verl.weight_sync.shared_memory:SharedMemoryTransport",
-        "resident": "verl.weight_sync.resident:ResidentTransport",
         "gloo": "verl.weight_sync.collective:BroadcastTransport",
         "nccl": "verl.weight_sync.collective:BroadcastTransport",
         "cuda_ipc": "verl.weight_sync.cuda_ipc:CudaIpcTransport",

@@ -33,7 +33,7 @@ IN_PLACE, COLOCATED, CHILD, OWN_POOL, HTTP = "in place", "colocated", "child pro
 server that runs already."""
 SAME_PROCESS = "naive"
 """The `checkpoint_engine.backend` of samplers that live in the trainer's process."""
-_ONE_MACHINE = ("shared_memory", "resident", "cuda_ipc", "nccl")
+_ONE_MACHINE = ("shared_memory", "cuda_ipc", "nccl")
 """Transports that do not leave a machine; nccl goes by cuda_ipc."""
 _SHOWN = 8
 """Rows of replicas that the table shows at most."""

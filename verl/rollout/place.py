@@ -83,15 +83,10 @@ def transport_of(rollout: Any, model: Any, device: str) -> tuple[str, Callable[[
         kind = _instead_of_nccl(device)
     if kind == "cuda_ipc" and device == "cpu":
         raise ConfigError("this transport needs a GPU", key=f"{_E}.backend", got=kind, fix="Take shared_memory.")
-    keeps = rollout.name == "hf" and device == "cpu"  # the sampler keeps the memory as its own
-    if kind == "shared_memory" and keeps:
-        kind = "resident"
     below = options.get("over", "shared_memory") if kind.startswith("delta") else kind
     _check_options(kind, below, options)
     if kind.startswith("delta"):
         options["dtype"] = _dtype(rollout, device)
-    elif kind == "gloo":
-        options["keeps"] = keeps
     size = int(engine.update_weights_bucket_megabytes) << 20
     if below in RINGS:
         size = min(size, _enough(model, size))

@@ -8,7 +8,6 @@ from verl.weight_sync.delta_transport import DeltaTransport
 from verl.weight_sync.disk import DiskTransport
 from verl.weight_sync.fan_out import StreamReceiver, deliver, fan_out
 from verl.weight_sync.inventory import WeightInventory
-from verl.weight_sync.resident import ResidentTransport
 from verl.weight_sync.shared_memory import SharedMemoryTransport
 from verl.weight_sync.transport import Transport
 
@@ -19,7 +18,6 @@ __all__ = [
     "DeltaEncoder",
     "DeltaTransport",
     "DiskTransport",
-    "ResidentTransport",
     "SharedMemoryTransport",
     "StreamReceiver",
     "Transport",

@@ -21,15 +21,12 @@ class WeightChunk:
     Args:
         version: the same in every chunk of a stream.
         last: whether the stream ends here; a stream without a last chunk was interrupted.
-        lasts: whether the tensors stay valid after the next chunk was asked for: the receiver may keep them as its
-            own, and the next stream writes into them.
         is_unit: whether the tensors only mean something together, so that a transport may not cut the chunk.
     """
 
     version: int
     tensors: list[tuple[str, torch.Tensor]]
     last: bool
-    lasts: bool = False
     is_unit: bool = False
 
     @property

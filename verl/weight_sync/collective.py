@@ -1,9 +1,8 @@
 """Weights by broadcast in a process group: from one trainer to any number of samplers (gloo on CPU, NCCL on GPUs).
 
 Every rank of the group takes part: the source sends, all others receive. A piece of a bucket is a frame that says what
-comes, and then the bytes: large weights go straight out of the trainer's memory, small ones as one message. A sampler
-that keeps what arrives has them where they came in; for others three buffers take turns, so that one is emptied while
-another one is filled.
+comes, and then the bytes: large weights go straight out of the trainer's memory, small ones as one message. Where they
+arrive three buffers take turns, so that one is emptied while another one is filled.
 """
 
 from __future__ import annotations
@@ -48,13 +47,12 @@ class BroadcastTransport(Transport):
         group: of torch.distributed, or a backend of it that stands alone (`join`); None is the group of all.
         source: the sending rank, counted in the group.
         device: of the buffers; must suit the group's backend.
-        keeps: whether what arrives lasts (`WeightChunk.lasts`), for a sampler that keeps it as its own weights.
 
     Example:
         >>> BroadcastTransport(group, source=0, device="cuda").send(chunk_weights(engine.export_weights(), size, 3))
     """
 
-    not_options: ClassVar[tuple[str, ...]] = ("group", "source", "keeps")
+    not_options: ClassVar[tuple[str, ...]] = ("group", "source")
 
     def __init__(
         self,
@@ -62,10 +60,9 @@ class BroadcastTransport(Transport):
         source: int = 0,
         device: str | torch.device = "cpu",
         timeout: float = 300.0,
-        keeps: bool = False,
     ):
         super().__init__(timeout)
-        self.group, self.source, self.device, self.keeps = group, source, torch.device(device), keeps
+        self.group, self.source, self.device = group, source, torch.device(device)
         self._connect: Callable[[], Any] | None = None
         self._place = ""
         self._is_alone = False
@@ -79,7 +76,6 @@ class BroadcastTransport(Transport):
         world_size: int,
         device: str = "cpu",
         timeout: float = 300.0,
-        keeps: bool = False,
     ) -> BroadcastTransport:
         """Make a group of its own, beside whatever groups the process is in.
 
@@ -89,7 +85,7 @@ class BroadcastTransport(Transport):
         limit = timedelta(seconds=timeout)
         host, _, port = address.rpartition(":")
         store = meet(host, int(port), world_size, rank == 0, limit)
-        return cls(_group(store, rank, world_size, device, host, limit), 0, device, timeout, keeps)
+        return cls(_group(store, rank, world_size, device, host, limit), 0, device, timeout)
 
     @classmethod
     def begin(cls, bucket_bytes: int, device: str = "cpu", host: str = LOCALHOST, **options: Any) -> BroadcastTransport:
@@ -113,7 +109,7 @@ class BroadcastTransport(Transport):
     @classmethod
     def reach(cls, address: Mapping[str, Any], device: str = "cpu") -> BroadcastTransport:
         host, _, port = str(address["place"]).rpartition(":")
-        end = cls(None, 0, device, float(address["timeout"]), bool(address["keeps"]))
+        end = cls(None, 0, device, float(address["timeout"]))
         limit = timedelta(seconds=end.timeout)
         store = meet(host, int(port), 2, False, limit, waits=False)
         store.set(HERE, "")
@@ -122,7 +118,7 @@ class BroadcastTransport(Transport):
 
     @property
     def address(self) -> dict[str, Any]:
-        return {"place": self._place, "timeout": self.timeout, "keeps": self.keeps}
+        return {"place": self._place, "timeout": self.timeout}
 
     def send(self, chunks: Iterable[WeightChunk]) -> int:
         num_bytes = number = 0
@@ -159,7 +155,7 @@ class BroadcastTransport(Transport):
                 here = coming
                 number += 1
                 coming = self._next(here.frame, number)  # on its way while this one is used
-                yield chunk_of(here.layout, here.body, self.keeps)
+                yield chunk_of(here.layout, here.body)
         except GeneratorExit:  # of the rest nothing is wanted any more, but the other ranks take part in it
             with suppress(RolloutError):
                 while coming is not None:
@@ -195,7 +191,7 @@ class BroadcastTransport(Transport):
         if frame is None:
             return None
         layout = self._layout(frame)
-        body = self._kept(number, layout.num_bytes) if self.keeps else self._room(number % BUFFERS, layout.num_bytes)
+        body = self._room(number % BUFFERS, layout.num_bytes)
         parts = self._start_all([body[_span(layout, *run)] for run in _runs(layout)])
         return PendingReceive(layout, body, parts, None if layout.last else self._start(self._frame()))
 
@@ -239,12 +235,6 @@ class BroadcastTransport(Transport):
         if self._buffers[which].numel() < num_bytes:
             self._buffers[which] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return self._buffers[which][:num_bytes]
-
-    def _kept(self, number: int, num_bytes: int) -> torch.Tensor:
-        """Memory of a piece for as long as it has the same size; what had another one belongs to the sampler alone."""
-        if number < len(self._buffers) and self._buffers[number].numel() != num_bytes:
-            self._buffers[number] = self._buffers[number][:0].clone()
-        return self._room(number, num_bytes)
 
 
 @dataclass

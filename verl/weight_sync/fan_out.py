@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import replace
 from typing import Protocol
 
 from verl.weight_sync.chunks import WeightChunk, taking
@@ -81,7 +80,7 @@ class _Source:
             return
         self._chunk = None
         try:
-            self._chunk = replace(next(self._chunks), lasts=False)  # no receiver may keep what the others read
+            self._chunk = next(self._chunks)
             self._made += 1
         except BaseException as error:  # carried over to every branch, as the end of the stream is
             self._end = error

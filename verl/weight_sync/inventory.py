@@ -6,7 +6,7 @@ turns out to be wrong leaves half-new weights behind: the receiver must then ref
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -21,16 +21,10 @@ class WeightInventory:
 
     Args:
         targets: name -> the tensor that arriving values are for. Aliases of one tensor may all be listed.
-        put: ``put(name, target, value)`` moves a value in; the default copies.
     """
 
-    def __init__(
-        self,
-        targets: Mapping[str, torch.Tensor],
-        put: Callable[[str, torch.Tensor, torch.Tensor], None] | None = None,
-    ):
+    def __init__(self, targets: Mapping[str, torch.Tensor]):
         self._targets = dict(targets)
-        self._put = put or copy_into
         groups: dict[tuple[int, int], str] = {}
         # One owner per storage: whichever alias arrives first fills it, a second must hold the same values.
         self._owner = {
@@ -89,7 +83,7 @@ class WeightInventory:
             if owner in arrived:
                 self._check_tied(name, target, value)
                 continue
-            self._put(name, target, value)
+            copy_into(name, target, value)
             arrived.add(owner)
 
     def _check_tied(self, name: str, target: torch.Tensor, value: torch.Tensor) -> None:

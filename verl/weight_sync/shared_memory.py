@@ -26,9 +26,9 @@ EMPTY, FULL, GAVE_UP = 0, 1, 2
 """States of a slot."""
 CONTROL = 64
 """Bytes in front of a slot: words of 8 bytes."""
-STATE, LENGTH, REFUSED, WANTED = 0, 1, 2, 3
-"""Words: the state of the slot, the length of its header; in the first slot whether the reader has given up, and how
-many streams it has asked for, which the reader alone writes."""
+STATE, LENGTH, REFUSED = 0, 1, 2
+"""Words: the state of the slot, the length of its header; in the first slot whether the reader has given up, which the
+reader alone writes."""
 HEADER_SHARE = 1 << 20
 """Bytes of a slot for the header."""
 SLOTS = 3
@@ -59,14 +59,12 @@ class SharedMemoryTransport(Transport):
 
     keeps_bodies: ClassVar[bool] = True
     """Whether the slots hold the bodies of chunks beside their headers."""
-    lasts: ClassVar[bool] = False
-    """See `WeightChunk.lasts`."""
 
     def __init__(self, path: str | None = None, bucket_bytes: int = 512 << 20, timeout: float = 300.0):
         super().__init__(timeout)
         self.bucket_bytes = -(-bucket_bytes // CONTROL) * CONTROL
         self._slot_bytes = CONTROL + HEADER_SHARE + (self.bucket_bytes if self.keeps_bodies else 0)
-        self._is_owner, self._most_bytes = path is None, self.bucket_bytes
+        self._is_owner = path is None
         self._next, self._unlinks = 0, False
         if path is None:
             folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -103,9 +101,8 @@ class SharedMemoryTransport(Transport):
     def send(self, chunks: Iterable[WeightChunk]) -> int:
         num_bytes = 0
         try:
-            self._begin()
             for chunk in chunks:
-                for piece in self._pieces(chunk):
+                for piece in pieces(chunk, min(PIECE_BYTES, self.bucket_bytes)):
                     self._fill(piece)
                 num_bytes += chunk.num_bytes
                 del chunk, piece  # before the next one is made
@@ -120,7 +117,6 @@ class SharedMemoryTransport(Transport):
 
     def receive(self) -> Iterator[WeightChunk]:
         ended = False
-        self._set(0, WANTED, self._get(0, WANTED) + 1)
         try:
             while not ended:
                 self._await(FULL, GAVE_UP)
@@ -128,7 +124,7 @@ class SharedMemoryTransport(Transport):
                 if self._get(number, STATE) == GAVE_UP:
                     raise PeerFailedError("the trainer gave up in the middle of a transfer of weights")
                 layout, body = self._read(number)
-                yield chunk_of(layout, body, self.lasts)
+                yield chunk_of(layout, body)
                 ended = layout.last
                 self._settle(body)
                 self._set(number, STATE, EMPTY)
@@ -145,12 +141,6 @@ class SharedMemoryTransport(Transport):
         if self._is_owner:
             Path(self.path).unlink(missing_ok=True)
 
-    def _begin(self) -> None:
-        """Before the first chunk of a stream is made."""
-
-    def _pieces(self, chunk: WeightChunk) -> Iterator[WeightChunk]:
-        return pieces(chunk, min(PIECE_BYTES, self.bucket_bytes))
-
     def _read(self, number: int) -> tuple[ChunkLayout, torch.Tensor]:
         header, body = self._slot(number)
         length = self._get(number, LENGTH)
@@ -160,12 +150,12 @@ class SharedMemoryTransport(Transport):
 
     def _fill(self, chunk: WeightChunk) -> None:
         layout = ChunkLayout.of(chunk)
-        if layout.num_bytes > self._most_bytes:
+        if layout.num_bytes > self.bucket_bytes:
             raise RolloutError(
                 "a weight is larger than a bucket of shared memory",
                 key="update_weights_bucket_megabytes",
                 got=layout.num_bytes,
-                allowed=f"at most {self._most_bytes}",
+                allowed=f"at most {self.bucket_bytes}",
             )
         self._await(EMPTY)
         header, body = self._slot(self._next)

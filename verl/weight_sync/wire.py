@@ -112,13 +112,13 @@ def views(layout: ChunkLayout, buffer: torch.Tensor) -> Iterator[tuple[str, torc
         yield e.name, buffer[e.offset : end].view(e.dtype).view(e.shape)
 
 
-def chunk_of(layout: ChunkLayout, buffer: torch.Tensor, lasts: bool = False) -> WeightChunk:
-    """The chunk whose tensors look into a 1-D uint8 buffer; ``lasts`` as in `WeightChunk`.
+def chunk_of(layout: ChunkLayout, buffer: torch.Tensor) -> WeightChunk:
+    """The chunk whose tensors look into a 1-D uint8 buffer.
 
     Raises:
         RolloutError: one of them would lie outside.
     """
-    return WeightChunk(layout.version, list(views(layout, buffer)), layout.last, lasts)
+    return WeightChunk(layout.version, list(views(layout, buffer)), layout.last)
 
 
 def _aligned(number: int) -> int:

@@ -58,7 +58,6 @@ class HFSampler(Sampler):
         full_determinism: bitwise the same result whatever else is in the batch, at some cost in speed.
         stop_token_ids: end every response; None takes the end tokens of the model's generation config.
         share_prompts: compute equal prompts once.
-        share_weights: see `SamplerWeights`.
         record: decode over rows that keep their places, on CUDA by recorded graphs; None: on CUDA, unless
             ``enforce_eager``. Takes effect where the sampler owns the model and its family is written out.
         enforce_eager: no CUDA graphs.
@@ -85,7 +84,6 @@ class HFSampler(Sampler):
         full_determinism: bool = False,
         stop_token_ids: Sequence[int] | None = None,
         share_prompts: bool = True,
-        share_weights: bool = False,
         owns_model: bool | None = None,
         record: bool | None = None,
         enforce_eager: bool = False,
@@ -108,7 +106,6 @@ class HFSampler(Sampler):
         self.vocab_size = vocab_size(model)
         self.max_model_len = _context_length(model, max_model_len)
         self.stop_token_ids = frozenset(_default_stops(model) if stop_token_ids is None else stop_token_ids)
-        owned = owned and not share_weights
         on_cuda = model.device.type == "cuda"
         if record is None:
             record = on_cuda and not enforce_eager and not full_determinism
@@ -127,7 +124,7 @@ class HFSampler(Sampler):
             share=share_prompts,
             reserve=self._runner.reserve,
         )
-        self._weights = SamplerWeights(model, share_weights, adapter)
+        self._weights = SamplerWeights(model, adapter)
         self._state = Readiness()
         self._task: asyncio.Task[None] | None = None
         self._is_held = False

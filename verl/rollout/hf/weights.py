@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from transformers import PreTrainedModel
@@ -14,31 +14,22 @@ from verl.models.weights import views_on_disk
 from verl.rollout.hf.adapter import AdapterBuffer
 from verl.weight_sync import WeightChunk, WeightInventory
 from verl.weight_sync.chunks import taking
-from verl.weight_sync.inventory import copy_into
 
 
 class SamplerWeights:
     """The weights of a sampler's model as a place where new ones arrive.
 
     Args:
-        share: take over the trainer's memory instead of copying, wherever dtype, device and layout are equal. The
-            trainer's next step then changes the sampler at once, so nothing may be sampled between the two.
         adapter: of which nothing but the factors arrives; the weights that are there are its base.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        share: bool = False,
-        adapter: LoraSettings | None = None,
-    ):
-        self.model, self.share = model, share
+    def __init__(self, model: PreTrainedModel, adapter: LoraSettings | None = None):
+        self.model = model
         self.num_bytes = 0
-        self._lasts = False
         self._adapter = None if adapter is None else AdapterBuffer(model, adapter)
         targets = _targets(model)
         # A family may keep weights in another form than files do: those are collected, then converted.
-        self._inventory = None if targets is None else WeightInventory(targets, self._put)
+        self._inventory = None if targets is None else WeightInventory(targets)
         self._emptied: list[tuple[torch.UntypedStorage, int]] = []
 
     def receive(self, chunks: Iterable[WeightChunk], version: int) -> None:
@@ -47,7 +38,7 @@ class SamplerWeights:
             self.num_bytes += self._adapter.receive(chunks, version)
             return
         if self._inventory is not None:
-            self.num_bytes += self._inventory.receive(self._noted(chunks), version)
+            self.num_bytes += self._inventory.receive(chunks, version)
             return
         whole: dict[str, torch.Tensor] = {}
         ended = False
@@ -65,7 +56,7 @@ class SamplerWeights:
 
     def release(self) -> None:
         """Give the memory back of all that arrives again; what was in it is gone."""
-        if self._emptied or self.share:
+        if self._emptied:
             return
         if self._adapter is not None:
             self._adapter.keep_base()
@@ -77,7 +68,6 @@ class SamplerWeights:
             for tensors in storages.values()
             if self._adapter is None or self._adapter.changes_all_of(tensors)
         ]
-        # What lies in shared memory cannot be given back from here.
         self._emptied = [(storage, storage.nbytes()) for storage in gone if storage.resizable()]
         for storage, _ in self._emptied:
             storage.resize_(0)
@@ -88,22 +78,6 @@ class SamplerWeights:
         for storage, num_bytes in emptied:
             storage.resize_(num_bytes)
         return bool(emptied)
-
-    def _noted(self, chunks: Iterable[WeightChunk]) -> Iterator[WeightChunk]:
-        """The chunks as they come; those whose memory lasts are kept instead of copied."""
-        with taking(chunks) as stream:
-            for chunk in stream:
-                self._lasts = chunk.lasts
-                yield chunk
-                del chunk
-
-    def _put(self, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
-        same = target.dtype == value.dtype and target.device == value.device and value.is_contiguous()
-        replaceable = same and not target._is_view()  # a part of a fused weight is written where it is
-        if replaceable and (self.share or (self._lasts and _is_alone(target))):
-            target.data = value.detach()
-        else:
-            copy_into(name, target, value)
 
 
 def _targets(model: PreTrainedModel) -> dict[str, torch.Tensor] | None:
@@ -116,8 +90,3 @@ def _targets(model: PreTrainedModel) -> dict[str, torch.Tensor] | None:
         return None
     places = {(view.data_ptr(), view.numel()) for view in views.values()}
     return views | {name: t for name, t in targets.items() if (t.data_ptr(), t.numel()) in places}
-
-
-def _is_alone(tensor: torch.Tensor) -> bool:
-    """Whether its memory holds nothing else; a part of a fused weight must stay where it is."""
-    return tensor.untyped_storage().nbytes() == tensor.nbytes
