@@ -24,14 +24,19 @@ class ColocatedWorker(Worker):
     """The outer worker; made by `create_colocated_worker_cls`, not by hand."""
 
     class_dict: ClassVar[Mapping[str, ClassWithInitArgs]] = {}
+    streams: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self) -> None:
         super().__init__()
         self.worker_dict: dict[str, Any] = {}
         self.rng_dict: dict[str, RngState] = {}
+        states: dict[str, RngState] = {}
         for role, class_with_init in self.class_dict.items():
             info = replace(self.info, role=role)
-            rng = self.rng_dict[role] = RngState(worker_seed(info.seed, role, info.rank))
+            stream = self.streams.get(role, role)
+            if stream not in states:
+                states[stream] = RngState(worker_seed(info.seed, stream, info.rank))
+            rng = self.rng_dict[role] = states[stream]
             with rng.active():
                 worker = self.worker_dict[role] = build(class_with_init, info)
             if isinstance(worker, Worker):
@@ -52,15 +57,18 @@ class ColocatedWorker(Worker):
         return meshes
 
 
-def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> ClassWithInitArgs:
+def create_colocated_worker_cls(
+    class_dict: Mapping[str, ClassWithInitArgs], streams: Mapping[str, str] | None = None
+) -> ClassWithInitArgs:
     """The class of a process that hosts all these roles, ready for a worker group.
 
     Args:
         class_dict: role name -> class with its arguments.
+        streams: role name -> name of its random numbers, for roles that draw from one sequence; else it is the role's.
     """
     if not class_dict:
         raise WorkerError("a colocated worker needs at least one role")
-    members: dict[str, Any] = {"class_dict": dict(class_dict)}
+    members: dict[str, Any] = {"class_dict": dict(class_dict), "streams": dict(streams or {})}
     for role, class_with_init in class_dict.items():
         for name, method in inspect.getmembers(class_with_init.cls, inspect.isroutine):
             if getattr(method, MAGIC_ATTR, None) is not None:
