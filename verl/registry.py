@@ -36,7 +36,8 @@ class EstimatorFacts:
         groups: it compares the samples of a prompt, so there must be several that differ.
         values: it reads the values of a critic.
         old_log_probs: it reads the trainer's log-probs of the samples.
-        settings: settings of ``algorithm`` that it reads and most others do not.
+        settings: settings of ``algorithm`` that it reads and most others do not; not asked of a dotted path, which may
+            read any.
         rewards: the setting of ``algorithm`` that lists the rewards it normalises apart; it has to be set.
     """
 
@@ -54,7 +55,8 @@ class LossFacts:
     Attributes:
         pairs: its rows come in pairs, the best and the worst answer to a prompt: it reads the reference's log-probs and
             no old ones, and a pair is never parted.
-        settings: settings of ``actor_rollout_ref.actor`` that it reads and most others do not.
+        settings: settings of ``actor_rollout_ref.actor`` that it reads and most others do not; not asked of a dotted
+            path, which may read any.
         required: those of them that have no default.
         aggregation: how it becomes one number, where ``loss_agg_mode`` does not say so.
     """

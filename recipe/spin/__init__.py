@@ -23,5 +23,5 @@ def _problems(cfg: Any) -> Problems:
     return in_range(f"{_ACTOR}.dpo_beta", value, "above 0", value > 0)
 
 
-FACTS = {"dpo": LossFacts(pairs=True, settings=("dpo_beta",))}
+FACTS = {"dpo": LossFacts(pairs=True)}
 RECIPE = Recipe(name="recipe.spin", settings={_ACTOR: SpinActorConfig}, problems=_problems)

@@ -6,7 +6,7 @@ from typing import Any
 from verl.config import ConfigNode, setting
 from verl.config.checks import Problems, in_range
 from verl.config.recipes import Recipe
-from verl.registry import EstimatorFacts, LossFacts
+from verl.registry import EstimatorFacts
 
 _ACTOR = "actor_rollout_ref.actor"
 
@@ -23,5 +23,5 @@ def _problems(cfg: Any) -> Problems:
     return in_range(f"{_ACTOR}.sppo_eta", value, "above 0", value > 0)
 
 
-FACTS = {"centred": EstimatorFacts(groups=True), "sppo": LossFacts(settings=("sppo_eta",))}
+FACTS = {"centred": EstimatorFacts(groups=True)}
 RECIPE = Recipe(name="recipe.sppo", settings={_ACTOR: SppoActorConfig}, problems=_problems)

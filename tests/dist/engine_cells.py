@@ -179,7 +179,6 @@ def mixture(ranks: Ranks, folder: Path) -> dict:
 
 def kept_gathered_and_reduced_once(ranks: Ranks, folder: Path) -> dict:
     engine = {"reshard_after_forward": False, "use_no_sync_for_gradient_accumulation": True, **BUCKETS}
-    engine["optimizer_offload"] = True  # to a file, as this is a CPU
     model = {"enable_gradient_checkpointing": True}
     return compare(ranks, folder, Case("gemma2", engine=engine, model=model, limits={"micro_batch_size": 1}))
 

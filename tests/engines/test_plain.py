@@ -19,7 +19,7 @@ from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss, SFTLoss
 from verl.config import ActorConfig, CriticConfig
 from verl.engines.rows import AlignedRows
 from verl.errors import ConfigError, DataError, EngineError, NotBuiltError
-from verl.metrics import reset_notices
+from verl.metrics import notices, reset_notices
 from verl.protocol import DataProto
 
 
@@ -312,3 +312,14 @@ def test_positions_that_do_not_count_the_tokens_are_an_error(qwen2):
     batch.batch["position_ids"] = batch.batch["position_ids"] + 3
     with pytest.raises(DataError, match=r"row 0"):
         AlignedRows.of(batch)
+
+
+@pytest.mark.parametrize("name", ["param_offload", "optimizer_offload"])
+def test_what_is_in_host_memory_stays_there_and_a_notice_says_so(qwen2, name):
+    reset_notices()
+    engine = make_engine(qwen2, engine={name: True})
+    engine.train_batch(ragged_batch(), PPOPolicyLoss(ActorConfig()))
+    engine.step_scheduler()
+    assert [text for key, text in notices().items() if name in key] == [
+        "has no effect on a CPU: host memory is where everything is"
+    ]

@@ -13,7 +13,7 @@ HELD = {
     "module circles": 0,
     "modules in circles": 0,
     "recipe paths in verl/": 0,
-    "places that name a backend": 1,
+    "places that name a backend": 0,
     "assignments to `found`": 9,
     "cloned lines, %": 0.5,
 }
