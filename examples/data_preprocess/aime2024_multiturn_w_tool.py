@@ -1,35 +1,19 @@
-"""The thirty problems of AIME 2024, for evaluation by the agent loop with tools: answers are integers from 0 to 999."""
+"""The thirty problems of AIME 2024 in the schema of RL datasets, for evaluation with a code interpreter."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from command import Row, run
-from source import Example, HubDataset, convert, prompt_row, text_of
-from verl.errors import DataError
+from command import run
+from dapo_multiturn_w_tool import PUBLISHED as DAPO
+from dapo_multiturn_w_tool import prepare
 
-HUB_NAME = "Maxwell-Jia/AIME_2024"
-DATA_SOURCE = "aime2024"
-INSTRUCTION = 'Think step by step. The last line has to be "Answer: " and the number.'
-PUBLISHED = HubDataset(HUB_NAME, ("ID", "Problem", "Answer"), {"train": "test"})
-
-
-def to_row(example: Example, index: int, split: str, where: str) -> Row:
-    """One row in the schema of the RL dataset.
-
-    Raises:
-        DataError: the answer is no integer from 0 to 999.
-    """
-    answer = str(example["Answer"]).strip()
-    if not answer.isdigit() or int(answer) > 999:
-        raise DataError("the answer is no integer from 0 to 999", key=where, got=example["Answer"])
-    extra = {"split": "test", "index": index, "id": str(example["ID"])}
-    question = f"{text_of(example, 'Problem', where)}\n\n{INSTRUCTION}"
-    return prompt_row(DATA_SOURCE, question, str(int(answer)), extra)
+PUBLISHED = replace(DAPO, name="BytedTsinghua-SIA/AIME-2024", folder="~/data/retool_aime2024")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    convert(PUBLISHED, to_row, argv, "Write AIME 2024 as test.parquet.", agent_name="tool_agent")
+    prepare(PUBLISHED, argv, "Write the problems of AIME 2024, each once, as train.parquet.")
 
 
 if __name__ == "__main__":

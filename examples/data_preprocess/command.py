@@ -17,10 +17,16 @@ from verl.storage import copy, expand
 Row = dict[str, Any]
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """An argument parser with the flags for where to write; ``--local_dir`` is the older name of one."""
+def parser(description: str, folder: str | None = None) -> argparse.ArgumentParser:
+    """An argument parser with the flags for where to write; ``--local_dir`` is the older name of one.
+
+    Args:
+        folder: where it is written without these flags.
+    """
     made = argparse.ArgumentParser(description=description)
-    made.add_argument("--local_save_dir", help="folder to write to (made if missing)")
+    made.set_defaults(folder=folder)
+    default = f"; {folder} if not given" if folder else ""
+    made.add_argument("--local_save_dir", help=f"folder to write to (made if missing){default}")
     made.add_argument("--local_dir", help="older name of --local_save_dir")
     made.add_argument("--hdfs_dir", help="also copy the files to this hdfs:// folder")
     return made
@@ -39,6 +45,7 @@ def run(main: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None
 def save_dir(arguments: argparse.Namespace, made: argparse.ArgumentParser) -> Path:
     """The folder to write to; two different names for it, or none, end the program with its usage."""
     wanted = {expand(path) for path in (arguments.local_save_dir, arguments.local_dir) if path}
+    wanted = wanted or {expand(path) for path in [arguments.folder] if path}
     if len(wanted) != 1:
         made.error("give --local_save_dir" if not wanted else "--local_save_dir and --local_dir name different folders")
     folder = Path(wanted.pop())

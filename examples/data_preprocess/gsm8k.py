@@ -9,13 +9,13 @@ import re
 from collections.abc import Sequence
 
 from command import Row, run
-from source import Example, HubDataset, convert, prompt_row, text_of
+from source import Example, HubDataset, asked, convert, prompt_row, text_of
 from verl.errors import DataError
 
 HUB_NAME = "openai/gsm8k"
 INSTRUCTION = 'Think step by step and write the final answer as a number after "####".'
 FINAL_ANSWER = re.compile(r"####\s*(-?[\d.,]+)\s*$")
-PUBLISHED = HubDataset(HUB_NAME, ("question", "answer"), {"train": "train", "test": "test"}, config="main")
+PUBLISHED = HubDataset(HUB_NAME, ("question", "answer"), {"train": "train", "test": "test"}, "~/data/gsm8k", "main")
 
 
 def final_answer(solution: str) -> str | None:
@@ -29,11 +29,11 @@ def final_answer(solution: str) -> str | None:
     return match.group(1).replace(",", "") if match else None
 
 
-def to_row(example: Example, index: int, split: str, where: str) -> Row:
+def to_row(example: Example, index: int, split: str, where: str, instruction: str = INSTRUCTION) -> Row:
     """One row in the schema of the RL dataset; ``where`` names the example for a message."""
     question, solution, answer = solved(example, where)
     extra = {"split": split, "index": index, "question": question, "answer": solution}
-    return prompt_row(HUB_NAME, f"{question} {INSTRUCTION}", answer, extra)
+    return prompt_row(HUB_NAME, asked(question, instruction), answer, extra)
 
 
 def solved(example: Example, where: str) -> tuple[str, str, str]:
@@ -50,7 +50,7 @@ def solved(example: Example, where: str) -> tuple[str, str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    convert(PUBLISHED, to_row, argv, "Write GSM8K as train.parquet and test.parquet.")
+    convert(PUBLISHED, to_row, argv, "Write GSM8K as train.parquet and test.parquet.", instruction=INSTRUCTION)
 
 
 if __name__ == "__main__":

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from command import Row, run
 from gsm8k import INSTRUCTION, PUBLISHED, solved
-from source import Example, convert
+from source import Example, asked, convert
 
 
-def to_row(example: Example, index: int, split: str, where: str) -> Row:
+def to_row(example: Example, index: int, split: str, where: str, instruction: str = INSTRUCTION) -> Row:
     """One conversation in the column ``messages``."""
     question, solution, _ = solved(example, where)
-    asked = {"role": "user", "content": f"{question} {INSTRUCTION}"}
-    return {"messages": [asked, {"role": "assistant", "content": solution}]}
+    user = {"role": "user", "content": asked(question, instruction)}
+    return {"messages": [user, {"role": "assistant", "content": solution}]}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    convert(PUBLISHED, to_row, argv, "Write GSM8K as conversations for SFT.")
+    published = replace(PUBLISHED, folder="~/data/gsm8k_sft")
+    convert(published, to_row, argv, "Write GSM8K as conversations for SFT.", instruction=INSTRUCTION)
 
 
 if __name__ == "__main__":

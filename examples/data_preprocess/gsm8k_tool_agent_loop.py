@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from command import run
-from gsm8k import PUBLISHED
+from gsm8k import INSTRUCTION, PUBLISHED
 from gsm8k_multiturn_w_tool import to_row
 from source import convert
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    convert(PUBLISHED, to_row, argv, "Write GSM8K for the agent loop with tools.", agent_name="tool_agent")
+    says = "Write GSM8K for the agent loop with tools."
+    convert(PUBLISHED, to_row, argv, says, agent_name="tool_agent", instruction=INSTRUCTION)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ QUESTION = "{context}\n\nHow does it go on?\n{endings}\nAnswer with the number o
 PUBLISHED = HubDataset(
     HUB_NAME,
     ("activity_label", "ctx", "endings", "label"),
-    {"train": "train", "validation": "validation"},
+    {"train": "train", "validation": "validation", "test": "test"},
+    "~/data/hellaswag",
     leaves_out="they have no answer",
 )
 
@@ -34,21 +35,25 @@ def clean(text: str) -> str:
 
 
 def to_row(example: Example, index: int, split: str, where: str) -> Row | None:
-    """One row in the schema of the RL dataset; none for an example without an answer."""
+    """The example's own columns and those of the RL dataset; none for one to train on that has no answer.
+
+    The test split is published without answers; its rows have an empty one.
+    """
     label, endings = str(example["label"]).strip(), list_of(example, "endings", where)
-    if not label:
+    if not label and split != "test":
         return None
-    if len(endings) != 4 or not all(isinstance(ending, str) for ending in endings) or label not in ("0", "1", "2", "3"):
+    known = ("0", "1", "2", "3", *([""] if split == "test" else []))
+    if len(endings) != 4 or not all(isinstance(ending, str) for ending in endings) or label not in known:
         raise DataError("not four endings and one of 0, 1, 2, 3", key=where, got=(len(endings), label))
     context = clean(f"{text_of(example, 'activity_label', where)}: {text_of(example, 'ctx', where)}")
     listed = "\n".join(f"{number}: {clean(ending)}" for number, ending in enumerate(endings))
     question = QUESTION.format(context=context, endings=listed)
     extra = {"split": split, "index": index}
-    return prompt_row(HUB_NAME, question, label, extra, ability="commonsense", style="rule")
+    return {**example, **prompt_row(HUB_NAME, question, label, extra, ability="commonsense", style="rule")}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    says = "Write HellaSwag as train.parquet and validation.parquet (the test split has no answers)."
+    says = "Write HellaSwag as train, validation and test.parquet (the test split has no answers)."
     convert(PUBLISHED, to_row, argv, says)
 
 

@@ -21,7 +21,7 @@ def row(turns: Sequence[str]) -> Row:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = parser("Write three conversations of several turns.")
+    made = parser("Write three conversations of several turns.", "~/data/multiturn")
     arguments = made.parse_args(argv)
     rows = [row(turns) for turns in CONVERSATIONS]
     write(save_dir(arguments, made), {"train.parquet": rows, "test.parquet": rows[:1]}, arguments.hdfs_dir)

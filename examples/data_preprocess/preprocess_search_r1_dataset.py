@@ -6,20 +6,27 @@ and that name. A tool named ``search`` gets the question's truth, as rows for to
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 
 from command import Row, run
-from source import Example, HubDataset, convert, list_of, prompt_row, text_of
+from source import Example, HubDataset, asked, convert, list_of, prompt_row, text_of
 from verl.errors import DataError
 
 HUB_NAME = "PeterJinGo/nq_hotpotqa_train"
 TOOL = "search"
 SYSTEM = "Answer the question. You may search for what you do not know, as often as you need."
 INSTRUCTION = "Think first, and put the final answer, without explanations, between <answer> and </answer>."
-PUBLISHED = HubDataset(HUB_NAME, ("question", "golden_answers", "data_source"), {"train": "train", "test": "test"})
+PUBLISHED = HubDataset(
+    HUB_NAME,
+    ("question", "golden_answers", "data_source"),
+    {"train": "train", "test": "test"},
+    "~/data/searchR1_processed_direct",
+)
 
 
-def to_row(example: Example, index: int, split: str, where: str) -> Row:
+def to_row(example: Example, index: int, split: str, where: str, instruction: str = INSTRUCTION) -> Row:
     """One row in the schema of the RL dataset, with the arguments of the tool.
 
     Raises:
@@ -33,12 +40,16 @@ def to_row(example: Example, index: int, split: str, where: str) -> Row:
     tagged = f"searchR1_{source}"
     tools = {TOOL: {"create_kwargs": {"ground_truth": truth, "question": question, "data_source": tagged}}}
     extra = {"split": split, "index": index, "question": question, "need_tools_kwargs": True, "tools_kwargs": tools}
-    row = prompt_row(tagged, f"{question}\n{INSTRUCTION}", "", extra, ability="fact-reasoning", system=SYSTEM)
+    row = prompt_row(tagged, asked(question, instruction, "\n"), "", extra, ability="fact-reasoning", system=SYSTEM)
     return row | {"reward_model": {"style": "rule", "ground_truth": truth}}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    convert(PUBLISHED, to_row, argv, "Write the questions of Search-R1 as train.parquet and test.parquet.")
+    made = argparse.ArgumentParser(add_help=False)
+    made.add_argument("--hf_repo_id", default=HUB_NAME)
+    named, others = made.parse_known_args(argv)
+    says = "Write the questions of Search-R1 as train.parquet and test.parquet (--hf_repo_id: of another data set)."
+    convert(replace(PUBLISHED, name=named.hf_repo_id), to_row, others, says, instruction=INSTRUCTION)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ A folder may hold the files of its authors (``train.jsonl``) or be a clone of th
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class HubDataset:
         name: on the hub.
         columns: those that are read; a file without one of them is an error.
         splits: split of the data set -> name of the file that is written without its suffix.
+        folder: where it is written, unless the command line says otherwise.
         config: which of the hub's configurations.
         leaves_out: which examples make no row, in words; their number is told.
     """
@@ -37,6 +39,7 @@ class HubDataset:
     name: str
     columns: tuple[str, ...]
     splits: Mapping[str, str]
+    folder: str | None = None
     config: str | None = None
     leaves_out: str = "they are of no use"
 
@@ -95,19 +98,29 @@ def convert(
     says: str,
     *,
     agent_name: str | None = None,
+    instruction: str | None = None,
 ) -> None:
     """The whole program of a data set whose every example becomes one row: flags, reading, writing.
 
     Args:
         says: what the program does, for its usage.
         agent_name: agent loop that runs the rows, unless the command line names one.
+        instruction: what a question is followed by, unless the command line says it; ``make_row`` is given it by name.
     """
-    made = parser(says)
+    made = parser(says, published.folder)
     add_source(made, published)
     made.add_argument(
         "--agent_name", default=agent_name, help="agent loop that runs the rows, written as a column of that name"
     )
+    if instruction is not None:
+        made.add_argument(
+            "--instruction",
+            default=instruction,
+            help="what follows every question, word for word; '' for nothing",
+        )
     arguments = made.parse_args(argv)
+    if instruction is not None:
+        make_row = functools.partial(make_row, instruction=arguments.instruction)
     folder = save_dir(arguments, made)
     source = source_folder(arguments)
     column = {"agent_name": arguments.agent_name} if arguments.agent_name else {}
@@ -178,6 +191,11 @@ def _complete(shards: Sequence[Path]) -> Sequence[Path]:
             allowed=f"{max(wanted)} files, numbered from 0",
         )
     return shards
+
+
+def asked(question: str, instruction: str, between: str = " ") -> str:
+    """A question and what follows it."""
+    return f"{question}{between}{instruction}" if instruction else question
 
 
 def prompt_row(

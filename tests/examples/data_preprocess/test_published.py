@@ -53,7 +53,7 @@ def png() -> bytes:
 FIGURE = {"images": [{"bytes": png(), "path": None}], "problem": "<image>Find x.", "answer": "3"}
 DAPO = {"data_source": "math_dapo", "prompt": [{"role": "user", "content": "Solve: 1+1"}], "ability": "MATH",
         "reward_model": {"ground_truth": "2", "style": "rule"}, "extra_info": {"index": "a1"}}  # fmt: skip
-EXAM = {"ID": "2024-I-1", "Problem": "How many?", "Solution": "...", "Answer": "033"}
+EXAM = {**DAPO, "data_source": "aime2024", "extra_info": {"index": "2024-I-1"}}
 
 
 @pytest.fixture
@@ -79,7 +79,8 @@ def test_math_takes_the_last_boxed_answer_as_the_truth(prepare):
     first = found["train"][0]
     assert first["data_source"] == "DigitalLearningGmbH/MATH-lighteval" and first["reward_model"]["style"] == "rule"
     assert first["prompt"][0]["content"].startswith("What is $1+1$?") and r"\boxed{}" in first["prompt"][0]["content"]
-    assert first["extra_info"] == {"index": 0, "level": "Level 1", "split": "train", "type": "Algebra"}
+    assert first["extra_info"] == {"index": 0, "split": "train"}
+    assert (first["level"], first["type"]) == ("Level 1", "Algebra")
 
 
 def test_math_without_a_boxed_answer_is_an_error_with_file_and_row(prepare):
@@ -87,34 +88,29 @@ def test_math_without_a_boxed_answer_is_an_error_with_file_and_row(prepare):
         prepare(math_dataset, {"train": [PROBLEM, {**PROBLEM, "solution": "2"}], "test": [PROBLEM]})
 
 
-@pytest.mark.parametrize(
-    ("use", "row"),
-    [
-        ("sft", {"prompt": "Human: Hi Assistant:", "response": " Hello!"}),
-        ("rm", {"prompt": "Human: Hi Assistant:", "chosen": " Hello!", "rejected": " Go away."}),
-    ],
-)
-def test_dialogues_for_imitation_and_for_comparison(prepare, use, row):
-    found = prepare(full_hh_rlhf, {"train": [DIALOGUE], "test": [DIALOGUE]}, "--split", use)
-    assert found == {f"{use}/train": [row], f"{use}/test": [row]}
+def test_dialogues_for_imitation_are_a_row_with_either_answer(prepare):
+    asked = {"prompt": "Human: Hi Assistant:"}
+    found = prepare(full_hh_rlhf, {"train": [DIALOGUE]})
+    assert found == {"sft/train": [{**asked, "response": " Hello!"}, {**asked, "response": " Go away."}]}
+
+
+def test_dialogues_for_comparison_keep_the_last_quarter_for_a_test(prepare):
+    dialogues = [{**DIALOGUE, "prompt": f"Human: {i} Assistant:"} for i in range(8)]
+    found = prepare(full_hh_rlhf, {"train": dialogues}, "--split", "rm")
+    assert sorted(found) == ["rm/test", "rm/train"]
+    assert [row["prompt"][7] for row in found["rm/train"]] == list("012345")
+    assert found["rm/test"][1] == {"prompt": "Human: 7 Assistant:", "chosen": " Hello!", "rejected": " Go away."}
 
 
 def test_dialogues_for_rl_are_prompts_that_a_model_scores(prepare):
-    (row,) = prepare(full_hh_rlhf, {"train": [DIALOGUE], "test": [DIALOGUE]}, "--split", "rl")["rl/train"]
+    (row,) = prepare(full_hh_rlhf, {"train": [DIALOGUE]}, "--split", "rl")["rl/train"]
+    assert (row["chosen"], row["rejected"]) == (" Hello!", " Go away.")
     assert row["prompt"] == [{"role": "user", "content": "Human: Hi Assistant:"}]
     assert row["reward_model"] == {"style": "model", "ground_truth": " Hello!"} and row["ability"] == "alignment"
 
 
-def test_a_pair_of_equal_answers_teaches_nothing_and_is_left_out(prepare, capsys):
-    same = {**DIALOGUE, "rejected": DIALOGUE["chosen"]}
-    found = prepare(full_hh_rlhf, {"train": [same, DIALOGUE], "test": [DIALOGUE]}, "--split", "rm")
-    assert len(found["rm/train"]) == 1
-    assert "Dahoas/full-hh-rlhf, train: left out 1 of 2 examples: both answers are the same" in capsys.readouterr().out
-
-
 def test_a_geometry_problem_keeps_its_image(prepare):
-    found = prepare(geo3k, {"train": [FIGURE], "validation": [FIGURE], "test": [FIGURE]})
-    (row,) = found["validation"]
+    (row,) = prepare(geo3k, {"train": [FIGURE], "test": [FIGURE]})["test"]
     assert Image.open(io.BytesIO(row["images"][0]["bytes"])).size == (4, 3)
     assert row["reward_model"]["ground_truth"] == "3" and row["prompt"][0]["content"].startswith("<image>Find x.")
 
@@ -126,22 +122,55 @@ def test_a_picture_that_is_open_already_becomes_bytes():
         geo3k.image_bytes("figure.png", "row 0")
 
 
-def test_repeated_problems_of_dapo_are_written_once(prepare):
+def test_repeated_problems_of_dapo_are_written_once_unless_they_are_kept(prepare):
     other = {**DAPO, "extra_info": {"index": "b2"}}
     (first, second) = prepare(dapo_multiturn_w_tool, {"train": [DAPO, other, DAPO]})["train"]
-    assert (first["extra_info"]["id"], second["extra_info"]["id"]) == ("a1", "b2")
-    assert first["data_source"] == "math_dapo" and first["reward_model"] == {"style": "rule", "ground_truth": "2"}
+    assert (first["extra_info"]["index"], second["extra_info"]["index"]) == ("a1", "b2")
+    tools = {"code_interpreter": {"create_kwargs": {"ground_truth": "2"}}}
+    assert first == {**DAPO, "extra_info": {"index": "a1", "need_tools_kwargs": True, "tools_kwargs": tools}}
 
 
-def test_an_answer_of_aime_is_an_integer_without_leading_zeros(prepare):
-    (row,) = prepare(aime2024_multiturn_w_tool, {"train": [EXAM]})["test"]
-    assert row["reward_model"]["ground_truth"] == "33" and row["data_source"] == "aime2024"
-    assert row["agent_name"] == "tool_agent" and row["extra_info"]["id"] == "2024-I-1"
+def test_repeated_problems_are_kept_on_request(prepare):
+    assert len(prepare(dapo_multiturn_w_tool, {"train": [DAPO, DAPO]}, "--keep_repeats")["train"]) == 2
+
+
+def test_problems_of_aime_are_in_the_same_schema(prepare):
+    (row,) = prepare(aime2024_multiturn_w_tool, {"train": [EXAM]})["train"]
+    assert row["data_source"] == "aime2024" and row["extra_info"]["index"] == "2024-I-1"
+    assert row["extra_info"]["tools_kwargs"]["code_interpreter"]["create_kwargs"] == {"ground_truth": "2"}
+
+
+WORDED = [(gsm8k, SUM), (math_dataset, PROBLEM), (geo3k, FIGURE), (gsm8k_multiturn_sft, SUM),
+          (gsm8k_multiturn_w_tool, SUM)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("program", "example"), WORDED, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize("instruction", ["Say it plainly.", ""])
+def test_what_follows_a_question_can_be_worded(prepare, program, example, instruction):
+    (row,) = prepare(program, {"train": [example], "test": [example]}, "--instruction", instruction)["train"]
+    said = [m["content"] for m in row.get("prompt", row.get("messages")) if m["role"] == "user"]
+    assert said == [f"{example.get('question', example.get('problem'))} {instruction}".strip()]
+
+
+FOLDERS = {gsm8k: "gsm8k", math_dataset: "math", hellaswag: "hellaswag", geo3k: "geo3k"}
+
+
+@pytest.mark.parametrize("program", FOLDERS, ids=lambda p: p.__name__)
+def test_without_a_flag_the_files_lie_in_a_folder_of_the_home(tmp_path, monkeypatch, program):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    example = {gsm8k: SUM, math_dataset: PROBLEM, hellaswag: STORY, geo3k: FIGURE}[program]
+    (tmp_path / "source").mkdir()
+    for split in ("train", "validation", "test"):
+        pq.write_table(pa.Table.from_pylist([example]), tmp_path / "source" / f"{split}.parquet")
+    program.main(["--local_dataset_path", str(tmp_path / "source")])
+    assert (tmp_path / "data" / FOLDERS[program] / "train.parquet").is_file()
 
 
 def test_an_ending_is_chosen_by_its_number_and_markup_is_gone(prepare):
     unanswered = {**STORY, "label": ""}
-    (row,) = prepare(hellaswag, {"train": [STORY, unanswered], "validation": [STORY]})["train"]
+    made = prepare(hellaswag, {"train": [STORY, unanswered], "validation": [STORY], "test": [unanswered]})
+    (row,), (open_row,) = made["train"], made["test"]
+    assert {name: row[name] for name in STORY} == STORY and open_row["reward_model"]["ground_truth"] == ""
     text = row["prompt"][0]["content"]
     assert text.startswith("Cooking: A man takes an apple, then he") and "1: throw it up." in text
     assert "[" not in text and row["reward_model"]["ground_truth"] == "0"
@@ -208,7 +237,7 @@ def test_without_a_folder_the_hub_is_asked_by_name_and_split(tmp_path, monkeypat
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     geo3k.main(["--local_save_dir", str(tmp_path)])
-    assert asked == [("hiyouga/geometry3k", None, split) for split in ("train", "validation", "test")]
+    assert asked == [("hiyouga/geometry3k", None, split) for split in ("train", "test")]
     (row,) = pq.read_table(tmp_path / "test.parquet").to_pylist()
     assert Image.open(io.BytesIO(row["images"][0]["bytes"])).size == (4, 3)
 
@@ -220,7 +249,7 @@ WRONG_TYPES = [
     (hellaswag, {**STORY, "endings": [1, 2, 3, 4]}, "not four endings"),
     (dapo_multiturn_w_tool, {**DAPO, "prompt": "Solve"}, "column 'prompt' has no list"),
     (dapo_multiturn_w_tool, {**DAPO, "reward_model": "2"}, "column 'reward_model' has no fields"),
-    (aime2024_multiturn_w_tool, {**EXAM, "Answer": "about 7"}, "no integer from 0 to 999"),
+    (aime2024_multiturn_w_tool, {**EXAM, "prompt": []}, "a prompt or its ground truth is missing"),
     (preprocess_search_r1_dataset, {**QUESTION, "golden_answers": []}, "has no answer"),
     (full_hh_rlhf, {**DIALOGUE, "chosen": 3}, "column 'chosen' has no text"),
 ]
@@ -260,6 +289,7 @@ def test_a_script_of_the_examples_names_the_agent_loop(tmp_path, project_root, s
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SCRIPTS[script]))
     file = project_root / "examples" / "data_preprocess" / f"{script}.py"
     words = [sys.executable, str(file), "--local_save_dir", "out", "--local_dataset_path", "."]
+    words += [] if script == "gsm8k_tool_agent_loop" else ["--agent_name", "tool_agent"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     found = pq.read_table(next((tmp_path / "out").glob("*.parquet"))).to_pylist()
