@@ -167,8 +167,7 @@ class RewardConfig(ConfigNode):
     timeout: float = setting(30.0, "time limit per sample, in seconds", upstream=ABSENT)
     while_sampling: bool = setting(
         False,
-        "score each sample as soon as it is sampled, in the sampling processes, while others are "
-        "still sampled; same numbers",
+        "score each sample as soon as it is sampled, while others are still sampled; same numbers",
         upstream=ABSENT,
     )
     max_per_minute: float | None = setting(
