@@ -246,7 +246,7 @@ def test_every_program_that_prepares_data_is_described():
 
 def test_the_table_of_layers_is_that_of_the_file():
     layers = read_toml(ROOT / "layers.toml")["layers"]
-    rows = re.findall(r"^\| (\d) \| ([^|]*) \|", (ROOT / "docs/design.md").read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| (\d) \| (`[^|]*) \|", (ROOT / "docs/design.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert {number: re.findall(r"`(\w+)`", rooms) for number, rooms in rows} == {
         number: [room for room in rooms if not room.startswith("_")] for number, rooms in layers.items()
     }
