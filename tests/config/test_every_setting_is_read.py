@@ -41,6 +41,8 @@ READ_ELSEWHERE = {
     "algorithm.rollout_correction.loss_type",
     # Trackers get the configuration as a plain dict; tests/observability/backends/test_wandb.py reads this one.
     "trainer.wandb_proxy",
+    # The topology of a configuration is worked out while it is loaded: tests/config/test_topology.py.
+    "actor_rollout_ref.rollout.nnodes",
     # Only a run on Ray reads them: tests/trainer/on_ray.
     *(f"ray_kwargs.ray_init.{name}" for name in ("address", "num_cpus", "object_store_memory")),
     "ray_kwargs.ray_init.runtime_env.py_executable",

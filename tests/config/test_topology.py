@@ -10,8 +10,9 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from verl.config import load_config
+from verl.config import HFModelConfig, load_config
 from verl.config.loading import read_config
+from verl.config.per_config import per_config
 from verl.config.topology import Topology
 from verl.errors import ConfigError, NotBuiltError
 
@@ -183,6 +184,8 @@ IMPOSSIBLE = [
     ([POOL + ".global_pool={roles: [critic], processes: [1]}"], "trainer.nnodes x trainer.n_gpus_per_node has this"),
     ([*OWN, f"{BACKEND}=naive"], "naive hands weights over inside one process"),
     ([*OWN, "trainer.nnodes=2", f"{BACKEND}=shared_memory"], "have 2 nodes, and shared_memory reaches the processes"),
+    ([*OWN, f"{BACKEND}=cuda_ipc"], "cuda_ipc connects processes that share one. Got 'cuda_ipc'. Set "
+     f"{BACKEND}=nccl."),
     ([*OWN, "trainer.nnodes=2", f"{BACKEND}=delta"], "one machine: it goes over shared_memory, unless"),
     ([*OWN, "trainer.runtime=local"], "local, with global_pool 1, rollout_pool 2"),
     ([POOL + ".s={roles: [rollout], processes: [1]}", f"{BACKEND}=gloo", "trainer.runtime=local"], "local, with gl"),
@@ -193,6 +196,23 @@ IMPOSSIBLE = [
 @pytest.mark.parametrize("words, said", IMPOSSIBLE)
 def test_what_cannot_be_placed_is_refused_with_its_numbers(words, said):
     assert said in refused(*words)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "nccl"])
+def test_samplers_may_have_two_nodes_of_their_own_whose_replicas_count_through_both(transport):
+    own = [f"{A}.hybrid_engine=false", f"{R}.nnodes=2", f"{R}.n_gpus_per_node=4", f"{BACKEND}={transport}"]
+    topology = placed("trainer.nnodes=2", "trainer.n_gpus_per_node=2", *own, VLLM, f"{T}=2")
+    assert topology.pool_of("rollout").processes == (4, 4) and topology.processes == 12
+    assert [replica.ranks for replica in topology.replicas] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert [replica.fed_by for replica in topology.replicas] == [0, 1, 2, 3]
+    assert "8 processes hold 2 replicas of 3 (tensor) = 3" in refused(*own, VLLM, f"{T}=3")
+
+
+def test_what_is_said_of_a_configuration_is_worked_out_once_for_each():
+    seen = []
+    answer = per_config(lambda config: seen.append(config) or len(seen))
+    first, second = HFModelConfig(path="a"), HFModelConfig(path="a")
+    assert [answer(first), answer(first), answer(second), answer(first)] == [1, 1, 2, 1]
 
 
 def test_differences_of_weights_go_between_machines_over_a_transport_that_does():

@@ -22,7 +22,7 @@ from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.hosted import HostedSampler, SamplerHost
 from verl.rollout.lost import EngineLostError
 from verl.single_controller.local import LocalHandle
-from verl.weight_sync import DiskTransport, ResidentTransport, chunk_weights
+from verl.weight_sync import DiskTransport, SharedMemoryTransport, chunk_weights
 
 BACKENDS = ("shared_memory", "disk", "delta", "gloo")
 
@@ -134,16 +134,38 @@ def test_a_sampler_in_a_process_of_its_own_that_is_killed_is_an_error_and_no_han
 def test_names_of_upstream_and_this_machine_choose_the_transport(model, tmp_path):
     reset_notices()
     here = place.transport_of(rollout("shared_memory"), model, "cpu")[1]()
-    assert isinstance(here, ResidentTransport)
+    assert isinstance(here, SharedMemoryTransport)
     here.close()
     assert place.transport_of(rollout("nccl"), model, "cpu")[0] == "gloo"
     assert any("broadcast over gloo" in text for text in notices().values())
     assert place.transport_of(rollout("nccl"), model, "cuda")[0] == "cuda_ipc"
+    assert place.transport_of(rollout("nccl"), model, "cpu", is_apart=True)[0] == "gloo"
+    assert place.transport_of(rollout("nccl"), model, "cuda", is_apart=True)[0] == "nccl"
     below = place.transport_of(rollout("delta_sharded", over="disk", folder=str(tmp_path)), model, "cpu")[1]()
     assert isinstance(below.over, DiskTransport) and below.encoder.dtype == torch.float32
     nested = place.transport_of(rollout("disk", disk={"folder": str(tmp_path), "checksums": True}), model, "cpu")[1]()
     assert nested.folder == tmp_path and nested.checksums
     reset_notices()
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "listens_on"),
+    [
+        ("gloo", {}, "127.0.0.2"),
+        ("gloo", {"host": "127.0.0.3"}, "127.0.0.3"),
+        ("delta", {"over": "gloo"}, "127.0.0.2"),
+    ],
+)
+def test_between_machines_a_trainer_listens_on_its_own_address_unless_another_one_is_set(
+    model, backend, options, listens_on
+):
+    _, begin = place.transport_of(rollout(backend, **options), model, "cpu", is_apart=True, host="127.0.0.2")
+    end = begin()
+    address = end.over.address if backend == "delta" else end.address
+    assert address["place"].startswith(f"{listens_on}:")
+    end.close()
+    _, elsewhere = place.transport_of(rollout("disk"), model, "cpu", is_apart=True, host="127.0.0.2")
+    assert "host" not in elsewhere.keywords
 
 
 @pytest.mark.parametrize(

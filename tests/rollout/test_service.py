@@ -406,3 +406,24 @@ def test_those_that_wait_hear_that_no_replica_is_left():
         return await asyncio.gather(*(service.generate(asked(i)) for i in range(6)), return_exceptions=True)
 
     assert all(isinstance(one, EngineLostError) for one in asyncio.run(asyncio.wait_for(run(), 20)))
+
+
+def test_a_lost_replica_frees_its_memory_too_and_one_that_is_silent_is_not_waited_for():
+    (first, second, third), service = make(3, lost_seconds=0.05)
+    second.version = 7  # it never got version 1
+    third.silent = True
+    service.replicas[2].lost_at = 0.0
+
+    async def run():
+        first.version = 1
+        third.log.clear()
+        failed = {"replica 2": RolloutError("its process hangs")}
+        await service.publish(1, failed)
+        await asyncio.wait_for(service.sleep(), 5)
+        await service.wake()
+
+    asyncio.run(run())
+    assert [replica.is_lost for replica in service.replicas] == [False, True, True]
+    assert [[method for method, _ in fake.log] for fake in (first, second, third)] == [
+        ["sleep", "wake"], ["sleep"], ["sleep"]
+    ]  # fmt: skip

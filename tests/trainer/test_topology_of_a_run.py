@@ -49,3 +49,28 @@ class Unreached:
 
     def handle(self, rank):
         return None
+
+
+class Placed:
+    """A group of which only the machines are asked for."""
+
+    def __init__(self, *addresses):
+        self.addresses = addresses
+
+
+def test_weights_cross_machines_from_each_trainers_own_address_or_are_refused(tmp_path):
+    key = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+    words = [
+        f"data.train_files={write_prompts(tmp_path / 'train.parquet', 2)}",
+        f"actor_rollout_ref.model.path={tiny_model_dir(tmp_path / 'model')}",
+        "actor_rollout_ref.hybrid_engine=false",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "trainer.device=cpu",
+    ]
+    over_network = load_config("ppo_trainer", [*words, f"{key}=gloo"])
+    actors, elsewhere = Placed("10.0.0.1", "10.0.0.2"), Placed("10.0.0.3")
+    assert sampling._hosts(over_network, actors, elsewhere) == ["10.0.0.1", "10.0.0.2"]
+    in_memory = load_config("ppo_trainer", [*words, f"{key}=shared_memory"])
+    assert sampling._hosts(in_memory, Placed("10.0.0.1"), Placed("10.0.0.1")) == [None]
+    with pytest.raises(ConfigError, match=r"lie on 3 machines \(10.0.0.1, .*shared_memory reaches"):
+        sampling._hosts(in_memory, actors, elsewhere)

@@ -9,7 +9,7 @@ from verl.config import ActorRolloutRefConfig, HFModelConfig
 from verl.rollout import Completion, Request, SamplingParams
 from verl.rollout.service import SamplerService
 from verl.single_controller.local.handle import LocalHandle
-from verl.workers.sampling import SamplingWorker
+from verl.workers.sampling import SamplingWorker, balance
 
 
 class Answering:
@@ -45,3 +45,20 @@ def test_replicas_of_other_processes_join_the_service_and_leave_it_when_they_are
     del handles[worker.replica_name(2)]
     asyncio.run(worker.connect(handles))
     assert answers(service) == {0, 4}
+
+
+def test_a_batch_says_how_evenly_its_replicas_worked_and_how_many_are_left():
+    before = {"a": {"completed": 10.0, "is_lost": 0.0}, "b": {"completed": 4.0, "is_lost": 0.0}}
+    after = {
+        "a": {"completed": 16.0, "is_lost": 0.0},
+        "b": {"completed": 5.0, "is_lost": 1.0},
+        "c": {"completed": 2.0, "is_lost": 0.0},
+    }
+    assert {name: metric.value for name, metric in balance(before, after, 1.0).items()} == {
+        "rollout/replicas/alive": 2.0,
+        "rollout/replicas/resent": 1.0,
+        "rollout/replicas/requests/min": 1.0,
+        "rollout/replicas/requests/max": 6.0,
+        "rollout/replicas/requests/mean": 3.0,
+    }
+    assert balance(before, {"a": after["a"]}, 0.0) == {}, "one replica has nothing to share"

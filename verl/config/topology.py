@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from verl import registry
 from verl.config.checks import Problems
+from verl.config.per_config import per_config
 from verl.config.pools import Pools, PoolSpec
 from verl.config.pools import problems as problems_of_pools
 from verl.config.refusals import raise_all
@@ -33,11 +34,12 @@ IN_PLACE, COLOCATED, CHILD, OWN_POOL, HTTP = "in place", "colocated", "child pro
 server that runs already."""
 SAME_PROCESS = "naive"
 """The `checkpoint_engine.backend` of samplers that live in the trainer's process."""
-_ONE_MACHINE = ("shared_memory", "cuda_ipc", "nccl")
-"""Transports that do not leave a machine; nccl goes by cuda_ipc."""
+_ONE_MACHINE = ("shared_memory", "cuda_ipc")
+"""Transports that do not leave a machine."""
 _SHOWN = 8
 """Rows of replicas that the table shows at most."""
 _R = "actor_rollout_ref.rollout"
+_BACKEND = f"{_R}.checkpoint_engine.backend"
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,11 @@ class Topology:
 
 def problems(cfg: PPOTrainerConfig) -> Problems:
     """Every reason why a configuration has no topology, each with its arithmetic."""
+    return list(_problems(cfg))
+
+
+@per_config
+def _problems(cfg: PPOTrainerConfig) -> Problems:
     problems = problems_of_pools(cfg) + sizes(_R, cfg.actor_rollout_ref.rollout)
     if problems:
         return problems
@@ -335,26 +342,50 @@ def _own_pool_problems(cfg: PPOTrainerConfig, pools: Pools) -> Problems:
         message = "a pool of its own for SGLang, which is a server, is not built yet"
         fix = f"Start servers there and name them: {_R}.server.url=[http://host:30000, ...]."
         return [NotBuiltError(message, key=key, got=rollout.name, fix=fix)]
-    return _between_pools(rollout, pools)
+    return _between_pools(cfg, pools)
 
 
-def _between_pools(rollout: Any, pools: Pools) -> Problems:
+def _between_pools(cfg: PPOTrainerConfig, pools: Pools) -> Problems:
     """A transport that reaches from the trainers' processes to the samplers'."""
-    backend, key = rollout.checkpoint_engine.backend, f"{_R}.checkpoint_engine.backend"
+    backend, below = _carrier(cfg)
     nodes = max(len(pools.of_role(role).processes) for role in ("actor", "rollout"))
-    options = rollout.checkpoint_engine.engine_kwargs
-    options = options[backend] if isinstance(options.get(backend), dict) else options
-    below = options.get("over", "shared_memory") if backend.startswith("delta") else backend
-    if backend != SAME_PROCESS and not (nodes > 1 and below in _ONE_MACHINE):
+    if backend == SAME_PROCESS:
+        message = "the samplers have a pool of their own, and naive hands weights over inside one process"
+        reach = [name for name in registry.TRANSPORTS.names() if name != "cuda_ipc" and _reaches(name, nodes)]
+        fix = f"Set {_BACKEND}={'shared_memory' if nodes == 1 else 'gloo'}."
+        return [ConfigError(message, key=_BACKEND, got=backend, allowed=reach, fix=fix)]
+    if below == "cuda_ipc":
+        message = "the samplers have devices of their own, and cuda_ipc connects processes that share one"
+        return [ConfigError(message, key=_BACKEND, got=backend, fix=f"Set {_BACKEND}=nccl.")]
+    return beyond_one_machine(cfg, f"the trainers or the samplers have {nodes} nodes", nodes)
+
+
+def beyond_one_machine(cfg: PPOTrainerConfig, where: str, nodes: int) -> Problems:
+    """A transport of one machine for processes on several.
+
+    Args:
+        where: who lies on how many nodes, for the message.
+    """
+    backend, below = _carrier(cfg)
+    if _reaches(below, nodes):
         return []
-    message = "the samplers have a pool of their own, and naive hands weights over inside one process"
-    if backend != SAME_PROCESS:
-        message = f"the trainers or the samplers have {nodes} nodes, and {backend} reaches the processes of one machine"
-        if below != backend:
-            message += f": it goes over {below}, unless engine_kwargs names another with over=..."
-    reach = [name for name in registry.TRANSPORTS.names() if nodes == 1 or name not in _ONE_MACHINE]
-    fix = f"Set {key}={'shared_memory' if nodes == 1 else 'gloo'}."
-    return [ConfigError(message, key=key, got=backend, allowed=reach, fix=fix)]
+    message = f"{where}, and {backend} reaches the processes of one machine"
+    if below != backend:
+        message += f": it goes over {below}, unless engine_kwargs names another with over=..."
+    reach = [name for name in registry.TRANSPORTS.names() if _reaches(name, nodes)]
+    return [ConfigError(message, key=_BACKEND, got=backend, allowed=reach, fix=f"Set {_BACKEND}=gloo.")]
+
+
+def _reaches(transport: str, nodes: int) -> bool:
+    return nodes == 1 or transport not in _ONE_MACHINE
+
+
+def _carrier(cfg: PPOTrainerConfig) -> tuple[str, str]:
+    """The transport that is set, and the one over which its bytes go."""
+    engine = cfg.actor_rollout_ref.rollout.checkpoint_engine
+    backend, options = engine.backend, engine.engine_kwargs
+    options = options[backend] if isinstance(options.get(backend), dict) else options
+    return backend, options.get("over", "shared_memory") if backend.startswith("delta") else backend
 
 
 def _local_processes(cfg: PPOTrainerConfig, pools: Pools) -> Problems:

@@ -68,8 +68,14 @@ def _made(rollout: Any, model: Any, device: str, is_beside: bool) -> Sampler:
     return hosted
 
 
-def transport_of(rollout: Any, model: Any, device: str) -> tuple[str, Callable[[], Transport]]:
+def transport_of(
+    rollout: Any, model: Any, device: str, is_apart: bool = False, host: str | None = None
+) -> tuple[str, Callable[[], Transport]]:
     """The transport that ``backend`` names, with ``engine_kwargs``, which may stand below its name.
+
+    Args:
+        is_apart: the sampler has devices of its own; else it shares the trainer's.
+        host: address of the trainer's machine for samplers on others, where ``engine_kwargs`` has no ``host``.
 
     Returns:
         Its name in the registry, and what makes the trainer's end of it.
@@ -80,10 +86,12 @@ def transport_of(rollout: Any, model: Any, device: str) -> tuple[str, Callable[[
     kind, options = engine.backend, dict(engine.engine_kwargs)
     options = dict(options.get(kind) or {}) if isinstance(options.get(kind), dict) else options
     if kind == "nccl":
-        kind = _instead_of_nccl(device)
+        kind = _nccl_or(device, is_apart)
     if kind == "cuda_ipc" and device == "cpu":
         raise ConfigError("this transport needs a GPU", key=f"{_E}.backend", got=kind, fix="Take shared_memory.")
     below = options.get("over", "shared_memory") if kind.startswith("delta") else kind
+    if host is not None and "host" in TRANSPORTS.get(below).options():
+        options.setdefault("host", host)
     _check_options(kind, below, options)
     if kind.startswith("delta"):
         options["dtype"] = _dtype(rollout, device)
@@ -93,11 +101,13 @@ def transport_of(rollout: Any, model: Any, device: str) -> tuple[str, Callable[[
     return kind, partial(TRANSPORTS.get(kind).begin, size, device, **options)
 
 
-def _instead_of_nccl(device: str) -> str:
-    """A worker and its sampler share a device, and NCCL wants one for each of its ranks."""
+def _nccl_or(device: str, is_apart: bool) -> str:
+    """NCCL wants a device for each of its ranks, which a worker and its sampler in a pool of their own have."""
     if device == "cpu":
         notice(f"{_E}.backend", "nccl needs GPUs: these weights are broadcast over gloo")
         return "gloo"
+    if is_apart:
+        return "nccl"
     notice(f"{_E}.backend", "nccl does not connect two processes on one GPU: these weights go by cuda_ipc")
     return "cuda_ipc"
 

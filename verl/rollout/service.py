@@ -146,6 +146,7 @@ class SamplerService(Sampler):
             longest expected answer first (`Queue`), so that none waits for long answers while another replica is idle;
             turns of a conversation do not wait.
         retry_seconds: after which a lost replica is tried again.
+        lost_seconds: that a lost replica may take to free its memory.
 
     Example:
         >>> service = SamplerService({f"server {url}": ServerSampler(url, model) for url in urls})
@@ -158,13 +159,14 @@ class SamplerService(Sampler):
         max_resends: int = 3,
         slots: int = 256,
         retry_seconds: float = 5.0,
+        lost_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         if not replicas:
             raise RolloutError("there are no replicas", key="actor_rollout_ref.rollout")
         self.replicas = [Replica(name, sampler) for name, sampler in replicas.items()]
         self.max_resends, self.slots = max_resends, slots
-        self.retry_seconds, self._clock = retry_seconds, clock
+        self.retry_seconds, self.lost_seconds, self._clock = retry_seconds, lost_seconds, clock
         self._queue = Queue(clock)
         self._router, self._gate = Router(), Gate()
         self._version = 0
@@ -307,7 +309,15 @@ class SamplerService(Sampler):
         return sum(n for n in await asyncio.gather(*calls, return_exceptions=True) if isinstance(n, int))
 
     async def sleep(self, level: int = 1) -> None:
+        """All replicas, also the lost ones, which may still hold memory that a trainer beside them needs.
+
+        What goes wrong with a lost one is ignored, and one that does not answer is not waited for long.
+        """
+        lost = [replica.sampler for replica in self.replicas if replica.is_lost]
         await self._all(lambda sampler: sampler.sleep(level))
+        await asyncio.gather(
+            *(asyncio.wait_for(sampler.sleep(level), self.lost_seconds) for sampler in lost), return_exceptions=True
+        )
 
     async def wake(self) -> None:
         await self._all(lambda sampler: sampler.wake())

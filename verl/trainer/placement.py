@@ -12,6 +12,7 @@ from typing import Any
 
 from verl import device
 from verl.config import PPOTrainerConfig
+from verl.config.per_config import per_config
 from verl.config.root import uses_critic, uses_reference, uses_reward_model
 from verl.config.topology import Topology, added_roles
 from verl.single_controller.base import ResourcePool, ResourcePoolManager, Role
@@ -39,6 +40,7 @@ class Place:
     devices_per_node: Sequence[int] | None = field(default=None)
 
 
+@per_config
 def topology_of(config: PPOTrainerConfig) -> Topology:
     """Who lives where in a run, the roles of its schedule included."""
     return Topology.of(config, added_roles(config))

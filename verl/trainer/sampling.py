@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.config import PPOTrainerConfig
-from verl.config.topology import OWN_POOL, Topology
+from verl.config.refusals import raise_all
+from verl.config.topology import OWN_POOL, Topology, beyond_one_machine
 from verl.metrics import notice
 from verl.single_controller.base import ClassWithInitArgs
 from verl.single_controller.base.handle import Handle
@@ -32,7 +33,8 @@ def connect(config: PPOTrainerConfig, groups: Mapping[str, Any], device: str) ->
     leaders = [replica.leader for replica in topology.replicas if replica.leader is not None]
     handles = {ReplicaWorker.replica_name(rank): group.handle(rank) for rank in leaders}
     if any(replica.placement == OWN_POOL for replica in topology.replicas):
-        groups["actor"].feed(senders(config.actor_rollout_ref, device, handles, _feeds(topology)))
+        hosts = _hosts(config, groups["actor"], group)
+        groups["actor"].feed(senders(config.actor_rollout_ref, device, handles, _feeds(topology), hosts))
     others = dict(list(handles.items())[1:])
     loops = _start_loops(config, topology, group)
     if others or loops:
@@ -43,6 +45,20 @@ def _feeds(topology: Topology) -> list[list[str]]:
     """Names of the replicas that each rank of the actor sends weights to."""
     fed = [topology.fed_by(rank) for rank in range(topology.pool_of("actor").size)]
     return [[ReplicaWorker.replica_name(replica.ranks[0]) for replica in replicas] for replicas in fed]
+
+
+def _hosts(config: PPOTrainerConfig, actors: Any, samplers: Any) -> list[str | None]:
+    """The address of each actor's machine where its samplers may be on another one; None where all are on one.
+
+    Raises:
+        ConfigError: the cluster put them on several machines, and the transport reaches one.
+    """
+    machines = {*actors.addresses, *samplers.addresses}
+    if len(machines) == 1:
+        return [None] * len(actors.addresses)
+    where = f"the trainers and the samplers lie on {len(machines)} machines ({', '.join(sorted(machines))})"
+    raise_all(beyond_one_machine(config, where, len(machines)))
+    return list(actors.addresses)
 
 
 def _start_loops(config: PPOTrainerConfig, topology: Topology, group: Any) -> list[Handle]:

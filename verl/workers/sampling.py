@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from verl.agent_loop import AgentLoopManager
@@ -23,6 +23,27 @@ from verl.workers.profiling import profiled
 from verl.workers.replica import ReplicaWorker
 from verl.workers.scoring import early_scorer
 from verl.workers.sending import SyncResult
+
+ReplicaStats = Mapping[str, Mapping[str, float]]
+
+
+def balance(before: ReplicaStats, after: ReplicaStats, resent: float) -> dict[str, Metric]:
+    """How several replicas shared a batch: requests that each answered, those that were sent anew, and who is left.
+
+    Args:
+        before, after: `SamplerService.replica_stats` around the batch; a replica may have come in between.
+        resent: requests that a replica lost.
+    """
+    if len(after) < 2:
+        return {}
+    answered = [one["completed"] - before.get(name, {"completed": 0.0})["completed"] for name, one in after.items()]
+    return {
+        "rollout/replicas/alive": Metric(sum(1.0 - one["is_lost"] for one in after.values()), "min"),
+        "rollout/replicas/resent": Metric(resent, "sum"),
+        "rollout/replicas/requests/min": Metric(min(answered), "min"),
+        "rollout/replicas/requests/max": Metric(max(answered), "max"),
+        "rollout/replicas/requests/mean": Metric(sum(answered) / len(answered)),
+    }
 
 
 class SamplingWorker(ReplicaWorker):
@@ -106,10 +127,12 @@ class SamplingWorker(ReplicaWorker):
     @profiled
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Run the agent loop of every row: responses, masks and the sampler's own log-probs."""
+        before, resent = self.service.replica_stats(), self.service.stats()["resent"]
         with memory_of("generate", self.context.device) as memory:
             made = self._run(self._sampled(prompts))
         sent = {"perf/weights_sent_mb": Metric(self.bytes_sent / 1e6, "max")}
-        made.meta_info["metrics"] = {**made.meta_info.get("metrics", {}), **memory, **sent}
+        shared = balance(before, self.service.replica_stats(), self.service.stats()["resent"] - resent)
+        made.meta_info["metrics"] = {**made.meta_info.get("metrics", {}), **memory, **sent, **shared}
         return made
 
     async def _sampled(self, prompts: DataProto) -> DataProto:

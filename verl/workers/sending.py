@@ -49,7 +49,11 @@ def _as_it_is(chunk: WeightChunk) -> WeightChunk:
 
 
 def senders(
-    policy: ActorRolloutRefConfig, device: str, replicas: Mapping[str, Handle], feeds: Sequence[Sequence[str]]
+    policy: ActorRolloutRefConfig,
+    device: str,
+    replicas: Mapping[str, Handle],
+    feeds: Sequence[Sequence[str]],
+    hosts: Sequence[str | None],
 ) -> list[WeightSender]:
     """What each rank of the actor sends weights by to the replicas of another pool that it feeds.
 
@@ -57,10 +61,14 @@ def senders(
         device: of the actors.
         replicas: name -> handle on its `ReplicaWorker`.
         feeds: names of the replicas of each rank.
+        hosts: address of each rank's machine; None where all processes are on one machine.
     """
-    kind, begin = transport_of(policy.rollout, policy.model, device)
-    hosted = {name: HostedSampler(handle, kind, begin) for name, handle in replicas.items()}
-    return [WeightSender(policy.rollout, policy.model, {name: hosted[name] for name in fed}) for fed in feeds]
+    made = []
+    for fed, host in zip(feeds, hosts, strict=True):
+        kind, begin = transport_of(policy.rollout, policy.model, device, is_apart=True, host=host)
+        hosted = {name: HostedSampler(replicas[name], kind, begin) for name in fed}
+        made.append(WeightSender(policy.rollout, policy.model, hosted))
+    return made
 
 
 class WeightSender:

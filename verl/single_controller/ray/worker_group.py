@@ -243,6 +243,11 @@ class RayWorkerGroup(WorkerGroup):
         """The id of each worker's node, by rank."""
         return [member.node_id for member in self._fleet.members]
 
+    @property
+    def addresses(self) -> list[str]:
+        """The address of each worker's node, by rank."""
+        return [member.address for member in self._fleet.members]
+
     def placement(self) -> str:
         """One line per worker: its node and process."""
         return "\n".join(
