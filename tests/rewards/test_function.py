@@ -123,6 +123,25 @@ def test_parameters_of_no_form_are_shown_with_the_allowed_forms(tmp_path, parame
     assert "(data_source, solution_str, ground_truth, extra_info=None)" in text and "(responses, ground_truths)" in text
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    ["data_source, response, gt", "data_source, response, ground_truth, extra_info=None", "data_source, a, b, /"],
+)
+def test_three_parameters_behind_a_data_source_are_filled_by_position(tmp_path, parameters):
+    file = reward_file(tmp_path, f"def compute_score({parameters}): return list(locals().values())")
+    (sample,) = samples("a")
+    wanted = [sample.data_source, "a", sample.ground_truth]
+    wanted += [sample.extra_info] if "extra_info" in parameters else []
+    assert load_reward_function(file).call([sample]) == wanted
+
+
+def test_reward_kwargs_reach_a_function_that_is_filled_by_position(tmp_path):
+    file = reward_file(tmp_path, "def compute_score(data_source, response, gt, bonus): return response + bonus")
+    assert load_reward_function(file, reward_kwargs={"bonus": "!"}).call(samples("a")) == "a!"
+    with pytest.raises(RewardError, match="has no such parameter"):
+        load_reward_function(file, reward_kwargs={"bonus": "!", "other": 1})
+
+
 def test_reward_kwargs_go_into_every_call(tmp_path):
     code = "def compute_score(solution_str, bonus, scale=1): return bonus * scale\n"
     function = load_reward_function(reward_file(tmp_path, code), reward_kwargs={"bonus": 2, "scale": 3})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from inspect import Parameter
@@ -29,6 +29,9 @@ FIELDS: dict[Form, tuple[str, ...]] = {
     Form.RESPONSES: ("responses", "data_sources", "ground_truths", "extra_infos"),
 }
 """The parameters of each form. The first one is what tells the form; a function may leave out any of the others."""
+
+BY_PLACE = ("data_source", "solution_str", "ground_truth")
+"""What upstream's evaluation passes by position, whatever the parameters are called."""
 
 ALLOWED = (
     "(data_source, solution_str, ground_truth, extra_info=None) for one answer; "
@@ -65,8 +68,12 @@ def read_form(
         raise RewardError(f"{where}: its parameters cannot be read", allowed=ALLOWED) from error
     takes_all = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
     names = [p.name for p in parameters.values() if p.kind not in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)]
-    form = _form_of(names, default if takes_all else None, where)
     given = list(given)
+    if _is_by_place(parameters, names, given):
+        _check_kwargs(given, names, Form.SINGLE, takes_all, where)
+        named = [name for name in names[3:] if name in FIELDS[Form.SINGLE]]
+        return Signature(Form.SINGLE, BY_PLACE, tuple(named))
+    form = _form_of(names, default if takes_all else None, where)
     _check_kwargs(given, names, form, takes_all, where)
     needed = [name for name in names if parameters[name].default is Parameter.empty]
     unknown = [name for name in needed if name not in FIELDS[form] and name not in given]
@@ -80,6 +87,15 @@ def read_form(
     positional = [name for name in names if parameters[name].kind is Parameter.POSITIONAL_ONLY]
     named = [name for name in FIELDS[form] if (name in names or takes_all) and name not in positional]
     return Signature(form, tuple(positional), tuple(named))
+
+
+def _is_by_place(parameters: Mapping[str, Parameter], names: list[str], given: list[str]) -> bool:
+    """Whether the first three can only be `BY_PLACE` under other names: ``(data_source, response, gt)``."""
+    if names[:1] != ["data_source"] or any(fields[0] in names for fields in FIELDS.values()):
+        return False
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [name for name in names if parameters[name].default is Parameter.empty and name not in given]
+    return needed == names[:3] and len(needed) == 3 and all(parameters[name].kind in kinds for name in needed)
 
 
 def _form_of(names: list[str], default: Form | None, where: str) -> Form:
