@@ -499,7 +499,7 @@ SINGLE = {
     f"{A}.qat.enable=true": refused(f"{LATER}quantization-aware training"),
     f"{R}.enable_vision=true": refused(f"{LATER}vision-language models"),
     f"{R}.multi_turn.enable=true": Works({f"{R}.multi_turn.enable": True}),
-    f"{M}.use_liger=true": Works({f"{M}.use_liger": True}),
+    f"{M}.use_liger=true": wrong("Liger's kernels need a GPU"),
     f"{M}.use_fused_kernels=true": Works({f"{M}.use_fused_kernels": True}),
     f"{M}.lora_rank=16": Works({f"{M}.lora_rank": 16}),
     f"{M}.lora.rank=16": refused(f"{LATER}Megatron's own LoRA settings"),
@@ -569,8 +569,7 @@ SUPERVISED = {
     "LoRA": ("model.path=model model.lora_rank=32", Works({"model.lora_rank": 32}, (NO_VAL,))),
     "sequence parallel, with Liger": (
         "model.path=model ulysses_sequence_parallel_size=2 model.use_liger=True",
-        Works({"engine.ulysses_sequence_parallel_size": 2, "model.use_liger": True},
-              ("ulysses_sequence_parallel_size", NO_VAL)),
+        wrong("Liger's kernels need a GPU", "one process cannot share its sequences"),
     ),
     "Megatron": ("model.path=model engine=megatron engine.tensor_model_parallel_size=1 engine.param_offload=true",
                  Works({"engine.strategy": "megatron", "engine.megatron.param_offload": True},

@@ -44,7 +44,7 @@ REFUSED = {
     f"{A}.{V}=2": "layer groups need a pipeline",
     f"{A}.{T}=0": "out of range. Got 0. Allowed: 1 or more.",
     f"{A}.{E}=2": "a model without experts",
-    f"{A}.megatron.dtype=fp16": "unknown value. Got 'fp16'",
+    f"{A}.megatron.dtype=fp16": "needs loss scaling, which is not built yet. Got 'fp16'",
     f"{A}.use_kl_loss=true {A}.{T}=2 {REF}.{T}=4": "is 2, and Megatron-Core has one set of groups per process",
     f"{A}.optim.lr_decay_style=cosine {A}.optim.lr_scheduler_type=wsd": "are two schedules",
     f"{A}.optim.lr_decay_style=WSD": "needs the length of its last part",

@@ -67,8 +67,8 @@ def test_a_printed_configuration_ends_with_the_table_as_comments_and_stays_yaml(
 
 
 def test_a_printed_configuration_without_a_topology_has_no_table(capsys):
-    with pytest.raises(SystemExit):
-        load_config("ppo_trainer", ["--cfg", "job", f"{T}=3", EIGHT])
+    with pytest.raises(ConfigError, match="8 processes"):
+        load_config("ppo_trainer", ["--cfg", "job", f"{T}=3", f"{R}.name=vllm", EIGHT])
     assert "#" not in capsys.readouterr().out
 
 

@@ -37,7 +37,7 @@ def load_config(name: str, argv: list[str], first_look: FirstLook | None = None,
     Raises:
         ConfigError: everything that is wrong, one line each, with the key, what it got and what is allowed.
         NotBuiltError: every problem is a feature that does not exist yet.
-        SystemExit: ``--cfg job`` and ``--help`` print and leave.
+        SystemExit: ``--cfg job`` and ``--help`` print and leave; what no machine would run is printed, and then refused.
     """
     program, _ = program_of(name)
     command = parse_command_line(argv)
@@ -49,8 +49,7 @@ def load_config(name: str, argv: list[str], first_look: FirstLook | None = None,
     config = read_config(name, command)
     if command.cfg is not None:
         sys.stdout.write(to_yaml(config))
-        if program.name == "ppo_trainer":
-            _show_topology(config)
+        _check_printed(program, config)
         raise SystemExit(0)
     if first_look is not None:
         first_look(config)
@@ -147,16 +146,16 @@ def writable(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _show_topology(config: ConfigNode) -> None:
-    """The table of who lives where as comments, and a notice about what refuses a run."""
+def _check_printed(program: Program, config: ConfigNode) -> None:
+    """The table of who lives where as comments; what refuses a run wherever it is started is an error here as well."""
     from verl.config import topology, validate
 
-    validate.tell_problems(config)  # type: ignore[arg-type]
-    with unrecorded():
-        if topology.problems(config) or recipes.problems(config):  # type: ignore[arg-type]
-            return
-        table = str(topology.Topology.of(config, topology.added_roles(config)))  # type: ignore[arg-type]
-        sys.stdout.writelines(f"{f'# {line}'.rstrip()}\n" for line in table.splitlines())
+    if program.name == "ppo_trainer":
+        with unrecorded():
+            if not (topology.problems(config) or recipes.problems(config)):  # type: ignore[arg-type]
+                table = str(topology.Topology.of(config, topology.added_roles(config)))  # type: ignore[arg-type]
+                sys.stdout.writelines(f"{f'# {line}'.rstrip()}\n" for line in table.splitlines())
+    validate.check_printed(program.name, config)
 
 
 def write_private(file: Path, text: str) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from verl.config.checks import Problems, one_of
+from verl import registry
+from verl.config.checks import Problems, caught, one_of
 from verl.config.root import PPOTrainerConfig
 from verl.config.sft import SFTTrainerConfig
-from verl.config.validate_megatron import role_of_supervised, roles
-from verl.errors import ConfigError
+from verl.config.validate_megatron import MegatronRole, role_of_supervised, roles
+from verl.errors import ConfigError, suggest
 
 TORCH = "torch.optim"
 NEVER = {
@@ -19,38 +21,58 @@ NEVER = {
     "SparseAdam": "it takes sparse gradients alone",
 }
 """Classes of torch that no role can be trained with, and why."""
-WHOLE = ("Adafactor",)
-"""Those that look at a weight as a whole."""
-IN_PIECES = ("megatron",)
-"""Backends whose processes have pieces of weights, without their shape."""
+WHOLE = {"Adafactor": ("megatron", "fsdp2"), "Rprop": ("fsdp2",)}
+"""Those that look at a weight as a whole, and the backends whose processes have pieces of weights only."""
 OF_MEGATRON = ("adam", "sgd")
 """Megatron's own names."""
 
 
 def problems(cfg: PPOTrainerConfig) -> Problems:
     """Of every role that is trained."""
-    return [problem for key, optim, strategy in _trained(cfg) for problem in of_section(key, optim, strategy)]
+    return [p for key, role in _trained(cfg) for p in of_section(key, role.section.optim, _backend(role))]
 
 
 def sft_problems(cfg: SFTTrainerConfig) -> Problems:
     """Of a supervised run."""
-    return of_section("optim", cfg.optim, role_of_supervised(cfg).section.strategy)
+    return of_section("optim", cfg.optim, _backend(role_of_supervised(cfg)))
 
 
-def of_section(key: str, optim: Any, strategy: str) -> Problems:
-    """One ``optim`` section under the name of its backend."""
+def of_section(key: str, optim: Any, backend: str) -> Problems:
+    """One ``optim`` section under the name of its backend: plain, fsdp2 or megatron."""
     name, module = optim.optimizer, optim.optimizer_impl
     if module != TORCH:
-        return _module(f"{key}.optimizer_impl", module)
-    own = OF_MEGATRON if strategy == "megatron" else ()
-    usable = [n for n in classes() if n not in NEVER and not (strategy in IN_PIECES and n in WHOLE)]
+        return _module(f"{key}.optimizer_impl", module) or _class(key, module, name)
+    own = OF_MEGATRON if backend == "megatron" else ()
+    usable = [n for n in classes() if n not in NEVER and backend not in WHOLE.get(n, ())]
     why = NEVER.get(name)
-    if name in WHOLE and strategy in IN_PIECES:
-        why = f"it looks at a weight as a whole, of which a process has a piece with strategy={strategy}"
+    if backend in WHOLE.get(name, ()):
+        why = f"it looks at a weight as a whole, of which a process has a piece with strategy={backend}"
     if why is None:
-        return one_of(f"{key}.optimizer", name, [*usable, *own])
+        return one_of(f"{key}.optimizer", name, [*usable, *own]) or _arguments(key, optim)
     message = f"this optimizer cannot train here: {why}"
     return [ConfigError(message, key=f"{key}.optimizer", got=name, allowed=usable, fix=f"Set {key}.optimizer=AdamW.")]
+
+
+def _class(key: str, module: str, name: str) -> Problems:
+    """A class that the module does not have; the module is loaded, as the workers will."""
+    missing = caught(registry.load_object, f"{module}:{name}")
+    return [ConfigError(p.message, key=f"{key}.optimizer", got=name, fix=p.fix) for p in missing]
+
+
+def _arguments(key: str, optim: Any) -> Problems:
+    """Arguments of one's own that the class does not take."""
+    from torch import optim as of_torch  # loaded only once there is something to validate
+
+    made = getattr(of_torch, optim.optimizer, None)  # None: a name of Megatron's own
+    accepted = list(inspect.signature(made).parameters) if made is not None else []
+    unknown = [name for name in optim.override_optimizer_config or {} if accepted and name not in accepted]
+    if not unknown:
+        return []
+    name, allowed = unknown[0], accepted[1:]
+    full = f"{key}.override_optimizer_config.{name}"
+    return [
+        ConfigError(f"{optim.optimizer} takes no such argument", key=full, allowed=allowed, fix=suggest(name, allowed))
+    ]
 
 
 def classes() -> list[str]:
@@ -61,15 +83,23 @@ def classes() -> list[str]:
     return sorted(name for name, thing in made.items() if issubclass(thing, optim.Optimizer) and name != "Optimizer")
 
 
-def _trained(cfg: PPOTrainerConfig) -> Iterator[tuple[str, Any, str]]:
+def _trained(cfg: PPOTrainerConfig) -> Iterator[tuple[str, MegatronRole]]:
     for role in roles(cfg):
         if role.key in ("actor_rollout_ref.actor", "critic"):
-            yield f"{role.key}.optim", role.section.optim, role.section.strategy
+            yield f"{role.key}.optim", role
+
+
+def _backend(role: MegatronRole) -> str:
+    """That of `topology.backend_of`, without its notice; the weights of one process are never in pieces."""
+    named = role.section.strategy
+    if named == "megatron":
+        return named
+    return "plain" if role.processes == 1 or named == "plain" else "fsdp2"
 
 
 def _module(key: str, name: str) -> Problems:
     first = name.partition(".")[0]
     if first and importlib.util.find_spec(first) is not None:
-        return []  # what is in it is seen where it is imported
+        return []
     fix = f"Install it, or leave it out to take {TORCH}."
     return [ConfigError("no such module", key=key, got=name, fix=fix)]

@@ -28,20 +28,20 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
     )
 
 
-def sft_budget(cfg: SFTTrainerConfig) -> Problems:
-    """The budget of a supervised run."""
-    data = cfg.data
-    if not data.use_dynamic_bsz:
-        return []
+def sft_problems(cfg: SFTTrainerConfig) -> Problems:
+    """Groups of processes and the budget of a supervised run."""
+    data, uneven = cfg.data, _groups(role_of_supervised(cfg))
+    if uneven or not data.use_dynamic_bsz:
+        return uneven
     key, factor = "data.max_token_len_per_gpu", _sequence_ranks(role_of_supervised(cfg))
     return _fits(key, data.max_token_len_per_gpu, data.max_length, "data.max_length", factor)
 
 
-def pair_budget(cfg: DPOTrainerConfig | RMTrainerConfig) -> Problems:
+def pair_problems(cfg: DPOTrainerConfig | RMTrainerConfig) -> Problems:
     """The same for pairs of answers, which share a micro-batch."""
-    data = cfg.data
-    if not data.use_dynamic_bsz:
-        return []
+    data, uneven = cfg.data, _groups(role_of_supervised(cfg))
+    if uneven or not data.use_dynamic_bsz:
+        return uneven
     key, factor = "data.max_token_len_per_gpu", _sequence_ranks(role_of_supervised(cfg))
     return _fits(key, data.max_token_len_per_gpu, 2 * data.max_length, "two rows of data.max_length", factor)
 
@@ -58,9 +58,13 @@ def _sequence_ranks(role: MegatronRole) -> int:
 
 
 def _groups(role: MegatronRole) -> Problems:
-    """Peers that share something divide the processes."""
+    """Peers that share something divide the processes, and a model that is trained whole has one."""
     if role.is_megatron:
         return []
+    if role.section.strategy == "plain" and role.processes > 1 and role.key in (_A, "critic"):
+        message = f"the plain engine trains in one process, and the pool has {role.processes}"
+        fix = "Leave it out, or set it to fsdp2."
+        return [ConfigError(message, key=f"{role.key}.strategy", got="plain", allowed="fsdp2, megatron", fix=fix)]
     key, engine = role.others
     for name, what in _SHARED.items():
         size = engine[name]
@@ -71,7 +75,8 @@ def _groups(role: MegatronRole) -> Problems:
             fix = "Run several processes with strategy=fsdp2, or leave it out."
         else:
             message = f"{role.processes} processes do not divide into groups of {size} that share their {what}"
-            allowed, fix = [n for n in range(1, role.processes + 1) if role.processes % n == 0], _COUNT
+            allowed = [n for n in range(1, role.processes + 1) if role.processes % n == 0]
+            fix = _COUNT if role.pool else f"Change it, or {role.started}."
         return [ConfigError(message, key=f"{key}.{name}", got=size, allowed=allowed, fix=fix)]
     return []
 

@@ -7,12 +7,16 @@ but does nothing is a notice.
 
 from __future__ import annotations
 
+from typing import Any
+
 from verl import registry
 from verl.config import (
     correcting,
     exact_kl,
+    kernels,
     losses,
     machine,
+    model_fits,
     notices,
     optimizers,
     oversampling,
@@ -23,8 +27,9 @@ from verl.config import (
     topology,
     validate_megatron,
     validate_profiler,
+    vision,
 )
-from verl.config.checks import Problems, Rule, caught, collect, known_name, missing_folder, one_of
+from verl.config.checks import Problems, Rule, collect, known_name, missing_folder, one_of
 from verl.config.node import unrecorded
 from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
 from verl.config.reward_model import reward_model
@@ -32,7 +37,6 @@ from verl.config.rollout import RolloutConfig
 from verl.config.root import PPOTrainerConfig, of_estimator, uses_critic
 from verl.config.sft import SFTTrainerConfig
 from verl.errors import ConfigError
-from verl.metrics import notice
 
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
@@ -46,31 +50,39 @@ def validate(cfg: PPOTrainerConfig, served: bool = False) -> None:
     Args:
         served: the program samples by servers that it starts, and has no workers.
     """
-    here = (machine.trackers, machine.rollout_engine, machine.hardware, machine.files, optimizers.problems)
+    here = (machine.trackers, machine.rollout_engine, machine.hardware, machine.files, kernels.problems)
     with unrecorded():
         collect((*here, *_rules(served)), cfg)
         notices.tell(cfg)
 
 
-def tell_problems(cfg: PPOTrainerConfig) -> None:
-    """A notice about what refuses a run wherever it is started: for a configuration that is only printed."""
+def check_printed(program: str, cfg: Any) -> None:
+    """What refuses a run wherever it is started, for a configuration that is only printed: names, numbers, relations.
+
+    Raises:
+        ConfigError: as `validate` does, without what only this machine, or torchrun, decides.
+    """
+    rules: dict[str, tuple[Rule, ...]] = {
+        "ppo_trainer": _rules(served=False),
+        "sft_trainer": (*_SUPERVISED, ranges.sft_numbers, _two_columns),
+        "dpo_trainer": (*_SUPERVISED, ranges.sft_numbers, ranges.pair_numbers),
+        "rm_trainer": (*_SUPERVISED, ranges.sft_numbers, ranges.pair_numbers),
+    }
     with unrecorded():
-        problems = caught(collect, _rules(served=False), cfg)
-    for problem in problems:
-        notice("--cfg", f"a run with these settings is refused: {problem}")
+        collect(rules.get(program, ()), cfg)
 
 
 def _rules(served: bool) -> tuple[Rule, ...]:
     """What no machine changes."""
     placed = (sampler_sizes.served_problems,) if served else (topology.problems,)
-    return (_names, _kl, ranges.numbers, losses.problems, _groups, _values, _batches, *placed, _micro_batches,
-            _sampling, _mirrors, shared_rows.problems, reward_model, oversampling.problems, recipes.problems, validate_megatron.problems,
+    return (_names, _kl, ranges.numbers, optimizers.problems, losses.problems, _groups, _values, _batches, *placed, _micro_batches,
+            _sampling, _mirrors, shared_rows.problems, model_fits.problems, reward_model, oversampling.problems, recipes.problems, validate_megatron.problems,
             validate_profiler.problems, correcting.rollout, correcting.groups, _plugins, _resume, _validation)  # fmt: skip
 
 
 def validate_sft(cfg: SFTTrainerConfig) -> None:
     """The same for a supervised run."""
-    rules = (machine.trackers, machine.sft_hardware, machine.sft_files, ranges.sft_numbers, optimizers.sft_problems, _sft_engine, shared_rows.sft_budget, _two_columns,
+    rules = (machine.trackers, machine.sft_hardware, machine.sft_files, kernels.sft_problems, ranges.sft_numbers, optimizers.sft_problems, _sft_engine, model_fits.sft_problems, shared_rows.sft_problems, _two_columns,
              _custom_dataset, validate_profiler.sft_problems, _resume)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
@@ -79,7 +91,7 @@ def validate_sft(cfg: SFTTrainerConfig) -> None:
 
 def validate_pairs(cfg: DPOTrainerConfig | RMTrainerConfig) -> None:
     """The same for training on pairs of answers."""
-    rules = (machine.trackers, machine.sft_hardware, machine.sft_files, ranges.sft_numbers, optimizers.sft_problems, _sft_engine, shared_rows.pair_budget,
+    rules = (machine.trackers, machine.sft_hardware, machine.sft_files, kernels.sft_problems, ranges.sft_numbers, optimizers.sft_problems, _sft_engine, model_fits.sft_problems, shared_rows.pair_problems,
              ranges.pair_numbers, _custom_dataset, validate_profiler.sft_problems, _resume)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
@@ -296,6 +308,12 @@ def _sft_engine(cfg: SFTTrainerConfig) -> Problems:
     return problems or validate_megatron.supervised_problems(cfg)
 
 
+def _sft_names(cfg: SFTTrainerConfig) -> Problems:
+    strategy = cfg.engine.strategy
+    names = [] if strategy == "auto" else known_name(registry.ENGINES, "engine.strategy", strategy, _ONE_DEVICE)
+    return names + vision.problems("model.path", cfg.model.path, cfg.model.external_lib)
+
+
 def _two_columns(cfg: SFTTrainerConfig) -> Problems:
     data = cfg.data
     if (data.prompt_key is None) == (data.response_key is None):
@@ -303,3 +321,6 @@ def _two_columns(cfg: SFTTrainerConfig) -> Problems:
     missing = "prompt_key" if data.prompt_key is None else "response_key"
     fix = "Set both, or neither to read conversations from data.messages_key."
     return [ConfigError("two-column data needs the names of both columns", key=f"data.{missing}", fix=fix)]
+
+
+_SUPERVISED: tuple[Rule, ...] = (_sft_names, optimizers.sft_problems, _custom_dataset, validate_profiler.sft_problems)

@@ -9,11 +9,11 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from verl import env
 from verl.config.checks import Problems, in_range, one_of
+from verl.config.config_json import experts_of, facts_of
 from verl.config.model import HFModelConfig
 from verl.config.node import ConfigNode, follows_another, was_typed
 from verl.config.pools import Pools
@@ -21,7 +21,6 @@ from verl.config.root import PPOTrainerConfig
 from verl.config.sft import SFTTrainerConfig
 from verl.config.topology import trained_roles
 from verl.errors import ConfigError, NotBuiltError
-from verl.json_text import read_json
 from verl.metrics import notice
 
 NAME, PACKAGE = "megatron", "megatron-core"
@@ -36,10 +35,10 @@ _T, _P, _V, _E, _ET = (
     "expert_tensor_parallel_size",
 )
 _SIZES = (_T, _P, _V, _E, _ET)
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _FOLLOWING = ("param_offload", "optimizer_offload", "dtype")
 """Of supervised training: set for every engine at once."""
 _DTYPES = ("auto", "fp32", "float32", "bf16", "bfloat16")
+_HALF = ("fp16", "float16", "half")
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,7 @@ class MegatronRole:
         pool, processes: where it runs, and on how many processes.
         started: what says how many these are.
         adapter: the setting that puts a LoRA adapter on the model; None where there is none.
+        model_key, model: key and section of the model's own settings.
     """
 
     key: str
@@ -64,6 +64,8 @@ class MegatronRole:
     processes: int
     started: str = "trainer.n_gpus_per_node x trainer.nnodes"
     adapter: str | None = None
+    model_key: str = _MODEL
+    model: Any = None
 
     @property
     def is_megatron(self) -> bool:
@@ -81,14 +83,17 @@ def roles(cfg: PPOTrainerConfig) -> Iterator[MegatronRole]:
     """The models that a run holds on a training backend."""
     policy, model, pools = cfg.actor_rollout_ref, cfg.reward.reward_model, Pools.of(cfg)
     held = {
-        "actor": (policy.model.path, _adapter(_MODEL, policy.model)),
-        "ref": (policy.model.path, None),
-        "critic": (cfg.critic.model.path, _adapter("critic.model", cfg.critic.model)),
-        "rm": (model.model_path, None),
+        "actor": (policy.model.path, _adapter(_MODEL, policy.model), _MODEL, policy.model),
+        "ref": (policy.model.path, None, _MODEL, policy.model),
+        "critic": (cfg.critic.model.path, _adapter("critic.model", cfg.critic.model), "critic.model", cfg.critic.model),
+        "rm": (model.model_path, None, "reward.reward_model", model),
     }
     for name, key, section, fsdp in trained_roles(cfg):
-        pool, (path, adapter) = pools.of_role(name), held[name]
-        yield MegatronRole(key, section, (f"{key}.{fsdp}", section[fsdp]), path, pool.name, pool.size, adapter=adapter)
+        pool, (path, adapter, model_key, own) = pools.of_role(name), held[name]
+        others = (f"{key}.{fsdp}", section[fsdp])
+        yield MegatronRole(
+            key, section, others, path, pool.name, pool.size, adapter=adapter, model_key=model_key, model=own
+        )
 
 
 def problems(cfg: PPOTrainerConfig) -> Problems:
@@ -114,7 +119,8 @@ def role_of_supervised(cfg: SFTTrainerConfig) -> MegatronRole:
     """The one model of a supervised run."""
     started = "what torchrun starts (--nproc_per_node)"
     others, world = ("engine", cfg.engine), env.get_int("WORLD_SIZE", 1)
-    return MegatronRole("engine", cfg.engine, others, cfg.model.path, "", world, started, _adapter("model", cfg.model))
+    adapter = _adapter("model", cfg.model)
+    return MegatronRole("engine", cfg.engine, others, cfg.model.path, "", world, started, adapter, "model", cfg.model)
 
 
 def _adapter(key: str, model: HFModelConfig) -> str | None:
@@ -163,8 +169,11 @@ def _numbers(role: MegatronRole) -> Problems:
     for name in _SIZES:
         value = role.sizes[name]
         problems += in_range(role.of(name), value, "1 or more", value is None or value >= 1)
-    problems += one_of(role.of("dtype"), role.sizes.dtype.removeprefix("torch."), _DTYPES)
-    return problems
+    dtype = role.sizes.dtype.removeprefix("torch.")
+    if dtype in _HALF:
+        message = "training in float16 needs loss scaling, which is not built yet"
+        return [*problems, NotBuiltError(message, key=role.of("dtype"), got=dtype, fix="Use bfloat16.")]
+    return problems + one_of(role.of("dtype"), dtype, _DTYPES)
 
 
 def _processes(role: MegatronRole) -> Problems:
@@ -193,11 +202,11 @@ def _processes(role: MegatronRole) -> Problems:
 
 def _model(role: MegatronRole) -> Problems:
     """What the model's config.json says: heads, layers and experts divide evenly."""
-    facts = _facts(role.path)
+    facts = facts_of(role.path)
     if facts is None:
         return []
     heads, layers = facts.get("num_attention_heads"), facts.get("num_hidden_layers")
-    experts = next((facts[name] for name in _EXPERTS if facts.get(name)), None)
+    experts = experts_of(facts)
     pipeline, virtual, expert = (role.sizes[name] for name in (_P, _V, _E))
     problems = _divides(role, _T, heads, "attention heads")
     problems = problems or _divides(role, _T, facts.get("num_key_value_heads", heads), "KV heads")
@@ -205,6 +214,9 @@ def _model(role: MegatronRole) -> Problems:
     if virtual is not None and pipeline < 2:
         fix = f"Leave it out, or set {role.of(_P)} to 2 or more."
         problems.append(ConfigError("layer groups need a pipeline", key=role.of(_V), got=virtual, fix=fix))
+    elif virtual == 1:
+        message = "one group of layers per stage is a pipeline without groups"
+        problems.append(ConfigError(message, key=role.of(_V), got=1, allowed="null, or 2 or more", fix="Leave it out."))
     elif virtual is not None and not problems and layers:
         problems += _divides(role, _V, layers // pipeline, "layers of a pipeline stage")
     if expert > 1 and layers and experts is None:
@@ -225,16 +237,6 @@ def _divides(role: MegatronRole, name: str, count: Any, what: str) -> Problems:
     sizes = [n for n in range(1, count + 1) if count % n == 0]
     message = f"the model's {count} {what} cannot be split evenly over {size}"
     return [ConfigError(message, key=role.of(name), got=size, allowed=sizes, fix="Set it to one of these.")]
-
-
-def _facts(path: str | None) -> dict[str, Any] | None:
-    """The model's config.json, the language model's part of it; None where it is not on this machine."""
-    try:
-        facts = read_json((Path(env.expand(path or "")) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None  # a hub name, or told where the folder is looked at
-    text = facts.get("text_config", facts) if isinstance(facts, dict) else None
-    return text if isinstance(text, dict) else None
 
 
 def _one_set_of_groups(chosen: list[MegatronRole]) -> Problems:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from verl import env
-from verl.config.checks import Problems
+from verl.config.checks import Problems, caught
 from verl.errors import NotBuiltError
 from verl.json_text import read_json
 
@@ -21,10 +22,14 @@ def problems(key: str, path: str | None, external_lib: str | None) -> Problems:
         facts = read_json((Path(env.expand(path or "")) / "config.json").read_bytes())
     except (OSError, ValueError):
         return []  # a hub name, or told where the folder is looked at
-    if not isinstance(facts, dict) or external_lib or facts.get("model_type") in TEXT_TOO:
+    if not isinstance(facts, dict) or external_lib:
         return []
-    tower = next((name for name in TOWERS if facts.get(name)), None)
-    if tower is None:
-        return []
-    message = f"models that take {TOWERS[tower]} are not built yet, and this one does ({tower} in its config.json)"
-    return [NotBuiltError(message, key=key, got=path, fix="Set it to a language model.")]
+    return caught(refuse, facts, key, path)
+
+
+def refuse(facts: dict[str, Any], key: str, path: str | None) -> None:
+    """Raise `NotBuiltError` for the config.json of a model that has an encoder beside the language model."""
+    tower = None if facts.get("model_type") in TEXT_TOO else next((name for name in TOWERS if facts.get(name)), None)
+    if tower is not None:
+        message = f"models that take {TOWERS[tower]} are not built yet, and this one does ({tower} in its config.json)"
+        raise NotBuiltError(message, key=key, got=path, fix="Set it to a language model.")

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig
 from transformers import logging as transformers_logging
 
+from verl.config import vision
 from verl.errors import ConfigError, ModelError, suggest
 from verl.models import folder
 
@@ -43,6 +44,7 @@ def load_model_config(
 
     Raises:
         ModelError: not a model, or a kind of model that this transformers does not know.
+        NotBuiltError: a model that sees or hears, unless ``external_lib`` may know it.
         ConfigError: ``override_config`` names an attribute that this configuration does not have.
     """
     import_external(external_lib)
@@ -52,6 +54,8 @@ def load_model_config(
         config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
     if not trust_remote_code:
         _refuse_foreign_kernels(config, where)
+    if not external_lib:
+        vision.refuse(config.to_dict(), "model.path", path)  # of a hub name the settings could not tell
     apply_overrides(config, override_config or {}, strict=not trust_remote_code)
     return config
 

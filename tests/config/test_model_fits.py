@@ -1,0 +1,126 @@
+"""What a model has, against what shares it: the arithmetic is in the message, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from verl.config import load_config
+from verl.errors import ConfigError, NotBuiltError
+
+A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+EIGHT = ["trainer.device=cpu", "trainer.n_gpus_per_node=8", f"{A}.strategy=fsdp2"]
+FSDP = f"{A}.fsdp_config"
+ULYSSES, EXPERT = f"{FSDP}.ulysses_sequence_parallel_size", f"{FSDP}.expert_parallel_size"
+DENSE = {"num_attention_heads": 12, "num_key_value_heads": 2, "num_hidden_layers": 3}
+MIXTURE = {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 2, "num_experts": 6}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Loads a configuration of a model that says this of itself."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "rows.parquet").touch()
+
+    def load(facts, *words):
+        (tmp_path / "model" / "config.json").write_text(json.dumps(facts))
+        usual = ["data.train_files=rows.parquet", "data.val_files=rows.parquet", f"{M}.path=model",
+                 "algorithm.adv_estimator=grpo", f"{R}.n=8", "data.train_batch_size=8",
+                 f"{A}.ppo_mini_batch_size=8"]  # fmt: skip
+        return load_config("ppo_trainer", [*usual, *words])
+
+    return load
+
+
+def refused(run, facts, *words, kind=ConfigError):
+    with pytest.raises(kind) as caught:
+        run(facts, *words)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("facts", "words", "says"),
+    [
+        (DENSE, [f"{ULYSSES}=8"], "12 attention heads cannot be split evenly over 8 processes. Got 8. Allowed: 1"),
+        (DENSE, [f"{EXPERT}=2"], "a model without experts cannot share them among processes. Got 2. Allowed: 1."),
+        (MIXTURE, [f"{EXPERT}=4"], "6 experts cannot be split evenly over 4 processes. Got 4. Allowed: 1, 2, 3, 6."),
+        (DENSE, [f"{FSDP}.fsdp_size=3"], "8 processes do not divide into groups of 3 that share one copy"),
+        (MIXTURE, [f"{EXPERT}=2", f"{FSDP}.fsdp_size=4"], "cannot be shared beside hybrid sharding (fsdp_size=4)"),
+        (DENSE, [f"{ULYSSES}=2", f"{M}.use_remove_padding=false"], "where rows are packed, and actor"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_split_evenly_is_refused_with_the_numbers(run, facts, words, says):
+    assert says in refused(run, facts, *EIGHT, *words)
+    run(facts, *EIGHT)
+
+
+def test_sizes_that_divide_pass(run):
+    run(DENSE, *EIGHT, f"{ULYSSES}=4")
+    run(MIXTURE, *EIGHT, f"{EXPERT}=2", f"{M}.lora_rank=4", f"{M}.target_modules=[q_proj]")
+    run(DENSE, *EIGHT, f"{FSDP}.fsdp_size=4")
+
+
+def test_what_is_not_built_together_says_so(run):
+    said = refused(run, MIXTURE, *EIGHT, f"{EXPERT}=2", f"{M}.lora_rank=4", kind=NotBuiltError)
+    assert said.startswith(f"{M}.target_modules: an adapter on the experts of a mixture is not built yet beside")
+
+
+def test_a_model_that_is_trained_whole_has_one_process(run):
+    said = refused(run, DENSE, "trainer.device=cpu", "trainer.n_gpus_per_node=2", f"{A}.strategy=plain")
+    assert f"{A}.strategy: the plain engine trains in one process, and the pool has 2" in said
+
+
+def test_one_engine_of_a_sampler_splits_heads_and_layers_too(run, monkeypatch):
+    from verl.config import machine
+
+    monkeypatch.setattr(machine, "is_installed", lambda name: True)
+    vllm = [*EIGHT, f"{R}.name=vllm"]
+    said = refused(run, DENSE, *vllm, f"{R}.tensor_model_parallel_size=8")
+    assert f"{R}.tensor_model_parallel_size: the model's 12 attention heads cannot be split evenly over 8" in said
+    said = refused(run, DENSE, *vllm, f"{R}.pipeline_model_parallel_size=4")
+    assert "3 layers are fewer than the 4 stages of a pipeline. Got 4. Allowed: at most 3." in said
+    run(DENSE, *vllm, f"{R}.tensor_model_parallel_size=4")  # two KV heads are copied to four processes
+
+
+def test_the_same_is_said_of_a_supervised_run_and_of_a_printed_configuration(run, tmp_path, capsys, monkeypatch):
+    run(DENSE)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(ConfigError, match="12 attention heads cannot be split evenly over 8 processes"):
+        load_config("sft_trainer", ["data.train_files=rows.parquet", "model.path=model", "trainer.device=cpu",
+                                    "ulysses_sequence_parallel_size=8"])  # fmt: skip
+    said = refused(run, DENSE, *EIGHT, f"{ULYSSES}=8", "--cfg", "job")
+    assert (
+        "12 attention heads cannot be split evenly over 8" in said and "adv_estimator: grpo" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "says"),
+    [
+        ("ppo_trainer", ["algorithm.adv_estimator=grop"], "unknown advantage estimator"),
+        ("ppo_trainer", [f"{A}.optim.optimizer=Muon"], "this optimizer cannot train here"),
+        ("sft_trainer", ["engine.strategy=plane"], "unknown training backend"),
+        ("sft_trainer", ["optim.override_optimizer_config={momentun: 1}"], "AdamW takes no such argument"),
+        ("rm_trainer", ["rm.centering=-1"], "out of range"),
+    ],
+)
+def test_a_printed_configuration_is_checked_for_names_and_numbers(capsys, program, words, says):
+    with pytest.raises(ConfigError, match=says):
+        load_config(program, ["--cfg", "job", *words])
+    assert "trainer:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([f"{M}.use_liger=true"], "Liger's kernels need a GPU"),
+        ([f"{M}.use_fused_kernels=true", f"{M}.fused_kernel_options.impl_backend=triton"], "triton kernels need a GPU"),
+        ([f"+{M}.override_config.attn_implementation=flash_attention_2"], "needs the package flash_attn"),
+        ([f"+{M}.override_config.attn_implementation=flash"], "unknown value. Got 'flash'"),
+        ([f"{M}.lora_adapter_path=/no/adapter"], "no such folder"),
+    ],
+)
+def test_kernels_and_adapters_that_this_machine_lacks_are_refused(run, words, says):
+    assert says in refused(run, DENSE, "trainer.device=cpu", *words)
