@@ -69,4 +69,4 @@ class DataParallelPPOActor(BasePPOActor):
 
 
 class MegatronPPOActor(BasePPOActor):
-    """The actor over a `verl.engines.megatron.engine.MegatronEngine`, handed over as ``engine``."""
+    """The actor over a `verl.engines.megatron.engine.MegatronEngine`, passed as ``engine``."""
