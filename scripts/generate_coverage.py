@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from tests.brief.machine import guides_machine
-from tests.brief.states import IDLE, REFUSED, WORKS, Outcome, of_name, outcomes, state
+from tests.brief.states import IDLE, REFUSED, SAME, SIZES, WORKS, Outcome, Trained, of_name, outcomes, state, trained
 from tests.brief.table import Row, rows
 from verl.config.groups import PPO, SFT
 from verl.config.schema import schema_of
@@ -26,24 +26,26 @@ HEAD = """# What works, row by row
 
 Public guides to verl state facts: commands, settings, names, pages. Each is a row here.
 
-| word | meaning |
-| --- | --- |
-| works | every command is accepted on a machine as guides have it (eight GPUs, all packages), every name is there |
-| refused by name | the command resolves, and the error names the setting whose feature is not built |
-| an error on purpose | the command asks for what cannot work, or never existed, and the error says so |
-| without effect | it is accepted, with a notice that the setting does nothing here |
-| partly | a mixture of these |
-| said or shipped | there is nothing to run: a page says it, or a file is there |
+Three columns tell three things apart:
 
-None of these words says that something was run on the hardware that it is meant for:
-[install.md](install.md#what-has-not-been-run) lists what was not.
+1. **resolves**: the command is accepted on a pretended machine (eight GPUs, all packages). *works*: every command is,
+   every name is there; *refused by name*: the error names the setting whose feature is missing; *an error on purpose*:
+   it asks for what cannot work, or never existed; *without effect*: with a notice that the setting does nothing here;
+   *partly*: a mixture; *said or shipped*: there is nothing to run.
+2. **trained here**: started on CPUs and trained in `tests/brief/test_runs.py`, as printed but for sizes, files and the
+   number of steps. It is *no* where that test has another engine, sampler or number of processes than the command
+   ("hf for vllm"). vLLM beside two ranks of FSDP2 was run on CPUs apart from these commands ([engines.md](engines.md)).
+3. **on its hardware**: run on what it is meant for; [install.md](install.md#what-has-not-been-run) lists what was not.
 
 {counts}.
 
 This page is generated (`PYTHONPATH=. python scripts/generate_coverage.py`), and a test holds it to what the library
-does: each row is a case of `tests/brief/test_rows.py`. Where a ▶ stands, its commands also train a tiny model in
-`tests/brief/test_runs.py`.
+does: each row is a case of `tests/brief/test_rows.py`.
 """
+
+
+TABLE = """| # | what guides say | resolves | trained here | on its hardware | how, and where |
+| --- | --- | --- | --- | --- | --- |"""
 
 
 def page() -> str:
@@ -53,12 +55,15 @@ def page() -> str:
         of_name(name)  # imports it here, where no package seems to be there that is not
     with tempfile.TemporaryDirectory() as folder, guides_machine(Path(folder)):
         found = {row.id: outcomes(row) for row in rows()}
+        ran = {row.id: trained(row) for row in rows()}
     states = Counter(state(found[row.id]) for row in rows())
     counts = "; ".join(f"{number} {name}" for name, number in states.most_common())
+    as_printed, real = sum(one.word == SAME for one in ran.values()), sum(bool(row.hardware) for row in rows())
+    counts += f". Trained here as printed: {as_printed}; run on their hardware: {real}"
     text = [HEAD.format(counts=f"{len(found)} rows: {counts}")]
     for title in dict.fromkeys(row.section for row in rows()):
-        text += [f"## {title}\n", "| # | what guides say | here | how, and where |", "| --- | --- | --- | --- |"]
-        text += [_line(row, found[row.id]) for row in rows() if row.section == title]
+        text += [f"## {title}\n", TABLE]
+        text += [_line(row, found[row.id], ran[row.id]) for row in rows() if row.section == title]
         text.append("")
     missing = "".join(f"- {name}\n" for name in features())
     return "\n".join([*text, f"## Features whose settings are refused by name\n\n{missing}"])
@@ -70,13 +75,15 @@ def features() -> list[str]:
     return sorted({leaf.planned for leaf in leaves if leaf.planned and not leaf.engines}, key=str.lower)
 
 
-def _line(row: Row, found: list[Outcome]) -> str:
+def _line(row: Row, found: list[Outcome], ran: Trained) -> str:
     parts = [_outcome(outcome) for outcome in found]
     places = [*row.files, *(name for name, _ in row.docs), *row.tests]
     parts += [f"[{name}](../{name})" for name in dict.fromkeys(places)]
     parts += [f"extra `{name}`" for name in row.extras] + [f"`{name}`" for name in row.environment]
-    shown = " ▶" if any(attempt.runs for attempt in row.config) else ""
-    return f"| {row.id} | {row.says} | {state(found)}{shown} | {'<br>'.join(parts)} |"
+    here = SIZES if ran.word == SAME else ": ".join(filter(None, [ran.word, ", ".join(ran.swaps)]))
+    real = ", ".join(f"[{words}](../{name})" for name, words in row.hardware)
+    real = real or ("-" if not row.config and not row.instead else "no")
+    return f"| {row.id} | {row.says} | {state(found)} | {here} | {real} | {'<br>'.join(parts)} |"
 
 
 def _outcome(outcome: Outcome) -> str:

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from tests.brief.machine import resolve
+from tests.brief.small import swapped
 from tests.brief.table import Attempt, Row
 from tests.sanity.public_names import fault
 from verl.errors import ConfigError, NotBuiltError
@@ -76,3 +77,30 @@ def state(found: list[Outcome]) -> str:
     if not states:
         return WRONG
     return "partly" if len(states) > 1 else states.pop()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Whether the commands of a row were started and trained here, and what the small runs change besides sizes."""
+
+    word: str
+    swaps: tuple[str, ...] = ()
+
+
+SAME, OTHERWISE, NOTHING = "yes", "no", "-"
+SIZES = "yes: with smaller sizes, own files and one step"
+
+
+def trained(row: Row) -> Trained:
+    """Of a row whose commands are read on the guides' machine; only what `test_runs` runs as printed counts."""
+    able = [attempt for attempt in row.config if not attempt.wrong and of_attempt(attempt).state in (WORKS, IDLE)]
+    if row.instead:
+        return Trained(OTHERWISE, (row.instead,))
+    if not able:
+        return Trained(NOTHING)
+    running = [attempt for attempt in able if attempt.runs]
+    swaps = tuple(dict.fromkeys(swap for attempt in running for swap in swapped(attempt)))
+    if len(running) == len(able) and not swaps:
+        return Trained(SAME)
+    left = len(able) - len(running)
+    return Trained(OTHERWISE, swaps or ((f"{left} of {len(able)} commands",) if running else ()))

@@ -45,7 +45,12 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Row:
-    """One fact that a guide states."""
+    """One fact that a guide states.
+
+    Args:
+        instead: what tests of its files run in place of what is printed, where they do not run that.
+        hardware: page and words that say what of it was run on the hardware that it is meant for.
+    """
 
     id: int
     section: str
@@ -58,6 +63,8 @@ class Row:
     tests: tuple[str, ...] = ()
     extras: tuple[str, ...] = ()
     environment: tuple[str, ...] = ()
+    instead: str = ""
+    hardware: tuple[tuple[str, str], ...] = ()
 
 
 @cache

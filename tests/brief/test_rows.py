@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from scripts import generate_coverage
 from tests.brief.machine import guides_machine, resolve
-from tests.brief.states import REFUSED, WRONG, of_attempt, of_name, of_program
+from tests.brief.small import small, swapped
+from tests.brief.states import REFUSED, SAME, WRONG, of_attempt, of_name, of_program, trained
 from tests.brief.table import Attempt, Row, rows
 from tests.sanity.public_names import PENDING_FILE
 from tests.sanity.source_tree import ROOT, read_toml
@@ -68,6 +70,48 @@ def test_a_command_of_the_guides_resolves_or_is_refused_by_name(machine, attempt
             node = node[part]
         assert node == value, key
     assert set(attempt.notices) <= set(notices())
+
+
+def test_trained_here_is_said_only_of_what_the_tests_run_as_it_is_printed(machine):
+    """The small run of such a command has the printed engine, sampler and number of processes."""
+    for row in rows():
+        if trained(row).word != SAME:
+            continue
+        assert row.config and not row.instead
+        for attempt in (attempt for attempt in row.config if not attempt.wrong):
+            assert attempt.runs or of_attempt(attempt).state == REFUSED
+            words = small(attempt)
+            if attempt.program == "ppo_trainer" and attempt.runs and not attempt.yaml:
+                changes = {"actor_rollout_ref.model.path", "critic.model.path", "data.train_files", "data.val_files",
+                           "reward.custom_reward_function.path"}  # fmt: skip
+                sizes = [word for word in words if word.partition("=")[0] not in changes]
+                here, printed = resolve(Attempt(shlex.join(sizes))), resolve(attempt)
+                assert here.actor_rollout_ref.rollout.name == printed.actor_rollout_ref.rollout.name
+                assert here.actor_rollout_ref.actor.strategy == printed.actor_rollout_ref.actor.strategy
+                assert printed.trainer.nnodes * (printed.trainer.n_gpus_per_node or 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [(8, "hf for vllm"), (9, "no Liger"), (76, "not built"), (131, "none of them")],
+)
+def test_rows_that_were_never_run_as_printed_say_what_was_run(row: int, says: str):
+    found = next(one for one in rows() if one.id == row)
+    assert says in found.instead and trained(found).word == "no" and not found.hardware
+
+
+def test_a_sampler_on_eight_devices_is_not_trained_here(machine):
+    """vLLM with a tensor-parallel size of 8 resolves, and nothing here has run it."""
+    found = [one for one in rows() if any("tensor_parallel_size=8" in a.argv and "=vllm" in a.argv for a in one.config)]
+    assert found and all(trained(one).word == "no" and not one.hardware for one in found)
+    attempt = Attempt("actor_rollout_ref.rollout.name=vllm trainer.n_gpus_per_node=8")
+    assert swapped(attempt) == ["plain for fsdp2", "hf for vllm", "1 process for 8"]
+
+
+@pytest.mark.parametrize("row", cases("hardware"))
+def test_a_page_that_says_what_ran_on_the_hardware_says_it(row: Row):
+    for page, words in row.hardware:
+        assert words in " ".join((ROOT / page).read_text(encoding="utf-8").split())
 
 
 @pytest.mark.parametrize("row", cases("programs"))

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.brief.machine import guides_machine
+from tests.brief.small import small
 from tests.brief.states import REFUSED, of_attempt
-from tests.brief.table import Attempt, rows
+from tests.brief.table import rows
 from tests.support import tiny_model_dir, write_prompts
 from verl.metrics import reset_notices
 from verl.trainer import main_ppo, sft_trainer
@@ -27,36 +28,6 @@ COMMANDS = [
 SCORER = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return len(set(solution_str)) / 10
 """
-PPO_SIZES = {
-    "data.train_files": "train.parquet",
-    "data.val_files": "train.parquet",
-    "data.train_batch_size": "2",
-    "data.max_prompt_length": "64",
-    "data.max_response_length": "4",
-    "actor_rollout_ref.model.path": "model",
-    "actor_rollout_ref.actor.ppo_mini_batch_size": "2",
-    "actor_rollout_ref.rollout.n": "2",
-    "actor_rollout_ref.rollout.name": "hf",
-    "reward.custom_reward_function.path": "scorer.py",
-    "trainer.total_training_steps": "1",
-    "trainer.n_gpus_per_node": "1",
-    "trainer.nnodes": "1",
-    "trainer.logger": "[file]",
-    "trainer.project_name": "guide",
-    "trainer.experiment_name": "run",
-}
-SFT_SIZES = {
-    "data.train_files": "chats.parquet",
-    "data.val_files": "chats.parquet",
-    "data.train_batch_size": "2",
-    "data.max_length": "64",
-    "model.path": "model",
-    "trainer.total_training_steps": "1",
-    "trainer.logger": "[file]",
-    "trainer.project_name": "guide",
-    "trainer.experiment_name": "run",
-}
-CRITIC_PATH = "critic.model.path"
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +41,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_prompts(folder / "chats.parquet", chats)
     (folder / "scorer.py").write_text(SCORER)
     return folder
-
-
-def small(attempt: Attempt) -> list[str]:
-    """The command with every size, path and place replaced; its algorithm, losses and engines as they are printed."""
-    sizes = dict(PPO_SIZES if attempt.program == "ppo_trainer" else SFT_SIZES)
-    words = [word for word in attempt.words if word.lstrip("+").partition("=")[0] not in sizes]
-    words = [f"{CRITIC_PATH}=model" if word.startswith(CRITIC_PATH) else word for word in words]
-    return [*words, *(f"{key}={value}" for key, value in sizes.items())]
 
 
 @pytest.mark.parametrize("attempt", COMMANDS)
