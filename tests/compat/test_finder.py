@@ -13,6 +13,7 @@ import pytest
 
 import verl
 from verl.compat import UpstreamPaths
+from verl.utils import fsdp_utils
 
 
 def test_a_module_has_upstreams_name_and_its_true_file():
@@ -35,17 +36,22 @@ def test_a_module_can_be_run_as_a_program():
     assert runpy.run_module("verl.utils.reward_score.gsm8k")["compute_score"]("#### 3", "3") == 1.0
 
 
+def take(name: str) -> None:
+    """A ``from`` import of one name, which is nowhere."""
+    exec(f"from {fsdp_utils.__name__} import {name}")
+
+
 def test_what_is_nowhere_is_an_ordinary_import_error():
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'verl\.nothing'"):
         importlib.import_module("verl.nothing")
     with pytest.raises(ImportError, match="cannot import name 'nothing'"):
-        exec("from verl.utils.fsdp_utils import nothing")
-    assert not hasattr(importlib.import_module("verl.utils.fsdp_utils"), "nothing")
+        take("nothing")
+    assert not hasattr(fsdp_utils, "nothing")
 
 
 def test_an_absent_name_says_what_there_is_instead():
     with pytest.raises(ImportError, match=r"collect_lora_params does not exist here.*export_weights"):
-        exec("from verl.utils.fsdp_utils import collect_lora_params")
+        take("collect_lora_params")
     with pytest.raises(ModuleNotFoundError, match=r"verl\.models\.mcore does not exist here.*engines\.megatron"):
         importlib.import_module("verl.models.mcore")
 
