@@ -91,7 +91,7 @@ def verdicts(scripts: list[dict[str, Any]]) -> list[Verdict]:
 @contextlib.contextmanager
 def _machine(folder: Path) -> Iterator[None]:
     """Every device, package and file is there, and a program stops where its configuration is resolved."""
-    from verl.config import loading, machine, overrides
+    from verl.config import loading, machine, overrides, reward_model
     from verl.trainer import export, main_generation_server
 
     check_whole = loading._check_whole
@@ -107,6 +107,7 @@ def _machine(folder: Path) -> Iterator[None]:
         (device, "device_count", lambda kind: DEVICES),
         (machine, "files", lambda cfg: []),
         (machine, "sft_files", lambda cfg: []),
+        (reward_model, "bad_model_folder", lambda *arguments: []),
         (main_generation_server, "missing_folder", lambda key, path: []),
         (loading, "_check_whole", checked),
         (export, "_run", resolved),
@@ -127,10 +128,18 @@ def _of_script(script: dict[str, Any], folder: Path, mains: Mapping[str, Main | 
     category = f"{'recipes' if recipe else 'examples and tests'}{', with images' if images else ''}"
     verdict = Verdict(script["script"], _engine(text, script["script"]), category)
     for command in script["commands"]:
+        os.environ["WORLD_SIZE"] = "1" if "ppo" in command["program"] else _started(command["argv"])
         argv = [word.replace("@HOME", str(folder)).replace("@UPSTREAM", str(folder)) for word in command["argv"]]
         for reason, example in _reasons(command["program"], mains[command["program"]], argv).items():
             verdict.reasons.setdefault(reason, example)
     return verdict
+
+
+def _started(argv: list[str]) -> str:
+    """How many processes torchrun started: as many as the command names, or those of one machine."""
+    given = dict(word.lstrip("+").split("=", 1) for word in argv if "=" in word)
+    sizes = [given.get(f"trainer.{name}", usual) for name, usual in (("nnodes", "1"), ("n_gpus_per_node", "8"))]
+    return str(int(sizes[0]) * int(sizes[1])) if all(size.isdigit() for size in sizes) else "8"
 
 
 def _engine(text: str, name: str) -> str:
@@ -218,7 +227,7 @@ def _classified(problem: VerlError) -> tuple[Reason, str, str]:
 
 
 def _of_text(message: str) -> Reason:
-    first = message.splitlines()[-1].removeprefix("error: ")
+    first = next((line for line in message.splitlines() if line.startswith("error: ")), message).removeprefix("error: ")
     not_built = re.search(r"not built(?: yet)?: ([^.]+)", first)
     if not_built:
         return Reason("not built", not_built[1])

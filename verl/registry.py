@@ -420,7 +420,7 @@ ENGINES = Registry(
         "fsdp": "verl.engines.fsdp2:FSDP2Engine",
         "megatron": "verl.engines.megatron:MegatronEngine",
     },
-    planned=("fsdp_turbo", "veomni", "torchtitan", "automodel"),
+    planned=("fsdp_turbo", "veomni", "torchtitan", "automodel", "mlite"),
     key="actor_rollout_ref.actor.strategy",
 )
 SAMPLERS = Registry(

@@ -6,6 +6,7 @@ The penalty for long answers depends on their length, so a command gives it itse
 
 from __future__ import annotations
 
+import re
 import sys
 
 from verl.trainer import main_ppo
@@ -34,7 +35,12 @@ DAPO = (
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; the exit status is that of `verl.trainer.main_ppo`."""
-    return main_ppo.main([*DAPO, *(sys.argv[1:] if argv is None else argv)])
+    return main_ppo.main([*DAPO, *map(_of_recipe, sys.argv[1:] if argv is None else argv)])
+
+
+def _of_recipe(word: str) -> str:
+    """``dapo_trainer`` and ``dapo_megatron_trainer`` name upstream's configurations, which differ by the engine."""
+    return re.sub(r"^(--config-name=|-cn=)?dapo_((megatron_)?trainer(\.yaml)?)$", r"\1ppo_\2", word)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ from verl.errors import ConfigError, suggest
 SCHEDULES = ("constant", "cosine", "wsd")
 
 
-def warmup_steps(total_steps: int, steps: int = -1, ratio: float = 0.0) -> int:
-    """``steps`` where it is positive, else that share of the run, rounded down."""
-    return steps if steps > 0 else int(ratio * total_steps)
+def warmup_steps(total_steps: int, steps: int | None = -1, ratio: float = 0.0) -> int:
+    """``steps`` where it is positive, else (None included) that share of the run, rounded down."""
+    return steps if steps is not None and steps > 0 else int(ratio * total_steps)
 
 
 def constant_factor(step: int, num_warmup_steps: int) -> float:

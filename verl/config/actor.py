@@ -22,7 +22,7 @@ class PolicyCorrectionConfig(ConfigNode):
     rollout_is: str | None = setting(
         None, "importance weights inside the loss", choices=("token", "sequence"), follows=f"{_CORRECTION}.rollout_is"
     )
-    rollout_is_threshold: float | str = setting(
+    rollout_is_threshold: float | str | None = setting(
         2.0, "upper bound of these weights", follows=f"{_CORRECTION}.rollout_is_threshold"
     )
     rollout_rs: str | list | None = setting(None, "rejection inside the loss", follows=f"{_CORRECTION}.rollout_rs")

@@ -25,10 +25,14 @@ _A, _R, _M, _REF, _C = (
 
 @dataclass(frozen=True)
 class MovedKey:
-    """Where an old key went; ``convert`` turns the old value into the new one."""
+    """Where an old key went; ``convert`` turns the old value into the new one.
+
+    ``silent`` is for a section that takes names of others: a name in it that is no setting goes into a mapping.
+    """
 
     targets: tuple[str, ...]
     convert: Callable[[Any], Any] | None = None
+    silent: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,11 @@ def to(*targets: str, convert: Callable[[Any], Any] | None = None) -> MovedKey:
     return MovedKey(targets, convert)
 
 
+def into(mapping: str) -> MovedKey:
+    """The mapping that takes what a section does not name itself."""
+    return MovedKey((mapping,), silent=True)
+
+
 def _word(yes: str, no: str) -> Callable[[Any], str]:
     """A switch that became a name; anything but a switch passes and is judged as that name."""
     return lambda value: {"true": yes, "false": no}.get(str(value).lower(), value)
@@ -53,6 +62,13 @@ def _word(yes: str, no: str) -> Callable[[Any], str]:
 _ACTOR = {
     f"{_A}.lr": to(f"{_A}.optim.lr"),
     f"{_A}.max_grad_norm": to(f"{_A}.grad_clip"),
+    **{
+        f"{_A}.{name}": to(f"{_A}.policy_loss.{name}")
+        for name in ("loss_mode", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
+    },
+    f"{_A}.policy_loss.tau_pos": to(f"{_A}.tau_pos"),
+    f"{_A}.policy_loss.tau_neg": to(f"{_A}.tau_neg"),
+    f"{_A}.model_engine": to(f"{_A}.strategy", f"{_REF}.strategy"),
     f"{_A}.lora.r": to(f"{_M}.lora_rank"),
     f"{_A}.lora.alpha": to(f"{_M}.lora_alpha"),
     f"{_A}.lora.target_modules": to(f"{_M}.target_modules"),
@@ -73,6 +89,16 @@ SCHEDULE_NAMES = (
     ("lr_scheduler", "lr_scheduler_type"),
     ("warmup_steps_ratio", "lr_warmup_steps_ratio"),
 )
+_FSDP_SECTIONS = (f"{_A}.fsdp_config", f"{_REF}.fsdp_config", f"{_C}.fsdp")
+_MEGATRON_SECTIONS = (f"{_A}.megatron", f"{_REF}.megatron", f"{_C}.megatron")
+_OPEN = {
+    f"{section}.override_transformer_config": into(f"{section}.override_mcore_model_config")
+    for section in _MEGATRON_SECTIONS
+} | {
+    "ray_kwargs.ray_init": into("ray_kwargs.ray_init.further"),
+    "ray_kwargs.ray_init.runtime_env": into("ray_kwargs.ray_init.runtime_env.further"),
+    **{f"{section}.mixed_precision.param_dtype": to(f"{section}.dtype") for section in _FSDP_SECTIONS},
+}
 _OPTIM = {
     f"{section}.{old}": to(f"{section}.{new}")
     for section in (f"{_A}.optim", f"{_C}.optim")
@@ -169,7 +195,7 @@ _RUN = {
     "data.sampler.class_name": to("trainer.v1.sampler.custom_sampler.name"),
 }
 
-PPO_MOVED: dict[str, MovedKey] = _ACTOR | _OPTIM | _MEGATRON | _ROLLOUT | _ALGORITHM | _REWARD | _RUN
+PPO_MOVED: dict[str, MovedKey] = _ACTOR | _OPEN | _OPTIM | _MEGATRON | _ROLLOUT | _ALGORITHM | _REWARD | _RUN
 
 
 def _shared_layers(role: str, section: str) -> str:
@@ -205,19 +231,28 @@ PPO_REMOVED: dict[str, str] = {
     for step in ("step_start", "step_end")
 }
 
+_WITH_PARAMETERS = "has no effect: gradients go where the parameters go (param_offload)"
+_REDUCED = "has no effect: gradients are summed over processes in float32, and buffers keep their dtype"
+_LITE = "has no effect: only Megatron Lite, a third party's engine, reads it"
 PPO_IGNORED: dict[str, str] = {
     "reward_model.profiler": "has no effect: the seconds of the reward model are logged as timing_s/reward_model",
     "reward_model.launch_reward_fn_async": "has no effect: when samples are scored is no longer a setting",
     "reward_model.use_reward_loop": "has no effect: there is one way of scoring, with reward.reward_manager",
     f"{_A}.sum_pi_squared_checkpointing": "has no effect: the sum of squared probabilities is never recomputed",
-    f"{_A}.fsdp_config.grad_offload": "has no effect: gradients go where the parameters go (param_offload)",
-    f"{_C}.fsdp.grad_offload": "has no effect: gradients go where the parameters go (param_offload)",
+    f"{_A}.fsdp_config.grad_offload": _WITH_PARAMETERS,
+    f"{_C}.fsdp.grad_offload": _WITH_PARAMETERS,
+    **{f"{section}.grad_offload": _WITH_PARAMETERS for section in _MEGATRON_SECTIONS},
+    **{f"{section}.mixed_precision": _REDUCED for section in _FSDP_SECTIONS},
+    **{f"{role}.engine": _LITE for role in (_A, _REF, _C)},
+    "trainer.log_freq": "has no effect: every step is logged",
     "trainer.use_legacy_worker_impl": "has no effect: there is one implementation of the workers",
     "data.continuous_token": "has no effect: tokens are always carried on as they were sampled",
     "hydra": "has no effect: only Hydra's syntax is used here, not its launcher; see trainer.default_local_dir",
 }  # fmt: skip
 
 SFT_MOVED: dict[str, MovedKey] = {
+    "engine.mixed_precision.param_dtype": to("engine.dtype"),
+    "engine.megatron.override_transformer_config": into("engine.megatron.override_mcore_model_config"),
     "data.micro_batch_size": to("data.micro_batch_size_per_gpu"),
     "data.multiturn.messages_key": to("data.messages_key"),
     "data.multiturn.tools_key": to("data.tools_key"),
@@ -242,6 +277,9 @@ SFT_MOVED: dict[str, MovedKey] = {
 }
 SFT_REMOVED: dict[str, str] = {"engine.tensor_parallel_size": _shared_layers("engine", "engine.megatron")}
 SFT_IGNORED: dict[str, str] = {
+    "engine.grad_offload": _WITH_PARAMETERS,
+    "engine.megatron.grad_offload": _WITH_PARAMETERS,
+    "engine.mixed_precision": _REDUCED,
     "data.multiturn.enable": (
         "has no effect: the messages column is read unless data.prompt_key and data.response_key name two columns"
     ),

@@ -19,6 +19,7 @@ from verl.errors import ConfigError
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list"}
 _YES, _NO = ("true", "yes", "on"), ("false", "no", "off")
+_LIST = re.compile(r"\[[^\[\]{}]*\]$")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|[+-]?inf$")
 
 
@@ -132,6 +133,8 @@ def _str(value: Any) -> str:
 
 
 def _list(value: Any, inner: tuple[Any, ...]) -> list[Any]:
+    if isinstance(value, str) and _LIST.match(value):
+        value = [part.strip().strip("'\"") for part in value[1:-1].split(",") if part.strip()]
     if isinstance(value, str) and value:
         value = [value]
     if not isinstance(value, list | tuple):

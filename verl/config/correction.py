@@ -26,9 +26,9 @@ class RolloutCorrectionConfig(ConfigNode):
     rollout_is: str | None = setting(
         None, "importance weights: null for none, token or sequence", choices=("token", "sequence")
     )
-    rollout_is_threshold: float | str = setting(
+    rollout_is_threshold: float | str | None = setting(
         2.0,
-        "a number caps the weights (TIS); a text 'low_high' sets weights outside to zero (IcePop)",
+        "a number caps the weights (TIS); a text 'low_high' sets weights outside to zero (IcePop); null: no weights are made",
     )
     rollout_rs: str | list | None = setting(
         None,

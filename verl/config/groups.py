@@ -16,7 +16,7 @@ from verl.config.root import PPOTrainerConfig
 from verl.config.sft import SFTTrainerConfig
 from verl.errors import ConfigError, suggest
 
-_ENGINES = ("dp", "fsdp", "fsdp2", "megatron", "torchtitan", "veomni", "automodel")
+_ENGINES = ("dp", "fsdp", "fsdp2", "megatron", "torchtitan", "veomni", "automodel", "mlite")
 _ROLES = {
     "actor": "actor_rollout_ref.actor.strategy",
     "ref": "actor_rollout_ref.ref.strategy",
@@ -27,6 +27,11 @@ _OUR_DEFAULTS = (
     "legacy_reward_impl", "distillation", "transfer_queue", "profiler", "rollout_skip", "dp_reward_model",
     "dp_reward_loop", "prometheus", "npu_profile",
 )  # fmt: skip
+
+
+def is_role(program: Program, key: str) -> bool:
+    """Whether a group of upstream's tree chooses the engine of a role."""
+    return program.name == PPO.name and key in _ROLES
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ def choose(program: Program, group: str, option: str) -> list[tuple[str, str]] |
         return [] if option == "dp" else [(key, option) for key in program.strategies]
     if group in program.neutral_groups and option in (*_ENGINES, *_OUR_DEFAULTS):
         return []
+    group = group.rpartition(".")[2] if group.startswith("actor_rollout_ref.") else group
     engine = option.removesuffix(f"_{group}")
     if program.name == PPO.name and group in _ROLES and engine in (*_ENGINES, "${model_engine}"):
         return [] if engine in ("dp", "${model_engine}") else [(_ROLES[group], engine)]

@@ -10,6 +10,7 @@ from verl.config.nearest import nearest
 from verl.config.schema import Leaf, Schema, holds_mapping, schema_of
 from verl.config.tree import Node, place
 from verl.errors import ConfigError, NotBuiltError
+from verl.metrics import notice
 
 N = TypeVar("N", bound=Node)
 _NOTES = ("_target_", "_partial_", "_convert_", "_recursive_")
@@ -72,7 +73,9 @@ def _flat(schema: Schema, config: Mapping[str, Any], prefix: str) -> dict[str, A
 
 
 def _check_upstream_only(leaf: Leaf, value: Any) -> None:
-    """Nothing follows the setting, so it may only say what it would be anyway."""
+    """Nothing follows the setting: of a missing feature it may only say what it would be anyway."""
+    if leaf.no_effect is not None and value not in (leaf.default, {}):
+        notice(leaf.key, f"has no effect: {leaf.no_effect}")
     if leaf.planned is not None and value != leaf.default:
         allowed = "null" if leaf.default is None else repr(leaf.default)
         raise NotBuiltError(f"not built yet: {leaf.planned}", key=leaf.key, got=value, allowed=allowed)

@@ -14,7 +14,7 @@ _TABLES = "weights are read and written by the tables of verl/models/megatron.py
 
 @dataclass(frozen=True)
 class MegatronEngineOverrideTransformerConfigConfig(ConfigNode):
-    """Fields of Megatron-Core's TransformerConfig; put others into override_mcore_model_config."""
+    """Fields of Megatron-Core's TransformerConfig; any other goes on to override_mcore_model_config."""
 
     recompute_granularity: str | None = setting(
         None,

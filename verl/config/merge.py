@@ -12,7 +12,8 @@ from typing import Any
 from verl.config.aliases import longest_prefix
 from verl.config.convert import convert
 from verl.config.files import DefaultsEntry, Layer
-from verl.config.groups import Program, choose
+from verl.config.groups import Program, choose, is_role
+from verl.config.implied import implied
 from verl.config.schema import Leaf, holds_mapping, schema_of
 from verl.config.unknown import unknown_settings
 from verl.errors import ConfigError
@@ -49,6 +50,8 @@ class Merge:
         for layer in self._without_lora_switch(layers):
             self._add(layer)
         self.problems += unknown_settings(self.schema, self._strangers, where)
+        if program.name == "ppo_trainer":
+            self._imply()
         for first, second in TWINS:
             one, two = self.origin.get(first), self.origin.get(second)
             if one is None or two is None or one.source != two.source:
@@ -70,6 +73,11 @@ class Merge:
                 said[key] = DefaultsEntry(entry.key, value, entry.source)
                 self._put(key, value, entry)
 
+    def _imply(self) -> None:
+        for item in implied(self.values, lambda key: self.schema.leaves[key].default):
+            notice(item.source, item.why)
+            self.values[item.key], self.origin[item.key] = item.value, self.origin[item.source]
+
     def _try(self, step: Any, *args: Any) -> Any:
         try:
             return step(*args)
@@ -80,7 +88,8 @@ class Merge:
     # ---- group choices -----------------------------------------------------------------------------------------------
 
     def _is_choice(self, entry: DefaultsEntry) -> bool:
-        known = entry.key == self.program.engine_group or self.schema.is_section(entry.key)
+        is_group = entry.key == self.program.engine_group or is_role(self.program, entry.key)
+        known = is_group or self.schema.is_section(entry.key)
         return known and isinstance(entry.value, str) and not entry.delete
 
     def _choose(self, entry: DefaultsEntry) -> None:
@@ -131,10 +140,11 @@ class Merge:
         for target in moved.targets:
             for name, inner in self._names(target + key[len(head) :], entry, value):
                 leaf, inside = self.schema.split(name) or (None, "")
-                if inner is None and not entry.delete and leaf is not None and not inside and not _nullable(leaf):
-                    continue
+                kept = entry.delete or inner is not None or leaf is None or bool(inside)
+                if not kept and (entry.source or not _nullable(leaf)):
+                    continue  # null in a file is the default of an old key, not a value of the new one
                 targets.append((name, inner))
-        if targets:
+        if targets and not moved.silent:
             notice(key, f"is now called {' and '.join(name for name, _ in targets)}")
         return targets
 

@@ -19,7 +19,7 @@ class OptimizerConfig(ConfigNode):
     lr_warmup_steps_ratio: float = setting(0.0, "warm-up as a share of the run; lr_warmup_steps above 0 overrides it")
     total_training_steps: int = setting(-1, "length of the schedule in steps; -1: the length of the run")
     weight_decay: float = setting(0.01, "decoupled weight decay")
-    lr_warmup_steps: int = setting(-1, "warm-up steps; 0 or -1: lr_warmup_steps_ratio decides")
+    lr_warmup_steps: int | None = setting(-1, "warm-up steps; 0, -1 or null: lr_warmup_steps_ratio decides")
     betas: list[float] = setting([0.9, 0.999], "Adam betas")
     clip_grad: float = setting(1.0, "gradient clipping: maximum gradient norm; a grad_clip of the role overrides it")
     min_lr_ratio: float = setting(0.0, "cosine, wsd: minimum learning rate, as a share of lr")

@@ -12,6 +12,10 @@ class RayRayInitRuntimeEnvConfig(ConfigNode):
     """The environment of Ray's workers."""
 
     py_executable: str | None = setting(None, "Python interpreter of the workers; null: the controller's")
+    env_vars: dict = setting({}, "environment variables of the workers", upstream=ABSENT)
+    further: dict = setting(
+        {}, "any other part of Ray's runtime environment (working_dir, pip, ...), by its name there", upstream=ABSENT
+    )
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class RayRayInitConfig(ConfigNode):
     object_store_memory: int | None = setting(
         None, "object store of a new cluster, in bytes; null: Ray chooses", upstream=ABSENT
     )
+    num_gpus: int | None = setting(None, "GPUs of such a cluster; null: all", upstream=ABSENT)
+    further: dict = setting({}, "any other argument of ray.init, by its name there", upstream=ABSENT)
     runtime_env: RayRayInitRuntimeEnvConfig = section(RayRayInitRuntimeEnvConfig)
 
 

@@ -11,11 +11,10 @@ from verl.metrics import notice
 
 INSTEAD: dict[str, str] = {
     "Megatron's own LoRA settings": "Set actor_rollout_ref.model.lora_rank, lora_alpha and target_modules.",
-    "Megatron's own checkpoint format": "Leave it out: every checkpoint of this library loads at any parallel sizes.",
     "profiling with Nsight Systems": "Set global_profiler.tool=torch: its traces show kernels, too.",
     "profiling on Ascend": "Leave it out; global_profiler.tool=torch shows what the host does.",
     "the msprobe precision debugger": "Leave it out.",
-    "commands and files of engines after profiling": "Leave it out; recordings lie in global_profiler.save_path.",
+    "a command after profiling": "Leave it out; recordings lie in global_profiler.save_path.",
     "rollout traces": "Leave it out; trainer.rollout_data_dir writes every rollout to JSON lines.",
     "replay of dumped rollouts": "Leave it out; trainer.rollout_data_dir writes every rollout to JSON lines.",
     "served reward models": "Leave it out: the reward model runs on the engines that train, or on your own server.",

@@ -8,7 +8,7 @@ from verl.config.checks import Problems, in_range, one_of
 from verl.config.optim import OptimizerConfig
 from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
 from verl.config.root import PPOTrainerConfig, of_schedule, uses_critic
-from verl.config.sft import SFTTrainerConfig
+from verl.config.sft import EACH_EPOCH, SFTTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -203,7 +203,11 @@ def _steps(trainer: Any) -> Problems:
     problems = _at_least("trainer", trainer, 1, "total_epochs", "total_training_steps")
     for name in ("save_freq", "test_freq"):
         value = trainer[name]
-        problems += in_range(f"trainer.{name}", value, "-1 for never, or a number of steps", value >= -1)
+        allowed = "-1 for never, or a number of steps"
+        if isinstance(value, str):
+            problems += in_range(f"trainer.{name}", value, f"{allowed}, or {EACH_EPOCH}", value == EACH_EPOCH)
+        else:
+            problems += in_range(f"trainer.{name}", value, allowed, value >= -1)
     if "max_ckpt_to_keep" in trainer:
         problems += _at_least("trainer", trainer, 1, "max_ckpt_to_keep")
     return problems

@@ -12,9 +12,11 @@ from verl.config.profiler import ProfilerConfig
 class EngineKwargsConfig(ConfigNode):
     """Arguments passed to the sampling engine unchanged."""
 
-    vllm: dict = setting({}, "arguments passed to vLLM unchanged", planned="arguments of vLLM", engines=("vllm",))
+    vllm: dict = setting(
+        {}, "arguments passed to vLLM unchanged", no_effect="another engine than vLLM samples", engines=("vllm",)
+    )
     sglang: dict = setting(
-        {}, "arguments passed to SGLang unchanged", planned="arguments of SGLang", engines=("sglang",)
+        {}, "arguments passed to SGLang unchanged", no_effect="another engine than SGLang samples", engines=("sglang",)
     )
 
 

@@ -99,6 +99,10 @@ class SFTEngineConfig(FSDPEngineConfig):
     megatron: MegatronEngineConfig = section(MegatronEngineConfig, LIKE_ENGINE)
 
 
+EACH_EPOCH = "after_each_epoch"
+"""Of save_freq and test_freq: the steps of one pass over the training data."""
+
+
 @dataclass(frozen=True)
 class SFTRunConfig(ConfigNode):
     """The run: its length, hardware, trackers and checkpoints."""
@@ -118,8 +122,8 @@ class SFTRunConfig(ConfigNode):
         upstream=["console", "wandb"],
     )
     seed: int = setting(1, "seed of the run")
-    save_freq: int = setting(-1, "steps between checkpoints, the last step included; -1: never")
-    test_freq: int = setting(-1, "steps between validations, the last step included; -1: never")
+    save_freq: int | str = setting(-1, "steps between checkpoints, the last step included; after_each_epoch; -1: never")
+    test_freq: int | str = setting(-1, "steps between validations, the last step included; after_each_epoch; -1: never")
     max_ckpt_to_keep: int | None = setting(None, "number of checkpoints to keep; null: all")
     balance_batch: bool = setting(True, "split rows over processes so that each gets as many tokens")
     resume_mode: str = setting(

@@ -19,7 +19,9 @@ FILE = Path(__file__).with_name("upstream_only.yaml")
 class UpstreamRow:
     """One setting of a section class: dotted name below the section, upstream's default, and what becomes of it.
 
-    Exactly one of ``feature`` (any value but the default is refused by this name) and ``no_effect`` (why) is set.
+    Exactly one of ``feature`` (any value but the default is refused by this name) and ``no_effect`` (why) is set. With
+    ``is_open`` it is a mapping that takes any names. Below a ``switch`` that is off nothing is refused, since the
+    switch alone decides.
     """
 
     name: str
@@ -27,6 +29,7 @@ class UpstreamRow:
     follows: str | None
     feature: str | None
     no_effect: str | None
+    is_open: bool = False
 
 
 @cache
@@ -52,4 +55,8 @@ def _rows(block: dict[str, Any]) -> Iterator[UpstreamRow]:
         follows = None
         if isinstance(default, dict) and "follows" in default:
             follows, default = default["follows"], default["default"]
-        yield UpstreamRow(name, default, follows, block.get("feature"), block.get("no_effect"))
+        feature, no_effect = block.get("feature"), block.get("no_effect")
+        switch = block.get("switch")
+        if switch is not None and name != switch:
+            feature, no_effect = None, f"it belongs to {block['feature']}, which {switch} switches on"
+        yield UpstreamRow(name, default, follows, feature, no_effect, name in block.get("open", ()))

@@ -156,6 +156,8 @@ def _groups(cfg: PPOTrainerConfig) -> Problems:
     estimator, rollout = cfg.algorithm.adv_estimator, cfg.actor_rollout_ref.rollout
     if not of_estimator(cfg).groups:
         return []
+    if rollout.n < 2 and cfg.algorithm.singleton == "raw":
+        return []
     if rollout.n < 2:
         return [
             ConfigError(
@@ -163,7 +165,7 @@ def _groups(cfg: PPOTrainerConfig) -> Problems:
                 key=f"{_R}.n",
                 got=rollout.n,
                 allowed="2 or more",
-                fix=f"Set e.g. {_R}.n=8, or algorithm.adv_estimator=gae for a critic.",
+                fix=f"Set e.g. {_R}.n=8, or algorithm.adv_estimator=gae for a critic; {_R}.n=1 takes rewards as they are.",
             )
         ]
     if not rollout.do_sample:
@@ -184,17 +186,8 @@ def _values(cfg: PPOTrainerConfig) -> Problems:
 
 
 def _batches(cfg: PPOTrainerConfig) -> Problems:
-    batch, gen, problems = cfg.data.train_batch_size, cfg.data.gen_batch_size, []
-    if gen is not None and gen != batch and not cfg.algorithm.filter_groups.enable:
-        problems.append(
-            ConfigError(
-                f"without group filtering one sampled batch is one training batch of {batch}",
-                key="data.gen_batch_size",
-                got=gen,
-                fix=f"Set data.gen_batch_size={batch}, or algorithm.filter_groups.enable=true.",
-            )
-        )
-    problems += _divides(f"{_A}.ppo_mini_batch_size", cfg.actor_rollout_ref.actor.ppo_mini_batch_size, batch)
+    batch = cfg.data.train_batch_size
+    problems = _divides(f"{_A}.ppo_mini_batch_size", cfg.actor_rollout_ref.actor.ppo_mini_batch_size, batch)
     if uses_critic(cfg):
         problems += _divides("critic.ppo_mini_batch_size", cfg.critic.ppo_mini_batch_size, batch)
     return problems

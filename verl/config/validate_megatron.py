@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl import env
+from verl.config import megatron_fields
 from verl.config.checks import Problems, in_range, one_of
 from verl.config.config_json import experts_of, facts_of
 from verl.config.model import HFModelConfig
@@ -35,6 +36,7 @@ _T, _P, _V, _E, _ET = (
     "expert_tensor_parallel_size",
 )
 _SIZES = (_T, _P, _V, _E, _ET)
+_FIELDS = "override_mcore_model_config"
 _FOLLOWING = ("param_offload", "optimizer_offload", "dtype")
 """Of supervised training: set for every engine at once."""
 _DTYPES = ("auto", "fp32", "float32", "bf16", "bfloat16")
@@ -104,6 +106,7 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
     problems = missing_or_other(f"{chosen[0].key}.strategy")
     for role in chosen:
         problems += _numbers(role) or _processes(role) + _model(role)
+        problems += megatron_fields.problems(role.of(_FIELDS), role.section.megatron)
     return problems or _one_set_of_groups(chosen)
 
 
@@ -112,7 +115,8 @@ def supervised_problems(cfg: SFTTrainerConfig) -> Problems:
     role = role_of_supervised(cfg)
     if not role.is_megatron:
         return []
-    return missing_or_other("engine.strategy") + (_numbers(role) or _processes(role) + _model(role))
+    fields = megatron_fields.problems(role.of(_FIELDS), role.section.megatron)
+    return missing_or_other("engine.strategy") + (_numbers(role) or _processes(role) + _model(role)) + fields
 
 
 def role_of_supervised(cfg: SFTTrainerConfig) -> MegatronRole:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from verl.errors import VerlError, hide_in_text, printable
+from verl.errors import NotBuiltError, VerlError, hide_in_text, printable
 
 
 def report(error: VerlError) -> int:
@@ -14,3 +14,8 @@ def report(error: VerlError) -> int:
         cause = f"  caused by {type(error.__cause__).__name__}: {error.__cause__}"
         print(printable(hide_in_text(cause)), file=sys.stderr)
     return 2
+
+
+def not_built(program: str, feature: str, fix: str) -> int:
+    """What a program of upstream says that does not exist here; returns the exit status."""
+    return report(NotBuiltError(f"not built yet: {feature}", key=f"python -m {program}", fix=fix))

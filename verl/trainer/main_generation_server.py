@@ -89,10 +89,17 @@ def split_output(argv: list[str]) -> tuple[str, list[str]]:
     return path, rest
 
 
+def with_lengths(argv: list[str]) -> list[str]:
+    """The lengths of the rollout as those of the data, where these are not given: here both mean the same."""
+    keys = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in argv}
+    pairs = [(f"actor_rollout_ref.rollout.{kind}_length", f"data.max_{kind}_length") for kind in ("prompt", "response")]
+    return [*argv, *(f"{ours}={keys[theirs]}" for theirs, ours in pairs if theirs in keys and ours not in keys)]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line; an error that is the user's to mend is one message and exit status 2."""
     try:
-        output, rest = split_output(sys.argv[1:] if argv is None else argv)
+        output, rest = split_output(with_lengths(sys.argv[1:] if argv is None else argv))
         config = cast(PPOTrainerConfig, load_config("ppo_trainer", rest, served=True))
         print(run_generation_server(config, output, rest))
     except VerlError as error:

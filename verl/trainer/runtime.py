@@ -48,6 +48,12 @@ def enter(config: PPOTrainerConfig) -> Iterator[Place]:
         ConfigError: the machine, or the cluster, is smaller than the run; an address that does not answer.
         MissingDependencyError: the run needs Ray, which is not installed.
     """
+    variables = config.ray_kwargs.ray_init.runtime_env.env_vars
+    with env.within({name: str(value) for name, value in variables.items()}):  # this may be the run's only process
+        yield from _enter(config)
+
+
+def _enter(config: PPOTrainerConfig) -> Iterator[Place]:
     start(config.trainer.seed)
     external_lib = config.actor_rollout_ref.model.external_lib
     topology = topology_of(config)

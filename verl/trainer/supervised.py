@@ -17,6 +17,7 @@ from verl.algorithms.losses import LossFn
 from verl.checkpoint import CheckpointReader, CheckpointWriter, EngineState, find_checkpoint
 from verl.config import HFModelConfig, SFTTrainerConfig, to_dict
 from verl.config.provenance import Provenance, check_resume
+from verl.config.sft import EACH_EPOCH
 from verl.config.topology import backend_of
 from verl.data import stateful_loader
 from verl.distributed import Ranks
@@ -70,6 +71,7 @@ class SupervisedTrainer:
             rows = min(data.train_batch_size, len(val_dataset))
             self.val_loader = stateful_loader(val_dataset, batch_size=rows, shuffle=False, drop_last=False, **common)
         self.total_steps = trainer.total_training_steps or len(self.train_loader) * trainer.total_epochs
+        self.save_every, self.test_every = self._steps_of(trainer.save_freq), self._steps_of(trainer.test_freq)
         self.part = self._make_part()
         self.profiler = RoleProfiler("model", config.profiler, self.ctx.ranks.rank)
         first, last = trainer.profile_interval
@@ -83,6 +85,9 @@ class SupervisedTrainer:
     def engine(self) -> Any:
         """The training backend (`verl.engines.base.Engine`) behind the model."""
         return self.part.engine
+
+    def _steps_of(self, frequency: int | str) -> int:
+        return len(self.train_loader) if frequency == EACH_EPOCH else int(frequency)
 
     def _make_part(self) -> ModelPart:
         optim = self.config.optim
@@ -120,7 +125,7 @@ class SupervisedTrainer:
     def fit(self) -> None:
         """Train to the end; the last step is validated and saved where these are switched on."""
         trainer, ctx = self.config.trainer, self.ctx
-        if trainer.save_freq > 0:
+        if self.save_every > 0:
             keep = {"model": trainer.max_ckpt_to_keep}
             self.writer = ctx.only_main(lambda: CheckpointWriter(trainer.default_local_dir, keep=keep))
         try:
@@ -136,7 +141,7 @@ class SupervisedTrainer:
                 self.writer.close()
 
     def _run_steps(self, tracking: Tracking, stop: StopSignals) -> None:
-        trainer, batches, watch, before = self.config.trainer, self._batches(), Watch(), None
+        batches, watch, before = self._batches(), Watch(), None
         while self.step < self.total_steps:
             started = time.perf_counter()
             batch = next(batches)
@@ -145,14 +150,14 @@ class SupervisedTrainer:
             self.step += 1
             metrics["train/time(s)"] = time.perf_counter() - started
             last = self.step == self.total_steps
-            if self.val_loader is not None and trainer.test_freq > 0 and (last or self.step % trainer.test_freq == 0):
+            if self.val_loader is not None and self.test_every > 0 and (last or self.step % self.test_every == 0):
                 metrics |= self.validate()
             tracking.log(metrics, self.step)
             watch.step(signs_of_supervised(metrics, before, int(batch.tensors["response_mask"].sum())))
             before = metrics["train/loss"]
             (asked,) = self.ctx.sum(float(stop.requested))  # every rank stops after the same step
             ends = asked > 0 and not last
-            if trainer.save_freq > 0 and (last or ends or self.step % trainer.save_freq == 0):
+            if self.save_every > 0 and (last or ends or self.step % self.save_every == 0):
                 self.save_checkpoint()
             if ends:
                 raise stop.stopped(self._stop_reason(), tell=self.ctx.is_main)
@@ -160,7 +165,7 @@ class SupervisedTrainer:
 
     def _stop_reason(self) -> str:
         trainer = self.config.trainer
-        if trainer.save_freq <= 0:
+        if self.save_every <= 0:
             return f"stopped at step {self.step}; nothing is saved, because trainer.save_freq is not set"
         return f"stopped after step {self.step}, which is saved in {trainer.default_local_dir}/global_step_{self.step}"
 

@@ -13,29 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from verl.config import megatron_fields
 from verl.engines.megatron.parallel import SECTION, MegatronSizes, ParallelGroups, import_megatron
 from verl.errors import ConfigError, suggest
 from verl.metrics import notice
 from verl.models.megatron import rope_settings
-
-_SIZES = "parallel sizes have settings of their own"
-_ROUTERS = "losses of routers are no part of any engine's loss; moe/load_balance shows how even they are"
-_LOSS = "the loss carries its own denominators"
-OWNED = {
-    "tensor_model_parallel_size": _SIZES,
-    "pipeline_model_parallel_size": _SIZES,
-    "virtual_pipeline_model_parallel_size": _SIZES,
-    "expert_model_parallel_size": _SIZES,
-    "expert_tensor_parallel_size": _SIZES,
-    "context_parallel_size": _SIZES,
-    "sequence_parallel": _SIZES,
-    "moe_aux_loss_coeff": _ROUTERS,
-    "moe_z_loss_coeff": _ROUTERS,
-    "moe_router_load_balancing_type": _ROUTERS,
-    "calculate_per_token_loss": _LOSS,
-    "variable_seq_lengths": "every micro-batch is as long as its longest row",
-}
-"""Fields of TransformerConfig that may not be replaced, and why."""
 
 
 class RMSNorm(nn.Module):
@@ -158,19 +140,21 @@ def transformer_config(settings: Mapping[str, Any], sizes: MegatronSizes, sectio
         **_attention(section.override_transformer_config.attention_backend),
         **settings,
     }
-    for name, value in dict(section.override_mcore_model_config).items():
+    key = f"{SECTION}.override_mcore_model_config"
+    for problem in megatron_fields.problems(key, section):
+        raise problem
+    fast = has_transformer_engine()
+    slow = [name for name in section.override_mcore_model_config if name in megatron_fields.KERNELS and not fast]
+    if slow:
+        notice(key, f"without Transformer Engine these fields have no effect: {', '.join(slow)}")
+    for name, value in megatron_fields.handed_on(section).items():
+        if name in slow:
+            continue
         if name not in cls.__dataclass_fields__:
             raise ConfigError(
                 "Megatron-Core's TransformerConfig has no such field",
                 key=f"{SECTION}.override_mcore_model_config.{name}",
                 fix=suggest(name, cls.__dataclass_fields__),
-            )
-        if name in OWNED:
-            raise ConfigError(
-                f"this field of Megatron-Core is decided by the engine: {OWNED[name]}",
-                key=f"{SECTION}.override_mcore_model_config.{name}",
-                got=value,
-                fix="Leave it out.",
             )
         chosen[name] = value
     if chosen.get("num_moe_experts") is not None and sizes.tensor > 1 and not sizes.sequence:

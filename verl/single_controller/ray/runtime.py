@@ -63,7 +63,7 @@ def start(
     Raises:
         ConfigError: the address does not answer or refuses the token, or the cluster is smaller than asked.
     """
-    settings = _given(ray_init or {})
+    settings = _arguments(ray_init or {})
     own = False
     if not ray.is_initialized():
         address = addresses.find_address(settings)
@@ -138,6 +138,17 @@ def _connect(address: str, settings: dict[str, Any]) -> None:
     ray.init(address=address, **{"namespace": NAMESPACE, "logging_level": logging.WARNING, **settings})
     if callable(before) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)
+
+
+def _arguments(ray_init: Mapping[str, Any]) -> dict[str, Any]:
+    """The section as arguments of ray.init; ``further`` holds those that it does not name."""
+    settings = _given(ray_init)
+    settings |= settings.pop("further", {})
+    workers = dict(settings.pop("runtime_env", {}))
+    workers |= workers.pop("further", {})
+    if "env_vars" in workers:
+        workers["env_vars"] = {name: str(value) for name, value in workers["env_vars"].items()}  # Ray takes texts alone
+    return settings | ({"runtime_env": workers} if workers else {})
 
 
 def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
