@@ -76,8 +76,12 @@ def read_commands(file: Path) -> list[dict[str, Any]]:
     return [read_json(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
-def verdicts(scripts: list[dict[str, Any]]) -> list[Verdict]:
-    """What becomes of every script, in one process."""
+def verdicts(scripts: list[dict[str, Any]], every_reason: bool = True) -> list[Verdict]:
+    """What becomes of every script, in one process.
+
+    Args:
+        every_reason: go on where a reason may hide others; else the first ones count.
+    """
     programs = {command["program"] for script in scripts for command in script["commands"]}
     # imported while no package seems to be there that is not
     mains = {name: _main_of(name) for name in programs}
@@ -85,7 +89,7 @@ def verdicts(scripts: list[dict[str, Any]]) -> list[Verdict]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(_machine(folder))
-        return [_of_script(script, folder, mains) for script in scripts]
+        return [_of_script(script, folder, mains, ROUNDS if every_reason else 1) for script in scripts]
 
 
 @contextlib.contextmanager
@@ -121,7 +125,7 @@ def _machine(folder: Path) -> Iterator[None]:
         yield
 
 
-def _of_script(script: dict[str, Any], folder: Path, mains: Mapping[str, Main | None]) -> Verdict:
+def _of_script(script: dict[str, Any], folder: Path, mains: Mapping[str, Main | None], rounds: int) -> Verdict:
     text = " ".join(word for command in script["commands"] for word in [command["program"], *command["argv"]])
     recipe = script["script"].startswith("recipe/")
     images = bool(_IMAGES.search(text))
@@ -130,7 +134,7 @@ def _of_script(script: dict[str, Any], folder: Path, mains: Mapping[str, Main | 
     for command in script["commands"]:
         os.environ["WORLD_SIZE"] = "1" if "ppo" in command["program"] else _started(command["argv"])
         argv = [word.replace("@HOME", str(folder)).replace("@UPSTREAM", str(folder)) for word in command["argv"]]
-        for reason, example in _reasons(command["program"], mains[command["program"]], argv).items():
+        for reason, example in _reasons(command["program"], mains[command["program"]], argv, rounds).items():
             verdict.reasons.setdefault(reason, example)
     return verdict
 
@@ -150,10 +154,10 @@ def _engine(text: str, name: str) -> str:
     return next((engine for engine in _ENGINES if engine in words), "fsdp")
 
 
-def _reasons(program: str, main: Main | None, argv: list[str]) -> dict[Reason, str]:
+def _reasons(program: str, main: Main | None, argv: list[str], rounds: int) -> dict[Reason, str]:
     """All reasons of a command with their messages: what is refused by itself is left out, and the rest tried again."""
     reasons: dict[Reason, str] = {}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         problems = _attempt(main, argv) if main else [(Reason("module missing", program), program, "")]
         for reason, message, _ in problems:
             reasons.setdefault(reason, message)

@@ -19,6 +19,25 @@ RM = "reward.reward_model"
 
 WORKS = [
     (f"{A}.lora.r", "16", f"{M}.lora_rank", 16),
+    (f"{A}.policy_loss.tau_pos", "2.0", f"{A}.tau_pos", 2.0),
+    (f"{A}.policy_loss.tau_neg", "3.0", f"{A}.tau_neg", 3.0),
+    *(
+        (f"{A}.{name}", value, f"{A}.policy_loss.{name}", expected)
+        for name, value, expected in (
+            ("loss_mode", "kl_cov", "kl_cov"),
+            ("clip_cov_ratio", "0.1", 0.1),
+            ("clip_cov_lb", "2.0", 2.0),
+            ("clip_cov_ub", "6.0", 6.0),
+            ("kl_cov_ratio", "0.2", 0.2),
+            ("ppo_kl_coef", "0.3", 0.3),
+        )
+    ),
+    (f"{A}.model_engine", "megatron", f"{A}.strategy", "megatron"),
+    (f"{A}.model_engine", "megatron", f"{REF}.strategy", "megatron"),
+    (f"{A}.fsdp_config.mixed_precision.param_dtype", "bf16", f"{A}.fsdp_config.dtype", "bf16"),
+    (f"{REF}.fsdp_config.mixed_precision.param_dtype", "bf16", f"{REF}.fsdp_config.dtype", "bf16"),
+    ("critic.model.fsdp_config.mixed_precision.param_dtype", "bf16", "critic.fsdp.dtype", "bf16"),
+    ("critic.fsdp.mixed_precision.param_dtype", "bf16", "critic.fsdp.dtype", "bf16"),
     (f"{A}.lora.alpha", "32", f"{M}.lora_alpha", 32),
     (f"{A}.lora.target_modules", "[q_proj,v_proj]", f"{M}.target_modules", ["q_proj", "v_proj"]),
     ("critic.model.fsdp_config.fsdp_size", "4", "critic.fsdp.fsdp_size", 4),
@@ -145,27 +164,66 @@ WORKS = [
     ("ray_init.timeline_json_file", "/t.json", "ray_kwargs.timeline_json_file", "/t.json"),
 ]
 
+OPEN = [
+    *(
+        (
+            f"{role}.megatron.override_transformer_config.moe_router_dtype",
+            "fp64",
+            f"{role}.megatron.override_mcore_model_config",
+            {"moe_router_dtype": "fp64"},
+        )
+        for role in (A, REF, "critic")
+    ),
+    ("ray_kwargs.ray_init.log_to_driver", "false", "ray_kwargs.ray_init.further", {"log_to_driver": False}),
+    (
+        "ray_kwargs.ray_init.runtime_env.working_dir",
+        "/w",
+        "ray_kwargs.ray_init.runtime_env.further",
+        {"working_dir": "/w"},
+    ),
+    (
+        "ray_kwargs.ray_init.runtime_env.env_vars.NCCL_DEBUG",
+        "INFO",
+        "ray_kwargs.ray_init.runtime_env.env_vars",
+        {"NCCL_DEBUG": "INFO"},
+    ),
+]
+"""Sections that take names of others: what they do not name themselves goes into a mapping."""
+
+IDLE = [
+    (f"{REF}.router_replay.record_file", "/f", f"{REF}.megatron.router_replay.record_file", "router replay"),
+    (f"{R}.skip_dump_dir", "/d", "skip.rollout.dump_dir", "skip.rollout.enable"),
+    (f"{R}.skip.action", "repeat", "skip.rollout.action", "skip.rollout.enable"),
+    ("reward_model.rollout.prompt_length", "64", f"{RM}.rollout.prompt_length", "not built"),
+    ("actor_rollout_ref.profiler.discrete", "true", f"{NSYS}.discrete", "Nsight Systems"),
+    ("critic.profiler.discrete", "true", "critic.profiler.tool_config.nsys.discrete", "Nsight Systems"),
+    ("trainer.controller_nsight_options.trace", "cuda", f"{NSYS}.controller_nsight_options", "Nsight Systems"),
+    ("trainer.worker_nsight_options.trace", "cuda", f"{NSYS}.worker_nsight_options", "Nsight Systems"),
+    (f"{A}.veomni.moe_implementation", "eager", f"{A}.veomni", "VeOmni"),
+    (f"{A}.torchtitan.attn_type", "sdpa", f"{A}.torchtitan", "TorchTitan"),
+    (f"{A}.automodel.tp_size", "2", f"{A}.automodel", "AutoModel"),
+    (f"{A}.fsdp_config.turbo_config.memory.recompute", "true", f"{A}.fsdp_config.turbo_config", "fsdp_turbo"),
+    ("distillation.teacher_models.mine.inference.name", "vllm", "distillation.teacher_models", "distillation.enabled"),
+    ("transfer_queue.metrics.port", "9", "transfer_queue.metrics.port", "transfer_queue.enable"),
+    ("critic.nccl_timeout", "60", "critic.nccl_timeout", "actor_rollout_ref"),
+    (f"{A}.megatron.use_dist_checkpointing", "true", f"{A}.megatron.use_dist_checkpointing", "folder of the model"),
+    (f"{A}.megatron.dist_checkpointing_path", "/d", f"{A}.megatron.dist_checkpointing_path", "folder of the model"),
+    (f"{R}.engine_kwargs.vllm.swap_space", "4", f"{R}.engine_kwargs.vllm", "another engine"),
+    (f"{R}.engine_kwargs.sglang.attention_backend", "fa3", f"{R}.engine_kwargs.sglang", "another engine"),
+    (f"{R}.engine_kwargs.trtllm.batch_wait_timeout_iters", "3", f"{R}.engine_kwargs.trtllm", "TensorRT-LLM"),
+    ("global_profiler.relocate_results", "true", "global_profiler.relocate_results", "save_path"),
+    (f"{A}.profiler.tool_config.npu.level", "level1", f"{A}.profiler.tool_config.npu.level", "Ascend"),
+]
+"""Keys of families whose switch is off, or whose engine is another one."""
+
 NOT_BUILT = [
     *(
         (f"{role}.context_parallel_size", "8", f"{role}.megatron.context_parallel_size", "context parallelism")
         for role in (A, REF, "critic")
     ),
     (f"{A}.router_replay.mode", "R2", f"{A}.megatron.router_replay.mode", "router replay"),
-    (f"{REF}.router_replay.record_file", "/f", f"{REF}.megatron.router_replay.record_file", "router replay"),
     (f"{R}.pipeline_parallel_size", "2", f"{R}.pipeline_model_parallel_size", "sampling on several ranks"),
     (f"{R}.skip_rollout", "true", "skip.rollout.enable", "replay of dumped rollouts"),
-    (f"{R}.skip_dump_dir", "/d", "skip.rollout.dump_dir", "replay of dumped rollouts"),
-    (f"{R}.skip.action", "repeat", "skip.rollout.action", "replay of dumped rollouts"),
-    ("reward_model.rollout.prompt_length", "64", f"{RM}.rollout.prompt_length", "served reward models"),
-    ("actor_rollout_ref.profiler.discrete", "true", f"{NSYS}.discrete", "profiling with Nsight Systems"),
-    ("critic.profiler.discrete", "true", "critic.profiler.tool_config.nsys.discrete", "profiling with Nsight Systems"),
-    (
-        "trainer.controller_nsight_options.trace",
-        "cuda",
-        f"{NSYS}.controller_nsight_options",
-        "profiling with Nsight Systems",
-    ),
-    ("trainer.worker_nsight_options.trace", "cuda", f"{NSYS}.worker_nsight_options", "profiling with Nsight Systems"),
     ("data.sampler.class_path", "/s.py", "trainer.v1.sampler.custom_sampler.path", "asynchronous schedules"),
     ("data.sampler.class_name", "S", "trainer.v1.sampler.custom_sampler.name", "asynchronous schedules"),
 ]
@@ -195,6 +253,13 @@ IGNORED = [
     (f"{A}.sum_pi_squared_checkpointing", "true", "no effect"),
     (f"{A}.fsdp_config.grad_offload", "true", "param_offload"),
     ("critic.model.fsdp_config.grad_offload", "true", "param_offload"),
+    *((f"{role}.megatron.grad_offload", "true", "param_offload") for role in (A, REF, "critic")),
+    *(
+        (f"{section}.mixed_precision.reduce_dtype", "bf16", "float32")
+        for section in (f"{A}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp")
+    ),
+    *((f"{role}.engine.tp", "2", "Megatron Lite") for role in (A, REF, "critic")),
+    ("trainer.log_freq", "1", "every step"),
     ("trainer.use_legacy_worker_impl", "disable", "no effect"),
     ("data.continuous_token.enable", "true", "no effect"),
     ("hydra.run.dir", "/x", "trainer.default_local_dir"),
@@ -231,17 +296,28 @@ SFT_WORKS = [
         "sequence_parallel", "use_distributed_optimizer", "use_mbridge", "use_remove_padding",
         "pad_bshd_to_minibatch_max")),
     *((f"engine.{name}", "true", f"engine.megatron.{name}", True) for name in (
-        "vanilla_mbridge", "dist_ckpt_optim_fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient")),
+        "use_dist_checkpointing", "vanilla_mbridge", "dist_ckpt_optim_fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient")),
+    *((f"engine.{name}", "/x", f"engine.megatron.{name}", "/x") for name in (
+        "dist_checkpointing_path", "dist_checkpointing_prefix")),
+    ("engine.mixed_precision.param_dtype", "bf16", "engine.dtype", "bf16"),
     ("engine.override_transformer_config.recompute_granularity", "full",
      "engine.megatron.override_transformer_config.recompute_granularity", "full"),
     ("engine.override_mcore_model_config", "{qk_clip: true}",
      "engine.megatron.override_mcore_model_config", {"qk_clip": True}),
 ]  # fmt: skip
+SFT_OPEN = [
+    (
+        "engine.megatron.override_transformer_config.fp8",
+        "hybrid",
+        "engine.megatron.override_mcore_model_config",
+        {"fp8": "hybrid"},
+    )
+]
 SFT_NOT_BUILT = [
     (f"engine.{name}", value, f"engine.megatron.{name}")
     for name, value in (
         ("context_parallel_size", "2"), ("dynamic_context_parallel", "true"), ("max_seqlen_per_dp_cp_rank", "9"),
-        ("use_dist_checkpointing", "true"), ("dist_checkpointing_path", "/x"), ("dist_checkpointing_prefix", "x"),
         ("override_ddp_config", "{bucket_size: 1}"), ("use_megatron_fsdp", "true"), ("router_replay.mode", "R2"),
     )
 ]  # fmt: skip
@@ -260,6 +336,45 @@ def test_an_old_spelling_sets_the_current_setting_and_says_its_name(old, value, 
     assert new in " ".join(told().values()), told()
 
 
+@pytest.mark.parametrize(("old", "value", "new", "expected"), OPEN, ids=lambda x: str(x)[-40:])
+def test_a_section_takes_names_of_others_into_a_mapping(old, value, new, expected, told):
+    assert at(read_config("ppo_trainer", [f"{old}={value}"]), new) == expected
+    assert "now called" not in " ".join(told().values())
+
+
+def test_a_field_of_megatron_core_goes_beside_those_that_are_given_by_its_mapping():
+    section = f"{A}.megatron"
+    words = [f"{section}.override_mcore_model_config.qk_clip=true", f"{section}.override_transformer_config.fp8=hybrid"]
+    made = at(read_config("ppo_trainer", words), section)
+    assert made.override_mcore_model_config == {"qk_clip": True, "fp8": "hybrid"}
+
+
+@pytest.mark.parametrize(("old", "value", "new", "why"), IDLE, ids=lambda x: str(x)[-40:])
+def test_a_key_of_what_is_switched_off_is_accepted_and_said(old, value, new, why, told):
+    read_config("ppo_trainer", [f"{old}={value}"])
+    assert "has no effect" in told()[new] and why in told()[new]
+
+
+def test_a_family_that_is_switched_on_is_refused_by_its_switch_alone():
+    words = ["distillation.enabled=true", "distillation.teacher_models.mine.num_replicas=2", "distillation.nnodes=2"]
+    with pytest.raises(NotBuiltError, match="on-policy distillation") as caught:
+        read_config("ppo_trainer", words)
+    assert caught.value.key == "distillation.enabled" and len(str(caught.value).splitlines()) == 1
+
+
+def test_an_engine_that_is_not_built_is_the_only_reason_even_with_its_settings():
+    for engine in ("veomni", "torchtitan", "automodel", "mlite"):
+        words = [f"model_engine={engine}", f"{A}.veomni.fsdp_size=2", f"{A}.torchtitan.tensor_parallel_size=2"]
+        with pytest.raises(NotBuiltError, match=engine) as caught:
+            read_config("ppo_trainer", words)
+        assert f"{A}.veomni" not in str(caught.value)
+
+
+def test_the_group_of_a_role_chooses_its_engine():
+    with pytest.raises(NotBuiltError, match="'mlite'"):
+        read_config("ppo_trainer", ["actor@actor_rollout_ref.actor=mlite_actor"])
+
+
 @pytest.mark.parametrize(("old", "value", "new", "expected"), SFT_WORKS, ids=lambda x: str(x)[-40:])
 def test_an_old_spelling_of_supervised_runs_sets_the_current_setting(old, value, new, expected, told):
     cfg = read_config("sft_trainer", [f"{old}={value}"])
@@ -268,6 +383,11 @@ def test_an_old_spelling_of_supervised_runs_sets_the_current_setting(old, value,
         assert "has no effect" in told()[new]
     else:
         assert at(cfg, new) == expected
+
+
+def test_supervised_runs_take_fields_of_megatron_core_too():
+    ((old, value, new, expected),) = SFT_OPEN
+    assert at(read_config("sft_trainer", [f"{old}={value}"]), new) == expected
 
 
 @pytest.mark.parametrize(("old", "value", "new"), SFT_NOT_BUILT, ids=lambda x: str(x)[-40:])
@@ -303,7 +423,8 @@ def test_a_setting_that_means_nothing_any_more_gives_one_notice(old, value, says
 
 
 def test_supervised_runs_ignore_the_switch_of_the_old_dataset(told):
-    read_config("sft_trainer", ["data.multiturn.enable=true", "hydra.run.dir=/x"])
+    read_config("sft_trainer", ["data.multiturn.enable=true", "hydra.run.dir=/x", "engine.grad_offload=true"])
+    assert "param_offload" in told()["engine.grad_offload"]
     assert "data.prompt_key" in told()["data.multiturn.enable"]
     assert "has no effect" in told()["hydra"]
 
@@ -315,6 +436,8 @@ def test_every_alias_leads_to_a_setting_or_a_section_that_exists(program):
         for target in moved.targets:
             known = schema.split(target) or schema.is_section(target) or target in program.aliases.moved
             assert known, f"{old} -> {target}"
+            if moved.silent:  # of what the section does not name itself
+                continue
             assert schema.split(old) is None and not schema.is_section(old), f"{old} is a current name"
 
 
@@ -322,12 +445,12 @@ def test_every_alias_is_tried_by_a_test_above():
     def covered(key, rows):
         return any(row[0] == key or row[0].replace("/", ".").startswith(f"{key}.") for row in rows)
 
-    tried = WORKS + NOT_BUILT
+    tried = WORKS + NOT_BUILT + OPEN + IDLE
     assert [key for key in PPO_ALIASES.moved if not covered(key, tried)] == []
     assert [key for key in PPO_ALIASES.ignored if not covered(key, IGNORED) and "fsdp.grad" not in key] == []
     steps = [key for key in PPO_ALIASES.removed if not covered(key, REMOVED)]
     assert all(key.endswith(("torch.step_start", "torch.step_end")) for key in steps)
-    assert [key for key in SFT_ALIASES.moved if not covered(key, SFT_WORKS + SFT_NOT_BUILT)] == []
+    assert [key for key in SFT_ALIASES.moved if not covered(key, SFT_WORKS + SFT_NOT_BUILT + SFT_OPEN)] == []
 
 
 def test_what_is_null_in_an_old_file_was_its_default_and_changes_nothing(tmp_path, told):

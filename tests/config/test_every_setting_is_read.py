@@ -44,8 +44,8 @@ READ_ELSEWHERE = {
     # The topology of a configuration is worked out while it is loaded: tests/config/test_topology.py.
     "actor_rollout_ref.rollout.nnodes",
     # Only a run on Ray reads them: tests/trainer/on_ray.
-    *(f"ray_kwargs.ray_init.{name}" for name in ("address", "num_cpus", "object_store_memory")),
-    "ray_kwargs.ray_init.runtime_env.py_executable",
+    *(f"ray_kwargs.ray_init.{name}" for name in ("address", "num_cpus", "num_gpus", "object_store_memory", "further")),
+    *(f"ray_kwargs.ray_init.runtime_env.{name}" for name in ("py_executable", "further")),
     "ray_kwargs.timeline_json_file",
     "trainer.ray_wait_register_center_timeout",
     # Only samplers and a reward model with a pool of their own have these: tests/config/test_topology.py.

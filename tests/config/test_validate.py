@@ -341,10 +341,9 @@ def test_a_critic_with_a_mini_batch_of_its_own_is_checked_too(ppo):
     assert said.startswith("critic.ppo_mini_batch_size: data.train_batch_size=1024 prompts cannot be cut")
 
 
-def test_a_sampled_batch_of_another_size_needs_group_filtering(ppo):
-    said = message(ppo, "data.gen_batch_size=512")
-    assert "data.gen_batch_size=1024" in said and "algorithm.filter_groups.enable=true" in said
-    ppo("data.gen_batch_size=512", "algorithm.filter_groups.enable=true")
+def test_without_group_filtering_a_step_trains_on_what_it_samples(ppo):
+    assert ppo("data.gen_batch_size=512").data.train_batch_size == 512
+    assert ppo("data.gen_batch_size=512", "algorithm.filter_groups.enable=true").data.train_batch_size == 1024
 
 
 def test_samples_that_processes_cannot_share_evenly_are_an_error(read_ppo, machine):
@@ -475,7 +474,7 @@ def test_an_engine_that_is_not_built_comes_alone_with_the_number_of_the_other_pr
     details = [f"{A}.veomni.param_offload=true", f"{A}.veomni.seed=2", "trainer.total_epoch=2"]
     said = message(ppo, "model_engine=veomni", *details, kind=NotBuiltError).splitlines()
     assert said[0].startswith(f"{A}.strategy: the training backend 'veomni' is not built yet")
-    assert said[1:] == ["(3 more problems of these settings may go with it.)"]
+    assert said[1:] == ["(1 more problem of these settings may go with it.)"]
     both = message(ppo, f"{R}.name=trtllm", f"{A}.strategy=torchtitan", "algorithm.gamma=2", kind=NotBuiltError)
     keys = [f"  - {A}.strategy", f"  - {R}.name"]
     assert [line.split(":")[0] for line in both.splitlines()[1:]] == keys  # gamma is judged once the others stand
@@ -491,10 +490,10 @@ def test_a_schedule_or_a_device_that_is_not_built_decides_too(ppo, override, say
 
 
 def test_the_settings_of_one_missing_feature_are_one_problem_named_by_its_switch(ppo):
-    own = ["distillation.nnodes=1", "distillation.distillation_loss.topk=64", "distillation.enabled=true"]
+    own = [f"{R}.qat={{mode: w4a16}}", f"{A}.fsdp_config.qat.enable=true"]
     said = message(ppo, *own, f"{R}.enable_vision=true", kind=NotBuiltError).splitlines()
-    assert len(said) == 3 and said[1].startswith("  - distillation.enabled: not built yet: on-policy distillation")
-    assert said[1].endswith("The same goes for 2 more settings of it.")
+    assert len(said) == 3 and said[1].startswith(f"  - {A}.fsdp_config.qat.enable: not built yet: quantization")
+    assert said[1].endswith("The same goes for 1 more setting of it.")
 
 
 def test_a_message_lists_a_dozen_problems_and_says_how_many_there_are_more(ppo):
@@ -506,8 +505,8 @@ def test_a_message_lists_a_dozen_problems_and_says_how_many_there_are_more(ppo):
 
 
 def test_unknown_settings_are_suggested_only_what_is_near_and_else_the_mapping_that_takes_them(ppo):
-    said = message(ppo, f"{A}.engine.tp=1", f"{A}.engine.pp=2")
-    assert said.startswith(f"{A}.engine: unknown settings of a section that does not exist: tp, pp.")
+    said = message(ppo, f"{A}.motor.tp=1", f"{A}.motor.pp=2")
+    assert said.startswith(f"{A}.motor: unknown settings of a section that does not exist: tp, pp.")
     assert "Did you mean" not in said
     said = message(ppo, "actor_rollout_ref.model.rope_theta=1", f"{R}.max_num_sqs=3").splitlines()
     assert said[1].endswith("goes into actor_rollout_ref.model.override_config.")

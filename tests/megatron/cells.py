@@ -261,7 +261,7 @@ def refusals(ranks, folder):
         "layers": {PIPELINE: ranks.size, "virtual_pipeline_model_parallel_size": 4},
         "experts": {EXPERT: 2},
         "processes": {TENSOR: 3},
-        "routers": {"override_mcore_model_config": {"moe_aux_loss_coeff": 0.1}},
+        "routers": {"override_mcore_model_config": {"moe_router_load_balancing_type": "aux_loss"}},
         "Adafactor": {TENSOR: 2, "optim": {"optimizer": "Adafactor", "override_optimizer_config": {}}},
         "Muon": {TENSOR: 2, "optim": {"optimizer": "Muon"}},
     }.items():

@@ -130,7 +130,7 @@ def test_bf16_weights_are_rounded_from_float32_copies(answers):
         ("layers", ("layers of a stage", "virtual_pipeline_model_parallel_size")),
         ("experts", ("without experts", "expert_model_parallel_size")),
         ("processes", ("2 processes", "1x1, 1x2, 2x1")),
-        ("routers", ("moe_aux_loss_coeff", "moe/load_balance")),
+        ("routers", ("moe_router_load_balancing_type", "moe/load_balance")),
         ("Adafactor", ("optimizer", "looks at a weight as a whole")),
         ("Muon", ("optimizer", "does not work on sharded weights")),
     ],

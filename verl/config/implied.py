@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl import registry
-
 
 @dataclass(frozen=True)
 class Implied:
@@ -20,18 +18,12 @@ class Implied:
 
 
 def implied(given: Mapping[str, Any], usual: Callable[[str], Any]) -> Iterator[Implied]:
-    """All of an RL run.
+    """All of an RL run: without group filtering a step trains on what it samples, so one number says both.
 
     Args:
         given: raw value of every setting that somebody set.
         usual: the default of a setting.
     """
-    yield from _one_batch(given, usual)
-    yield from _alone(given, usual)
-
-
-def _one_batch(given: Mapping[str, Any], usual: Callable[[str], Any]) -> Iterator[Implied]:
-    """Without group filtering a step trains on what it samples, so one number says both."""
     gen, train, switch = "data.gen_batch_size", "data.train_batch_size", "algorithm.filter_groups.enable"
     size = given.get(gen)
     if size is None or "${" in str(size) or not _is_off(given.get(switch, usual(switch))):
@@ -39,17 +31,6 @@ def _one_batch(given: Mapping[str, Any], usual: Callable[[str], Any]) -> Iterato
     if str(size) != str(given.get(train, usual(train))):
         why = f"every step samples and trains on these prompts, without {switch}=true, and {train} has no effect"
         yield Implied(train, size, gen, why)
-
-
-def _alone(given: Mapping[str, Any], usual: Callable[[str], Any]) -> Iterator[Implied]:
-    """One sample per prompt is compared with nothing, so its reward is what a group estimator has."""
-    n, treatment, estimator = "actor_rollout_ref.rollout.n", "algorithm.singleton", "algorithm.adv_estimator"
-    name = str(given.get(estimator, usual(estimator)))
-    if str(given.get(n)) != "1" or treatment in given or name not in registry.ADVANTAGE_ESTIMATORS.names():
-        return
-    if registry.ADVANTAGE_ESTIMATORS.facts(name).groups:
-        why = f"{name} has nothing to compare one sample with: its advantage is its reward, {treatment}=raw"
-        yield Implied(treatment, "raw", n, why)
 
 
 def _is_off(value: Any) -> bool:

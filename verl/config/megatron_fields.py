@@ -45,7 +45,7 @@ _MODEL = "the model's own config.json says it"
 IDLE: dict[str, str] = {
     "moe_aux_loss_coeff": _ROUTERS,
     "moe_z_loss_coeff": _ROUTERS,
-    "use_distributed_optimizer": "it is set beside this section: megatron.use_distributed_optimizer",
+    "use_distributed_optimizer": "a setting of that name stands beside this section",
     "seq_length": "every micro-batch is as long as its longest row",
     "multi_head_latent_attention": _MODEL,
     "swiglu": _MODEL,

@@ -17,7 +17,6 @@ INSTEAD: dict[str, str] = {
     "a command after profiling": "Leave it out; recordings lie in global_profiler.save_path.",
     "rollout traces": "Leave it out; trainer.rollout_data_dir writes every rollout to JSON lines.",
     "replay of dumped rollouts": "Leave it out; trainer.rollout_data_dir writes every rollout to JSON lines.",
-    "served reward models": "Leave it out: the reward model runs on the engines that train, or on your own server.",
     "remote checkpoints": "Leave it out to keep checkpoints in trainer.default_local_dir.",
     "asynchronous schedules": "Leave it out to sample and train in turn.",
 }

@@ -128,7 +128,8 @@ def _make(root: type[Node]) -> Schema:
         follows = _absolute(row.follows, key)
         follows = follows if follows in types or follows in below else None
         is_path = follows in by_key and by_key[follows].path
-        wanted = dict | None if row.is_open else Any if row.default is None or row.no_effect else type(row.default)
+        wanted: Any = Any if row.default is None or row.no_effect else type(row.default)
+        wanted = dict | None if row.is_open or isinstance(row.default, dict) else wanted
         default = copy.deepcopy(row.default)
         upstream_only[key] = Leaf(key, wanted, default, "", None, row.feature, row.no_effect, (), follows, is_path)
     return Schema(root, by_key, sections, upstream_only)

@@ -165,7 +165,7 @@ def _groups(cfg: PPOTrainerConfig) -> Problems:
                 key=f"{_R}.n",
                 got=rollout.n,
                 allowed="2 or more",
-                fix=f"Set e.g. {_R}.n=8, or algorithm.adv_estimator=gae for a critic; {_R}.n=1 takes rewards as they are.",
+                fix=f"Set e.g. {_R}.n=8, or algorithm.adv_estimator=gae for a critic.",
             )
         ]
     if not rollout.do_sample:

@@ -12,7 +12,7 @@ from verl.config.sft import SFTTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 
-_LATER = {
+LATER = {
     "nsys": "profiling with Nsight Systems",
     "npu": "profiling on Ascend",
     "precision_debugger": "the msprobe precision debugger",
@@ -66,8 +66,8 @@ def _of_role(key: str, section: ProfilerConfig, device: str | None) -> Problems:
     tool, plan = section.tool, section.tool_config.torch.schedule
     if tool is None:
         return [ConfigError("this role is to be profiled, and by no tool", key=f"{key}.tool", fix="Set it to torch.")]
-    if tool in _LATER:
-        later = _LATER[tool]
+    if tool in LATER:
+        later = LATER[tool]
         return [NotBuiltError(f"not built yet: {later}", key=f"{key}.tool", got=tool, fix=INSTEAD[later])]
     if tool == "torch_memory" and _resolved(device) != "cuda":
         message = "torch remembers the allocations of CUDA devices only"

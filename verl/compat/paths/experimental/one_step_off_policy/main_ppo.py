@@ -7,7 +7,7 @@ from verl.trainer.command import not_built
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status 2."""
-    fix = "Start verl.trainer.main_ppo, which samples and trains in turn; rollout.nnodes and its like go."
+    fix = "Start verl.trainer.main_ppo, which samples and trains in turn."
     return not_built("verl.experimental.one_step_off_policy.main_ppo", "one-step-off training", fix)
 
 

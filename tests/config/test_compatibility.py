@@ -1,0 +1,90 @@
+"""How many of upstream's recorded commands resolve only rises."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from scripts import compatibility, recording
+
+COMMANDS = Path(os.environ.get("VERL_SHARED", "")) / "migration" / "commands.jsonl"
+FLOORS = {"examples and tests": 51, "recipes": 35}
+"""Scripts that resolve, those with images among them; who brings one up writes the higher number here."""
+
+
+@pytest.fixture(scope="module")
+def results():
+    if not COMMANDS.is_file():
+        pytest.skip("VERL_SHARED names no folder with migration/commands.jsonl")
+    return compatibility.verdicts(compatibility.read_commands(COMMANDS), every_reason=False)
+
+
+def test_no_fewer_of_upstreams_commands_resolve_than_before(results):
+    resolved = dict.fromkeys(FLOORS, 0)
+    for verdict in results:
+        resolved[verdict.category.partition(",")[0]] += not verdict.reasons
+    assert all(resolved[name] >= floor for name, floor in FLOORS.items()), resolved
+
+
+def test_no_key_of_upstreams_tree_is_unknown(results):
+    unknown = {reason.name for verdict in results for reason in verdict.reasons if reason.kind == "unknown key"}
+    assert unknown == set()
+
+
+def test_every_program_of_upstream_is_a_module(results):
+    missing = {reason.name for verdict in results for reason in verdict.reasons if reason.kind == "module missing"}
+    assert {name for name in missing if name.startswith(("verl.", "recipe."))} == set()
+
+
+def script(*argv, program="verl.trainer.main_ppo"):
+    return {"script": "examples/one.sh", "commands": [{"program": program, "argv": list(argv)}]}
+
+
+def test_every_reason_is_found_though_one_hides_the_others():
+    words = ("model_engine=veomni", "distillation.enabled=true", "no.such.key=1", "algorithm.gamma=2")
+    (verdict,) = compatibility.verdicts([script(*words)])
+    kinds = {(reason.kind, reason.name.partition(":")[0]) for reason in verdict.reasons}
+    assert ("not built", "on-policy distillation") in kinds and ("a relation or a value", "algorithm.gamma") in kinds
+    assert any(kind == "unknown key" for kind, _ in kinds) and any("veomni" in name for _, name in kinds)
+    assert verdict.engine == "veomni" and verdict.category == "examples and tests"
+    rows = {reason.name: (count, alone) for reason, count, alone in compatibility.blockers([verdict])}
+    assert rows["on-policy distillation"] == (1, 0)
+
+
+def test_a_command_resolves_without_its_files_and_a_missing_program_is_counted():
+    good = script("data.train_files=@HOME/no/train.parquet", "actor_rollout_ref.model.path=/no/model")
+    images = script("data.image_key=images", program="verl.trainer.no_such_program")
+    resolved, missing = compatibility.verdicts([good, images])
+    assert resolved.reasons == {}
+    assert [reason.kind for reason in missing.reasons] == ["module missing"]
+    assert missing.category == "examples and tests, with images"
+    assert "| all | 2 | 1 | 0 | 0 | 1 |" in compatibility.report([resolved, missing])
+
+
+def test_recording_runs_scripts_with_stand_ins_and_keeps_facts_alone(tmp_path):
+    scripts = tmp_path / "examples" / "a"
+    scripts.mkdir(parents=True)
+    (tmp_path / "verl").mkdir()
+    (scripts / "run.sh").write_text(
+        "N=$(python3 -c 'print(1)')\nray start --head\nrm -rf $HOME; mkdir made\n"
+        "python3 -m verl.trainer.main_ppo model=$HOME/m \"files=['a b']\" $@\n"
+        "for lr in 1 2; do torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer lr=$lr; done\n"
+        'ray job submit -- python3 -m recipe.b.main x="$(pwd)/y"\npython recipe/b/prog.py --z\n'
+    )
+    (scripts / "nothing.sh").write_text("echo hello\n")
+    (recorded,) = recording.record(tmp_path)
+    assert recorded["script"] == "examples/a/run.sh"
+    assert [(c["program"], c["argv"]) for c in recorded["commands"]] == [
+        ("verl.trainer.main_ppo", ["model=@HOME/m", "files=['a b']"]),
+        ("verl.trainer.sft_trainer", ["lr=1"]),
+        ("verl.trainer.sft_trainer", ["lr=2"]),
+        ("recipe.b.main", ["x=@UPSTREAM/y"]),
+        ("recipe.b.prog", ["--z"]),
+    ]
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_folder_that_is_no_checkout_is_refused(tmp_path, capsys):
+    assert recording.main(tmp_path) == 2 and "no checkout" in capsys.readouterr().err
