@@ -283,10 +283,13 @@ def _cell(text: str) -> str:
 
 def page(results: list[Verdict], commit: str) -> str:
     """docs/compatibility.md."""
+    groups = {name: [v for v in results if v.category.startswith(name)] for name in ("examples and tests", "recipes")}
+    shares = ", ".join(f"{sum(not v.reasons for v in own)} of {len(own)} {name}" for name, own in groups.items())
     resolved = sum(not verdict.reasons for verdict in results)
     head = f"""# How many of upstream's commands resolve
 
-{resolved} of {len(results)} recorded scripts resolve here ({date.today().isoformat()}; upstream's checkout: {commit}).
+{resolved} of {len(results)} recorded scripts resolve here: {shares}.
+Measured on {date.today().isoformat()}; upstream's checkout: {commit}.
 
 A script resolves when each of its commands gets through the `main(argv)` of its program until work would start, on a
 pretended machine with every device, package and file. That says that its settings are understood and fit together, and
