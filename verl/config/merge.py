@@ -140,8 +140,8 @@ class Merge:
         for target in moved.targets:
             for name, inner in self._names(target + key[len(head) :], entry, value):
                 leaf, inside = self.schema.split(name) or (None, "")
-                kept = entry.delete or inner is not None or leaf is None or bool(inside)
-                if not kept and (entry.source or not _nullable(leaf)):
+                is_default = inner is None and not entry.delete and leaf is not None and not inside
+                if is_default and (entry.source or (leaf is not None and not _nullable(leaf))):
                     continue  # null in a file is the default of an old key, not a value of the new one
                 targets.append((name, inner))
         if targets and not moved.silent:
