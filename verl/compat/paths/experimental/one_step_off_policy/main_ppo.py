@@ -1,15 +1,11 @@
 """Upstream's program of one-step-off training; it says that it is not built."""
 
 import sys
+from functools import partial
 
 from verl.trainer.command import not_built
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Exit status 2."""
-    fix = "Start verl.trainer.main_ppo, which samples and trains in turn."
-    return not_built("verl.experimental.one_step_off_policy.main_ppo", "one-step-off training", fix)
-
-
+NAME, FIX = "verl.experimental.one_step_off_policy.main_ppo", "Start verl.trainer.main_ppo: it trains in turn."
+main = partial(not_built, NAME, "one-step-off training", FIX)
 if __name__ == "__main__":
     sys.exit(main())
