@@ -5,7 +5,11 @@ from functools import partial
 
 from verl.trainer.command import not_built
 
-NAME, FIX = "verl.experimental.fully_async_policy.fully_async_main", "Start verl.trainer.main_ppo: it trains in turn."
-main = partial(not_built, NAME, "fully asynchronous training", FIX)
+main = partial(
+    not_built,
+    "verl.experimental.fully_async_policy.fully_async_main",
+    "fully asynchronous training",
+    "Start verl.trainer.main_ppo.",
+)
 if __name__ == "__main__":
     sys.exit(main())

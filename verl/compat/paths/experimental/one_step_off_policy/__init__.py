@@ -1,1 +1,0 @@
-"""Upstream's folder of one-step-off training."""

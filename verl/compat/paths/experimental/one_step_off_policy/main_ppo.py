@@ -5,7 +5,8 @@ from functools import partial
 
 from verl.trainer.command import not_built
 
-NAME, FIX = "verl.experimental.one_step_off_policy.main_ppo", "Start verl.trainer.main_ppo: it trains in turn."
-main = partial(not_built, NAME, "one-step-off training", FIX)
+main = partial(
+    not_built, "verl.experimental.one_step_off_policy.main_ppo", "one-step-off training", "Start verl.trainer.main_ppo."
+)
 if __name__ == "__main__":
     sys.exit(main())
