@@ -27,8 +27,6 @@ INVENTED = {
     ("tests/sanity/test_house.py", "verl.sandbox.b"): "a small library of the test's own",
     ("tests/sanity/test_house.py", "verl.engines.e"): "a small library of the test's own",
     ("tests/sanity/test_house.py", "verl.engines.d.NAME"): "a small library of the test's own",
-    ("tests/compat/test_finder.py", "verl.utils.fsdp_utils.nothing"): "a name that does not exist",
-    ("tests/compat/test_finder.py", "verl.utils.fsdp_utils.collect_lora_params"): "a name that is refused",
 }
 """(file, name) -> why a file imports something that does not exist. This file itself is left out."""
 
