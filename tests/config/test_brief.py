@@ -569,7 +569,7 @@ SUPERVISED = {
     "LoRA": ("model.path=model model.lora_rank=32", Works({"model.lora_rank": 32}, (NO_VAL,))),
     "sequence parallel, with Liger": (
         "model.path=model ulysses_sequence_parallel_size=2 model.use_liger=True",
-        wrong("Liger's kernels need a GPU", "one process cannot share its sequences"),
+        wrong("Liger's kernels need a GPU"),
     ),
     "Megatron": ("model.path=model engine=megatron engine.tensor_model_parallel_size=1 engine.param_offload=true",
                  Works({"engine.strategy": "megatron", "engine.megatron.param_offload": True},

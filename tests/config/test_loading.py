@@ -315,12 +315,12 @@ def test_a_saved_configuration_loads_back_to_the_same(name, tmp_path, told):
 
 def test_cfg_job_prints_yaml_that_loads_back_and_leaves_without_looking_at_the_machine(capsys, tmp_path):
     with pytest.raises(SystemExit) as left:
-        load_config("ppo_trainer", ["--cfg", "job", "trainer.nnodes=100", "data.train_files=/no/such/file"])
+        load_config("ppo_trainer", ["--cfg", "job", "trainer.nnodes=64", "data.train_files=/no/such/file"])
     assert left.value.code == 0
     (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
     cfg = ppo("-cp", str(tmp_path), "-cn", "printed")
-    assert (cfg.trainer.nnodes, cfg.data.train_files) == (100, "/no/such/file")
-    assert (tmp_path / "printed.yaml").read_text().startswith(to_yaml(cfg) + "# 100 processes on Ray\n")
+    assert (cfg.trainer.nnodes, cfg.data.train_files) == (64, "/no/such/file")
+    assert (tmp_path / "printed.yaml").read_text().startswith(to_yaml(cfg) + "# 64 processes on Ray\n")
 
 
 def test_only_the_job_can_be_printed():

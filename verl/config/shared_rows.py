@@ -30,7 +30,7 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
 
 def sft_problems(cfg: SFTTrainerConfig) -> Problems:
     """Groups of processes and the budget of a supervised run."""
-    data, uneven = cfg.data, _groups(role_of_supervised(cfg))
+    data, uneven = cfg.data, _started(role_of_supervised(cfg))
     if uneven or not data.use_dynamic_bsz:
         return uneven
     key, factor = "data.max_token_len_per_gpu", _sequence_ranks(role_of_supervised(cfg))
@@ -39,7 +39,7 @@ def sft_problems(cfg: SFTTrainerConfig) -> Problems:
 
 def pair_problems(cfg: DPOTrainerConfig | RMTrainerConfig) -> Problems:
     """The same for pairs of answers, which share a micro-batch."""
-    data, uneven = cfg.data, _groups(role_of_supervised(cfg))
+    data, uneven = cfg.data, _started(role_of_supervised(cfg))
     if uneven or not data.use_dynamic_bsz:
         return uneven
     key, factor = "data.max_token_len_per_gpu", _sequence_ranks(role_of_supervised(cfg))
@@ -79,6 +79,11 @@ def _groups(role: MegatronRole) -> Problems:
             fix = _COUNT if role.pool else f"Change it, or {role.started}."
         return [ConfigError(message, key=f"{key}.{name}", got=size, allowed=allowed, fix=fix)]
     return []
+
+
+def _started(role: MegatronRole) -> Problems:
+    """The same where torchrun has started several processes; of one alone the engine says it when it is made."""
+    return _groups(role) if role.processes > 1 else []
 
 
 def _parts(cfg: PPOTrainerConfig, by_section: dict[str, MegatronRole]) -> Problems:
