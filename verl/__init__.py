@@ -23,8 +23,8 @@ def __getattr__(name: str):
     raise AttributeError(f"module 'verl' has no attribute {name!r}")
 
 
-if env.get(EXTERNAL):
+if modules := env.get(EXTERNAL):
     import importlib
 
-    for module in env.get(EXTERNAL, "").split(","):
+    for module in modules.split(","):
         importlib.import_module(module.strip())

@@ -74,3 +74,19 @@ def test_on_a_cpu_the_setting_has_no_effect_and_says_so():
     reset_notices()
     assert host_activations(False, [], "cuda") is None and notices() == {}
     assert host_activations(True, [], "cuda") is not None
+
+
+def test_under_upstreams_name_a_models_own_forward_pass_keeps_its_activations_on_the_host(monkeypatch):
+    from verl.utils import activation_offload
+
+    model, x = Model(), torch.randn(2, 5, 4, requires_grad=True)
+    expected, hosts = gradients(model, x), []
+
+    def on_host(asked, parameters, device):
+        hosts.append(OffloadedActivations(parameters, device, smallest=0))
+        return hosts[-1]
+
+    monkeypatch.setattr(activation_offload, "host_activations", on_host)
+    activation_offload.enable_activation_offloading(model)
+    assert torch.equal(gradients(model, x), expected)
+    assert hosts[0].moved_bytes > 0

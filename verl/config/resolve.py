@@ -78,6 +78,6 @@ def _located(error: ConfigError, merge: Merge, key: str) -> ConfigError:
     said = "" if entry.key.startswith(key) or key.startswith(entry.key) else f", given as {entry.key}"
     note = f"{error.message}{said}{where(entry)}"
     made = type(error)(note, key=error.key, got=error.got, allowed=error.allowed, fix=error.fix)
-    if isinstance(error, NotBuiltError):
+    if isinstance(error, NotBuiltError) and isinstance(made, NotBuiltError):
         made.feature = error.feature
     return made

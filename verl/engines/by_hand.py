@@ -128,9 +128,8 @@ def move_optimizer(optimizer: Optimizer, to: Any = "cpu") -> None:
 
 def whole_state(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The state of both with nothing cut, on the host of rank 0. Collective."""
-    return get_model_state_dict(model, options=WHOLE), optimizer and get_optimizer_state_dict(
-        model, optimizer, options=WHOLE
-    )
+    weights = get_model_state_dict(model, options=WHOLE)
+    return weights, None if optimizer is None else get_optimizer_state_dict(model, optimizer, options=WHOLE)
 
 
 def take_whole_state(

@@ -83,7 +83,8 @@ class DistProfiler:
     """
 
     def __init__(self, rank: int, config: Any = None, tool_config: Any = None, **kwargs: Any):
-        self.rank, self.config, self.profiler = rank, config, None
+        self.rank, self.config = rank, config
+        self.profiler: torch.profiler.profile | None = None
 
     def check_enable(self) -> bool:
         return bool(self.config and self.config.enable)

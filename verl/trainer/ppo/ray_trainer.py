@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -78,7 +78,7 @@ class RayPPOTrainer:
         tokenizer: Any,
         role_worker_mapping: Mapping[Role | str, Any],
         resource_pool_manager: ResourcePoolManager,
-        ray_worker_group_cls: type = LocalWorkerGroup,
+        ray_worker_group_cls: Any = LocalWorkerGroup,
         processor: Any = None,
         train_dataset: Any = None,
         val_dataset: Any = None,
@@ -86,14 +86,14 @@ class RayPPOTrainer:
         train_sampler: Any = None,
         device_name: str | None = None,
     ):
-        if not isinstance(config, PPOTrainerConfig):
-            config = config_from("ppo_trainer", config)
-        self.config, self.tokenizer, self.processor = config, tokenizer, processor
+        typed = config if isinstance(config, PPOTrainerConfig) else config_from("ppo_trainer", config)
+        self.config = typed = cast(PPOTrainerConfig, typed)
+        self.tokenizer, self.processor = tokenizer, processor
         self.role_worker_mapping = placement.plain_classes(role_worker_mapping)
         self.resource_pool_manager = resource_pool_manager
         self.worker_group_cls, self.device_name = ray_worker_group_cls, device_name
-        self.callbacks: list[Callback] = default_callbacks(config)
-        self.schedule = SCHEDULES.get(config.trainer.v1.trainer_mode)()
+        self.callbacks: list[Callback] = default_callbacks(typed)
+        self.schedule = SCHEDULES.get(typed.trainer.v1.trainer_mode)()
         self.tracking: Tracking | None = None
         self._folders: dict[str, Path] = {}
         self._create_dataloader(train_dataset, val_dataset, collate_fn or default_collate, train_sampler)
@@ -149,7 +149,7 @@ class RayPPOTrainer:
             for name, worker_class in placement.parts_of(role, named_class).items():
                 arguments = build.worker_arguments(self.config, name, self.total_training_steps, on)
                 by_pool.setdefault(pool, {})[name] = ClassWithInitArgs(worker_class, **arguments)
-        group_class = self.worker_group_cls
+        group_class: Any = self.worker_group_cls
         make_group = group_class.on_device(on) if isinstance(group_class, type) else group_class
         groups: dict[str, Any] = {}
         places: list[str] = []

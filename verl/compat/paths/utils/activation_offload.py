@@ -12,9 +12,11 @@ def enable_activation_offloading(model: Any, strategy: str = "fsdp", enable_ckpt
     parameters = list(model.parameters())
     kept, forward = host_activations(True, parameters, parameters[0].device.type), model.forward
 
+    if kept is None:
+        return
+
     def moved(*args: Any, **kwargs: Any) -> Any:
-        with kept.kept_on_host():
+        with kept.offloaded_activations():
             return forward(*args, **kwargs)
 
-    if kept is not None:
-        model.forward = moved
+    model.forward = moved
