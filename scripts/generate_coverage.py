@@ -40,7 +40,8 @@ Three columns tell three things apart:
 {counts}.
 
 This page is generated (`PYTHONPATH=. python scripts/generate_coverage.py`), and a test holds it to what the library
-does: each row is a case of `tests/brief/test_rows.py`.
+does: each row is a case of `tests/brief/test_rows.py`. How many of upstream's own scripts resolve is on a page of its
+own: [compatibility.md](compatibility.md).
 """
 
 

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from verl.config import load_config
+from verl.config import OptimizerConfig, load_config, optimizers
 from verl.errors import ConfigError, NotBuiltError
+from verl.metrics import notices, reset_notices
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 EIGHT = ["trainer.device=cpu", "trainer.n_gpus_per_node=8", f"{A}.strategy=fsdp2"]
@@ -124,3 +125,14 @@ def test_a_printed_configuration_is_checked_for_names_and_numbers(capsys, progra
 )
 def test_kernels_and_adapters_that_this_machine_lacks_are_refused(run, words, says):
     assert says in refused(run, DENSE, "trainer.device=cpu", *words)
+
+
+def test_fields_of_megatrons_optimizer_that_move_its_state_have_no_effect_there_and_say_so():
+    given = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1, "eps": 1e-6}
+    optim = OptimizerConfig(override_optimizer_config=given)
+    reset_notices()
+    assert optimizers.of_section("actor.optim", optim, "megatron") == []
+    assert "optimizer_cpu_offload" in notices()["actor.optim.override_optimizer_config"]
+    assert optimizers.for_megatron(optim).override_optimizer_config == {"eps": 1e-6}
+    [problem] = optimizers.of_section("actor.optim", optim, "fsdp2")
+    assert "AdamW takes no such argument" in str(problem)

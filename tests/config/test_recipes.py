@@ -132,7 +132,7 @@ def test_rules_notices_and_facts_of_a_recipe_are_held_against_the_settings():
 
 def test_a_printed_configuration_loads_to_the_same(capsys):
     with pytest.raises(SystemExit):
-        load("my_style.weight=0.3", "my_style.table={a: {b: 1}}", "--cfg", "job")
+        load("my_style.weight=0.3", "my_style.table={a: {b: 1}}", f"{R}.n=2", "--cfg", "job")
     printed = capsys.readouterr().out
     assert "my_style:\n  weight: 0.3\n" in printed
     Path("saved.yaml").write_text(printed)

@@ -1,4 +1,4 @@
-"""Upstream's import paths. Everything of them lies in `paths`, a copy of upstream's tree of modules; skip it at first.
+"""Upstream's import paths. All of them lie in `paths`, laid out as upstream's modules are; skip it at first.
 
 A file there is imported under upstream's name alone: ``verl/compat/paths/utils/fs.py`` is the module `verl.utils.fs`.
 Files re-export what lives in the rooms, or put upstream's signature around it.

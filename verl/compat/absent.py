@@ -35,6 +35,5 @@ ABSENT: dict[str, str] = {
     "verl.utils.distributed.set_numa_affinity": "Start the run under numactl; nothing here moves a process.",
     "verl.utils.qat": "Training with quantized weights is not built.",
     "verl.utils.transferqueue_utils": "Batches travel as verl.protocol.DataProto.",
-    "verl.experimental.fully_async_policy": _SCHEDULE,
     "verl.experimental.fully_async_policy.dynamic_schedule": _SCHEDULE,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from verl import registry
@@ -13,6 +14,7 @@ from verl.config.root import PPOTrainerConfig
 from verl.config.sft import SFTTrainerConfig
 from verl.config.validate_megatron import MegatronRole, role_of_supervised, roles
 from verl.errors import ConfigError, suggest
+from verl.metrics import notice
 
 TORCH = "torch.optim"
 NEVER = {
@@ -25,6 +27,14 @@ WHOLE = {"Adafactor": ("megatron", "fsdp2"), "Rprop": ("fsdp2",)}
 """Those that look at a weight as a whole, and the backends whose processes have pieces of weights only."""
 OF_MEGATRON = ("adam", "sgd")
 """Megatron's own names."""
+_OFFLOAD = "the setting optimizer_offload beside it says where the state waits"
+IDLE_OF_MEGATRON = {
+    "optimizer_cpu_offload": _OFFLOAD,
+    "optimizer_offload_fraction": _OFFLOAD,
+    "overlap_cpu_optimizer_d2h_h2d": _OFFLOAD,
+    "use_precision_aware_optimizer": "weights and moments are float32 in the optimizer",
+}
+"""Fields of Megatron's OptimizerConfig that change no number of the update, and why each has no effect here."""
 
 
 def problems(cfg: PPOTrainerConfig) -> Problems:
@@ -48,7 +58,7 @@ def of_section(key: str, optim: Any, backend: str) -> Problems:
     if backend in WHOLE.get(name, ()):
         why = f"it looks at a weight as a whole, of which a process has a piece with strategy={backend}"
     if why is None:
-        return one_of(f"{key}.optimizer", name, [*usable, *own]) or _arguments(key, optim)
+        return one_of(f"{key}.optimizer", name, [*usable, *own]) or _arguments(key, optim, backend)
     message = f"this optimizer cannot train here: {why}"
     return [ConfigError(message, key=f"{key}.optimizer", got=name, allowed=usable, fix=f"Set {key}.optimizer=AdamW.")]
 
@@ -59,10 +69,22 @@ def _class(key: str, module: str, name: str) -> Problems:
     return [ConfigError(p.message, key=f"{key}.optimizer", got=name, fix=p.fix) for p in missing]
 
 
-def _arguments(key: str, optim: Any) -> Problems:
-    """Arguments of one's own that the class does not take."""
+def for_megatron(optim: Any) -> Any:
+    """The section without the fields that have no effect there."""
+    given = optim.override_optimizer_config or {}
+    kept = {name: value for name, value in given.items() if name not in IDLE_OF_MEGATRON}
+    return replace(optim, override_optimizer_config=kept) if len(kept) < len(given) else optim
+
+
+def _arguments(key: str, optim: Any, backend: str) -> Problems:
+    """Arguments of one's own that the class does not take; of Megatron's own fields one notice."""
     from torch import optim as of_torch  # loaded only once there is something to validate
 
+    idle = [name for name in optim.override_optimizer_config or {} if name in IDLE_OF_MEGATRON]
+    if backend == "megatron" and idle:
+        said = "; ".join(f"{name} ({IDLE_OF_MEGATRON[name]})" for name in idle)
+        notice(f"{key}.override_optimizer_config", f"these fields have no effect: {said}")
+        optim = for_megatron(optim)
     made = getattr(of_torch, optim.optimizer, None)  # None: a name of Megatron's own
     accepted = list(inspect.signature(made).parameters) if made is not None else []
     unknown = [name for name in optim.override_optimizer_config or {} if accepted and name not in accepted]

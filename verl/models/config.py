@@ -55,7 +55,7 @@ def load_model_config(
     if not trust_remote_code:
         _refuse_foreign_kernels(config, where)
     if not external_lib:
-        vision.refuse(config.to_dict(), "model.path", path)  # of a hub name the settings could not tell
+        vision.refuse(config.to_dict(), "path", path)  # of a hub name the settings could not tell
     apply_overrides(config, override_config or {}, strict=not trust_remote_code)
     return config
 

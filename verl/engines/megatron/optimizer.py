@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from verl.checkpoint.state import EngineState
+from verl.config.optimizers import for_megatron
 from verl.distributed import Ranks
 from verl.engines.megatron.gradients import Gradients
 from verl.engines.megatron.parallel import ParallelGroups
@@ -50,7 +51,9 @@ class ShardedState:
         mine = [b for b in table.trained if self._is_mine(b)]
         self.parameters = [gradients.masters[b.parameter] for b in mine]
         # A rank that owns no weight still has learning rates and a state to report.
-        self.optimizer = build_flat_optimizer(self.parameters or [nn.Parameter(torch.zeros(0))], optim, device)
+        self.optimizer = build_flat_optimizer(
+            self.parameters or [nn.Parameter(torch.zeros(0))], for_megatron(optim), device
+        )
         self.optimizer.register_step_post_hook(self._after_step)
 
     def _is_mine(self, bound: Bound) -> bool:

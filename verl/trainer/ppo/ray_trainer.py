@@ -149,8 +149,9 @@ class RayPPOTrainer:
             for name, worker_class in placement.parts_of(role, named_class).items():
                 arguments = build.worker_arguments(self.config, name, self.total_training_steps, on)
                 by_pool.setdefault(pool, {})[name] = ClassWithInitArgs(worker_class, **arguments)
-        group_class: Any = self.worker_group_cls
-        make_group = group_class.on_device(on) if isinstance(group_class, type) else group_class
+        make_group = self.worker_group_cls
+        if isinstance(make_group, type):
+            make_group = cast(Any, make_group).on_device(on)
         groups: dict[str, Any] = {}
         places: list[str] = []
         for pool, classes in by_pool.items():

@@ -10,13 +10,12 @@ def enable_activation_offloading(model: Any, strategy: str = "fsdp", enable_ckpt
     if enable_ckpt:
         model.gradient_checkpointing_enable()
     parameters = list(model.parameters())
-    kept, forward = host_activations(True, parameters, parameters[0].device.type), model.forward
+    forward = model.forward
 
-    if kept is None:
-        return
+    if kept := host_activations(True, parameters, parameters[0].device.type):
 
-    def moved(*args: Any, **kwargs: Any) -> Any:
-        with kept.offloaded_activations():
-            return forward(*args, **kwargs)
+        def moved(*args: Any, **kwargs: Any) -> Any:
+            with kept.offloaded_activations():
+                return forward(*args, **kwargs)
 
-    model.forward = moved
+        model.forward = moved
