@@ -197,6 +197,7 @@ class RegistryTable(MutableMapping[str, Any]):
 
     def __init__(self, registry: Registry):
         self._registry = registry
+        self._removed: dict[str, str] = {}  # built-ins, which are built-in again when they are set again
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._registry.names():
@@ -204,13 +205,17 @@ class RegistryTable(MutableMapping[str, Any]):
         return self._registry.get(name)
 
     def __setitem__(self, name: str, thing: Any) -> None:
-        self._registry._registered[name] = thing
+        if name in self._removed and _identity(thing) == tuple(self._removed[name].split(":", 1)):
+            self._registry._builtins[name] = self._removed.pop(name)
+        else:
+            self._registry._registered[name] = thing
 
     def __delitem__(self, name: str) -> None:
         if name not in self._registry.names():
             raise KeyError(name)
         self._registry._registered.pop(name, None)
-        self._registry._builtins.pop(name, None)
+        if name in self._registry._builtins:
+            self._removed[name] = self._registry._builtins.pop(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._registry.names())

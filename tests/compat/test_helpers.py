@@ -10,6 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from verl.registry import ADVANTAGE_ESTIMATORS
 from verl.utils import as_torch_index, group_mean_std
 
 
@@ -161,7 +162,7 @@ def test_groups_are_numbered_as_they_come_and_one_alone_keeps_its_score():
 def test_a_registry_can_be_emptied_and_filled_again():
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn, register_adv_est
 
-    known = ADV_ESTIMATOR_REGISTRY.copy()
+    known, builtins = ADV_ESTIMATOR_REGISTRY.copy(), ADVANTAGE_ESTIMATORS.builtin_targets()
     try:
         ADV_ESTIMATOR_REGISTRY.clear()
         with pytest.raises(ValueError, match="unknown advantage estimator"):
@@ -172,6 +173,7 @@ def test_a_registry_can_be_emptied_and_filled_again():
         ADV_ESTIMATOR_REGISTRY.clear()
         ADV_ESTIMATOR_REGISTRY.update(known)
     assert dict(ADV_ESTIMATOR_REGISTRY) == known and get_adv_estimator_fn("grpo") is known["grpo"]
+    assert ADVANTAGE_ESTIMATORS.builtin_targets() == builtins
 
 
 def test_a_step_before_the_machine_is_taken_away_is_saved(monkeypatch):

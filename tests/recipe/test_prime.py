@@ -296,7 +296,7 @@ def test_an_outcome_that_is_no_rate_of_being_right_stops_the_run(here, capsys):
 
 def test_settings_that_do_nothing_are_told(here, capsys):
     with pytest.raises(SystemExit):
-        main(["--cfg", "job", "algorithm.adv_estimator=rloo"])
+        main(["--cfg", "job", "algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=2", f"{RM}.model_path=m"])
     shown = capsys.readouterr().out
     assert ESTIMATOR.partition("=")[2] in shown and "PrimeSchedule" in shown
     assert "of process rewards" in notices()["algorithm.adv_estimator"]
