@@ -427,3 +427,69 @@ def test_a_lost_replica_frees_its_memory_too_and_one_that_is_silent_is_not_waite
     assert [[method for method, _ in fake.log] for fake in (first, second, third)] == [
         ["sleep", "wake"], ["sleep"], ["sleep"]
     ]  # fmt: skip
+
+
+def test_before_any_update_a_lost_replica_wakes_with_the_others_because_it_is_tried_again():
+    clock = Clock()
+    fakes, service = make(2, clock=clock, retry_seconds=5.0)
+
+    async def run():
+        fakes[0].error = WorkerError("gone")
+        await asyncio.gather(*(service.generate(asked(i)) for i in range(2)))
+        fakes[0].error = None
+        await service.sleep()
+        await service.wake()
+
+    asyncio.run(run())
+    assert [replica.is_lost for replica in service.replicas] == [True, False]
+    assert [[method for method, _ in fake.log][-2:] for fake in fakes] == [["sleep", "wake"]] * 2
+
+
+def test_an_abort_ends_what_waits_for_a_slot_and_no_replica_begins_it():
+    fakes, service = make(2, slots=1)
+    for fake in fakes:
+        fake.silent = True
+
+    async def run():
+        tasks = [asyncio.ensure_future(service.generate(asked(i))) for i in range(5)]
+        while sum(len(fake.log) for fake in fakes) < 2:
+            await asyncio.sleep(0)
+        for fake in fakes:
+            fake.silent = False
+        counts = await service.abort(["3", "unknown"]), await service.abort()
+        ended = await asyncio.gather(*tasks[2:])
+        for task in tasks[:2]:
+            task.cancel()
+        return counts, ended
+
+    counts, ended = asyncio.run(asyncio.wait_for(run(), 20))
+    assert counts == (1, 4), "of the last four two wait"
+    assert [(done.request_id, done.finish_reason, done.token_ids) for done in ended] == [
+        (i, "abort", ()) for i in "234"
+    ]
+    assert sum(entry[0] == "generate" for fake in fakes for entry in fake.log) == 2
+
+
+def test_a_slot_that_the_next_request_may_not_take_goes_to_another_one():
+    """Replica 1 is busy for good; replica 0 fails once on a sample of that prompt, which then waits for replica 1."""
+    clock = Clock()
+    fakes, service = make(2, slots=1, clock=clock)
+
+    async def run():
+        fakes[1].silent = True
+        tasks = [asyncio.ensure_future(service.generate(asked(0, uid="long")))]
+        await asyncio.sleep(0)
+        fakes[0].error = EngineLostError("a bad answer")
+        tasks += [asyncio.ensure_future(service.generate(asked(1, uid="long")))]
+        tasks += [asyncio.ensure_future(service.generate(asked(i, uid="short"))) for i in range(2, 6)]
+        await asyncio.sleep(0)
+        clock.now += 9.0  # so the other sample of its prompt is expected to take longest, and is called first
+        while not service.stats()["resent"]:
+            await asyncio.sleep(0)
+        fakes[0].error = None
+        await asyncio.gather(*tasks[2:])
+        for task in tasks[:2]:
+            task.cancel()
+        return [replica.load for replica in service.replicas]
+
+    assert asyncio.run(asyncio.wait_for(run(), 5)) == [0, 1]

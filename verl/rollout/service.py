@@ -189,6 +189,8 @@ class SamplerService(Sampler):
         arrival = self._queue.arrived()
         for _ in range(self.max_resends + 1):
             replica = await self._acquire(request, arrival, avoided, last)
+            if replica is None:
+                return Completion(request.id, (), (), "abort", ())
             self._queue.began(request, arrival)
             done = None
             try:
@@ -301,12 +303,14 @@ class SamplerService(Sampler):
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
         wanted = None if request_ids is None else set(request_ids)
+        num_waiting = self._queue.abort(wanted)  # first: a slot that becomes free now must not go to one of them
         calls = []
         for replica in self.replicas:
             ids = sorted(replica.ids if wanted is None else replica.ids & wanted)
             if ids and not replica.is_lost:
                 calls.append(replica.sampler.abort(ids))
-        return sum(n for n in await asyncio.gather(*calls, return_exceptions=True) if isinstance(n, int))
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        return num_waiting + sum(n for n in answers if isinstance(n, int))
 
     async def sleep(self, level: int = 1) -> None:
         """All replicas, also the lost ones, which may still hold memory that a trainer beside them needs.
@@ -315,12 +319,13 @@ class SamplerService(Sampler):
         """
         lost = [replica.sampler for replica in self.replicas if replica.is_lost]
         await self._all(lambda sampler: sampler.sleep(level))
-        await asyncio.gather(
-            *(asyncio.wait_for(sampler.sleep(level), self.lost_seconds) for sampler in lost), return_exceptions=True
-        )
+        await self._try(lost, lambda sampler: sampler.sleep(level))
 
     async def wake(self) -> None:
+        """All replicas; lost ones as long as they are tried again, because `sleep` reached them too."""
+        lost = [] if self._published else [replica.sampler for replica in self.replicas if replica.is_lost]
         await self._all(lambda sampler: sampler.wake())
+        await self._try(lost, lambda sampler: sampler.wake())
 
     def stats(self) -> dict[str, float]:
         """Sums over the replicas, ``resent`` requests, and how many replicas are left."""
@@ -349,8 +354,11 @@ class SamplerService(Sampler):
     def _names(self) -> list[str]:
         return [replica.name for replica in self.replicas]
 
-    async def _acquire(self, request: Request, arrival: int, avoided: set[str], last: BaseException | None) -> Replica:
-        """The replica that gets a request, once it has room for it."""
+    async def _acquire(
+        self, request: Request, arrival: int, avoided: set[str], last: BaseException | None
+    ) -> Replica | None:
+        """The replica that gets a request, once it has room for it; None for one that is aborted while it waits."""
+        was_called = False
         while True:
             due = None if avoided else self._due()
             if due is not None:
@@ -366,7 +374,11 @@ class SamplerService(Sampler):
                 return self._router.choose(request, may)
             if has_room:
                 return self._router.choose(request, has_room)
-            await self._queue.turn(request, arrival)
+            if was_called and any(replica.load < self.slots for replica in alive):
+                self._queue.call_next()  # the slot is at a replica that lost this request: others can use it
+            was_called = await self._queue.turn(request, arrival)
+            if not was_called:
+                return None
 
     def _alive(self) -> list[Replica]:
         return [replica for replica in self.replicas if not replica.is_lost and not replica.is_leaving]
@@ -387,6 +399,11 @@ class SamplerService(Sampler):
                 self._lose(replica, error)
             elif isinstance(error, BaseException):
                 raise error
+
+    async def _try(self, samplers: Iterable[Sampler], call: Callable[[Sampler], Any]) -> None:
+        """Call lost replicas, and ignore what goes wrong."""
+        calls = (asyncio.wait_for(call(sampler), self.lost_seconds) for sampler in samplers)
+        await asyncio.gather(*calls, return_exceptions=True)
 
     def _note_loss(self, replica: Replica, error: BaseException) -> None:
         replica.failures += 1

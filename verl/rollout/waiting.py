@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from verl.rollout.base import Request
@@ -33,10 +33,11 @@ class Samples:
 
 @dataclass
 class Waiter:
-    """One request that waits."""
+    """One request that waits; its turn is False where it was aborted."""
 
+    id: str
     arrival: int
-    turn: asyncio.Future[None]
+    turn: asyncio.Future[bool]
 
 
 class Queue:
@@ -63,20 +64,20 @@ class Queue:
         self._arrivals += 1
         return self._arrivals
 
-    async def turn(self, request: Request, arrival: int) -> None:
-        """Return when the request is to look for a slot.
+    async def turn(self, request: Request, arrival: int) -> bool:
+        """Return when the request is to look for a slot; False: it was aborted before it got one.
 
         Args:
             arrival: what `arrived` gave it.
         """
-        waiter = Waiter(arrival, asyncio.get_running_loop().create_future())
+        waiter = Waiter(request.id, arrival, asyncio.get_running_loop().create_future())
         line = self._waiting.setdefault(_prompt(request), deque())
         if line and arrival < line[0].arrival:
             line.appendleft(waiter)
         else:
             line.append(waiter)
         try:
-            await waiter.turn
+            return await waiter.turn
         except BaseException:
             if waiter.turn.done() and not waiter.turn.cancelled():
                 self.call_next()  # its turn is somebody else's
@@ -87,7 +88,15 @@ class Queue:
         self._calls += 1
         line = self._oldest() if self._calls % OLDEST_EVERY == 0 else self._longest()
         if line:
-            line.popleft().turn.set_result(None)
+            line.popleft().turn.set_result(True)
+
+    def abort(self, request_ids: Collection[str] | None) -> int:
+        """End the wait of these requests (of all, if None); how many there were."""
+        waiters = [waiter for line in self._waiting.values() for waiter in line if not waiter.turn.done()]
+        aborted = [waiter for waiter in waiters if request_ids is None or waiter.id in request_ids]
+        for waiter in aborted:
+            waiter.turn.set_result(False)
+        return len(aborted)
 
     def _oldest(self) -> deque[Waiter] | None:
         return min((line for _, line in self._lines()), key=lambda line: line[0].arrival, default=None)
@@ -107,7 +116,7 @@ class Queue:
     def _lines(self) -> Iterator[tuple[str, deque[Waiter]]]:
         """The prompts of which samples wait, and those samples."""
         for prompt, line in list(self._waiting.items()):
-            while line and line[0].turn.done():  # cancelled
+            while line and line[0].turn.done():  # cancelled or aborted
                 line.popleft()
             if line:
                 yield prompt, line
