@@ -74,6 +74,8 @@ class Fleet:
         self._unfinished: list[Any] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self.beside: list[Fleet] = []
+        """Processes that only serve these ones, and end with them."""
         for member in self.members:
             register_death_reporter(member.actor_id, self)
         _living.add(self)
@@ -169,6 +171,8 @@ class Fleet:
         for member in self.members:
             if member.actor_id != besides:
                 ray.kill(member.actor, no_restart=True)
+        for fleet in self.beside:
+            fleet.close()
 
 
 _living: WeakSet[Fleet] = WeakSet()

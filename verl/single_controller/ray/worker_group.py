@@ -134,7 +134,6 @@ class RayWorkerGroup(WorkerGroup):
         self._workers = [member.actor for member in fleet.members]
         self._worker_names = worker_names(role, len(fleet.members))
         self._callers: dict[tuple[int, str], Any] = {}
-        self._beside: list[Fleet] = []
         # Threads of this process that call the group: a call is numbered and sent in one go.
         self._caller_id, self._sending = uuid.uuid4().hex, threading.Lock()
         self._sent = [0] * len(fleet.members)
@@ -210,7 +209,7 @@ class RayWorkerGroup(WorkerGroup):
             behind_handle=True,
         )
         fleet, _ = launch(recipe, [None] * number)
-        self._beside.append(fleet)
+        self._fleet.beside.append(fleet)
         return [RayHandle(member.actor, "", member.name, None, fleet) for member in fleet.members]
 
     def _send(self, method_name: str, calls: Sequence[transfer.Call]) -> list[Any]:
@@ -257,8 +256,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def close(self) -> None:
         """Stop the workers, also detached ones, and those of every group that shares their processes."""
-        for fleet in [*self._beside, self._fleet]:
-            fleet.close()
+        self._fleet.close()
 
     def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> None:
         """Runs from the start; with another interval only after `stop_worker_aliveness_check`."""
