@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.support import tiny_model_dir
+from verl.metrics import notices, reset_notices
 from verl.utils import fsdp_utils
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
@@ -39,6 +40,18 @@ def test_a_checkpoint_by_hand_goes_on_where_it_was_made(tmp_path):
     step(other, again, schedule_again)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+def test_a_checkpoint_without_a_schedule_is_loaded_and_a_schedule_is_told_that_it_begins_anew(tmp_path):
+    model, optimizer, schedule = trained()
+    step(model, optimizer, schedule)
+    FSDPCheckpointManager(model, optimizer).save_checkpoint(str(tmp_path), global_step=1)
+    other, again, schedule_again = trained()
+    FSDPCheckpointManager(other, again).load_checkpoint(str(tmp_path))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    reset_notices()
+    FSDPCheckpointManager(other, again, schedule_again).load_checkpoint(str(tmp_path))
+    assert schedule_again.last_epoch == 0 and "the schedule begins anew" in notices()["lr_scheduler"]
 
 
 def test_a_gradient_is_clipped_as_torch_does_it():

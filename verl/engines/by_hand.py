@@ -30,6 +30,7 @@ from verl import device
 from verl.checkpoint import EngineState, read_part, write_part
 from verl.checkpoint.state import prefixed
 from verl.engines.sharding import unit_modules
+from verl.metrics import notice
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -188,6 +189,8 @@ class FSDPCheckpointManager:
             entries.setdefault(name, {})[key] = tensor
         kept = {"state": entries, **state.scalars["optimizer"]}
         take_whole_state(self.model, self.optimizer, state.section("model"), kept if entries else None)
-        epoch = state.scalars["extra"]["scheduler"]
-        if self.lr_scheduler is not None and epoch is not None:
+        epoch = state.scalars["extra"].get("scheduler")
+        if self.lr_scheduler is not None and epoch is None:
+            notice("lr_scheduler", f"{local_path} was saved without one: the schedule begins anew")
+        elif self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict({**self.lr_scheduler.state_dict(), "last_epoch": epoch})
