@@ -13,7 +13,7 @@ import secrets
 NONCE, PROOF = "x-verl-nonce", "x-verl-proof"
 """Headers of a request and of its answer."""
 PATH = "/verl/proof"
-"""HttpResponse without the key: the proof for a number, and nothing else."""
+"""Answered without the key: the proof for a number, and nothing else."""
 LONGEST = 64
 
 
