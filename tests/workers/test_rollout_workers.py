@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 
@@ -9,12 +10,16 @@ import numpy as np
 import pytest
 
 from tests.support import tiny_model_dir, write_prompts
+from verl.agent_loop import AgentLoopManager
 from verl.config import load_config
+from verl.data import tokenizer_of
 from verl.errors import ConfigError, RolloutError, WorkerError
 from verl.protocol import DataProto
+from verl.rollout import Completion
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool
 from verl.single_controller.local import LocalWorkerGroup
-from verl.workers.loops import RolloutWorker
+from verl.single_controller.local.handle import LocalHandle
+from verl.workers.loops import RemoteRunner, RolloutWorker
 from verl.workers.sampling import SamplingWorker
 
 pytestmark = pytest.mark.dist
@@ -99,11 +104,32 @@ def test_two_processes_make_the_batch_of_one_bit_for_bit_with_the_same_row_faile
 
 
 def test_a_batch_ends_for_all_processes_once_enough_of_its_rows_are_done(apart):
-    done = apart.generate_sequences(batch(["endless", "fine", "endless", "fine"]))
+    done = apart.generate_sequences(batch(["endless", "fine", "waits", "fine"]))
     assert list(done.non_tensor_batch["finish_reason"][[0, 2]]) == ["abort", "abort"]
     assert "abort" not in done.non_tensor_batch["finish_reason"][[1, 3]]
     after = apart.generate_sequences(batch(["fine"] * 4, validate=True))
     assert "abort" not in after.non_tensor_batch["finish_reason"], "the stop was that batch's"
+
+
+def test_loops_elsewhere_hear_of_the_end_of_a_batch_before_their_requests_come_back_empty(config):
+    """Else an agent would take its own end for a failure, which ``on_error`` may make one of the run."""
+    is_known = []
+
+    class Sampling:
+        async def generate(self, request):
+            return Completion(request.id, (7,), (-0.1,), "stop", (0,))
+
+        async def abort(self, request_ids=None):
+            is_known.append(worker._stop.is_set)
+
+    policy = config.actor_rollout_ref
+    manager = AgentLoopManager(policy.rollout, Sampling(), tokenizer_of(policy.model))
+    worker = RolloutWorker(policy, None, LocalHandle(manager))
+    manager.run_in([RemoteRunner(LocalHandle(worker))])
+    for _ in range(2):
+        made = asyncio.run(asyncio.wait_for(manager.generate(batch(["waits", "fine"])), 20))
+        assert list(made.non_tensor_batch["finish_reason"]) == ["abort", "stop"]
+    assert is_known == [True, True]
 
 
 def test_rows_that_all_fail_and_a_loop_that_there_is_not_stop_the_run_as_in_one_process(here, apart):

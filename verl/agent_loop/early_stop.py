@@ -8,33 +8,38 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 from typing import TypeVar
 
-from verl.rollout.base import Completion, Request, Sampler
+from verl.rollout.base import Completion, Request
 
 T = TypeVar("T")
 
 
 @dataclass
 class Stop:
-    """Whether no more is to be sampled for a batch."""
+    """Whether no more is to be sampled for a batch.
+
+    Args:
+        batch: tells batches apart where their loops run in other processes.
+    """
 
     is_set: bool = False
+    batch: int = field(default_factory=count().__next__)
 
     def answer(self, request: Request) -> Completion:
         """What a request gets that begins after the stop."""
         return Completion(request.id, (), (), "abort", ())
 
 
-async def gather_most(tasks: Sequence[asyncio.Task[T]], rate: float, sampler: Sampler, stop: Stop) -> list[T]:
+async def gather_most(tasks: Sequence[asyncio.Task[T]], rate: float, stop: Callable[[], Awaitable[None]]) -> list[T]:
     """The results of all tasks in order; the last ``rate`` of them end early.
 
     Args:
         rate: share of the tasks that may be given up once the others are done; 0 waits for all.
-        sampler: its requests in flight are aborted then.
-        stop: set then; requests that begin later must not be sampled.
+        stop: called then; requests in flight come back with what they have, and later ones are not sampled.
     """
     enough = math.ceil((1 - rate) * len(tasks))
     left = set(tasks)
@@ -43,6 +48,5 @@ async def gather_most(tasks: Sequence[asyncio.Task[T]], rate: float, sampler: Sa
         for task in done:
             task.result()  # the first failure ends the batch
     if left:
-        stop.is_set = True
-        await sampler.abort()
+        await stop()
     return list(await asyncio.gather(*tasks))

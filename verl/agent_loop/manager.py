@@ -91,7 +91,7 @@ class AgentLoopManager:
             work = runner.run(number, row, stream, parameters, stop)
             tasks.append(asyncio.ensure_future(_scored(number, work, beside)))
         try:
-            outputs = await gather_most(tasks, self._may_give_up(prompts.meta_info), self.sampler, stop)
+            outputs = await gather_most(tasks, self._may_give_up(prompts.meta_info), self._end_batch)
         except BaseException:
             for task in tasks:  # the batch ends; what is left must not go on sampling
                 task.cancel()
@@ -104,6 +104,14 @@ class AgentLoopManager:
         scoring = {} if beside is None else await beside.finish(outputs, batch)
         batch.meta_info["metrics"] = {**loop_metrics(outputs), **scoring}
         return batch
+
+    async def _end_batch(self) -> None:
+        """Enough trajectories are done. Loops in other processes hear of it before their requests come back empty."""
+        stop = self._stop
+        for runner in self._runners:
+            await runner.end(stop)
+        stop.is_set = True
+        await self.sampler.abort()
 
     def sampling_params(self, meta_info: dict[str, Any]) -> dict[str, Any]:
         """How this batch is sampled, from the configuration and the batch's own wishes."""

@@ -26,6 +26,9 @@ class RunsRows(Protocol):
         self, number: int, row: dict[str, Any], stream: tuple[str, int], parameters: dict[str, Any], stop: Stop
     ) -> AgentLoopOutput: ...
 
+    async def end(self, stop: Stop) -> None:
+        """Tell the loops of a batch, as far as they do not see its ``stop``, that it is about to be set."""
+
 
 class RowRunner:
     """Runs the loops of rows in this process; many at once, each a coroutine.
@@ -87,6 +90,9 @@ class RowRunner:
         except Exception as error:  # boundary: a user's loop or scorer; the row is masked, the first error shown
             return failed(self._nothing(row), f"the agent loop {chosen}", error, "mask", where)
         return output
+
+    async def end(self, stop: Stop) -> None:
+        """Its loops see the ``stop`` itself."""
 
     def _nothing(self, row: Mapping[str, Any]) -> AgentLoopOutput:
         """The output of a row whose loop gave none: its prompt, if it is known in tokens, and no response."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -33,13 +34,23 @@ class RolloutWorker:
         model = local_model(config.model, "actor_rollout_ref.model.path")
         sampler = RemoteSampler(service, generate="serve")
         self._runner = RowRunner(config.rollout, sampler, tokenizer_of(model), data_config=data)
+        self._stop = Stop()
 
     async def run_row(
-        self, number: int, row: dict[str, Any], stream: tuple[str, int], parameters: dict[str, Any]
+        self, batch: int, number: int, row: dict[str, Any], stream: tuple[str, int], parameters: dict[str, Any]
     ) -> AgentLoopOutput:
-        """As `RowRunner.run`. When enough trajectories are done, the service says so by empty answers."""
-        output = await self._runner.run(number, row, stream, parameters, Stop())
+        """As `RowRunner.run`, for a row of a batch that `end_batch` may end."""
+        output = await self._runner.run(number, row, stream, parameters, self._stop_of(batch))
         return output if output.failure is None else replace(output, failure=portable(output.failure))
+
+    async def end_batch(self, batch: int) -> None:
+        """Enough trajectories of a batch are done."""
+        self._stop_of(batch).is_set = True
+
+    def _stop_of(self, batch: int) -> Stop:
+        if self._stop.batch != batch:
+            self._stop = Stop(batch=batch)
+        return self._stop
 
 
 class RemoteRunner:
@@ -56,8 +67,12 @@ class RemoteRunner:
         self, number: int, row: dict[str, Any], stream: tuple[str, int], parameters: dict[str, Any], stop: Stop
     ) -> AgentLoopOutput:
         try:
-            output: AgentLoopOutput = await self._worker.call("run_row", number, row, stream, parameters)
+            output: AgentLoopOutput = await self._worker.call("run_row", stop.batch, number, row, stream, parameters)
         except WorkerError as error:
             where = f"row {number} of the batch, uid {stream[0]}"
             raise RolloutError(f"the process that ran the agent loop of {where} is lost: {error}") from error
         return output
+
+    async def end(self, stop: Stop) -> None:
+        with suppress(WorkerError):  # of a process that is lost each of its rows says so
+            await self._worker.call("end_batch", stop.batch)
