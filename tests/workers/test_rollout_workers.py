@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from textwrap import dedent
 
 import numpy as np
 import pytest
 
 from tests.support import tiny_model_dir, write_prompts
 from verl.agent_loop import AgentLoopManager
-from verl.config import load_config
+from verl.config import load_config, replace
 from verl.data import tokenizer_of
 from verl.errors import ConfigError, RolloutError, WorkerError
 from verl.protocol import DataProto
@@ -146,6 +147,20 @@ def test_a_process_of_agent_loops_that_is_killed_ends_the_call_with_the_row_that
     os.kill(apart.loops[1]._fleet.members[1].pid, signal.SIGKILL)
     with pytest.raises(RolloutError, match=r"the process that ran the agent loop of row [23] of the batch.* is lost"):
         apart.generate_sequences(batch(["fine"] * 4, validate=True))
+
+
+def test_what_an_external_library_registers_is_known_where_agent_loops_run(config, tmp_path, monkeypatch):
+    code = """
+        from tests.workers.own_loop import Moody
+        from verl.agent_loop import register
+        register("moody_of_a_library")(Moody)
+    """
+    (tmp_path / "library_of_loops.py").write_text(dedent(code))
+    monkeypatch.syspath_prepend(tmp_path)
+    words = {"model.external_lib": "library_of_loops", "rollout.agent.default_agent_loop": "moody_of_a_library"}
+    worker = RolloutWorker(replace(config.actor_rollout_ref, **words), None, LocalHandle(None))
+    output = asyncio.run(worker.run_row(0, 0, {"raw_prompt_ids": [5], "mood": "fails"}, ("a", 0), {}))
+    assert "no mood for it" in str(output.failure)
 
 
 def test_a_run_of_one_process_has_no_other_processes_to_start(here):

@@ -12,6 +12,7 @@ from verl.agent_loop.runner import RowRunner
 from verl.config import ActorRolloutRefConfig, DataConfig
 from verl.data import tokenizer_of
 from verl.errors import RolloutError, WorkerError, portable
+from verl.models.config import import_external
 from verl.rollout.hosted import RemoteSampler
 from verl.single_controller.base.handle import Handle
 from verl.tools.limits import shared_by
@@ -31,6 +32,7 @@ class RolloutWorker:
     def __init__(self, config: ActorRolloutRefConfig, data: DataConfig | None, service: Handle, processes: int = 1):
         if processes > 1:
             shared_by(processes)
+        import_external(config.model.external_lib)  # no model is loaded here, and it may register loops and parsers
         model = local_model(config.model, "actor_rollout_ref.model.path")
         sampler = RemoteSampler(service, generate="serve")
         self._runner = RowRunner(config.rollout, sampler, tokenizer_of(model), data_config=data)
