@@ -190,7 +190,10 @@ def test_a_trajectory_is_scored_as_soon_as_it_ends():
     async def score(row, output):
         return float(len(output.response_ids))
 
-    batch = manager(Table(), score=score).generate_sequences(prompts([[3], [1]], ["a", "b"]))
+    here = manager(Table(), score=score)
+    with pytest.raises(RolloutError, match=r"only in this process.*score_row"):
+        here.run_in([here.here])
+    batch = here.generate_sequences(prompts([[3], [1]], ["a", "b"]))
     assert batch.non_tensor_batch["reward_score"].tolist() == [3.0, 1.0]
 
 

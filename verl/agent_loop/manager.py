@@ -54,7 +54,13 @@ class AgentLoopManager:
         self._stop = Stop()
 
     def run_in(self, runners: Sequence[RunsRows]) -> None:
-        """Run the loops in other processes, each of which gets adjacent rows; none: here."""
+        """Run the loops in other processes, each of which gets adjacent rows; none: here.
+
+        Raises:
+            RolloutError: ``score`` is set, which the other processes do not have.
+        """
+        if runners and self.here.score is not None:
+            raise RolloutError("score runs with the loops, and only in this process", fix="Pass score_row instead.")
         self._runners = list(runners) or [self.here]
 
     async def serve(self, request: Request) -> Completion:
