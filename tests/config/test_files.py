@@ -197,6 +197,35 @@ def test_a_mandatory_value_left_open_is_asked_for_unless_the_command_line_gives_
     assert read("-cn", "mine", "actor_rollout_ref.rollout.name=hf").actor_rollout_ref.rollout.name == "hf"
 
 
+def test_a_mandatory_value_of_a_model_that_is_off_stays_open(write):
+    write("mine.yaml", 'reward: {reward_model: {enable: false, rollout: {name: "???"}}}\n')
+    assert read("-cn", "mine").reward.reward_model.rollout.name == "hf"
+    with pytest.raises(ConfigError, match=r"reward_model\.rollout\.name: has to be given a value"):
+        read("-cn", "mine", "reward.reward_model.enable=true", "reward.reward_model.model_path=rm")
+
+
+@pytest.mark.parametrize("order", ["strategy: {0}, fsdp_config: {1}", "fsdp_config: {1}, strategy: {0}"])
+def test_the_engine_that_a_section_of_fsdp_names_in_a_file_says_nothing_beside_the_roles_own(write, order):
+    policy = order.format("fsdp2", "{strategy: fsdp}")
+    follower = order.format('"${actor_rollout_ref.actor.strategy}"', "{strategy: fsdp}")
+    text = f"{{actor: {{{policy}}}, ref: {{{follower}}}}}"
+    write("mine.yaml", f"actor_rollout_ref: {text}\ncritic: {{strategy: fsdp2, fsdp: {{strategy: fsdp}}}}\n")
+    cfg = read("-cn", "mine")
+    assert cfg.actor_rollout_ref.actor.strategy == cfg.actor_rollout_ref.ref.strategy == cfg.critic.strategy == "fsdp2"
+
+
+def test_a_section_of_fsdp_that_names_another_engine_contradicts_the_role(write):
+    write("mine.yaml", "critic: {strategy: fsdp2, fsdp: {strategy: fsdp_turbo}}\n")
+    with pytest.raises(ConfigError, match=r"critic\.strategy"):
+        read("-cn", "mine")
+
+
+def test_two_names_of_one_thing_may_refer_to_each_other(write):
+    write("mine.yaml", 'critic: {grad_clip: "${critic.optim.clip_grad}", optim: {clip_grad: 0.5}}\n')
+    cfg = read("-cn", "mine")
+    assert cfg.critic.grad_clip == cfg.critic.optim.clip_grad == 0.5
+
+
 def test_mappings_of_file_and_command_line_are_merged(write):
     write("mine.yaml", "actor_rollout_ref: {model: {override_config: {a: 1, b: {c: 2}}}}\n")
     cfg = read("-cn", "mine", "actor_rollout_ref.model.override_config.b.c=3")

@@ -59,6 +59,12 @@ def _word(yes: str, no: str) -> Callable[[Any], str]:
     return lambda value: {"true": yes, "false": no}.get(str(value).lower(), value)
 
 
+ENGINE_STRATEGIES = {
+    f"{_A}.fsdp_config.strategy": f"{_A}.strategy",
+    f"{_REF}.fsdp_config.strategy": f"{_REF}.strategy",
+    f"{_C}.fsdp.strategy": f"{_C}.strategy",
+}
+"""Names of an engine inside its section, and the role's own setting for it."""
 _ACTOR = {
     f"{_A}.lr": to(f"{_A}.optim.lr"),
     f"{_A}.max_grad_norm": to(f"{_A}.grad_clip"),
@@ -80,9 +86,7 @@ _ACTOR = {
     f"{_C}.fsdp_config": to(f"{_C}.fsdp"),
     f"{_C}.model.backend": to(f"{_C}.strategy"),
     f"{_C}.checkpoint.contents": to(f"{_C}.checkpoint.save_contents"),
-    f"{_A}.fsdp_config.strategy": to(f"{_A}.strategy"),
-    f"{_REF}.fsdp_config.strategy": to(f"{_REF}.strategy"),
-    f"{_C}.fsdp.strategy": to(f"{_C}.strategy"),
+    **{section: to(role) for section, role in ENGINE_STRATEGIES.items()},
 }
 SCHEDULE_NAMES = (
     ("warmup_style", "lr_scheduler_type"),

@@ -33,5 +33,16 @@ def implied(given: Mapping[str, Any], usual: Callable[[str], Any]) -> Iterator[I
         yield Implied(train, size, gen, why)
 
 
+def left_open(given: Mapping[str, Any], usual: Callable[[str], Any]) -> list[str]:
+    """Settings given as ``???``, which asks for a value, below an ``enable`` that is off and so needs none."""
+    return [key for key, value in given.items() if value == "???" and _is_below_off(key, given, usual)]
+
+
+def _is_below_off(key: str, given: Mapping[str, Any], usual: Callable[[str], Any]) -> bool:
+    parts = key.split(".")
+    switches = [f"{'.'.join(parts[:cut])}.enable" for cut in range(1, len(parts))]
+    return any(_is_off(given.get(switch, usual(switch))) for switch in switches)
+
+
 def _is_off(value: Any) -> bool:
     return str(value).lower() in ("false", "no", "off", "0")

@@ -9,11 +9,11 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from verl.config.aliases import longest_prefix
+from verl.config.aliases import ENGINE_STRATEGIES, longest_prefix
 from verl.config.convert import convert
 from verl.config.files import DefaultsEntry, Layer
 from verl.config.groups import Program, choose, is_role
-from verl.config.implied import implied
+from verl.config.implied import implied, left_open
 from verl.config.schema import Leaf, holds_mapping, schema_of
 from verl.config.unknown import unknown_settings
 from verl.errors import ConfigError
@@ -56,11 +56,13 @@ class Merge:
             one, two = self.origin.get(first), self.origin.get(second)
             if one is None or two is None or one.source != two.source:
                 continue
-            if not self._agree(first, self.values[first], self.values[second]):
+            a, b = self.values[first], self.values[second]
+            if a != _reference(second) and b != _reference(first) and not self._agree(first, a, b):
                 self.problems.append(_contradiction(two, one, first))
 
     def _add(self, layer: Layer) -> None:
-        settings = [entry for entry in layer if not self._is_choice(entry)]
+        keys = {entry.key for entry in layer}
+        settings = [entry for entry in layer if not self._is_choice(entry) and not _says_again(entry, keys)]
         for entry in layer:
             if self._is_choice(entry):
                 self._try(self._choose, entry)
@@ -74,9 +76,15 @@ class Merge:
                 self._put(key, value, entry)
 
     def _imply(self) -> None:
-        for item in implied(self.values, lambda key: self.schema.leaves[key].default):
+        for key in left_open(self.values, self._usual):
+            del self.values[key], self.origin[key]
+        for item in implied(self.values, self._usual):
             notice(item.source, item.why)
             self.values[item.key], self.origin[item.key] = item.value, self.origin[item.source]
+
+    def _usual(self, key: str) -> Any:
+        leaf = self.schema.leaves.get(key)
+        return leaf.default if leaf is not None else None
 
     def _try(self, step: Any, *args: Any) -> Any:
         try:
@@ -222,6 +230,16 @@ def _contradiction(first: DefaultsEntry, second: DefaultsEntry, key: str) -> Con
         key=key,
         fix=f"Keep {key} and remove the other spelling.",
     )
+
+
+def _says_again(entry: DefaultsEntry, keys: set[str]) -> bool:
+    """Whether a file gives FSDP as the engine of an FSDP section beside the role's own choice, as upstream's tree does."""
+    role = ENGINE_STRATEGIES.get(entry.key)
+    return bool(entry.source) and role in keys and entry.value in ("fsdp", "fsdp2")
+
+
+def _reference(key: str) -> str:
+    return f"${{{key}}}"
 
 
 def _nullable(leaf: Leaf) -> bool:
