@@ -52,9 +52,9 @@ def test_containers_of_omegaconf_become_ordinary_ones():
     from verl.utils.py_functional import convert_to_regular_types
 
     plain = convert_to_regular_types(
-        {"a": OmegaConf.create({"b": [1, {"c": 2}]}), "d": [OmegaConf.create([3])], "e": "x"}
+        {"a": OmegaConf.create({"b": [1, {"c": 2}]}), "d": (OmegaConf.create([3]), 4), "e": "x"}
     )
-    assert plain == {"a": {"b": [1, {"c": 2}]}, "d": [[3]], "e": "x"} and type(plain["a"]["b"]) is list
+    assert plain == {"a": {"b": [1, {"c": 2}]}, "d": [[3], 4], "e": "x"} and type(plain["a"]["b"]) is list
 
 
 def test_a_call_over_its_time_is_an_error_and_one_within_it_returns():
@@ -109,7 +109,30 @@ def test_seconds_of_one_process_are_reduced_to_themselves():
     from verl.utils.profiler.performance import gather_timing, reduce_timing, topk_reduce_ratio_min_max
 
     assert gather_timing({"gen": 2.0}) == {"gen": [2.0]} and reduce_timing({"gen": 2.0}) == {"gen": 2.0}
-    assert topk_reduce_ratio_min_max(2.0) == (1.0, 2.0, 2.0)
+    assert topk_reduce_ratio_min_max(2.0) == (-1.0, -1.0, -1.0)
+
+
+def test_seconds_of_several_ranks_are_reduced_as_they_are_asked_to_be(monkeypatch):
+    from verl.observability import by_hand
+
+    seconds = [*map(float, range(1, 10)), 100.0]  # of ten ranks: the slowest tenth is one of them
+    monkeypatch.setattr(by_hand, "gather_timing", lambda timing: dict.fromkeys(timing, seconds))
+    monkeypatch.setattr(by_hand.dist, "is_initialized", lambda: True)
+    assert by_hand.reduce_timing({"gen": 1.0}) == {"gen": 14.5}
+    assert by_hand.reduce_timing({"gen": 1.0}, by_hand.dist.ReduceOp.MAX) == {"gen": 100.0}
+    assert by_hand.topk_reduce_ratio_min_max(1.0) == pytest.approx((0.1, 1.0, 100.0))
+    assert by_hand.topk_reduce_ratio_min_max(1.0, k=50)[0] == pytest.approx(0.5)
+
+
+def test_a_process_group_is_joined_at_the_address_that_the_shell_names(monkeypatch, tmp_path):
+    from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
+
+    named = {"LOCAL_RANK": 0, "RANK": 0, "WORLD_SIZE": 1, "DIST_INIT_METHOD": f"file://{tmp_path}/group"}
+    for name, value in named.items():
+        monkeypatch.setenv(name, str(value))
+    assert initialize_global_process_group(timeout_second=60) == (0, 0, 1)
+    destroy_global_process_group()
+    assert not torch.distributed.is_initialized()
 
 
 def test_memory_is_logged_before_and_after_a_call(caplog):
@@ -190,7 +213,7 @@ def test_a_batch_holds_columns_and_values_of_its_own():
 
     made = get_tensordict({"ids": torch.ones(2, 3), "names": ["a", "b"]}, {"temperature": 0.5})
     assert made.batch_size == torch.Size([2]) and get(made, "ids").shape == (2, 3)
-    assert get(made, "names") == ["a", "b"] and get_non_tensor_data(made, "temperature") == 0.5
+    assert get(made, "names") == ["a", "b"] and get_non_tensor_data(data=made, key="temperature", default=1) == 0.5
     assert get(made, "nothing", 7) == 7
     with pytest.raises(AssertionError, match="one length"):
         get_tensordict({"a": torch.ones(2), "b": [1]})

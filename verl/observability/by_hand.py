@@ -63,15 +63,27 @@ def gather_timing(timing_raw: dict[str, float]) -> dict[str, list[float]]:
     return {name: [timing[name] for timing in ranks] for name in timing_raw}
 
 
-def reduce_timing(timing_raw: dict[str, float]) -> dict[str, float]:
-    """The mean over ranks."""
-    return {name: sum(values) / len(values) for name, values in gather_timing(timing_raw).items()}
+_REDUCE: dict[Any, Callable[[list[float]], float]] = {
+    dist.ReduceOp.AVG: lambda values: sum(values) / len(values), dist.ReduceOp.SUM: sum,
+    dist.ReduceOp.MAX: max, dist.ReduceOp.MIN: min,
+}  # fmt: skip
+
+
+def reduce_timing(timing_raw: dict[str, float], reduce_op: Any = dist.ReduceOp.AVG) -> dict[str, float]:
+    """One number of all ranks under each name, by default their mean; every rank calls it, with the same names."""
+    return {name: _REDUCE[reduce_op](values) for name, values in gather_timing(timing_raw).items()}
 
 
 def topk_reduce_ratio_min_max(timing: float, k: int = 10) -> tuple[float, float, float]:
-    """Of the seconds of all ranks: the share of the k largest in their sum, the smallest, the largest."""
-    values = sorted(gather_timing({"": timing})[""], reverse=True)
-    return sum(values[:k]) / sum(values), values[-1], values[0]
+    """Of the seconds of all ranks: the share of ranks above the slowest ``k`` percent, the smallest, the largest.
+
+    Three times -1 where there is no process group. Every rank calls it.
+    """
+    if not dist.is_initialized():
+        return -1.0, -1.0, -1.0
+    values = torch.tensor(gather_timing({"": timing})[""])
+    limit = torch.quantile(values, 1 - k / 100)
+    return (values > limit).float().mean().item(), values.min().item(), values.max().item()
 
 
 class DistProfiler:

@@ -1,7 +1,5 @@
 """Upstream's tool that runs code at a Sandbox Fusion service: the Python tool with a service's address."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from verl.errors import ConfigError

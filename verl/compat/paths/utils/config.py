@@ -1,7 +1,5 @@
 """Upstream's import path of two configuration helpers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

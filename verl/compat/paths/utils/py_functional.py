@@ -26,13 +26,12 @@ def union_two_dict(dict1: dict[str, Any], dict2: Mapping[str, Any]) -> dict[str,
 
 
 def convert_to_regular_types(obj: Any) -> Any:
-    """OmegaConf's containers as dictionaries and lists, at any depth."""
+    """OmegaConf's containers and tuples as dictionaries and lists, at any depth."""
     obj = plain(obj)
     if isinstance(obj, Mapping):
         return {key: convert_to_regular_types(value) for key, value in obj.items()}
-    if isinstance(obj, str) or not hasattr(obj, "__iter__") or not hasattr(obj, "__getitem__"):
-        return obj
-    return [convert_to_regular_types(value) for value in obj] if type(obj).__name__ in ("list", "ListConfig") else obj
+    is_list = isinstance(obj, list | tuple) or type(obj).__name__ == "ListConfig"
+    return [convert_to_regular_types(value) for value in obj] if is_list else obj
 
 
 def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -12,9 +12,7 @@ def get_tensordict(tensor_dict: Mapping[str, Any], non_tensor_dict: Mapping[str,
     rows = {len(value) for value in tensor_dict.values()}
     if len(rows) > 1:
         raise AssertionError(f"columns of one batch have one length, got {sorted(rows)}")
-    columns = {
-        key: value if isinstance(value, Tensor) else NonTensorStack(*value) for key, value in tensor_dict.items()
-    }
+    columns = {k: v if isinstance(v, Tensor) else NonTensorStack(*v) for k, v in tensor_dict.items()}
     made = TensorDict(columns, batch_size=[rows.pop()] if rows else [])
     return assign_non_tensor(made, **(non_tensor_dict or {}))
 
@@ -34,4 +32,6 @@ def get(tensordict: TensorDict, key: str, default: Any = None) -> Any:
     return default if value is None else getattr(value, "data", value) if not isinstance(value, Tensor) else value
 
 
-get_non_tensor_data = get
+def get_non_tensor_data(data: TensorDict, key: str, default: Any = None) -> Any:
+    """`get`, under upstream's older name and its names of parameters."""
+    return get(data, key, default)
