@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterable
 from typing import Any
 
+from verl.config import megatron_fields
 from verl.config.checks import Problems, caught, looks_local, missing_folder, one_of
 from verl.config.root import PPOTrainerConfig
 from verl.config.sft import SFTTrainerConfig
@@ -37,7 +38,7 @@ def _of(chosen: Iterable[MegatronRole], device: str | None) -> Problems:
     kind = devices.resolve_device(device)
     problems: Problems = []
     for role in chosen:
-        problems += _attention(role, kind) + _adapter(role)
+        problems += _attention(role, kind) + _adapter(role) + _fp8(role)
         problems += [] if role.is_megatron else _on_gpu(role, kind)
     return list({problem.key: problem for problem in problems}.values())  # the reference has the actor's model
 
@@ -85,6 +86,12 @@ def _on_gpu(role: MegatronRole, kind: str) -> Problems:
         fix = "Set it to torch, which works on any device."
         problems.append(ConfigError(message, key=name, got="triton", fix=fix))
     return problems
+
+
+def _fp8(role: MegatronRole) -> Problems:
+    if not role.is_megatron or _is_installed("transformer_engine"):
+        return []
+    return caught(megatron_fields.refuse_fp8, role.of("override_mcore_model_config"), role.section.megatron)
 
 
 def _adapter(role: MegatronRole) -> Problems:

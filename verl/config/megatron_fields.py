@@ -35,6 +35,7 @@ DECIDED: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "context_parallel_size": (_SIZES, _is(1)),
     "sequence_parallel": (_SIZES, _size("sequence_parallel")),
     "moe_router_load_balancing_type": (_ROUTERS, _is("none")),
+    "moe_z_loss_coeff": (_ROUTERS, _is(None, 0)),  # that of balance is idle without a type, this one adds a gradient
     "calculate_per_token_loss": (_LOSS, _is(True)),
     "variable_seq_lengths": ("every micro-batch is as long as its longest row", _is(True)),
 }
@@ -44,7 +45,6 @@ _ASCEND = "only MindSpeed, which runs on Ascend, reads it"
 _MODEL = "the model's own config.json says it"
 IDLE: dict[str, str] = {
     "moe_aux_loss_coeff": _ROUTERS,
-    "moe_z_loss_coeff": _ROUTERS,
     "use_distributed_optimizer": "a setting of that name stands beside this section",
     "seq_length": "every micro-batch is as long as its longest row",
     "multi_head_latent_attention": _MODEL,
@@ -67,7 +67,6 @@ KERNELS = (
     "apply_rope_fusion",
     "bias_activation_fusion",
     "bias_dropout_fusion",
-    "fp8",
     "fp8_recipe",
     "gradient_accumulation_fusion",
     "masked_softmax_fusion",
@@ -106,6 +105,14 @@ def problems(key: str, section: Any) -> Problems:
         said = "; ".join(f"{', '.join(names)} ({why})" for why, names in idle.items())
         notice(key, f"these fields have no effect: {said}")
     return wrong
+
+
+def refuse_fp8(key: str, section: Any) -> None:
+    """Raise `ConfigError` for matrix products in FP8, where Transformer Engine is not installed."""
+    value = section.override_mcore_model_config.get("fp8")
+    if value not in (None, False):
+        fix = "Leave it out, or install transformer-engine."
+        raise ConfigError("products in FP8 need Transformer Engine", key=f"{key}.fp8", got=value, fix=fix)
 
 
 def handed_on(section: Any) -> Mapping[str, Any]:

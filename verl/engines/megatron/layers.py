@@ -144,6 +144,8 @@ def transformer_config(settings: Mapping[str, Any], sizes: MegatronSizes, sectio
     for problem in megatron_fields.problems(key, section):
         raise problem
     fast = has_transformer_engine()
+    if not fast:
+        megatron_fields.refuse_fp8(key, section)
     slow = [name for name in section.override_mcore_model_config if name in megatron_fields.KERNELS and not fast]
     if slow:
         notice(key, f"without Transformer Engine these fields have no effect: {', '.join(slow)}")
