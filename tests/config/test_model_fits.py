@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
@@ -11,6 +12,7 @@ from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notices, reset_notices
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+RM = "reward.reward_model"
 EIGHT = ["trainer.device=cpu", "trainer.n_gpus_per_node=8", f"{A}.strategy=fsdp2"]
 FSDP = f"{A}.fsdp_config"
 ULYSSES, EXPERT = f"{FSDP}.ulysses_sequence_parallel_size", f"{FSDP}.expert_parallel_size"
@@ -121,10 +123,27 @@ def test_a_printed_configuration_is_checked_for_names_and_numbers(capsys, progra
         ([f"+{M}.override_config.attn_implementation=flash_attention_2"], "needs the package flash_attn"),
         ([f"+{M}.override_config.attn_implementation=flash"], "unknown value. Got 'flash'"),
         ([f"{M}.lora_adapter_path=/no/adapter"], "no such folder"),
+        ([f"{A}.optim.optimizer_impl=no_such.optim"], "no such module. Got 'no_such.optim'"),
+        (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/global_step_3"], "no such folder"),
+        ([f"{RM}.enable=true", f"{RM}.model_path=/no/rm"], "no such model folder. Got '/no/rm'"),
+        ([f"{A}.strategy=megatron"], "Megatron-Core is not installed"),
     ],
 )
-def test_kernels_and_adapters_that_this_machine_lacks_are_refused(run, words, says):
+def test_what_this_machine_lacks_refuses_a_run_and_no_printed_configuration(run, words, says, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "megatron" else find(name, *a))
     assert says in refused(run, DENSE, "trainer.device=cpu", *words)
+    with pytest.raises(SystemExit) as left:
+        run(DENSE, "trainer.device=cpu", *words, "--cfg", "job")
+    assert left.value.code == 0
+
+
+def test_attention_of_a_module_of_ones_own_and_kernels_that_are_fetched_are_taken(run, monkeypatch):
+    name = f"+{M}.override_config.attn_implementation"
+    run(DENSE, "trainer.device=cpu", f"{M}.external_lib=math", f"{name}=mine")
+    find, there = importlib.util.find_spec, importlib.util.find_spec("json")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: there if n == "kernels" else find(n, *a))
+    run(DENSE, "trainer.device=cpu", f"{name}=flash_attention_2")
 
 
 def test_fields_of_megatrons_optimizer_that_move_its_state_have_no_effect_there_and_say_so():

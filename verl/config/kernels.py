@@ -1,16 +1,15 @@
-"""Kernels that a machine does not have: those of a GPU on a CPU, and those of packages that are not installed."""
+"""What a machine does not have: kernels of a GPU on a CPU, and packages that are not installed."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
 from typing import Any
 
-from verl.config import megatron_fields
+from verl.config import megatron_fields, optimizers
 from verl.config.checks import Problems, caught, looks_local, missing_folder, one_of
 from verl.config.root import PPOTrainerConfig
 from verl.config.sft import SFTTrainerConfig
-from verl.config.validate_megatron import MegatronRole, role_of_supervised, roles
+from verl.config.validate_megatron import MegatronRole, missing_or_other, role_of_supervised, roles
 from verl.errors import ConfigError
 
 _ATTENTION = {
@@ -22,21 +21,22 @@ _ATTENTION = {
 
 def problems(cfg: PPOTrainerConfig) -> Problems:
     """Of every model of an RL run."""
-    return _of(list(roles(cfg)), cfg.trainer.device)
+    return _of(list(roles(cfg)), cfg.trainer.device) + optimizers.missing(cfg)
 
 
 def sft_problems(cfg: SFTTrainerConfig) -> Problems:
     """Of the one model of a supervised run."""
-    return _of([role_of_supervised(cfg)], cfg.trainer.device)
+    return _of([role_of_supervised(cfg)], cfg.trainer.device) + optimizers.sft_missing(cfg)
 
 
-def _of(chosen: Iterable[MegatronRole], device: str | None) -> Problems:
+def _of(chosen: list[MegatronRole], device: str | None) -> Problems:
     from verl import device as devices  # torch is loaded only once there is something to validate
 
+    on_megatron = [role for role in chosen if role.is_megatron]
+    problems = missing_or_other(f"{on_megatron[0].key}.strategy") if on_megatron else []
     if caught(devices.resolve_device, device):
-        return []  # said already
+        return problems  # said already
     kind = devices.resolve_device(device)
-    problems: Problems = []
     for role in chosen:
         problems += _attention(role, kind) + _adapter(role) + _fp8(role)
         problems += [] if role.is_megatron else _on_gpu(role, kind)
@@ -47,9 +47,9 @@ def _attention(role: MegatronRole, kind: str) -> Problems:
     key, name = f"{role.model_key}.override_config.attn_implementation", _named(role.model)
     if name is None or "/" in name or role.is_megatron:
         return []
-    if name not in _ATTENTION:
-        return one_of(key, name, _ATTENTION)
-    package = _ATTENTION[name]
+    if name not in _ATTENTION:  # a module of one's own may have registered it
+        return [] if role.model.external_lib else one_of(key, name, _ATTENTION)
+    package = _ATTENTION[name] if not _is_installed("kernels") else None  # which fetches those that are missing
     fix = "Set it to sdpa, or leave it out: packed rows have an attention of their own."
     if package is not None and not _is_installed(package):
         return [ConfigError(f"it needs the package {package}, which is not installed", key=key, got=name, fix=fix)]

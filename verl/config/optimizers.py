@@ -47,11 +47,21 @@ def sft_problems(cfg: SFTTrainerConfig) -> Problems:
     return of_section("optim", cfg.optim, _backend(role_of_supervised(cfg)))
 
 
+def missing(cfg: PPOTrainerConfig) -> Problems:
+    """Classes of other modules than torch's that this machine does not have."""
+    return [p for key, role in _trained(cfg) for p in _elsewhere(key, role.section.optim)]
+
+
+def sft_missing(cfg: SFTTrainerConfig) -> Problems:
+    """Of a supervised run."""
+    return _elsewhere("optim", cfg.optim)
+
+
 def of_section(key: str, optim: Any, backend: str) -> Problems:
     """One ``optim`` section under the name of its backend: plain, fsdp2 or megatron."""
-    name, module = optim.optimizer, optim.optimizer_impl
-    if module != TORCH:
-        return _module(f"{key}.optimizer_impl", module) or _class(key, module, name)
+    name = optim.optimizer
+    if optim.optimizer_impl != TORCH:
+        return []
     own = OF_MEGATRON if backend == "megatron" else ()
     usable = [n for n in classes() if n not in NEVER and backend not in WHOLE.get(n, ())]
     why = NEVER.get(name)
@@ -63,10 +73,14 @@ def of_section(key: str, optim: Any, backend: str) -> Problems:
     return [ConfigError(message, key=f"{key}.optimizer", got=name, allowed=usable, fix=f"Set {key}.optimizer=AdamW.")]
 
 
-def _class(key: str, module: str, name: str) -> Problems:
+def _elsewhere(key: str, optim: Any) -> Problems:
     """A class that the module does not have; the module is loaded, as the workers will."""
-    missing = caught(registry.load_object, f"{module}:{name}")
-    return [ConfigError(p.message, key=f"{key}.optimizer", got=name, fix=p.fix) for p in missing]
+    name, module = optim.optimizer, optim.optimizer_impl
+    wrong = [] if module == TORCH else _module(f"{key}.optimizer_impl", module)
+    if wrong or module == TORCH:
+        return wrong
+    unknown = caught(registry.load_object, f"{module}:{name}")
+    return [ConfigError(p.message, key=f"{key}.optimizer", got=name, fix=p.fix) for p in unknown]
 
 
 def for_megatron(optim: Any) -> Any:

@@ -31,7 +31,7 @@ def reward_model(cfg: PPOTrainerConfig) -> Problems:
     elif model.model_path is None:
         problems.append(ConfigError("a reward model needs a folder or a hub name", key=_PATH, fix=_HINT))
     else:
-        problems += bad_model_folder(_PATH, model.model_path, _HINT) or headless(model.model_path)
+        problems += headless(model.model_path)
     if model.strategy not in STRATEGIES:
         problems += known_name(registry.ENGINES, f"{_KEY}.strategy", model.strategy, "Leave it out.") or one_of(
             f"{_KEY}.strategy", model.strategy, STRATEGIES
@@ -40,6 +40,13 @@ def reward_model(cfg: PPOTrainerConfig) -> Problems:
         value = model[name]
         problems += in_range(f"{_KEY}.{name}", value, "1 or more", value is None or value >= 1)
     return problems + _limits(cfg)
+
+
+def files(cfg: PPOTrainerConfig) -> Problems:
+    """A folder that this machine does not have."""
+    model = cfg.reward.reward_model
+    is_loaded = model.enable and model.rollout.name == "hf" and not of_schedule(cfg).reward_model and model.model_path
+    return bad_model_folder(_PATH, model.model_path, _HINT) if is_loaded else []
 
 
 def _engine(cfg: PPOTrainerConfig) -> Problems:

@@ -22,6 +22,7 @@ from verl.config import (
     oversampling,
     ranges,
     recipes,
+    reward_model,
     sampler_sizes,
     shared_rows,
     topology,
@@ -32,7 +33,6 @@ from verl.config import (
 from verl.config.checks import Problems, Rule, collect, known_name, missing_folder, one_of
 from verl.config.node import unrecorded
 from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
-from verl.config.reward_model import reward_model
 from verl.config.rollout import RolloutConfig
 from verl.config.root import PPOTrainerConfig, of_estimator, uses_critic
 from verl.config.sft import SFTTrainerConfig
@@ -50,7 +50,15 @@ def validate(cfg: PPOTrainerConfig, served: bool = False) -> None:
     Args:
         served: the program samples by servers that it starts, and has no workers.
     """
-    here = (machine.trackers, machine.rollout_engine, machine.hardware, machine.files, kernels.problems)
+    here = (
+        machine.trackers,
+        machine.rollout_engine,
+        machine.hardware,
+        machine.files,
+        kernels.problems,
+        reward_model.files,
+        _resume_folder,
+    )
     with unrecorded():
         collect((*here, *_rules(served)), cfg)
         notices.tell(cfg)
@@ -76,14 +84,14 @@ def _rules(served: bool) -> tuple[Rule, ...]:
     """What no machine changes."""
     placed = (sampler_sizes.served_problems,) if served else (topology.problems,)
     return (_names, _kl, ranges.numbers, optimizers.problems, losses.problems, _groups, _values, _batches, *placed, _micro_batches,
-            _sampling, _mirrors, shared_rows.problems, model_fits.problems, reward_model, oversampling.problems, recipes.problems, validate_megatron.problems,
+            _sampling, _mirrors, shared_rows.problems, model_fits.problems, reward_model.reward_model, oversampling.problems, recipes.problems, validate_megatron.problems,
             validate_profiler.problems, correcting.rollout, correcting.groups, _plugins, _resume, _validation)  # fmt: skip
 
 
 def validate_sft(cfg: SFTTrainerConfig) -> None:
     """The same for a supervised run."""
     rules = (machine.trackers, machine.sft_hardware, machine.sft_files, kernels.sft_problems, ranges.sft_numbers, optimizers.sft_problems, _sft_engine, model_fits.sft_problems, shared_rows.sft_problems, _two_columns,
-             _custom_dataset, validate_profiler.sft_problems, _resume)  # fmt: skip
+             _custom_dataset, validate_profiler.sft_problems, _resume, _resume_folder)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
         notices.tell_sft(cfg)
@@ -92,7 +100,7 @@ def validate_sft(cfg: SFTTrainerConfig) -> None:
 def validate_pairs(cfg: DPOTrainerConfig | RMTrainerConfig) -> None:
     """The same for training on pairs of answers."""
     rules = (machine.trackers, machine.sft_hardware, machine.sft_files, kernels.sft_problems, ranges.sft_numbers, optimizers.sft_problems, _sft_engine, model_fits.sft_problems, shared_rows.pair_problems,
-             ranges.pair_numbers, _custom_dataset, validate_profiler.sft_problems, _resume)  # fmt: skip
+             ranges.pair_numbers, _custom_dataset, validate_profiler.sft_problems, _resume, _resume_folder)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
         notices.tell_sft(cfg)
@@ -285,7 +293,13 @@ def _resume(cfg: PPOTrainerConfig | SFTTrainerConfig) -> Problems:
                 allowed="a path that ends in global_step_<number>",
             )
         ]
-    return missing_folder(key, trainer.resume_from_path)
+    return []
+
+
+def _resume_folder(cfg: PPOTrainerConfig | SFTTrainerConfig) -> Problems:
+    """The folder of a step that this machine does not have."""
+    path = cfg.trainer.resume_from_path if cfg.trainer.resume_mode == "resume_path" else None
+    return missing_folder("trainer.resume_from_path", path) if path and "global_step_" in path else []
 
 
 def _validation(cfg: PPOTrainerConfig) -> Problems:

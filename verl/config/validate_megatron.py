@@ -101,9 +101,7 @@ def roles(cfg: PPOTrainerConfig) -> Iterator[MegatronRole]:
 def problems(cfg: PPOTrainerConfig) -> Problems:
     """What is wrong with the roles on Megatron-Core; without one nothing is."""
     chosen = [role for role in roles(cfg) if role.is_megatron]
-    if not chosen:
-        return []
-    problems = missing_or_other(f"{chosen[0].key}.strategy")
+    problems: Problems = []
     for role in chosen:
         problems += _numbers(role) or _processes(role) + _model(role)
         problems += megatron_fields.problems(role.of(_FIELDS), role.section.megatron)
@@ -116,7 +114,7 @@ def supervised_problems(cfg: SFTTrainerConfig) -> Problems:
     if not role.is_megatron:
         return []
     fields = megatron_fields.problems(role.of(_FIELDS), role.section.megatron)
-    return missing_or_other("engine.strategy") + (_numbers(role) or _processes(role) + _model(role)) + fields
+    return (_numbers(role) or _processes(role) + _model(role)) + fields
 
 
 def role_of_supervised(cfg: SFTTrainerConfig) -> MegatronRole:
