@@ -50,6 +50,7 @@ REFUSED = {
     f"{A}.optim.lr_decay_style=WSD": "needs the length of its last part",
     f"{A}.optim.min_lr=1": "Got 1.0. Allowed: at most",
     f"{A}.megatron.override_transformer_config.moe_z_loss_coeff=0.001": "losses of routers are no part of any engine's",
+    f"{A}.{P}=2 {A}.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=2": "as many layers",
     f"{A}.megatron.override_transformer_config.fp8=hybrid": "products in FP8 need Transformer Engine",
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ from verl.metrics import notice
 
 _SIZES = "parallel sizes have settings of their own"
 _ROUTERS = "losses of routers are no part of any engine's loss; moe/load_balance shows how even they are"
+_STAGES = "every stage of a pipeline has as many layers"
 _LOSS = "the loss carries its own denominators"
 
 
@@ -37,6 +38,11 @@ DECIDED: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "moe_router_load_balancing_type": (_ROUTERS, _is("none")),
     "moe_z_loss_coeff": (_ROUTERS, _is(None, 0)),  # that of balance is idle without a type, this one adds a gradient
     "calculate_per_token_loss": (_LOSS, _is(True)),
+    "num_layers_in_first_pipeline_stage": (_STAGES, _is(None)),
+    "num_layers_in_last_pipeline_stage": (_STAGES, _is(None)),
+    "pipeline_model_parallel_layout": (_STAGES, _is(None)),
+    "account_for_embedding_in_pipeline_split": (_STAGES, _is(False)),
+    "account_for_loss_in_pipeline_split": (_STAGES, _is(False)),
     "variable_seq_lengths": ("every micro-batch is as long as its longest row", _is(True)),
 }
 """Fields that may not be replaced: why, and whether a value is what the engine takes anyway."""
