@@ -266,3 +266,24 @@ def test_a_wrapped_megatron_model_is_unwrapped():
     assert unwrap_model([wrapped]) == [inner] and get_model_config(wrapped) == "c"
     assert list(make_batch_generator([1, 2], 1)) == [1, 2]
     assert [list(stage) for stage in make_batch_generator([1, 2], 2)] == [[1, 2], [1, 2]]
+
+
+def test_a_section_of_ones_own_is_a_dataclass_and_a_mapping_whose_fields_are_set_once():
+    from dataclasses import FrozenInstanceError, dataclass, field
+
+    from verl.base_config import BaseConfig
+    from verl.utils.config import omega_conf_to_dataclass
+
+    @dataclass
+    class Weights(BaseConfig):
+        _mutable_fields = frozenset({"step"})
+
+        step: int
+        names: list = field(default_factory=list)
+
+    made = omega_conf_to_dataclass(OmegaConf.create({"step": 3, "names": ["a"]}), Weights)
+    assert dict(made) == {"step": 3, "names": ["a"]} and made["step"] == made.step and made.get("no", 5) == 5
+    made.step = 4
+    with pytest.raises(FrozenInstanceError, match=r"Weights\.names is set once"):
+        made.names = []
+    assert made.step == 4 and "no" not in made and Weights(step=1) == Weights(step=1)
