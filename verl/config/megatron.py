@@ -6,11 +6,6 @@ from dataclasses import dataclass
 
 from verl.config.node import ConfigNode, section, setting
 
-_CONTEXT = "context parallelism, which needs Transformer Engine"
-_FORMAT = "Megatron's own checkpoint format"
-_ANY_SIZE = "every checkpoint loads at any parallel sizes"
-_TABLES = "weights are read and written by the tables of verl/models/megatron.py"
-
 
 @dataclass(frozen=True)
 class MegatronEngineOverrideTransformerConfigConfig(ConfigNode):

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from verl.config.node import ConfigNode, setting
 
-_LOW_PRECISION = "optimizer states in lower precision"
-
 
 @dataclass(frozen=True)
 class OptimizerConfig(ConfigNode):

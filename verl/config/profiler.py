@@ -8,8 +8,6 @@ from verl.config.node import ConfigNode, section, setting
 
 TOOLS = ("torch", "torch_memory", "nsys", "npu", "precision_debugger")
 _CONTENTS = ("cpu", "cuda", "memory", "shapes", "stack")
-_AFTER = "commands and files of engines after profiling"
-_MEMORY = "options of torch's history of memory"
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,6 @@ def report(error: VerlError) -> int:
     return 2
 
 
-def not_built(
-    program: str, feature: str, fix: str = "Start verl.trainer.main_ppo.", argv: list[str] | None = None
-) -> int:
+def not_built(program: str, feature: str, fix: str = "Start verl.trainer.main_ppo.") -> int:
     """What a program of upstream says that does not exist here, whatever its words; returns the exit status."""
     return report(NotBuiltError(f"not built yet: {feature}", key=f"python -m {program}", fix=fix))

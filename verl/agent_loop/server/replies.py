@@ -103,10 +103,6 @@ def _pieces(number: int, choice: Choice, reply: ModelReply, prompts: Prompts) ->
     yield {**end, "delta": {}, "finish_reason": choice.finish_reason}
 
 
-def _text_pieces(number: int, choice: Choice, reply: ModelReply, prompts: Prompts) -> Iterator[dict[str, Any]]:
-    yield _text_choice(number, choice, reply, prompts)
-
-
 def _text_choice(number: int, choice: Choice, reply: ModelReply, prompts: Prompts) -> dict[str, Any]:
     done = choice.answer.done
     logprobs = None
