@@ -258,6 +258,10 @@ IGNORED = [
         (f"{section}.mixed_precision.reduce_dtype", "bf16", "float32")
         for section in (f"{A}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp")
     ),
+    *(
+        (f"{section}.wrap_policy.transformer_layer_cls_to_wrap", "[QwenLayer]", "every transformer block")
+        for section in (f"{A}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp")
+    ),
     *((f"{role}.engine.tp", "2", "Megatron Lite") for role in (A, REF, "critic")),
     ("trainer.log_freq", "1", "every step"),
     ("trainer.use_legacy_worker_impl", "disable", "no effect"),

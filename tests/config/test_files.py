@@ -220,6 +220,13 @@ def test_a_section_of_fsdp_that_names_another_engine_contradicts_the_role(write)
         read("-cn", "mine")
 
 
+def test_null_in_a_file_of_an_older_release_means_the_default(write):
+    write("mine.yaml", "actor_rollout_ref: {actor: {data_loader_seed: null, optim: {min_lr_ratio: null}}}\n")
+    assert read("-cn", "mine") == read()
+    write("other.yaml", "optim: {min_lr_ratio: null}\n")
+    assert read("-cn", "other", name="sft_trainer") == read(name="sft_trainer")
+
+
 def test_two_names_of_one_thing_may_refer_to_each_other(write):
     write("mine.yaml", 'critic: {grad_clip: "${critic.optim.clip_grad}", optim: {clip_grad: 0.5}}\n')
     cfg = read("-cn", "mine")

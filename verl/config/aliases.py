@@ -237,6 +237,7 @@ PPO_REMOVED: dict[str, str] = {
 
 _WITH_PARAMETERS = "has no effect: gradients go where the parameters go (param_offload)"
 _REDUCED = "has no effect: gradients are summed over processes in float32, and buffers keep their dtype"
+_BLOCKS = "has no effect: every transformer block is sharded on its own, or every module of min_num_params parameters"
 _LITE = "has no effect: only Megatron Lite, a third party's engine, reads it"
 PPO_IGNORED: dict[str, str] = {
     "reward_model.profiler": "has no effect: the seconds of the reward model are logged as timing_s/reward_model",
@@ -247,6 +248,7 @@ PPO_IGNORED: dict[str, str] = {
     f"{_C}.fsdp.grad_offload": _WITH_PARAMETERS,
     **{f"{section}.grad_offload": _WITH_PARAMETERS for section in _MEGATRON_SECTIONS},
     **{f"{section}.mixed_precision": _REDUCED for section in _FSDP_SECTIONS},
+    **{f"{section}.wrap_policy.transformer_layer_cls_to_wrap": _BLOCKS for section in _FSDP_SECTIONS},
     **{f"{role}.engine": _LITE for role in (_A, _REF, _C)},
     "trainer.log_freq": "has no effect: every step is logged",
     "trainer.use_legacy_worker_impl": "has no effect: there is one implementation of the workers",
@@ -284,6 +286,7 @@ SFT_IGNORED: dict[str, str] = {
     "engine.grad_offload": _WITH_PARAMETERS,
     "engine.megatron.grad_offload": _WITH_PARAMETERS,
     "engine.mixed_precision": _REDUCED,
+    "engine.wrap_policy.transformer_layer_cls_to_wrap": _BLOCKS,
     "data.multiturn.enable": (
         "has no effect: the messages column is read unless data.prompt_key and data.response_key name two columns"
     ),

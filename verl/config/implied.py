@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+NULL = ("data_loader_seed", "min_lr_ratio")
+"""Last names of settings that are null in files of upstream's older releases, and mean their default."""
+
 
 @dataclass(frozen=True)
 class Implied:
@@ -34,8 +37,9 @@ def implied(given: Mapping[str, Any], usual: Callable[[str], Any]) -> Iterator[I
 
 
 def left_open(given: Mapping[str, Any], usual: Callable[[str], Any]) -> list[str]:
-    """Settings given as ``???``, which asks for a value, below an ``enable`` that is off and so needs none."""
-    return [key for key, value in given.items() if value == "???" and _is_below_off(key, given, usual)]
+    """Settings that say nothing: ``???``, which asks for a value, below an ``enable`` that is off, and `NULL` ones."""
+    null = [key for key, value in given.items() if value is None and key.rpartition(".")[2] in NULL]
+    return null + [key for key, value in given.items() if value == "???" and _is_below_off(key, given, usual)]
 
 
 def _is_below_off(key: str, given: Mapping[str, Any], usual: Callable[[str], Any]) -> bool:

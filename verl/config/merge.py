@@ -50,6 +50,8 @@ class Merge:
         for layer in self._without_lora_switch(layers):
             self._add(layer)
         self.problems += unknown_settings(self.schema, self._strangers, where)
+        for key in left_open(self.values, self._usual):
+            del self.values[key], self.origin[key]
         if program.name == "ppo_trainer":
             self._imply()
         for first, second in TWINS:
@@ -76,8 +78,6 @@ class Merge:
                 self._put(key, value, entry)
 
     def _imply(self) -> None:
-        for key in left_open(self.values, self._usual):
-            del self.values[key], self.origin[key]
         for item in implied(self.values, self._usual):
             notice(item.source, item.why)
             self.values[item.key], self.origin[item.key] = item.value, self.origin[item.source]
