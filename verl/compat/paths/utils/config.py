@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.config import ConfigNode, PPOTrainerConfig
+from verl.config.loading import config_from
 from verl.config.mapping import from_mapping, plain
 from verl.config.validate import validate
 from verl.registry import load_object
@@ -29,4 +30,4 @@ def omega_conf_to_dataclass(config: Any, dataclass_type: type | None = None) -> 
 
 def validate_config(config: Any, use_reference_policy: bool, use_critic: bool) -> None:
     """Check the whole configuration; the two flags follow from it and are accepted for upstream's callers."""
-    validate(config if isinstance(config, PPOTrainerConfig) else from_mapping(PPOTrainerConfig, config))
+    validate(config) if isinstance(config, PPOTrainerConfig) else config_from("ppo_trainer", config)
