@@ -28,7 +28,8 @@ Everything a run can be told, for `python -m verl.trainer.main_ppo` (RL) and `py
   `defaults:` list; the command line wins over the file.
 - [`every_setting.yaml`](../verl/trainer/config/every_setting.yaml) is a file to copy from: every setting of an RL run that
   works, behind a comment sign.
-- `--cfg job` prints the resolved configuration and leaves; a run writes the same into its folder
+- `--cfg job` prints the resolved configuration and leaves, with an error if no machine can run it (packages, devices and
+  folders are not looked at); a run writes the same into its folder
   (`trainer.default_local_dir`).
 - A key that does not exist is an error that names the nearest one. Older spellings work and say what they are called
   today: see [the last table](#older-spellings).
