@@ -206,7 +206,7 @@ def test_a_mandatory_value_of_a_model_that_is_off_stays_open(write):
 
 @pytest.mark.parametrize("order", ["strategy: {0}, fsdp_config: {1}", "fsdp_config: {1}, strategy: {0}"])
 def test_the_engine_that_a_section_of_fsdp_names_in_a_file_says_nothing_beside_the_roles_own(write, order):
-    policy = order.format("fsdp2", "{strategy: fsdp}")
+    policy = order.format("fsdp2", '{strategy: "${actor_rollout_ref.actor.strategy}"}')
     follower = order.format('"${actor_rollout_ref.actor.strategy}"', "{strategy: fsdp}")
     text = f"{{actor: {{{policy}}}, ref: {{{follower}}}}}"
     write("mine.yaml", f"actor_rollout_ref: {text}\ncritic: {{strategy: fsdp2, fsdp: {{strategy: fsdp}}}}\n")

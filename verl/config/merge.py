@@ -235,7 +235,8 @@ def _contradiction(first: DefaultsEntry, second: DefaultsEntry, key: str) -> Con
 def _says_again(entry: DefaultsEntry, keys: set[str]) -> bool:
     """Whether a file gives FSDP as the engine of an FSDP section beside the role's own choice, as upstream's tree does."""
     role = ENGINE_STRATEGIES.get(entry.key)
-    return bool(entry.source) and role in keys and entry.value in ("fsdp", "fsdp2")
+    is_usual = entry.value in ("fsdp", "fsdp2") or str(entry.value).endswith(".strategy}")
+    return bool(entry.source) and role in keys and is_usual
 
 
 def _reference(key: str) -> str:
