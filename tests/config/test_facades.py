@@ -134,7 +134,7 @@ def test_validate_config_takes_the_typed_tree_and_a_mapping(tmp_path, monkeypatc
     validate_config(cfg, use_reference_policy=False, use_critic=True)
     tree = OmegaConf.create(to_dict(cfg) | {"ray_kwargs": {}})
     validate_config(tree, False, True)
-    tree.critic.fsdp.strategy, whole.actor_rollout_ref.actor.lr = "fsdp2", 1e-5  # spellings of upstream's tree
+    tree.critic.fsdp.strategy, tree.actor_rollout_ref.actor.lr = "fsdp2", 1e-5  # spellings of upstream's tree
     validate_config(tree, False, True)
     with pytest.raises(NotBuiltError, match="trtllm"):
         validate_config(replace(cfg, **{"actor_rollout_ref.rollout.name": "trtllm"}), False, True)
