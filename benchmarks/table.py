@@ -1,4 +1,4 @@
-"""Measures sampling, training and weight transfer beside peers, goals and limits, and writes `docs/benchmarks.md`.
+"""Measures sampling, training and weight transfer against peers, goals and limits, and writes `docs/benchmarks.md`.
 
     python benchmarks/table.py --peer-python path/to/venv-with-trl/bin/python [--vllm-python .venv-vllm/bin/python] \\
         [--quick] [--only grpo_step packing ...]
@@ -76,11 +76,11 @@ def sampling_goals(own: Mapping[str, float], vllm: float) -> tuple[Goal, ...]:
 
 
 STEP = "TRL / ours by CPU time"
-STEP_TITLE = "Whole GRPO step, 16 prompts x 8 samples, float32, beside TRL's GRPOTrainer"
+STEP_TITLE = "Full GRPO step, 16 prompts x 8 samples, float32, against TRL's GRPOTrainer"
 SHORT_STEP = ("--rounds", "1", "--steps", "8")
 BENCHMARKS = {
     "sampling_float32": Benchmark(
-        "Sampling in float32, 128 rows, 10M parameters, beside `transformers.generate` and vLLM",
+        "Sampling in float32, 128 rows, 10M parameters, against `transformers.generate` and vLLM",
         "bench_sampling.py",
         ("--dtype", "float32", "--prefill", "--peak"),
         ("--rounds", "1", "--jobs", "distinct", "shared", "tail"),
@@ -88,7 +88,7 @@ BENCHMARKS = {
         (VLLM,),
     ),
     "sampling_bfloat16": Benchmark(
-        "Sampling in bfloat16, 128 rows, 10M parameters, beside `transformers.generate` and vLLM",
+        "Sampling in bfloat16, 128 rows, 10M parameters, against `transformers.generate` and vLLM",
         "bench_sampling.py",
         ("--dtype", "bfloat16", "--prefill", "--peak"),
         ("--rounds", "1", "--jobs", "distinct", "shared", "tail"),
@@ -112,7 +112,7 @@ BENCHMARKS = {
         (TRL,),
     ),
     "sft": Benchmark(
-        "Fine-tuning step, 32 rows, 10M parameters, float32, beside TRL's SFTTrainer at its fastest",
+        "Fine-tuning step, 32 rows, 10M parameters, float32, against TRL's SFTTrainer at its fastest",
         "bench_sft.py",
         (),
         ("--rounds", "1", "--steps", "6"),
@@ -120,7 +120,7 @@ BENCHMARKS = {
         (TRL,),
     ),
     "dpo": Benchmark(
-        "DPO step, 16 pairs, 10M parameters, float32, beside TRL's DPOTrainer at its fastest",
+        "DPO step, 16 pairs, 10M parameters, float32, against TRL's DPOTrainer at its fastest",
         "bench_dpo.py",
         (),
         ("--rounds", "1", "--steps", "5"),
@@ -165,7 +165,7 @@ BENCHMARKS = {
         ),
     ),
     "packing": Benchmark(
-        "Training on packed rows beside padded ones, log-normal lengths",
+        "Training on packed rows against padded ones, log-normal lengths",
         "bench_packing.py",
         (),
         ("--rounds", "2", "--rows", "32"),
@@ -282,7 +282,7 @@ def section(name: str, found: Found) -> list[str]:
     benchmark = BENCHMARKS[name]
     how = "quick run, " if found.quick else ""
     lines = ["", f"### {name}", "", f"{benchmark.title}. `benchmarks/{benchmark.script}`, {how}"
-             f"{found.seconds:.0f} s, load of the machine before it {found.load:.1f}."]  # fmt: skip
+             f"{found.seconds:.0f} s, load before it {found.load:.1f}."]  # fmt: skip
     if found.error:
         return [*lines, "", f"No figures: it {found.error}."]
     columns: list[str] = []
@@ -301,9 +301,9 @@ def page(state: Mapping[str, Any]) -> str:
     lines = [
         "# Benchmarks",
         "",
-        "Made by `python benchmarks/table.py` from what it measured (`benchmarks.json`); peers ran in turn with ours,",
-        "on one thread each. A machine that does other things, too, slows both sides: ratios count, best those by CPU",
-        "time. Rows that miss their goal are here, too.",
+        "Made by `python benchmarks/table.py` from its measurements (`benchmarks.json`). Peers and ours alternated, on",
+        "one thread each. Other load on the machine slows both sides, so compare ratios, preferably by CPU time. Rows",
+        "that miss their goal are included.",
         "",
         f"Machine: {machine['cores']} cores, torch {machine['torch']}; one thread reaches {limits}.",
         "",
