@@ -153,7 +153,7 @@ class Sampler(ABC):
         """
 
     async def confirm(self, version: int) -> int:
-        """The version in use, asked for after somebody has sent ``version``, perhaps from another process."""
+        """The version in use, asked for after ``version`` was sent, perhaps by another process."""
         return self.version
 
     @abstractmethod

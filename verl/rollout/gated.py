@@ -199,10 +199,10 @@ def invalid_reason(request: Request, sampled: Sampled, vocab_size: int) -> str:
 
 
 def request_seed(request: Request, seed: int) -> int:
-    """A seed below 2**31 from the request's key and how much of its response is there already.
+    """A seed below 2**31 from the request's key and the length of its response so far.
 
-    The same request gets the same numbers wherever it is sent. A continued response draws from a stream of its own:
-    engines that seed a generator per request cannot go on in the middle of one.
+    The same request gets the same numbers on every replica. A continued response draws from a separate stream:
+    engines that seed a generator per request cannot continue in the middle of one.
     """
     uid = request.uid or request.id
     high, low = stream_key(seed + request.sampling.seed, f"{uid}+{len(request.generated_prefix)}", request.sample_index)

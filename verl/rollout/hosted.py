@@ -51,9 +51,9 @@ class SamplerHost:
         return {"version": self.sampler.version, "stats": self.sampler.stats()}
 
     async def take_weights(self, kind: str, address: Mapping[str, Any], version: int) -> int:
-        """Receive a whole stream from the other end of a transport; the version that is in use then."""
+        """Receive a full stream from the other end of a transport; returns the version in use afterwards."""
         key = json.dumps([kind, address], sort_keys=True)
-        if key not in self._ends:  # the trainer made a new transport: nobody sends over the old ones any more
+        if key not in self._ends:  # the trainer made a new transport: the old ones are no longer used
             for old in self._ends.values():
                 old.close()
             self._ends = {key: TRANSPORTS.get(kind).reach(address, self.device)}
@@ -73,7 +73,7 @@ def _remoteness(error: BaseException) -> int:
 
 
 class RemoteSampler(Sampler):
-    """A sampler behind a handle, whose weights somebody else sends.
+    """A sampler behind a handle; its weights are sent separately.
 
     Args:
         handle: of a `SamplerHost`, or of whatever samples under another name of the method.

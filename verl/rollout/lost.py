@@ -1,4 +1,4 @@
-"""The errors that mean: not the request is at fault, the engine is; somebody else may answer it."""
+"""Errors of the engine, not of the request: another replica may answer it."""
 
 from __future__ import annotations
 

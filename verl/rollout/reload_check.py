@@ -1,7 +1,7 @@
-"""Can an engine take new weights at all? Two probes before the first update, for builds that keep weights in two forms.
+"""Whether an engine can take new weights: two probes before the first update, for builds that keep them in two forms.
 
 Seen with vLLM 0.32 on CPU: a mixture of experts whose reload shifts log-probs, and a head that is tied to the
-embeddings and goes on with a packed copy of the old ones.
+embeddings and keeps using a packed copy of the old ones.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check_same(before: Sequence[float], after: Sequence[float]) -> None:
 
 
 def check_uniform(log_probs: Sequence[float], vocab_size: int, fix: str = FIX) -> None:
-    """With one embedding for all tokens a tied head makes them equally probable, unless it goes on with the old ones.
+    """With one embedding for all tokens a tied head makes them equally probable, unless it still uses the old ones.
 
     Raises:
         RolloutError: it is not.

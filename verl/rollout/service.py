@@ -67,7 +67,7 @@ class Replica:
                         waiter.set_result(None)
 
     async def drained(self) -> None:
-        """Return once it has no requests; whoever waits has seen to it that none are added."""
+        """Return once it has no requests; the caller ensures that none are added."""
         while self.ids:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._idle.append(waiter)
@@ -135,14 +135,13 @@ class SamplerService(Sampler):
     """Several samplers as one.
 
     A request whose replica is lost is sent to another one. A lost replica gets no more requests: before the first
-    weights were published it is tried again after a while, later it comes back with the next version that it has, since
-    until then nobody knows which weights it has. A service of one replica adds nothing to it: its errors are the
-    caller's.
+    weights were published it is retried after a while; later it returns with the next version that it has, since its
+    weights are unknown until then. A service of one replica adds nothing: its errors reach the caller.
 
     Args:
         replicas: name -> sampler; names are for messages and statistics.
         max_resends: of one request, which ends requests that kill every engine they meet.
-        slots: requests that a replica computes at once. More wait here for whichever replica has a slot first, the
+        slots: requests that a replica computes at once. More wait here for the first free slot of any replica, the
             longest expected answer first (`Queue`), so that none waits for long answers while another replica is idle;
             turns of a conversation do not wait.
         retry_seconds: after which a lost replica is tried again.
@@ -281,7 +280,7 @@ class SamplerService(Sampler):
         """Take a replica out once it has answered what it has; it gets nothing new meanwhile.
 
         Returns:
-            Its sampler, which nobody uses any more.
+            Its sampler, which is no longer used.
 
         Raises:
             RolloutError: there is none of this name, or no other.
@@ -313,9 +312,9 @@ class SamplerService(Sampler):
         return num_waiting + sum(n for n in answers if isinstance(n, int))
 
     async def sleep(self, level: int = 1) -> None:
-        """All replicas, also the lost ones, which may still hold memory that a trainer beside them needs.
+        """All replicas, also lost ones, which may still hold memory that a colocated trainer needs.
 
-        What goes wrong with a lost one is ignored, and one that does not answer is not waited for long.
+        Errors of a lost one are ignored, and one that does not answer is not waited for long.
         """
         lost = [replica.sampler for replica in self.replicas if replica.is_lost]
         await self._all(lambda sampler: sampler.sleep(level))
@@ -366,7 +365,7 @@ class SamplerService(Sampler):
             alive = self._alive()
             may = [replica for replica in alive if replica.name not in avoided] or alive
             if not may:
-                self._queue.call_next()  # nobody ends there any more, and who waits must hear of it
+                self._queue.call_next()  # no request will end there any more, so wake the waiting ones
                 reasons = "; ".join(f"{replica.name}: {replica.reason}" for replica in self.replicas[:3])
                 raise EngineLostError(f"no replica is left of {len(self.replicas)}: {reasons}") from last
             has_room = [replica for replica in may if replica.load < self.slots]

@@ -80,11 +80,11 @@ class Queue:
             return await waiter.turn
         except BaseException:
             if waiter.turn.done() and not waiter.turn.cancelled():
-                self.call_next()  # its turn is somebody else's
+                self.call_next()  # pass its turn on
             raise
 
     def call_next(self) -> None:
-        """A slot is free: it is somebody's turn."""
+        """A slot is free: the next one's turn."""
         self._calls += 1
         line = self._oldest() if self._calls % OLDEST_EVERY == 0 else self._longest()
         if line:

@@ -1,6 +1,6 @@
 """Scores of generated answers: mean@n, pass@k, best@k, maj@k, intervals, and the difference of two runs.
 
-A prompt is the unit of every interval: prompts are drawn anew (a bootstrap), answers of one prompt stay together.
+A prompt is the unit of every interval: prompts are resampled (a bootstrap), answers of one prompt stay together.
 pass@k is the probability that one of k answers drawn without replacement is right (Chen et al. 2021, arXiv:2107.03374).
 """
 
@@ -163,7 +163,7 @@ def pass_at_k(right: Mapping[int, Sequence[bool]]) -> dict[str, float]:
 
 
 def interval(values: Sequence[float], seed: int) -> tuple[float, float]:
-    """Bounds of a mean over prompts: percentiles of the means of prompts drawn anew."""
+    """Bounds of a mean over prompts: percentiles of the means of resampled prompts."""
     if not values:
         return math.nan, math.nan
     drawn = np.random.default_rng(seed).integers(0, len(values), size=(DRAWS, len(values)))
@@ -218,7 +218,7 @@ def _by_text(answers: Answers, results: Sequence[RewardResult]) -> dict[tuple[st
 
 
 def sample_table(answers: Answers, results: Sequence[RewardResult]) -> pa.Table:
-    """A row per answer: prompt, data source, answer, truth, score, what the scorer said beside it, and why none."""
+    """A row per answer: prompt, data source, answer, truth, score, the scorer's other values, and why there is none."""
     rows = []
     for sample, prompt, result in zip(answers.samples, answers.prompts, results):
         rows.append(

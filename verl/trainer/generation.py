@@ -1,8 +1,8 @@
-"""Batch generation: prompts of a file, several answers each, written beside them; a run that was killed goes on.
+"""Batch generation: prompts of a file with several answers each; a killed run resumes.
 
-What is done is kept in a file beside the output, one line per prompt, with the settings it was made with in its first
-line. An answer is a function of the prompt's row and the answer's number (with the `hf` engine token for token), so a
-run that was interrupted writes what an uninterrupted one would have written.
+Finished prompts are kept in a file next to the output, one line per prompt, with the run's settings in its first line.
+An answer is a function of the prompt's row and the answer's number (with the `hf` engine token for token), so a run
+that was interrupted writes what an uninterrupted one would have written.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Job:
         prompt_key: column with the prompts.
         max_prompt_length, truncation: what happens to longer ones, as in `RLHFDataset`.
         sampling: of every answer.
-        identity: what else the answers depend on (model, engine), for a run that goes on.
+        identity: what else the answers depend on (model, engine), checked on resume.
         files_key, length_key: the settings of ``files`` and ``max_prompt_length``, for messages.
     """
 
@@ -89,9 +89,9 @@ def generate_file(job: Job, sampler: Sampler, tokenizer: Any) -> Path:
     """Answer every prompt and write the output; returns its path.
 
     Raises:
-        DataError: the files of prompts are wrong, the output cannot be written, or an interrupted run with other
-            settings lies beside it.
-        RolloutError: a prompt was refused (it is named), or the engine is lost; what is done so far is kept.
+        DataError: the files of prompts are wrong, the output cannot be written, or an interrupted run next to it has
+            other settings.
+        RolloutError: a prompt was refused (it is named), or the engine is lost; finished prompts are kept.
     """
     table, _ = read_files(job.files, required=[job.prompt_key], key=job.files_key, column_key="data.prompt_key")
     settings = {"prompt_key": job.prompt_key, "max_prompt_length": job.max_prompt_length, "truncation": job.truncation}
@@ -204,7 +204,7 @@ class Finished:
         with writing(self.path):
             self._sync()
             self._file.close()
-            if not self.rows:  # there is nothing to go on from
+            if not self.rows:  # there is nothing to resume from
                 self.path.unlink(missing_ok=True)
 
     def add(self, number: int, answers: list[str]) -> None:
@@ -314,7 +314,7 @@ def sampling_of(rollout: Any, tokenizer: Any, length: int) -> SamplingParams:
 def model_identity(path: str) -> str:
     """The model's path with a short hash of its configuration and of its weights' sizes and times of change.
 
-    So a run does not go on with the weights that a training wrote to the same path meanwhile.
+    So a run does not resume with weights that a training has since written to the same path.
     """
     config = Path(path) / "config.json"
     if not config.is_file():

@@ -113,7 +113,7 @@ def _with_answer(sample: RewardSample, result: RewardResult) -> RewardResult:
 
 
 def with_compare(argv: Sequence[str]) -> list[str]:
-    """``--compare FILE`` (or ``--compare=FILE``) as the setting that it stands for."""
+    """``--compare FILE`` (or ``--compare=FILE``) as the setting that it means."""
     words, made = iter(argv), []
     for word in words:
         option, equals, value = word.partition("=")

@@ -58,7 +58,7 @@ class TaskRunner:
 
 
 def run_ppo(config: PPOTrainerConfig, task_runner_class: type[TaskRunner] | None = None) -> None:
-    """Run a checked configuration; the resolved one is written beside the run's results when it begins."""
+    """Run a checked configuration; the resolved one is written next to the run's results when it begins."""
     from verl.trainer import runtime
 
     with runtime.enter(config) as place:

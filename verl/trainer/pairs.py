@@ -106,7 +106,7 @@ class DPOTrainer(PairTrainer):
         return answer_sums(reference.infer(batch, ("log_probs",))["log_probs"], batch.tensors["response_mask"])
 
     def _precomputed(self) -> dict[str, Tensor]:
-        """Every pair's sums (rows, 2), kept beside the checkpoints: a resumed run cannot compute them any more."""
+        """Every pair's sums (rows, 2), kept next to the checkpoints: a resumed run can no longer compute them."""
         file = Path(self.config.trainer.default_local_dir) / STORED
         loaders = {"train": self.train_loader, "val": self.val_loader}
         data = {name: loader.dataset for name, loader in loaders.items() if loader is not None}

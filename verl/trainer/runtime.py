@@ -88,7 +88,7 @@ def check_folder(config: Any) -> None:
 
 
 def write_config(config: Any) -> None:
-    """Write the resolved configuration beside the run's results, once nothing can refuse the run any more.
+    """Write the resolved configuration next to the run's results, once no check can refuse the run.
 
     Raises:
         ConfigError: the folder cannot be written.

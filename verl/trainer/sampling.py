@@ -21,10 +21,10 @@ LOOPS = "agent_loop"
 
 
 def connect(config: PPOTrainerConfig, groups: Mapping[str, Any], device: str) -> None:
-    """Start the processes that run agent loops, and tell the first sampling worker of them and of all replicas.
+    """Start the processes that run agent loops, and connect the first sampling worker to them and to all replicas.
 
     Args:
-        groups: role -> worker group, whose models are loaded. The actors are told of replicas in another pool.
+        groups: role -> worker group, whose models are loaded. The actors are connected to replicas in another pool.
         device: of the actors.
     """
     group, topology = groups.get("rollout"), topology_of(config)

@@ -47,7 +47,7 @@ class StopSignals:
 
     Args:
         drop_at_once: leave a `droppable` block at the moment of the signal; else at its end (workers in other
-            processes would go on with their calls).
+            processes would continue their calls).
 
     Example:
         >>> with StopSignals() as stop:
@@ -80,7 +80,7 @@ class StopSignals:
             raise StepDropped
 
     def stopped(self, sentence: str, tell: bool = True) -> RunStopped:
-        """The exception that ends the run, after the person has been told.
+        """The exception that ends the run, after the message to the user.
 
         One of several processes may end because another one got the signal; it ends as after SIGTERM.
         """
@@ -134,7 +134,7 @@ class StopSignals:
             raise StepDropped
 
     def _unraisable(self, event: sys.UnraisableHookArgs) -> None:
-        """A signal in a finalizer, where Python goes on after an exception: the end of the block raises it."""
+        """A signal in a finalizer, where Python continues after an exception: the end of the block raises it."""
         if not isinstance(event.exc_value, StepDropped):
             self._before_unraisable(event)
 

@@ -1,4 +1,4 @@
-"""The one loop of supervised training: SFT as it stands; methods on pairs of answers change its batches (`pairs.py`).
+"""The one loop of supervised training: SFT as it is; methods on pairs of answers change its batches (`pairs.py`).
 
 The loop runs alone or, started by torchrun, on every rank: see `verl.single_controller.spmd`.
 """

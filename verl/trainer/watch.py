@@ -1,7 +1,7 @@
-"""Runs that cannot learn say so: signs that hold for some steps in a row are told once, with what to look at.
+"""Warnings about runs that cannot learn: a sign that holds for some steps in a row is reported once.
 
-Each sign is a sentence on what was seen, the likely cause, and where to look. A step shows several: a sign that follows
-from another one (no gradient where all rewards are equal) is left out where that is told.
+Each sign is a sentence on what was seen, the likely cause, and where to look. A sign that follows from another one of
+the same step (no gradient where all rewards are equal) is not reported with it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from verl.metrics import notice
 
 PATIENCE = 5
-"""So many steps in a row; in a shorter run all of its steps, of which there have to be `SHORTEST`."""
+"""Consecutive steps; in a shorter run all of its steps, at least `SHORTEST`."""
 SHORTEST = 2
 
 
 class Watch:
-    """Counts for how many steps in a row a sign has held; tells it once.
+    """Counts for how many steps in a row a sign has held; reports it once.
 
     Example:
         >>> watch = Watch()
@@ -31,7 +31,7 @@ class Watch:
         self._last: Mapping[str, str] = {}
 
     def step(self, signs: Mapping[str, str]) -> None:
-        """The signs of one step: what is told is named by the key, the metric or setting to look at first."""
+        """The signs of one step, by the metric or setting to look at first."""
         self._steps += 1
         self._held, self._last = {name: self._held.get(name, 0) + 1 for name in signs}, signs
         for name, steps in self._held.items():
@@ -39,7 +39,7 @@ class Watch:
                 self._tell(name)
 
     def end(self) -> None:
-        """The run is over: a short one is told what held from its first step to its last."""
+        """The run is over: reports what held for all steps of a short one."""
         for name, steps in self._held.items():
             if SHORTEST <= steps == self._steps < PATIENCE:
                 self._tell(name)

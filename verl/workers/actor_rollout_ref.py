@@ -20,7 +20,7 @@ from verl.workers.sending import SyncResult
 
 
 class ActorRolloutRefWorker(ModelWorker):
-    """The actor or its reference, whichever its role says; the sampler beside it is a `SamplingWorker`."""
+    """The actor or its reference, by its role; the colocated sampler is a `SamplingWorker`."""
 
     def meshes(self) -> dict[str, tuple[int, bool]]:
         rollout = self.fused_worker_dict.get("rollout")

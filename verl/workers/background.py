@@ -1,4 +1,4 @@
-"""One piece of work beside a worker's calls."""
+"""One background task of a worker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class InBackground:
         def run() -> None:
             try:
                 work()
-            except BaseException as error:  # carried over to whoever waits
+            except BaseException as error:  # raised in `wait`
                 self._error = error
 
         self._thread = threading.Thread(target=run, name=self.name)

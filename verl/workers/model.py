@@ -74,7 +74,7 @@ class ModelRole:
         epochs, shuffle, shuffle_seed: how the loop goes through a batch.
         rows_per_step: rows per optimizer step, over all ranks; 0: all that one call brings.
         share_prompts: the prompt of several rows is computed once.
-        reference_of: the role whose reference this model is; beside it in one process, an adapter's base is not loaded
+        reference_of: the role whose reference this model is; if both share a process, an adapter's base is not loaded
             twice, and its exact KL is measured against this model.
         has_tokenizer: its folder in a checkpoint gets the tokenizer.
         profiler: which calls are recorded; None: none.
@@ -228,10 +228,10 @@ class ModelWorker(ProfiledWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def begin_weight_update(self, version: int) -> None:
-        """As `send_weights`, while the caller goes on; whatever needs this model waits for its end.
+        """As `send_weights`, in the background; later calls to this model wait for its end.
 
-        Alone, this worker does it in a thread, so that other roles in its process go on, too. One of several does it
-        in this call: its collectives must not meet those of another role.
+        A single worker uses a thread, so that other roles in its process continue. One of several sends in this call:
+        its collectives must not interleave with those of another role.
         """
         self.sending.wait()
         if self.world_size == 1:

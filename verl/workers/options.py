@@ -23,7 +23,7 @@ class TrainOptions(CallOptions):
     """Of `ModelWorker.train`.
 
     Args:
-        more_updates: this global step goes on, so the learning-rate schedule stays where it is.
+        more_updates: this global step continues, so the learning-rate schedule does not advance.
     """
 
     more_updates: bool = False

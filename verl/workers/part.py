@@ -34,7 +34,7 @@ from verl.storage import copy_to_local
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a worker is told about the place and the run it works in.
+    """A worker's facts about its device and run.
 
     Args:
         device: ``cpu``, ``cuda`` or ``npu``.
@@ -144,7 +144,7 @@ class ModelPart:
         """One optimizer step per mini-batch of ``batch``.
 
         The controller sends one mini-batch at a time; a caller that sends more gets them cut in row order. The
-        learning-rate schedule advances unless ``more_updates`` says that this global step goes on.
+        learning-rate schedule advances unless ``more_updates`` says that this global step continues.
         """
         if self.loss_fn is None:
             raise WorkerError("this model is frozen and has no loss", fix="Set a loss before training it.")
@@ -201,8 +201,8 @@ def load_part(part: ModelPart, folder: str, contents: tuple[str, ...]) -> None:
 def memory_of(phase: str, device: str) -> Iterator[dict[str, Metric]]:
     """Memory around a phase, of the worker that has most: ``perf/memory/<phase>/before/host_gb``, ``.../after/...``.
 
-    The mapping is full once the block has ended. Around sampling it tells about training too: what is there before is
-    what training left, and what is there afterwards is what training must live beside.
+    The mapping is full once the block has ended. Around sampling it also shows training: before is what
+    training left in use, after is what is still in use when training begins.
     """
     metrics = _memory(phase, "before", device)
     yield metrics

@@ -19,11 +19,11 @@ from verl.workers.sending import WeightSender
 
 
 class ReplicaWorker(ProfiledWorker):
-    """One process of the pool in which replicas sit, and the replica that it holds.
+    """One process of the pool with the replicas, and the replica that it holds.
 
-    Beside a rank of the actor it holds a replica in this process or in a child of it, and its weights come from that
-    rank. In a pool of its own they come by a transport (`take_weights`). Servers that run already are nobody's: the
-    ranks share out who loads which, and each is loaded once.
+    Colocated with a rank of the actor it holds a replica in this process or in a child of it, which gets its weights
+    from that rank. In a separate pool they come by a transport (`take_weights`). Running servers belong to no rank:
+    the ranks divide them up, and each is loaded once.
 
     Args:
         config: the section ``actor_rollout_ref`` of the configuration.

@@ -30,8 +30,8 @@ class RewardModelWorker(ModelWorker):
         role: the reward model; a classification checkpoint with one label brings its own head.
         context: device and seed.
         policy: the model section in whose tokens the samples are written, None for the reward model's own. Where the
-            two tokenizers differ, conversations are written anew with the reward model's chat template.
-        max_length: longest conversation written anew, in tokens; of a longer one the beginning is cut off.
+            two tokenizers differ, conversations are re-templated with the reward model's chat template.
+        max_length: longest re-templated conversation, in tokens; a longer one loses its beginning.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RewardModelWorker(ModelWorker):
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """``rm_scores`` (B, T): the model's scalar on the last response token, 0 elsewhere; NaN where it has none.
 
-        Where conversations are written anew, also the column ``rm_truncated``.
+        Where conversations are re-templated, also the column ``rm_truncated``.
         """
         mask = data.tensors["response_mask"]
         columns: dict[str, Any] = {}
@@ -120,7 +120,7 @@ def with_end_column(data: DataProto) -> DataProto:
     """The batch with one more response column, in which only the token after each response is asked for.
 
     A value is that of the state BEFORE its token, so the state after the whole response is the value of the token that
-    would follow; which id stands there makes no difference.
+    would follow; its id makes no difference.
     """
     tensors, mask = data.tensors, data.tensors["response_mask"]
     wide = mask.shape[-1] + 1

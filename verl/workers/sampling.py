@@ -28,7 +28,7 @@ ReplicaStats = Mapping[str, Mapping[str, float]]
 
 
 def balance(before: ReplicaStats, after: ReplicaStats, resent: float) -> dict[str, Metric]:
-    """How several replicas shared a batch: requests that each answered, those that were sent anew, and who is left.
+    """How several replicas shared a batch: requests that each answered, resent requests, and replicas left.
 
     Args:
         before, after: `SamplerService.replica_stats` around the batch; a replica may have come in between.
@@ -55,7 +55,7 @@ class SamplingWorker(ReplicaWorker):
         config: the section ``actor_rollout_ref`` of the configuration.
         context: device and the peers' time-out.
         data: the section ``data``, for agent loops that render messages.
-        scoring: the whole configuration, where samples are scored beside sampling; None: after it, by the controller.
+        scoring: the full configuration, to score samples during sampling; None: after it, by the controller.
     """
 
     def __init__(

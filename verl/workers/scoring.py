@@ -1,4 +1,4 @@
-"""The reward manager of a run: for the controller, and for workers that score beside sampling."""
+"""The reward manager of a run: for the controller, and for workers that score during sampling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verl.rewards.managers import load_reward_manager
 def reward_manager(config: PPOTrainerConfig, tokenizer: Any, num_examine: int) -> Any:
     """The reward manager of ``reward.reward_manager`` with the scorer of ``reward.custom_reward_function``.
 
-    With a reward model on a server both are told its address, and get its tokenizer if they ask for it.
+    With a reward model on a server both get its address, and its tokenizer if they declare it.
     """
     model = config.reward.reward_model
     if not model.enable or model.rollout.name != "server":

@@ -125,7 +125,7 @@ def _invert(
 def _invert_without_rounding(
     weights: torch.Tensor, block_sums: torch.Tensor, cumulative: torch.Tensor, target: torch.Tensor
 ) -> tuple[torch.Tensor, float]:
-    """The same where every target lies inside its block, as nearly always; also the least weight of an entry found.
+    """The same if every target is inside its block, as nearly always; also the least weight of the chosen entries.
 
     A target beyond its block, or beyond all blocks, leads to the last entry. If that has a weight it is the right one.
     """
@@ -140,7 +140,7 @@ def _invert_without_rounding(
 def _first_above(cumulative: torch.Tensor, weights: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """(R, 1) first index with cumulative > target and weight > 0; the last one with weight > 0 if there is none.
 
-    Rounding makes both conditions necessary: block sums are float32, so a target may lie just beyond its block.
+    Rounding makes both conditions necessary: block sums are float32, so a target may be just beyond its block.
     """
     count = cumulative.shape[-1]
     index = torch.searchsorted(cumulative, target, right=True)  # a sum never falls

@@ -1,7 +1,7 @@
-"""Memory for keys and values: blocks of rows that attend together, over buffers that are used again.
+"""Memory for keys and values: blocks of rows that attend together, over reused buffers.
 
 A block holds *groups* of up to ``width`` rows. All rows of a group share one prompt, stored once in the block's prefix
-part; what a row generated lies in its own part. A group of width 1 without a prefix part is an ordinary row. Both
+part; what a row generated is in its own part. A group of width 1 without a prefix part is an ordinary row. Both
 parts are contiguous, so that attention is one batched matrix product per part (on CPU several times faster than fused
 attention kernels with one query token, or than strided slices of a longer cache).
 
@@ -77,7 +77,7 @@ class BufferPool:
 
 @dataclass(eq=False)
 class Group:
-    """Rows of one prompt in a block; ``prefix_len`` tokens of it lie in the block's prefix part."""
+    """Rows of one prompt in a block; ``prefix_len`` tokens of it are in the block's prefix part."""
 
     rows: list[Row | None]
     prefix_len: int

@@ -115,8 +115,8 @@ class NativeModel:
     """Logits of packed tokens, by a step plan for the attention.
 
     Args:
-        model: a causal language model of one of `FAMILIES`, whose weights nobody else changes: they are packed or
-            fused. Call `refresh` when new ones have arrived.
+        model: a causal language model of one of `FAMILIES`, whose weights only the sampler changes: they are packed
+            or fused. Call `refresh` when new ones have arrived.
         variants: per layer, as the family's own modules call attention.
         max_positions: length of the rotary table.
 

@@ -249,7 +249,7 @@ class PoolRunner:
         return output.logits[0]
 
     def _wanted(self, num_rows: int, chunks: Sequence[Chunk]) -> torch.Tensor | None:
-        """Positions of the packed row whose logits are needed; None stands for all of them."""
+        """Positions of the packed row whose logits are needed; None means all of them."""
         if not chunks and not self.policy.exact:
             return None
         wanted, end = list(range(num_rows)), num_rows

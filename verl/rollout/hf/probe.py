@@ -77,8 +77,7 @@ def pool_runner(model: PreTrainedModel, max_model_len: int, policy: PoolPolicy, 
     """A runner that was tried on ``model``.
 
     Args:
-        owned: the sampler alone changes the weights and nobody has hooks on the modules: `NativeModel` may replace
-            them.
+        owned: only the sampler changes the weights and the modules have no hooks: `NativeModel` may replace them.
 
     Raises:
         UnsupportedModelError: why the pool cannot serve this model.

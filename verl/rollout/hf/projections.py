@@ -1,6 +1,6 @@
 """The matrix products of a decoder, in the form that is fastest where they run.
 
-A decoder's forward pass on few tokens is bound by reading its weights, so what can be read together should lie
+A decoder's forward pass on few tokens is bound by reading its weights, so what can be read together should be stored
 together: query, key and value in one product. Two forms hold the same numbers:
 
 - `FusedProjections` makes the parameters views of larger tensors; for accelerators. New weights arrive through them.
@@ -228,10 +228,10 @@ def laid_out(weight: torch.Tensor, bias: torch.Tensor | None) -> CopiedLinear:
 
 @functools.cache
 def _blas_is_even(outer: int, inner: int) -> bool:
-    """Whether this machine's BLAS rounds a row of such a product alike whatever the rows beside it.
+    """Whether this machine's BLAS rounds a row of such a product alike for any other rows.
 
     It depends on the processor and on the shape, and is true of multiples of `GRID` at best. Where it is not, what a
-    request draws could depend on which others are there.
+    request draws could depend on concurrent requests.
     """
     numbers = torch.Generator().manual_seed(0)
     most = 2 * PROBED_ROWS[-1]

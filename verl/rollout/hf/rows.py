@@ -18,7 +18,7 @@ UNIFORMS_AT_ONCE = 32
 
 @dataclass(eq=False)
 class Row:
-    """One request on its way: its tokens so far, and where its keys and values lie.
+    """One running request: its tokens so far, and where its keys and values are.
 
     ``state`` belongs to the scheduler; ``cell`` is the runner's own note of the place; ``most`` tokens may be drawn.
     """

@@ -62,7 +62,7 @@ class HFSampler(Sampler):
             ``enforce_eager``. Takes effect where the sampler owns the model and its family is written out.
         enforce_eager: no CUDA graphs.
         cache_bytes: memory of the KV cache; None: what is needed, on CUDA within a part of the free memory.
-        owns_model: nobody else changes the model's weights, so that they may be rearranged; None: where it was loaded
+        owns_model: only the sampler changes the model's weights, so they may be rearranged; None: if it was loaded
             here.
         adapter: see `SamplerWeights`.
 
@@ -240,7 +240,7 @@ class HFSampler(Sampler):
         """Counters.
 
         ``forward_tokens`` is what went through the model: each distinct prompt once (``prefill_tokens``), and every
-        response token but the last of each response, whose successor nobody asked for (``decode_tokens``).
+        response token but the last of each response, which needs no successor (``decode_tokens``).
         ``prompt_hits`` counts requests whose prompt was computed for another one.
         """
         runner = self._runner

@@ -36,7 +36,7 @@ class Scheduler:
         can_chunk: whether a prompt may be computed in pieces.
         keeps_prompts: whether a computed prompt can serve requests that are admitted later.
         share: whether requests with the same token ids are served by one computation.
-        reserve: keeps a row's place in the cache; while it says False, nobody else is admitted.
+        reserve: reserves cache space for a row; while it returns False, no other row is admitted.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ class SamplerWeights:
 
 
 def _targets(model: PreTrainedModel) -> dict[str, torch.Tensor] | None:
-    """Hugging Face name, of tied weights each -> the memory of the weight; None where it lies nowhere as a whole."""
+    """Hugging Face name, of tied weights each -> the memory of the weight; None where no single tensor holds it."""
     targets = dict(model.state_dict(keep_vars=True))
     if {name for name, _ in export_weights(model)} <= set(targets):
         return targets

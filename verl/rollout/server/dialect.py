@@ -108,7 +108,7 @@ class Dialect(ABC):
 
 
 def prompt_of(request: Request) -> list[int]:
-    """What the model has seen when it goes on."""
+    """What the model has seen when it continues."""
     return [*request.token_ids, *request.generated_prefix]
 
 

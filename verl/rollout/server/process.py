@@ -196,7 +196,7 @@ class HostProcess(ServerProcess):
 
     def close(self) -> None:
         super().close()
-        self._close_pipe()  # of one that nobody waited for
+        self._close_pipe()  # of one that was not waited for
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _close_pipe(self) -> None:

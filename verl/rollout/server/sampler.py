@@ -1,4 +1,4 @@
-"""The `server` sampler: every request is a question to an HTTP server that somebody else started.
+"""The `server` sampler: every request goes to an HTTP server that was started separately.
 
 Consumes: requests, each a task of its caller. Waits for: the server, at most `timeout` seconds an attempt. Unblocked
 by: its answer, or the last attempt's failure, which says what happened.
@@ -262,7 +262,7 @@ class ServerSampler(GatedSampler):
         self._is_verified = True
 
     async def confirm(self, version: int) -> int:
-        """The version that the server has; of one that cannot say, whoever sent the version has loaded it."""
+        """The server's version; one that cannot report it has the version that was sent."""
         reported = await (await self.connect()).version()
         current = version if reported is None else reported
         if current == version:
@@ -346,7 +346,7 @@ class ServerSampler(GatedSampler):
             raise EngineLostError(f"{self.url}/v1/models answered with nonsense: {str(listed)[:200]}") from error
 
     async def _until_up(self) -> None:
-        """Return once it answers; one of this library before it is told the key, another one only where it may be."""
+        """Return once it answers; one of this library before the key is sent, another one only where it may be sent."""
         deadline, seconds = time.monotonic() + self.max_start_wait, min(5.0, self.timeout)
         while True:
             try:

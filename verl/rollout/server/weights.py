@@ -1,4 +1,4 @@
-"""New weights for a server on the same file system: a Hugging Face folder per version, whole before anyone is told."""
+"""New weights for a server on the same file system: one Hugging Face folder per version, complete once announced."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Requests follow the documented fields of ``GenerateReqInput`` and its siblings
 (https://docs.sglang.ai/basic_usage/native_api.html and .../sampling_params.html). No SGLang server was run with this:
-its kernels cannot be installed on the machines of the tests, where a server that follows the documentation stands in.
+its kernels cannot be installed on the test machines, where a server that follows the documentation replaces it.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class VLLMEngine:
 
         Args:
             new: (name, request, stop tokens) of each.
-            dropped: names of requests that nobody waits for.
+            dropped: names of requests without a waiting caller.
         """
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._step, list(new), list(dropped))
 

@@ -80,7 +80,7 @@ def _next(folder: Path, number: int, seconds: float) -> Path | None:
         if not folder.is_dir():
             raise RolloutError("the sender has given up", key=f"bucket {number}")
         if _sender_has_ended():
-            shutil.rmtree(folder, ignore_errors=True)  # nobody else is left to do it
+            shutil.rmtree(folder, ignore_errors=True)  # no other process is left to do it
             raise RolloutError("the process that sends the weights has ended", key=f"bucket {number}")
         if time.monotonic() > deadline:
             raise RolloutError(f"the next weights did not come within {seconds} s", key=f"bucket {number}")

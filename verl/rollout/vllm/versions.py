@@ -77,14 +77,14 @@ def check_version(version: str) -> None:
 
 
 def vllm_modules() -> tuple[Any, Any, Any]:
-    """(EngineArgs, LLMEngine, the module of SamplingParams); the engine that steps where it is told to."""
+    """(EngineArgs, LLMEngine, the module of SamplingParams); the engine that steps on request."""
     arguments = importlib.import_module("vllm.engine.arg_utils").EngineArgs
     engine = importlib.import_module("vllm.v1.engine.llm_engine").LLMEngine
     return arguments, engine, importlib.import_module("vllm.sampling_params")
 
 
 def adapter_request(name: str, number: int, folder: str) -> Any:
-    """What tells vLLM of an adapter in a folder, and then which requests use it."""
+    """vLLM's reference to an adapter in a folder, passed with the requests that use it."""
     request: Any = importlib.import_module("vllm.lora.request").LoRARequest
     return request(lora_name=name, lora_int_id=number, lora_path=folder)
 
@@ -114,10 +114,10 @@ def reload_weights(worker: Any, weights: Any = None) -> None:
 
 
 def refresh_tied(model: Any) -> None:
-    """Let heads that share their weight with the embeddings pack it anew.
+    """Let heads that share their weight with the embeddings repack it.
 
     The CPU build computes with a packed copy that it makes when a layer is loaded; a tied head is not loaded, and in
-    0.32.0 goes on with the copy of the old weight.
+    0.32.0 keeps using the copy of the old weight.
     """
     seen: set[int] = set()
     for module in model.modules():

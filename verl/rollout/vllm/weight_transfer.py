@@ -18,7 +18,7 @@ from verl.weight_sync import WeightChunk
 
 SHARED_MEMORY = Path("/dev/shm")
 AHEAD = 2
-"""Buckets that may lie in memory unread: one that is used and one that is written."""
+"""Buckets that may be in memory unread: one in use and one being written."""
 
 
 def open_folder() -> Path:
@@ -35,8 +35,8 @@ def publish(
     Args:
         readers: workers that read each bucket.
         seconds: how long the readers may take for a bucket.
-        is_over: whether the readers have ended, by an error for instance; then nobody is waited for, nor where one of
-            them has refused a bucket.
+        is_over: whether the readers have ended, by an error for instance. Then, or after a refused bucket, nothing is
+            waited for.
     """
     number = 0
 
@@ -45,7 +45,7 @@ def publish(
 
     for chunk in chunks:
         if ends():
-            continue  # the export goes on: other ranks take part in it
+            continue  # the export continues: other ranks take part in it
         _wait_for(folder, number - AHEAD, readers, seconds, ends)
         whole = {name: tensor.detach().to("cpu").contiguous() for name, tensor in chunk.tensors}
         _write(folder, number, whole)
@@ -70,7 +70,7 @@ def _wait_for(folder: Path, number: int, readers: int, seconds: float, is_over: 
     deadline = time.monotonic() + seconds
     while len(list(folder.glob(f"{number}.read-*"))) < readers:
         if is_over():
-            return  # a reader that goes on to the end mark may not have opened it yet
+            return  # a reader on its way to the end mark may not have opened it yet
         if time.monotonic() > deadline:
             raise RolloutError(f"the sampler's workers did not take the weights within {seconds} s")
         time.sleep(POLL_SECONDS)

@@ -72,7 +72,7 @@ class RunCheckpoints:
         self.writer: CheckpointWriter | None = None
         self.provenance = Provenance.of(config)
         self.places: dict[str, str] = {}
-        """What the run writes into beside its checkpoints, by the tracker or setting: names, kept in each of them."""
+        """Other places that the run writes to, by tracker or setting: names, kept in each checkpoint."""
         self.resumed = False
         self._boundary: Boundary | None = None
         self._saved: tuple[int, Path] | None = None
@@ -151,7 +151,7 @@ class RunCheckpoints:
                 handle.group.load_checkpoint(str(folder / name), tuple(self._contents(name)["load_contents"]))
         if REFERENCE in reader.parts and REFERENCE in self.roles:
             self.roles[REFERENCE].group.load_checkpoint(str(folder / REFERENCE), ("model",))
-            self._reference_moves = True  # it is not the model at its path any more, whether it goes on moving or not
+            self._reference_moves = True  # it is no longer the model at its path, even if it does not change again
         state = reader.trainer_state()
         self.source.load_state_dict(state["data"])
         self.run.kl_controller.load_state_dict(state["kl"])

@@ -40,7 +40,7 @@ class SamplePool:
     def __init__(self, rows: int):
         self.rows = rows
         self.sample_info: dict[str, list[Any]] = {}
-        """What the scorer returned beside the scores of the samples that came last, by name."""
+        """What the scorer returned besides the scores of the latest samples, by name."""
         self._parts: list[DataProto] = []
 
     def __len__(self) -> int:
@@ -165,7 +165,7 @@ class StepContext:
         epoch: the epoch of the step's first prompt, from 0.
         metrics: of this step alone.
         timers: seconds per stage (`timed`).
-        sample_info: what the scorer returned beside the scores of this step's samples, by name.
+        sample_info: what the scorer returned besides the scores of this step's samples, by name.
         gen_batches: batches of prompts that were sampled for this step.
     """
 
@@ -198,7 +198,7 @@ class StepContext:
         return self.timers(stage)
 
     def take_in(self, half: StepContext) -> None:
-        """Add what another notebook of the same step holds: `collect` may have run ahead, beside an earlier step."""
+        """Add another notebook of the same step: `collect` may have run ahead, during an earlier step."""
         assert half.step == self.step, f"a notebook of step {half.step} was given to step {self.step}"
         self.metrics.merge(half.metrics)
         for stage, seconds in half.timers.seconds.items():

@@ -1,4 +1,4 @@
-"""What of conversations goes into dumps and validation beside their text: turns, tool calls, rewards, masks."""
+"""What dumps and validation record of conversations besides text: turns, tool calls, rewards, masks."""
 
 from __future__ import annotations
 

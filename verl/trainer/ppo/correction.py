@@ -109,7 +109,7 @@ def apply_bypass_mode(batch: DataProto, rollout_corr_config: Any = None, policy_
     """Upstream's form of `use_rollout_log_probs`.
 
     The loss of the bypass mode follows from ``algorithm.rollout_correction`` where the actor is built; a policy loss
-    section that is a plain dict is told as well.
+    section that is a plain dict is updated too.
     """
     use_rollout_log_probs(batch)
     if isinstance(policy_loss_config, dict):

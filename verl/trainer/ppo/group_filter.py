@@ -66,7 +66,7 @@ def same_outcome(groups: np.ndarray, columns: list[np.ndarray], left_out: np.nda
 
     Args:
         groups: (B,) from `group_numbers`.
-        columns: each (B,); a group is told apart by any of them.
+        columns: each (B,); a group is kept if any of them varies.
         left_out: (B,) rows that do not count.
     """
     num_groups = int(groups.max()) + 1 if len(groups) else 0

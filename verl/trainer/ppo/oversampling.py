@@ -14,7 +14,7 @@ from verl.trainer.ppo import group_filter
 from verl.trainer.ppo.context import StepContext
 
 ACCURACY = "acc"
-"""What a scorer may return beside the score: how right a sample is, 0 to 1."""
+"""What a scorer may return next to the score: how correct a sample is, 0 to 1."""
 ROUNDING = 1e-6
 CUT_OFF = "length"
 

@@ -14,7 +14,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo import group_filter
 
 JUDGEMENT = "acc"
-"""What a scorer returns beside a score that holds more than the judgement, such as a penalty for length."""
+"""What a scorer returns next to a score that includes more than correctness, such as a length penalty."""
 
 
 def marks(samples: DataProto) -> Tensor:

@@ -223,7 +223,7 @@ class RayPPOTrainer:
             self.tracking.finish(exit_code)
 
     def sample_folder(self, setting: str) -> Path | None:
-        """The folder that ``trainer.<setting>`` names, or one beside it where that holds the samples of another run."""
+        """The folder that ``trainer.<setting>`` names, or one next to it if that holds the samples of another run."""
         wanted = self.config.trainer[setting]
         if wanted and setting not in self._folders:
             known = self.checkpoints.places.get(setting)

@@ -1,6 +1,6 @@
 """What a step of RL shows of a run that cannot learn: nothing to learn from, or nothing that moves.
 
-The signs are told by `verl.trainer.watch`, once they have held for some steps.
+`verl.trainer.watch` reports a sign once it has held for some steps.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class PromptSource:
 
 
 def give_uids(prompts: DataProto, epoch: int) -> None:
-    """Write ``uid`` of every row; the rows of a custom dataset without ``__row__`` are told apart by their content."""
+    """Write ``uid`` of every row; the rows of a custom dataset without ``__row__`` are identified by their content."""
     rows = prompts.non_tensor_batch.get("__row__", prompts.non_tensor_batch.get("raw_prompt_ids"))
     if rows is None:
         rows = prompts.non_tensor_batch["raw_prompt"]

@@ -1,9 +1,9 @@
-"""One iteration of RL training: this page is the algorithm, everything else serves it.
+"""One iteration of RL training: this file is the algorithm, everything else serves it.
 
 `collect` samples until a batch is full; `learn` turns the batch into one update of the critic and the actor. A schedule
-(`verl/trainer/ppo/schedules/`) composes the two, so that asynchrony never copies them: each writes into the notebook
-`ctx` that it is given, and those of two steps may be open at once. Shapes: B rows (prompts x
-`rollout.n`), T response tokens; what a stage adds to the batch is said beside it.
+(`verl/trainer/ppo/schedules/`) composes the two, so that asynchrony never copies them: each writes into its notebook
+`ctx`, and those of two steps may be open at once. Shapes: B rows (prompts x `rollout.n`), T response tokens; a comment
+at each stage names what it adds to the batch.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def process_validation_metrics(
         infos_dict: name -> one entry per sample (``reward``, ``acc``, ...); ``pred`` holds the answers to vote on.
             Names with text are not averaged; a sample whose entry is None or NaN has no such value and is left out.
         seed: of the bootstrap.
-        expected_acc_counts: data source -> samples that should have an ``acc``; a shortfall is told.
+        expected_acc_counts: data source -> samples that should have an ``acc``; a shortfall gives a notice.
 
     Returns:
         data source -> variable -> ``mean@n``; with several samples per prompt also ``std@n``, ``best@k/mean``,

@@ -28,7 +28,7 @@ class SyncSchedule:
 
     @classmethod
     def added_roles(cls, config: PPOTrainerConfig) -> list[ModelRole]:
-        """Models beside the library's own roles, in the order in which they are built."""
+        """Models besides the library's roles, in the order in which they are built."""
         return []
 
     def __init__(self) -> None:
