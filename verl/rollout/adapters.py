@@ -14,7 +14,7 @@ KEY = "actor_rollout_ref.model.lora.merge"
 def separate_adapter(rollout: Any, model: Any) -> LoraSettings | None:
     """The adapter whose factors are all that is sent; None where all weights are, with an adapter merged into them.
 
-    Both ends ask here, so that they agree. Where the sampler cannot take an adapter a notice says so.
+    Both ends call this, so that they agree. If the sampler cannot take an adapter, a notice says so.
 
     Args:
         rollout, model: sections of the configuration.

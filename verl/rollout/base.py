@@ -117,7 +117,7 @@ class Completion:
 
 
 class Sampler(ABC):
-    """Samples completions; batches concurrent `generate` calls by itself.
+    """Samples completions; batches concurrent `generate` calls.
 
     All methods belong to one event loop at a time. They may be used from one loop after another (a run that calls
     ``asyncio.run`` once per step), never from two at once.
@@ -149,7 +149,7 @@ class Sampler(ABC):
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
         """Take new weights once running requests have ended; waiting ones start with the new version.
 
-        A completion never mixes versions: call `abort` first where running requests should not hold up the update.
+        A completion never mixes versions: call `abort` first if running requests should not delay the update.
         """
 
     async def confirm(self, version: int) -> int:

@@ -2,7 +2,7 @@
 
 Consumes: requests from `generate`, weights from `update_weights`. Waits for: a request waits while the gate is shut, an
 update until the last request inside has ended. Unblocked by: the end of the update, the end of the last request.
-An engine of its own kind only says how one request is sampled and how weights get in.
+An engine only defines how one request is sampled and how weights are loaded.
 """
 
 from __future__ import annotations

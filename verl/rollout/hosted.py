@@ -68,7 +68,7 @@ class SamplerHost:
 
 
 def _remoteness(error: BaseException) -> int:
-    """How far an error is from the cause: a process that is gone breaks its connections, and both fail the transfer."""
+    """How far an error is from the cause: a dead process breaks its connections, and both fail the transfer."""
     return 0 if isinstance(error, LOSSES) else 2 if isinstance(error, PeerFailedError) else 1
 
 
@@ -113,7 +113,7 @@ class RemoteSampler(Sampler):
         return self._version
 
     def stats(self) -> dict[str, float]:
-        """As they were when its version was last asked for."""
+        """As of the last query of its version."""
         return dict(self._stats)
 
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:

@@ -6,12 +6,12 @@ from verl.errors import RolloutError
 
 
 class EngineLostError(RolloutError):
-    """An engine is gone, does not answer in time, or answers nonsense."""
+    """An engine is dead, does not answer in time, or answers nonsense."""
 
 
 class EngineBusyError(EngineLostError):
     """An engine asks to be left alone for a while.
 
     Args:
-        message: as in every error; ``got`` holds the seconds it asks for, if it says so.
+        message: as in every error; ``got`` holds the seconds that it requests, if any.
     """

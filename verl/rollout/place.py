@@ -74,7 +74,7 @@ def transport_of(
     """The transport that ``backend`` names, with ``engine_kwargs``, which may stand below its name.
 
     Args:
-        is_apart: the sampler has devices of its own; else it shares the trainer's.
+        is_apart: the sampler has separate devices; else it shares the trainer's.
         host: address of the trainer's machine for samplers on others, where ``engine_kwargs`` has no ``host``.
 
     Returns:
@@ -102,7 +102,7 @@ def transport_of(
 
 
 def _nccl_or(device: str, is_apart: bool) -> str:
-    """NCCL wants a device for each of its ranks, which a worker and its sampler in a pool of their own have."""
+    """NCCL needs one device per rank, which a worker and a sampler in a separate pool have."""
     if device == "cpu":
         notice(f"{_E}.backend", "nccl needs GPUs: these weights are broadcast over gloo")
         return "gloo"

@@ -18,8 +18,8 @@ class Readiness:
     Attributes:
         version: of the weights.
         is_asleep: nothing is sampled until `wake`.
-        broken: why nothing can be sampled until whole weights arrive; None if it can.
-        lost: why nothing can be sampled any more; None if it can.
+        broken: why nothing can be sampled until full weights arrive; None if it can.
+        lost: why the engine can no longer sample; None if it can.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Readiness:
         self.lost: str | None = None
 
     def check(self) -> None:
-        """Raise `RolloutError` if nothing can be sampled now, `EngineLostError` if nothing can be any more."""
+        """Raise `RolloutError` if nothing can be sampled now, `EngineLostError` if the engine is lost."""
         if self.lost is not None:
             raise EngineLostError(self.lost)
         reason = "it sleeps; call wake() first" if self.is_asleep else self.broken
@@ -38,7 +38,7 @@ class Readiness:
 
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:
-        """While weights arrive, and for good where they do not arrive whole, nothing can be sampled."""
+        """While weights arrive, and after an incomplete transfer, nothing can be sampled."""
         self.broken = f"the update of its weights to version {version} did not finish; send them again"
         yield
         self.broken, self.version = None, version

@@ -27,7 +27,7 @@ def probe_tokens(vocab_size: int, count: int = 16) -> list[int]:
 
 
 def check_same(before: Sequence[float], after: Sequence[float]) -> None:
-    """Loading the weights that are there already must not change anything.
+    """Loading the current weights again must not change anything.
 
     Raises:
         RolloutError: it moved the log-probs of a prompt.

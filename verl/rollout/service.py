@@ -85,7 +85,7 @@ class Router:
     """Which replica gets a request.
 
     The turns of a conversation go where its cache is. Another sample of a prompt goes where the prompt was computed,
-    unless that replica is `SLACK` requests ahead. Everything else goes to the least loaded, in turn among equals.
+    unless that replica is `SLACK` requests ahead. Everything else goes to the least loaded, round-robin among equals.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class SamplerService(Sampler):
 
     Args:
         replicas: name -> sampler; names are for messages and statistics.
-        max_resends: of one request, which ends requests that kill every engine they meet.
+        max_resends: of one request, to stop requests that kill every engine.
         slots: requests that a replica computes at once. More wait here for the first free slot of any replica, the
             longest expected answer first (`Queue`), so that none waits for long answers while another replica is idle;
             turns of a conversation do not wait.
@@ -224,12 +224,12 @@ class SamplerService(Sampler):
             await self.publish(version, failed)
 
     async def publish(self, version: int, failed: Mapping[str, Exception] | None = None) -> None:
-        """Sample with a version that was sent: each replica is asked which one it has.
+        """Sample with a version that was sent, after querying each replica's version.
 
         One that has another, or does not answer, gets no requests until the next version that it has.
 
         Args:
-            failed: name -> what went wrong when it was sent there.
+            failed: name -> the error of sending it there.
 
         Raises:
             Exception: the first reason, where no replica has it.
@@ -254,7 +254,7 @@ class SamplerService(Sampler):
                 replica.recovered()
         self._version, self._published = version, self._published + 1
         for replica in self.replicas:
-            if replica not in replicas:  # it came while the others were asked
+            if replica not in replicas:  # it was added while the others were queried
                 self._lose_if_behind(replica)
 
     async def confirm(self, version: int) -> int:

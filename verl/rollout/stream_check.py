@@ -1,4 +1,4 @@
-"""Is a stream of weights whole? For samplers whose engine keeps weights in a form of its own and cannot tell."""
+"""Whether a weight stream is complete, for samplers whose engine keeps weights in its own form and cannot check."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StreamCheck:
             yield chunk
 
     def finished(self) -> Shapes:
-        """The shapes of all weights, once the stream is whole.
+        """The shapes of all weights, once the stream is complete.
 
         Raises:
             RolloutError: it was interrupted, or weights are missing.

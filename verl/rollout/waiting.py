@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from verl.rollout.base import Request
 
 OLDEST_EVERY = 8
-"""Every so many calls the request that came first goes next, so that none waits for ever."""
+"""At this interval of calls the oldest request goes next, so that none starves."""
 
 
 @dataclass
@@ -129,10 +129,10 @@ class Queue:
         self._samples.setdefault(_prompt(request), Samples()).began[arrival] = self._clock()
 
     def ended(self, request: Request, arrival: int, *, in_full: bool) -> None:
-        """A replica has it no more.
+        """The request has left its replica.
 
         Args:
-            in_full: with an answer that ended by itself; others say nothing of how long such requests take.
+            in_full: the answer ended naturally; others give no estimate of such requests' length.
         """
         prompt = _prompt(request)
         samples = self._samples[prompt]

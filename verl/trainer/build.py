@@ -90,7 +90,7 @@ def dataset(config: PPOTrainerConfig, tokenizer: Any, processor: Any, is_train: 
 def check_rewards(config: PPOTrainerConfig, dataset: Any) -> None:
     """Before anything is allocated: can the rows be scored?
 
-    A custom dataset is checked as it is used, and so are the rows of a loop that may know their scores by itself.
+    A custom dataset is checked as it is used, as are the rows of a loop that may compute its own scores.
     """
     loop = config.actor_rollout_ref.rollout.agent.default_agent_loop
     if isinstance(dataset, RLHFDataset) and loop in ("single_turn_agent", "tool_agent"):
@@ -98,7 +98,7 @@ def check_rewards(config: PPOTrainerConfig, dataset: Any) -> None:
         columns = dataset.dataframe.column_names
         sources = list(dataset.dataframe[key]) if key in columns else None
         holders = one_by_one(dataset.dataframe, "reward_model") if "reward_model" in columns else [None] * len(dataset)
-        # a dataset of the user's may fill that column when a row is asked for; a row's own loop may know its score
+        # a user's dataset may fill that column when a row is read; a row's own loop may compute its score
         makes_own = type(dataset) is not RLHFDataset or "agent_name" in columns
         check_reward_data(config, sources, () if makes_own else holders, dataset.describe)
 

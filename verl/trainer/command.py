@@ -1,4 +1,4 @@
-"""What every program does with an error that is the user's to mend: one message, and exit status 2."""
+"""How every program reports a user's error: one message, and exit status 2."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ class Finished:
         self._check(first)
         if damaged := entries.count(None):
             log.warning("%s: %d damaged lines are left out, their prompts are answered again", self.path, damaged)
-        if lines[-1]:  # cut off by a kill: what is added begins on a line of its own
+        if lines[-1]:  # truncated by a kill: start on a new line
             self._file.write(b"\n")
 
     def _entry(self, line: bytes) -> tuple[int, list[str]] | None:

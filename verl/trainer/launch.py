@@ -43,7 +43,7 @@ def run(config: Any, build: Build, ranks: Ranks | None = None) -> None:
     ranks = distributed.start(device=on) if several else distributed.Ranks()
     _fit(config, build, Spmd(ranks, trainer.seed))
     if several:
-        distributed.stop()  # not behind an error: leaving would wait for ranks that are gone
+        distributed.stop()  # not after an error: leaving would wait for dead ranks
 
 
 def _fit(config: Any, build: Build, ctx: Any) -> None:
@@ -57,7 +57,7 @@ def _fit(config: Any, build: Build, ctx: Any) -> None:
 
 
 def main(program: str, build: Build, first_look: FirstLook, argv: list[str] | None = None) -> int:
-    """Command line; an error that is the user's to mend is one message and exit status 2."""
+    """Command line; a user's error is one message and exit status 2."""
     rank = env.get_int("RANK", 0)
     if rank:
         logging.getLogger("verl").setLevel(logging.ERROR)  # what there is to tell about settings, rank 0 tells

@@ -128,7 +128,7 @@ def with_compare(argv: Sequence[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; an error that is the user's to mend is one message and exit status 2."""
+    """Command line; a user's error is one message and exit status 2."""
     try:
         config = cast(EvaluationConfig, load_config("evaluation", with_compare(sys.argv[1:] if argv is None else argv)))
         print(run_eval(config))

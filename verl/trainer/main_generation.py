@@ -47,7 +47,7 @@ def run_generation(config: GenerationConfig) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; an error that is the user's to mend is one message and exit status 2."""
+    """Command line; a user's error is one message and exit status 2."""
     try:
         words = sys.argv[1:] if argv is None else argv
         config = cast(GenerationConfig, load_config("generation", words, look_at_questions))

@@ -1,7 +1,7 @@
 """``python -m verl.trainer.main_generation_server key=value ... +data.output_path=out.parquet``.
 
 Batch generation with the keys of `main_ppo`, over stand-alone servers that are started for it (or over those of
-``rollout.server.url``). Each is `verl.rollout.server.host` in a process of its own; one that dies is noticed and its
+``rollout.server.url``). Each is `verl.rollout.server.host` in a separate process; one that dies is noticed and its
 prompts go to another. ``data.train_files`` are the prompts, ``rollout.n`` the answers to each.
 """
 
@@ -97,7 +97,7 @@ def with_lengths(argv: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; an error that is the user's to mend is one message and exit status 2."""
+    """Command line; a user's error is one message and exit status 2."""
     try:
         output, rest = split_output(with_lengths(sys.argv[1:] if argv is None else argv))
         config = cast(PPOTrainerConfig, load_config("ppo_trainer", rest, served=True))

@@ -69,7 +69,7 @@ def run_ppo(config: PPOTrainerConfig, task_runner_class: type[TaskRunner] | None
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; an error that is the user's to mend is one message and exit status 2."""
+    """Command line; a user's error is one message and exit status 2."""
     try:
         config = load_config("ppo_trainer", sys.argv[1:] if argv is None else argv, look_at_prompts)
         run_ppo(cast(PPOTrainerConfig, config))

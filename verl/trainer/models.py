@@ -122,7 +122,7 @@ def reward_model(config: PPOTrainerConfig) -> ModelRole:
 def limits(
     section: Node, prefix: str = "", dynamic: str = "use_dynamic_bsz", tokens: str | None = None
 ) -> Callable[[int], PassLimits]:
-    """The number of ranks -> limits of one pass, from settings that all roles have under names of their own.
+    """The number of ranks -> limits of one pass, from settings that roles have under different names.
 
     Args:
         section: that holds the settings.

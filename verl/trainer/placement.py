@@ -42,7 +42,7 @@ class Place:
 
 @per_config
 def topology_of(config: PPOTrainerConfig) -> Topology:
-    """Who lives where in a run, the roles of its schedule included."""
+    """The placement of all roles in a run, including those of its schedule."""
     return Topology.of(config, added_roles(config))
 
 

@@ -42,7 +42,7 @@ def start(seed: int) -> None:
 
 @contextmanager
 def enter(config: PPOTrainerConfig) -> Iterator[Place]:
-    """The place of a run, left again at the end: workers and a cluster that this run started are gone then.
+    """The place of a run; its end stops the workers and the cluster that this run started.
 
     Raises:
         ConfigError: the machine, or the cluster, is smaller than the run; an address that does not answer.

@@ -34,7 +34,7 @@ class RunStopped(SystemExit):
 
     Args:
         number: the signal.
-        sentence: what was saved, for the person.
+        sentence: what was saved, for the user.
     """
 
     def __init__(self, number: signal.Signals, sentence: str):
@@ -172,9 +172,9 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _kill_descendants() -> None:
-    """End what this process started, and what that started: loader and reward processes, a cluster of its own.
+    """End all descendants of this process: loader and reward processes, a cluster that it started.
 
-    They would notice sooner or later that their parent is gone; Ray's agents take minutes on a busy machine.
+    They would notice eventually that their parent is dead; Ray's agents take minutes on a busy machine.
     """
     children: dict[int, list[int]] = defaultdict(list)
     for place in Path("/proc").glob("[0-9]*/stat"):

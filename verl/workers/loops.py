@@ -1,4 +1,4 @@
-"""The worker that runs agent loops in a process of its own, and how the process with the service reaches it."""
+"""The worker that runs agent loops in a separate process, and its link to the process with the service."""
 
 from __future__ import annotations
 

@@ -72,14 +72,14 @@ class ModelRole:
         grad_clip: largest norm of its gradient.
         mini_batch_size: prompts per optimizer step, over all ranks.
         epochs, shuffle, shuffle_seed: how the loop goes through a batch.
-        rows_per_step: rows per optimizer step, over all ranks; 0: all that one call brings.
+        rows_per_step: rows per optimizer step, over all ranks; 0: all rows of a call.
         share_prompts: the prompt of several rows is computed once.
         reference_of: the role whose reference this model is; if both share a process, an adapter's base is not loaded
             twice, and its exact KL is measured against this model.
         has_tokenizer: its folder in a checkpoint gets the tokenizer.
         profiler: which calls are recorded; None: none.
         pool: the role's name in ``trainer.resource_pools``.
-        role_kind: what may be asked of it; left out, it is trainable with an optimizer and frozen without.
+        role_kind: the calls that it accepts; by default trainable with an optimizer, frozen without.
     """
 
     name: str
@@ -209,7 +209,7 @@ class ModelWorker(ProfiledWorker):
             self._options = None
 
     def options_of(self, kind: type[Options]) -> Options:
-        """The options of the loop's call; the defaults where the method is called by itself."""
+        """The options of the loop's call; the defaults if the method is called directly."""
         return self._options if isinstance(self._options, kind) else kind()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -241,7 +241,7 @@ class ModelWorker(ProfiledWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def end_weight_update(self) -> SyncResult:
-        """Wait for what `begin_weight_update` began; what went wrong with it is raised here, or in the result."""
+        """Wait for the update that `begin_weight_update` began; its error is raised here, or in the result."""
         self.sending.wait()
         return self._sent
 
@@ -276,7 +276,7 @@ class ModelWorker(ProfiledWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def to(self, device: str) -> None:
-        """``cpu`` offloads model and optimizer, anything else brings them back."""
+        """``cpu`` offloads model and optimizer, anything else loads them."""
         self.sending.wait()
         if device == "cpu":
             self.part.engine.offload()
@@ -287,7 +287,7 @@ class ModelWorker(ProfiledWorker):
         """The worker that plays ``role`` in this process.
 
         Raises:
-            WorkerError: the role lives elsewhere.
+            WorkerError: the role is in another process.
         """
         worker = self.fused_worker_dict.get(role)
         if worker is None:

@@ -105,7 +105,7 @@ class ModelPart:
         train_limits / infer_limits: micro-batch limits of the two passes.
         loss_fn: what `train` minimises; None for a frozen model.
         temperature: logits are divided by it before every softmax (the sampling temperature for policies).
-        mini_batch_rows: rows of one optimizer step on this rank; None takes the whole batch in one step.
+        mini_batch_rows: rows of one optimizer step on this rank; None: the whole batch in one step.
         sections: of the configuration that the engine is built from, for messages.
     """
 
@@ -249,7 +249,7 @@ def layout(
 
 
 def data_rank_of(worker: Worker, engine: Engine) -> DataRank:
-    """Which part of a batch a worker gets for an engine; where the engine does not say, a part of its own."""
+    """Which part of a batch a worker gets for an engine; by default, each worker a different one."""
     return engine.data_rank or DataRank(worker.rank, worker.world_size, True)
 
 
@@ -265,11 +265,11 @@ def make_engine(
     """The engine class behind a strategy name, built.
 
     Args:
-        place: the worker's among its peers; a backend over several processes meets them there first.
+        place: the worker's among its peers; a backend over several processes connects to them first.
         timeout: seconds after which a peer that does not come is an error (``actor_rollout_ref.nccl_timeout``).
 
     Raises:
-        ConfigError: several workers would each train a copy of their own.
+        ConfigError: several workers would each train a separate copy.
         WorkerError: the workers share one process, where a backend over processes cannot work.
     """
     if place is not None and place.world_size > 1:
@@ -287,7 +287,7 @@ def _join(strategy: str, place: WorkerInfo, timeout: float | None, device: str, 
                 got=strategy,
                 fix=f"Leave it out, or set it to {backend_of('auto', place.world_size)}.",
             )
-        return  # a frozen model may well be whole on every worker
+        return  # a frozen model may be replicated on every worker
     if env.get_int("WORLD_SIZE", 1) != place.world_size:
         raise WorkerError(
             f"strategy={strategy} needs one process per worker, and these {place.world_size} workers share one",

@@ -1,4 +1,4 @@
-"""The worker of one process in which a replica sits."""
+"""The worker of one process with a replica."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ReplicaWorker(ProfiledWorker):
 
     @property
     def is_beside(self) -> bool:
-        """Whether the actor lives in this process, too: the two use its devices in turn."""
+        """Whether the actor is in this process too: the two take turns on its devices."""
         return "actor" in self.fused_worker_dict
 
     # ---- what the service asks of a replica elsewhere ----------------------------------------------------------

@@ -117,7 +117,7 @@ def last_positions(mask: Tensor) -> Tensor:
 
 
 def with_end_column(data: DataProto) -> DataProto:
-    """The batch with one more response column, in which only the token after each response is asked for.
+    """The batch with one more response column, in which only the token after each response is selected.
 
     A value is that of the state BEFORE its token, so the state after the whole response is the value of the token that
     would follow; its id makes no difference.

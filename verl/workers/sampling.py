@@ -47,7 +47,7 @@ def balance(before: ReplicaStats, after: ReplicaStats, resent: float) -> dict[st
 
 
 class SamplingWorker(ReplicaWorker):
-    """A `ReplicaWorker` of which the first holds the service of all replicas, and brings batches together.
+    """A `ReplicaWorker`; the first one holds the service of all replicas, and assembles batches.
 
     Agent loops run in its process, or in `RolloutWorker`s that reach the service by a handle (`connect`).
 

@@ -33,7 +33,7 @@ def reward_manager(config: PPOTrainerConfig, tokenizer: Any, num_examine: int) -
 
 
 def early_scorer(config: PPOTrainerConfig, tokenizer: Any) -> EarlyScorer | None:
-    """What scores single rows while others are sampled; None where only whole batches can be scored.
+    """Scores single rows while others are sampled; None if only whole batches can be scored.
 
     Args:
         tokenizer: of the policy; ``data.tokenizer`` wins, as it does where the batch is scored.

@@ -1,1 +1,1 @@
-"""Sampling over Hugging Face causal language models with a scheduler and a KV cache of its own."""
+"""Sampling over Hugging Face causal language models with its own scheduler and KV cache."""

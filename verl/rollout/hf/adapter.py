@@ -37,7 +37,7 @@ class AdapterBuffer:
         self._base: dict[str, torch.Tensor] = {}
 
     def receive(self, chunks: Iterable[WeightChunk], version: int) -> int:
-        """Take a whole adapter and merge it; returns the number of bytes that came."""
+        """Take a full adapter and merge it; returns the number of bytes received."""
         num_bytes = self._inventory.receive(chunks, version)
         self.keep_base()
         for owner, base in self._base.items():
@@ -52,6 +52,6 @@ class AdapterBuffer:
             self._base = {owner: target.detach().clone() for owner, target in self._targets.items()}
 
     def changes_all_of(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether the next adapter brings all of these back."""
+        """Whether the next adapter contains all of these."""
         ours = {id(target) for target in self._targets.values()}
         return all(id(tensor) in ours for tensor in tensors)

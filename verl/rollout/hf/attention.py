@@ -227,7 +227,7 @@ class PrefillPlan:
 
     @classmethod
     def staging(cls, chunks: list[Chunk], shape: KVShape, same_length_only: bool = False) -> PrefillPlan:
-        """A plan that stores keys and values in memory of its own; `keep` hands them to the prompts."""
+        """A plan that stores keys and values in its own memory; `keep` moves them to the prompts."""
         tokens = sum(c.length for c in chunks)
         keys, values = (
             torch.empty(shape.num_layers, shape.num_heads, tokens, dim, dtype=shape.dtype, device=shape.device)

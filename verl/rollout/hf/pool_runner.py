@@ -147,7 +147,7 @@ class PoolRunner:
         for row in self._rows:
             row.cell = None
         self._rows, self.blocks, self._plans, self._is_stale = [], [], {}, False
-        # A recording holds the addresses of the cache: it goes with it.
+        # A recording holds addresses of the cache: drop both together.
         self._replay, self._recordings, self._num_ended, self._alive = None, None, 0, None
         self._limit, self._promised = None, {}
         self._pool = BufferPool(self.shape.dtype, self.shape.device)

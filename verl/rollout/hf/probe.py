@@ -1,6 +1,6 @@
 """Which models the pool can serve: looked up, then tried out on a few tokens against the model's own attention.
 
-A family that passes needs no code of its own here. One that does not is served through transformers' own cache.
+A family that passes needs no code here. One that does not is served through transformers' cache.
 """
 
 from __future__ import annotations

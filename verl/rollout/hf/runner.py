@@ -70,7 +70,7 @@ class ModelRunner(Protocol):
         ...
 
     def release(self) -> None:
-        """The model's weights are about to be freed: drop everything that was made of them."""
+        """The model's weights are about to be freed: drop everything derived from them."""
         ...
 
     @property
@@ -80,7 +80,7 @@ class ModelRunner(Protocol):
 def vocab_size(model: PreTrainedModel) -> int:
     """Rows of the input embedding: what a token id must be below (padding of the vocabulary included)."""
     words = cast(nn.Embedding, model.get_input_embeddings())
-    # Of a model on several ranks the weight is a part, and the module still knows the whole.
+    # On several ranks the weight is a shard, but the module still has the full size.
     return getattr(words, "num_embeddings", words.weight.shape[0])
 
 

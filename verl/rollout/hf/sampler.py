@@ -50,7 +50,7 @@ class HFSampler(Sampler):
         model: a model folder, or a model. A model that is given is only borrowed: attention implementation and
             training mode are as before after each step, but `update_weights` writes into it.
         dtype: of a model that is loaded here.
-        device: where a model that is loaded here lives; one that is given stays where it is.
+        device: of a model that is loaded here; a given one stays where it is.
         max_num_seqs: rows that run at once.
         max_num_batched_tokens: tokens of one step.
         seed: added to every request's own seed.

@@ -138,7 +138,7 @@ class Scheduler:
             prompt.forget()
 
     def forget_prompts(self) -> None:
-        """What was computed is of no use any more (new weights, freed memory, a step that failed)."""
+        """Discard what was computed (new weights, freed memory, a failed step)."""
         self._computing = [prompt for prompt in self._computing if prompt.rows]
         self._known = {ids: prompt for ids, prompt in self._known.items() if prompt.rows or prompt.num_waiting}
         for prompt in [*self._known.values(), *self._computing]:

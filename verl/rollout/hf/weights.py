@@ -33,7 +33,7 @@ class SamplerWeights:
         self._emptied: list[tuple[torch.UntypedStorage, int]] = []
 
     def receive(self, chunks: Iterable[WeightChunk], version: int) -> None:
-        """Take a whole stream; raises `RolloutError` and leaves mixed weights if it is not one."""
+        """Take a full stream; raises `RolloutError` and leaves mixed weights if it is incomplete."""
         if self._adapter is not None:
             self.num_bytes += self._adapter.receive(chunks, version)
             return
@@ -55,7 +55,7 @@ class SamplerWeights:
         load_weights(self.model, whole)
 
     def release(self) -> None:
-        """Give the memory back of all that arrives again; what was in it is gone."""
+        """Free the memory of all weights that will be sent again; their content is lost."""
         if self._emptied:
             return
         if self._adapter is not None:

@@ -101,7 +101,7 @@ class ChildHandle(Handle):
         return content
 
     async def _has_ended(self) -> bool:
-        """Connections break a moment before the process is gone."""
+        """Connections break a moment before the process exits."""
         for _ in range(20):
             if not self.process.is_alive:
                 return True

@@ -37,12 +37,12 @@ class Dialect(ABC):
 
     name: str
     takes_ids = True
-    """Whether a prompt is sent as token ids; text passes a tokenizer twice and may come back as other tokens."""
+    """Whether a prompt is sent as token ids; text passes a tokenizer twice and may become other tokens."""
     gives_log_probs = True
     reports_processed = False
-    """Whether its log-probs are known to be those of the distribution that it draws from; else it is asked."""
+    """Whether its log-probs are known to be those of the distribution that it draws from; else it is queried."""
     fix_of_reload = FIX
-    """What to do where new weights do not arrive whole."""
+    """What to do if new weights arrive incomplete."""
     updates_from_folder = False
     """Whether it takes new weights from a folder that it can read."""
 

@@ -1,8 +1,8 @@
-"""A sampler in a process of its own, behind HTTP: ``python -m verl.rollout.server.host --port 8000 key=value ...``.
+"""A sampler in a separate process, behind HTTP: ``python -m verl.rollout.server.host --port 8000 key=value ...``.
 
 The keys are those of `main_ppo`; ``actor_rollout_ref.rollout.name`` says which engine is hosted. Every request needs
 the host's key, and the host proves to its clients that it knows it. What it loads is not a request's to say: weights
-come from a folder of its own, or by the transport that its command line names.
+come from its own folder, or by the transport that its command line names.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Host:
         self.weights_dir, self._host = Path(weights_dir), SamplerHost(sampler, device)
 
     async def serve(self, on: socket.socket, ready: Callable[[str], None], names: tuple[str, ...] = ()) -> None:
-        """Answer for ever.
+        """Serve until stopped.
 
         Args:
             on: where; see `verl.serving`.
@@ -131,7 +131,7 @@ class Host:
 
 
 def answering(call: Callable[[Any], Awaitable[Any]]) -> Handle:
-    """The handler of a call; what the sampler refuses is the client's to mend."""
+    """The handler of a call; what the sampler refuses is a client error."""
 
     async def handle(asked: HttpRequest) -> HttpResponse:
         payload = asked.json()
@@ -146,7 +146,7 @@ def answering(call: Callable[[Any], Awaitable[Any]]) -> Handle:
 
 
 def number(payload: Any, name: str) -> int:
-    """A whole number of a payload.
+    """An integer of a payload.
 
     Raises:
         RolloutError: it is none.
@@ -186,7 +186,7 @@ def names_of(host: str) -> tuple[str, ...]:
 
 
 def _own_folder(below: str | None) -> str:
-    """A folder of this host's alone, which goes with it."""
+    """A private folder of this host, deleted with it."""
     if below is not None and not Path(below).is_dir():
         raise ConfigError("no such folder", key="--weights-dir", got=below)
     folder = tempfile.mkdtemp(prefix="verl-host-", dir=below)

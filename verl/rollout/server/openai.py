@@ -73,7 +73,7 @@ class VLLMDialect(Dialect):
         await self.ask("POST", "/reset_prefix_cache")
 
     async def _extended(self) -> bool:
-        """Whether this library's class is in the server's workers: it mends what the reload leaves undone."""
+        """Whether this library's class is in the server's workers: it completes the reload."""
         if self._has_extension is None:
             try:
                 self._has_extension = await self._dev("/collective_rpc", {"method": "verl_ready"})

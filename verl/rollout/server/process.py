@@ -1,4 +1,4 @@
-"""A server started here: up before anybody asks it, gone when this process goes, its last words in the error."""
+"""A server started here: ready before the first request, stopped with this process, its last output in the error."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class ServerProcess:
 
 
 class HostProcess(ServerProcess):
-    """A host of this library: on a unix socket in a folder of this user's alone, with a key of its own.
+    """A host of this library: on a unix socket in a private folder of this user, with its own key.
 
     Args:
         arguments: of its command line.

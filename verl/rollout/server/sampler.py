@@ -246,7 +246,7 @@ class ServerSampler(GatedSampler):
         folder.keep_only(version)
 
     async def _verify(self, dialect: Dialect) -> None:
-        """Before the first update: loading what is there already must not change anything (it does for some builds)."""
+        """Before the first update: reloading the current weights must not change anything (it does for some builds)."""
         if self._is_verified:
             return
         probe = self._probe_tokens()
@@ -369,7 +369,7 @@ class ServerSampler(GatedSampler):
             await asyncio.sleep(POLL_SECONDS)
 
     async def _ask(self, method: str, path: str, payload: Any = None, *, once: bool = False) -> Any:
-        """A question that is not a request for tokens; one that changes the server is never asked twice."""
+        """A request for anything but tokens; one that changes the server is never repeated."""
         where = f"{self.url}{path}"
         seconds = UPDATE_SECONDS if method == "POST" else self.timeout
 
@@ -424,7 +424,7 @@ def over_addresses(
     """One sampler over all these servers, which share a key if they have one."""
     if len(urls) == 1:
         return ServerSampler.one_of(rollout, model, urls[0], api=api, api_key=api_key)
-    # Another replica answers sooner than one that is asked again.
+    # Another replica answers sooner than a retry.
     samplers = {u: ServerSampler.one_of(rollout, model, u, api=api, max_attempts=1, api_key=api_key) for u in urls}
     return SamplerService(samplers, max_resends=rollout.server.max_attempts)
 

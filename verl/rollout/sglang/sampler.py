@@ -103,7 +103,7 @@ def _user(rollout: Any) -> dict[str, Any]:
     """``engine_kwargs.sglang`` as flags.
 
     Raises:
-        ConfigError: one of them is set by a key of its own, or by what started the server.
+        ConfigError: one of them has its own key, or is set by what started the server.
     """
     flags = {}
     for name, value in (rollout.engine_kwargs.sglang or {}).items():

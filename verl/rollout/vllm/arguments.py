@@ -26,7 +26,7 @@ SIZES = {
     "pipeline_parallel_size": f"{_R}.pipeline_model_parallel_size",
     "enable_expert_parallel": f"{_R}.expert_parallel_size",
 }
-"""Nor these, which have keys of their own."""
+"""Nor these, which have their own keys."""
 
 
 def from_config(rollout: Any, model: Any, device: str, facts: ModelFacts) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""vLLM's engine, stepped by hand in a thread of its own, so that the event loop stays free while it computes.
+"""vLLM's engine, stepped in its own thread, so that the event loop stays free while it computes.
 
 Everything that touches the engine runs in that one thread, one thing at a time; only weights are passed from the
 caller's thread, while nothing is sampled.
@@ -86,10 +86,10 @@ class VLLMEngine:
         threads = torch.get_num_threads()
         try:
             return engine_class.from_engine_args(engine_args(**chosen))
-        except Exception as error:  # boundary: of workers that do not start vLLM says no more than this
+        except Exception as error:  # boundary: vLLM reports no more about workers that do not start
             raise RolloutError(f"vLLM {version} did not start: {error_text(error)}", fix="See the cause.") from error
         finally:
-            torch.set_num_threads(threads)  # with workers of its own vLLM leaves this process one
+            torch.set_num_threads(threads)  # with its own workers vLLM leaves this process one
 
     @property
     def max_model_len(self) -> int:
@@ -199,7 +199,7 @@ class VLLMEngine:
             refusals = [said for said in reading.result(RELOAD_SECONDS) if said]
         finally:
             weight_transfer.close_folder(folder)
-            wait([reading], RELOAD_SECONDS)  # workers that still look for a bucket see that the folder is gone
+            wait([reading], RELOAD_SECONDS)  # workers that still wait for a bucket see that the folder is deleted
         if refusals:
             raise RolloutError(f"vLLM does not take the weights: {refusals[0]}")
 

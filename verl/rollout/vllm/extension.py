@@ -1,6 +1,6 @@
 """What vLLM mixes into its workers (``worker_extension_cls``): new weights arrive without anything being unpickled.
 
-In one process the tensors are passed as they are. Workers in processes of their own read them from safetensors
+In one process the tensors are passed as they are. Workers in separate processes read them from safetensors
 files in shared memory, one bucket at a time, while the sender writes the next one.
 """
 
@@ -89,6 +89,6 @@ def _next(folder: Path, number: int, seconds: float) -> Path | None:
 
 
 def _sender_has_ended() -> bool:
-    """Whether the engine's process, which starts its workers and sends them their weights, is gone."""
+    """Whether the engine's process, which starts the workers and sends their weights, has ended."""
     sender = multiprocessing.parent_process()
     return sender is not None and not sender.is_alive()

@@ -57,7 +57,7 @@ def installed_version() -> str:
 
 
 def check_version(version: str) -> None:
-    """Refuse what is too old; say so where it is newer than what was run.
+    """Refuse too old versions; give a notice for versions newer than those tested.
 
     Raises:
         ConfigError: older than the range.
@@ -98,8 +98,8 @@ def supported(function: Any, given: dict[str, Any]) -> dict[str, Any]:
 def reload_weights(worker: Any, weights: Any = None) -> None:
     """Inside a vLLM worker: take these weights, or those of the model's folder again.
 
-    The layers of newer versions keep weights in a form of their own, and only ``reload_weights`` brings new ones into
-    it; older ones take them by the model's ``load_weights``.
+    The layers of newer versions keep weights in their own form, and only ``reload_weights`` converts new ones;
+    older ones take them by the model's ``load_weights``.
     """
     runner = worker.model_runner
     reload_ = getattr(runner, "reload_weights", None)  # newer than the oldest version of the range

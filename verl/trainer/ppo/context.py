@@ -1,4 +1,4 @@
-"""What a step needs besides the batch and the roles: the state of the run, and a notebook of its own.
+"""What a step needs besides the batch and the roles: the state of the run, and its own notebook.
 
 `RunState` outlives steps, `StepContext` is what the stages of one step write into. `collect` of the next step and
 `learn` of this one may be open at once: each has a `StepContext`, and both know the one run.
@@ -50,7 +50,7 @@ class SamplePool:
         return len(self) >= self.rows
 
     def add(self, samples: DataProto) -> None:
-        """Take samples in; how and when they were asked for is left behind, since a batch may be of several steps."""
+        """Add samples, without the facts about their request, since a batch may span several steps."""
         if len(samples):
             samples.meta_info = {k: v for k, v in samples.meta_info.items() if k not in ABOUT_THE_REQUEST}
             self._parts.append(samples)

@@ -1,7 +1,7 @@
 """Which samples the language-model loss on right answers learns from (VAPO, arXiv 2504.05118), and with what weight.
 
-The loss is the mean over the tokens of the right answers of a whole mini-batch. Only the controller sees all of it, so
-the weights are made there, and no cut into micro-batches or ranks shows. Shapes: B rows, T response tokens.
+The loss is the mean over the tokens of the correct answers of a whole mini-batch. Only the controller sees all of it,
+so it computes the weights, independently of micro-batches and ranks. Shapes: B rows, T response tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`RayPPOTrainer`: the controller of PPO and of everything that PPO became, over local or Ray worker groups.
 
 The algorithm is in `step.py`, what happens around it in `callbacks.py`; this class owns the pieces and their order.
-Subclass it to change a piece: every part is an attribute, made in a method of its own.
+Subclass it to change a part: each is an attribute, created in its own method.
 """
 
 from __future__ import annotations

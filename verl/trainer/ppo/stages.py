@@ -368,7 +368,7 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
         if "positive" in mini_batch.tensors.keys():
             positive.weigh(mini_batch)
         metrics = role.train(mini_batch, TrainOptions(more_updates=number < len(plan)))
-        # A name with an area of its own (rollout_corr/kl) keeps it.
+        # A name with its own prefix (rollout_corr/kl) keeps it.
         ctx.metrics.merge({name if "/" in name else f"{role.name}/{name}": m for name, m in metrics.items()})
 
 

@@ -52,7 +52,7 @@ class SyncSchedule:
                 _admit(roles, group.send_weights(ctx.step), ctx.step)
 
     def settle(self, roles: Roles, ctx: StepContext) -> None:
-        """Return once the sampler has the weights that were published last; raises what went wrong with them."""
+        """Return once the sampler has the latest published weights; raises their transfer's error."""
         group, references, self._on_their_way = roles["actor"].group, self._on_their_way, None
         if references is not None:
             with ctx.timed("wait_for_weights"):
