@@ -94,7 +94,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """What became of a request; all lists have one entry per new token, the stop token included.
+    """The result of a request; all lists have one entry per new token, including the stop token.
 
     Example:
         >>> Completion("a", (7, 2), (-0.1, -0.02), "stop", (3, 3))
@@ -142,7 +142,7 @@ class Sampler(ABC):
         """Sample one completion. Cancelling the caller frees what the request holds.
 
         Raises:
-            RolloutError: the request is absurd (see `check_request`), the sampler sleeps, or its weights are unusable.
+            RolloutError: the request is invalid (see `check_request`), the sampler sleeps, or its weights are unusable.
         """
 
     @abstractmethod

@@ -73,5 +73,5 @@ def shown(devices: Sequence[str], needed: int, kind: str) -> dict[str, str]:
 
 
 def _variable() -> str | None:
-    """The variable that says what this process sees; None if nothing does."""
+    """The variable that names this process's visible devices; None if none is set."""
     return next((name for name in DEVICE_VARIABLES if env.get(name)), None)

@@ -1,4 +1,4 @@
-"""Coroutines run to their end from synchronous code; the one place that does it where a loop may be running already."""
+"""Runs coroutines from synchronous code, also where an event loop is already running; the only place that does so."""
 
 from __future__ import annotations
 

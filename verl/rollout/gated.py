@@ -26,7 +26,7 @@ UNLIMITED = 1 << 30
 
 
 class Gate:
-    """Open, it lets requests in; an update shuts it and waits until the last one is out."""
+    """Admits requests while open; an update shuts it and waits until the last one has left."""
 
     def __init__(self) -> None:
         self._inside = 0
@@ -47,7 +47,7 @@ class Gate:
 
     @asynccontextmanager
     async def shut(self) -> AsyncIterator[None]:
-        """Nobody is inside."""
+        """No request is inside."""
         if self._is_shut:
             raise RolloutError("another update of the weights, or sleep, is under way")
         self._is_shut = True

@@ -23,7 +23,7 @@ from verl.weight_sync.transport import PeerFailedError
 
 
 class SamplerHost:
-    """What answers in the other process.
+    """The end in the other process.
 
     Args:
         sampler: of this process.

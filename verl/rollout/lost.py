@@ -10,7 +10,7 @@ class EngineLostError(RolloutError):
 
 
 class EngineBusyError(EngineLostError):
-    """An engine asks to be left alone for a while.
+    """An engine asks for a pause.
 
     Args:
         message: as in every error; ``got`` holds the seconds that it requests, if any.

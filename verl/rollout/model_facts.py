@@ -34,7 +34,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, folder: str | Path) -> ModelFacts:
-        """Read ``config.json`` and ``generation_config.json``; a folder without them (a hub name) tells nothing."""
+        """Read ``config.json`` and ``generation_config.json``; a folder without them (a hub name) gives no facts."""
         config = _json(Path(folder) / "config.json")
         text = {**config, **config.get("text_config", {})}
         generation = _json(Path(folder) / "generation_config.json")

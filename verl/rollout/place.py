@@ -1,4 +1,4 @@
-"""Where a run's sampler lives and how weights get there: ``rollout.checkpoint_engine``."""
+"""Where a run's sampler is and how weights get there: ``rollout.checkpoint_engine``."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _check_options(kind: str, below: str, options: Mapping[str, Any]) -> None:
 
 
 def _dtype(rollout: Any, device: str) -> torch.dtype:
-    """What the sampler's weights have: differences are those of its bits."""
+    """The dtype of the sampler's weights; deltas are of its bits."""
     auto = "float32" if device == "cpu" else "bfloat16"
     return torch_dtype(auto if rollout.dtype == "auto" else rollout.dtype)
 

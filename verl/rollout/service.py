@@ -32,7 +32,7 @@ FAILURES = 2
 
 
 class Replica:
-    """One engine and what is known of it."""
+    """One engine and its state."""
 
     def __init__(self, name: str, sampler: Sampler):
         self.name, self.sampler = name, sampler
@@ -277,7 +277,7 @@ class SamplerService(Sampler):
             self._queue.call_next()
 
     async def remove(self, name: str) -> Sampler:
-        """Take a replica out once it has answered what it has; it gets nothing new meanwhile.
+        """Remove a replica once it has answered its requests; it gets no new ones meanwhile.
 
         Returns:
             Its sampler, which is no longer used.
@@ -383,7 +383,7 @@ class SamplerService(Sampler):
         return [replica for replica in self.replicas if not replica.is_lost and not replica.is_leaving]
 
     def _due(self) -> Replica | None:
-        """A lost replica that one request may try; the next ones wait for what becomes of it."""
+        """A lost replica that one request may try; the next ones wait for its result."""
         for replica in self.replicas if not self._published else ():
             if replica.lost_at is not None and self._clock() - replica.lost_at >= self.retry_seconds:
                 replica.lost_at = self._clock()

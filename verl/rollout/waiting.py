@@ -1,4 +1,4 @@
-"""Requests that wait for a slot at a replica: who goes next.
+"""Requests that wait for a slot at a replica: which one is next.
 
 Consumes: requests, and the word that one began or ended. Waits for: a slot. Unblocked by: `Queue.call_next`.
 """

@@ -69,7 +69,7 @@ def worker_arguments(config: PPOTrainerConfig, role: Role | str, total_steps: in
 
 
 def scores_while_sampling(config: PPOTrainerConfig) -> bool:
-    """Whether the workers that sample score, too: not where a function waits for what a reward model says."""
+    """Whether sampling workers also score: not if a reward function needs a reward model's scores."""
     if config.reward.while_sampling and uses_reward_model(config):
         why = "has no effect: the reward model scores whole batches, and the reward function reads its scores"
         notice("reward.while_sampling", why)
@@ -88,7 +88,7 @@ def dataset(config: PPOTrainerConfig, tokenizer: Any, processor: Any, is_train: 
 
 
 def check_rewards(config: PPOTrainerConfig, dataset: Any) -> None:
-    """Before anything is allocated: can the rows be scored?
+    """Check that the rows can be scored, before anything is allocated.
 
     A custom dataset is checked as it is used, as are the rows of a loop that may compute its own scores.
     """
@@ -104,7 +104,7 @@ def check_rewards(config: PPOTrainerConfig, dataset: Any) -> None:
 
 
 def one_by_one(table: Any, column: str, at_once: int = 1000) -> Iterator[Any]:
-    """The cells of a column, of which only a part is in memory at a time: tests of programs are megabytes."""
+    """The cells of a column, read in parts: tests of programs are megabytes."""
     alone = table.select_columns([column])
     for start in range(0, len(alone), at_once):
         yield from alone[start : start + at_once][column]

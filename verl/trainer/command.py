@@ -8,7 +8,7 @@ from verl.errors import NotBuiltError, VerlError, hide_in_text, printable
 
 
 def report(error: VerlError) -> int:
-    """Print the message, and what it was caused by; returns the exit status."""
+    """Print the message and its causes; returns the exit status."""
     print(f"error: {error}", file=sys.stderr)
     if error.__cause__ is not None:
         cause = f"  caused by {type(error.__cause__).__name__}: {error.__cause__}"

@@ -242,7 +242,7 @@ def _number(value: Any) -> float | None:
 
 
 def markdown(reports: Mapping[str, SourceReport], differences: Mapping[str, Difference] | None = None) -> str:
-    """The report for people."""
+    """The report as text."""
     lines = ["# Evaluation", "", "| data source | prompts | answers | mean score | 95 % | unscorable |",
              "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     for source, one in reports.items():

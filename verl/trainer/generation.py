@@ -37,7 +37,7 @@ SYNC_EVERY = 64
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be generated.
+    """A batch-generation job.
 
     Args:
         files: of prompts.
@@ -128,7 +128,7 @@ async def _answer_all(job: Job, sampler: Sampler, tokenizer: Any, prompts: RLHFD
                 finished.put_nowait(number)
         except RolloutError as error:
             finished.put_nowait(error if isinstance(error, EngineLostError) else _of_row(error, number))
-        except Exception as error:  # boundary: carried over to the one who waits for the rows
+        except Exception as error:  # boundary: raised in the caller that waits for the rows
             finished.put_nowait(error)
 
     count = len(prompts) - len(done.rows)
@@ -160,7 +160,7 @@ async def _answer(job: Job, sampler: Sampler, tokenizer: Any, prompt: Sequence[i
 
 
 def _of_row(error: RolloutError, number: int) -> RolloutError:
-    """A refusal that says whose it is."""
+    """A refusal with the prompt that it concerns."""
     message = f"prompt {number} of the file was refused: {error.message}"
     return type(error)(message, key=error.key, got=error.got, allowed=error.allowed, fix=error.fix)
 
@@ -185,7 +185,7 @@ class Finished:
         self._unsynced = 0
 
     def __enter__(self) -> Finished:
-        """Take what an earlier run left.
+        """Load the answers of an earlier run.
 
         Raises:
             DataError: the file cannot be written, another run writes it, or it is a run's with other settings.
@@ -273,7 +273,7 @@ class Finished:
             )
 
     def _write(self, entry: Any) -> None:
-        """To the system at once, which keeps it when this process is killed; a crash of the machine is `_sync`'s."""
+        """Write through to the system, which keeps it if this process is killed; `_sync` covers a machine crash."""
         with writing(self.path):
             self._file.write(json.dumps(entry).encode() + b"\n")
             self._file.flush()

@@ -60,7 +60,7 @@ def main(program: str, build: Build, first_look: FirstLook, argv: list[str] | No
     """Command line; a user's error is one message and exit status 2."""
     rank = env.get_int("RANK", 0)
     if rank:
-        logging.getLogger("verl").setLevel(logging.ERROR)  # what there is to tell about settings, rank 0 tells
+        logging.getLogger("verl").setLevel(logging.ERROR)  # only rank 0 gives notices about settings
     try:
         config = load_config(program, sys.argv[1:] if argv is None else argv, first_look)
     except VerlError as error:

@@ -114,7 +114,7 @@ class DPOTrainer(PairTrainer):
         (there,) = self.ctx.sum(float(bool(known)))
         if there:
             return {name: self._everywhere(known.get(name), len(rows.dataframe), name) for name, rows in data.items()}
-        reference = self._make_reference()  # given up afterwards
+        reference = self._make_reference()  # freed afterwards
         log_probs = {name: self._pass_over(reference, rows) for name, rows in data.items()}
         self.ctx.only_main(lambda: _write(file, log_probs))
         return log_probs
@@ -148,7 +148,7 @@ class DPOTrainer(PairTrainer):
 def split_at_answers(rows: dict[str, Tensor]) -> DataProto:
     """Rows (B, L) of pairs, padded on the right, as prompts and responses: a pair's rows have their prompt in common.
 
-    What both rows of a pair begin with, up to the first token of an answer, is padded on the left to (B, P); the rest
+    The common prefix of a pair's rows, up to the first token of an answer, is padded on the left to (B, P); the rest
     on the right to (B, T). The tokens, and which of them are trained, stay as they are.
     """
     ids, there, trained = (rows[name] for name in ("input_ids", "attention_mask", "loss_mask"))

@@ -75,7 +75,7 @@ def _enter(config: PPOTrainerConfig) -> Iterator[Place]:
 
 
 def check_folder(config: Any) -> None:
-    """Can this run write into its folder? Before anything is loaded; nothing in the folder changes.
+    """Check that this run can write into its folder, before anything is loaded; changes nothing in it.
 
     Raises:
         CheckpointError: another run writes into it.

@@ -1,4 +1,4 @@
-"""How the processes of a run that sample come to know each other."""
+"""Connects the sampling processes of a run."""
 
 from __future__ import annotations
 

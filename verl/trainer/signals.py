@@ -1,6 +1,6 @@
 """SIGTERM and SIGINT during a run: the first one ends it in order, the second one at once.
 
-A scheduler that takes a machine back sends SIGTERM and waits for a while; a person presses Ctrl-C. Either way the run
+A scheduler that takes a machine back sends SIGTERM and waits for a while; a user presses Ctrl-C. Either way the run
 saves what it has and leaves with status 128 + signal (143, 130), so that a script can tell it from a run that is
 complete (0) and start it again. Handlers are in place only while a loop runs.
 
@@ -26,7 +26,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StepDropped(KeyboardInterrupt):
-    """Raised inside `StopSignals.droppable`: what was being done is not worth finishing."""
+    """Raised inside `StopSignals.droppable`: the work in progress is dropped."""
 
 
 class RunStopped(SystemExit):
@@ -114,7 +114,7 @@ class StopSignals:
             sys.unraisablehook = self._before_unraisable
             signal.set_wakeup_fd(self._wakeup[2])
             os.close(self._wakeup[1])  # the thread sees the end of the pipe and closes its side
-            self._listener.join(1.0)  # a thread that the end of the interpreter cuts off may abort the process
+            self._listener.join(1.0)  # a thread still running at interpreter exit may abort the process
 
     def leave_to_parent(self) -> None:
         """In a forked child (a loader's worker): the parent answers signals, and its pipe is not the child's.
@@ -139,7 +139,7 @@ class StopSignals:
             self._before_unraisable(event)
 
     def _listen(self, reader: int) -> None:
-        """Answer every signal the moment it comes; leave at the second one, whatever the main thread is doing."""
+        """Answer every signal at once; exit at the second one, whatever the main thread is doing."""
         count = 0
         while numbers := os.read(reader, 1):
             if numbers[0] not in SIGNALS:
@@ -148,7 +148,7 @@ class StopSignals:
             if count > 1:
                 _tell(f"{received.name}, the second signal: leaving at once; finished checkpoints are untouched")
                 _kill_descendants()
-                os._exit(128 + received)  # nothing may hold it up, no clean-up either; the kernel drops the lock
+                os._exit(128 + received)  # nothing may delay it, not even clean-up; the kernel drops the lock
             self.signal = self.signal or received
             _tell(f"{received.name}: the run saves and stops; a second signal ends it at once")
         os.close(reader)

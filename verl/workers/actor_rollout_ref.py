@@ -1,6 +1,6 @@
-"""The policy's model and its reference under upstream's method names, for classes of a user's own.
+"""The policy's model and its reference under upstream's method names, for users' own classes.
 
-The loop calls `infer` and `train`, which go through these names here: what a subclass overrides is what happens.
+The loop calls `infer` and `train`, which call these names, so that overrides take effect.
 """
 
 from __future__ import annotations

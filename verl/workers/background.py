@@ -23,7 +23,7 @@ class InBackground:
         self._error: BaseException | None = None
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Start; what was started before has ended (`wait`)."""
+        """Start; the previous work must have ended (`wait`)."""
         assert self._thread is None, "one piece of work at a time"
 
         def run() -> None:
@@ -36,7 +36,7 @@ class InBackground:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return once nothing runs; raises, once, what the work raised."""
+        """Return once nothing runs; raises the work's error, once."""
         if self._thread is None:
             return
         self._thread.join()

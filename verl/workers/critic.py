@@ -1,4 +1,4 @@
-"""The critic under upstream's method names, for classes of a user's own."""
+"""The critic under upstream's method names, for users' own classes."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ LIMIT_KEYS = ("micro_batch_size_per_gpu", "max_token_len_per_gpu")
 
 @dataclass(frozen=True)
 class PassLimits:
-    """How many rows or tokens one forward pass takes; both None leaves the choice to the engine.
+    """Rows or tokens per forward pass; with both None the engine chooses.
 
     Args:
         keys: the settings behind the two, for messages.
@@ -188,7 +188,7 @@ def save_part(
 
 
 def saved_records(part: ModelPart, wait: bool) -> Mapping[str, FileRecord] | None:
-    """What a save in the background has written, or None while it is at it; empty on all ranks but the first."""
+    """The records of a background save, or None while it is running; empty on all ranks but the first."""
     return part.being_saved.wait() if wait else part.being_saved.poll()
 
 
@@ -214,7 +214,7 @@ def _memory(phase: str, moment: str, device: str) -> dict[str, Metric]:
 
 
 def base_of(engine: Engine) -> Any:
-    """The frozen model that an adapter was put on: the same engine, with the adapter off for the moment."""
+    """The frozen model that an adapter was put on: the same engine, with the adapter disabled."""
     return AdapterBaseEngine(engine)
 
 

@@ -28,7 +28,7 @@ class ProfiledWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_profile(self, step: str) -> None:
-        """Record what follows, if this process is one that is chosen, under the name ``step``."""
+        """Start recording under the name ``step``, if this process is selected."""
         if self.profiler is not None:
             self.profiler.begin(step)
 
@@ -40,7 +40,7 @@ class ProfiledWorker(Worker):
 
 
 def profiled(method: Callable[P, R]) -> Callable[P, R]:
-    """Marks a worker's method as a phase of its role. Stands below `register`."""
+    """Marks a worker's method as a phase of its role. Place it below `register`."""
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

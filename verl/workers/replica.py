@@ -50,7 +50,7 @@ class ReplicaWorker(ProfiledWorker):
         self.sender = WeightSender(self.config.rollout, self.model, {name: self.replicas[name] for name in fed})
 
     def _start_replica(self) -> list[str]:
-        """The name of the replica that this rank leads; the others lend theirs the devices that they see."""
+        """The name of the replica that this rank leads; the others give theirs the devices that they see."""
         rollout, device = self.config.rollout, self.context.device
         each = processes_of(rollout, self.world_size)
         devices: list[str] = []
@@ -78,7 +78,7 @@ class ReplicaWorker(ProfiledWorker):
         """Whether the actor is in this process too: the two take turns on its devices."""
         return "actor" in self.fused_worker_dict
 
-    # ---- what the service asks of a replica elsewhere ----------------------------------------------------------
+    # ---- what the service calls on a remote replica ----------------------------------------------------------
 
     async def generate(self, request: Request) -> Completion:
         return await self.host.generate(request)
@@ -97,5 +97,5 @@ class ReplicaWorker(ProfiledWorker):
         return await self.host.status()
 
     async def take_weights(self, kind: str, address: Mapping[str, Any], version: int) -> int:
-        """Receive weights from the trainer's end of a transport; the version that is in use then."""
+        """Receive weights from the trainer's end of a transport; returns the version in use afterwards."""
         return await self.host.take_weights(kind, address, version)

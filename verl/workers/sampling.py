@@ -73,7 +73,7 @@ class SamplingWorker(ReplicaWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Start the replica, and in the first process the service, which knows this process's replica so far."""
+        """Start the replica, and in the first process the service, with only this process's replica so far."""
         super().init_model()
         self.set_dispatch_collect("rollout", 0, self.rank == 0)  # a class of the user's may sample with this mesh
         if self.rank == 0:
@@ -82,7 +82,7 @@ class SamplingWorker(ReplicaWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     async def connect(self, replicas: dict[str, Handle], loops: Sequence[Handle] = ()) -> None:
-        """Say what there is in other processes; what an earlier call named and this one does not is left out.
+        """Register what is in other processes; replaces the list of an earlier call.
 
         Args:
             replicas: `replica_name` -> handle on the `ReplicaWorker` that leads it.
@@ -150,6 +150,6 @@ class SamplingWorker(ReplicaWorker):
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _frees_cache(self) -> bool:
-        """Whether replicas give their caches back to the trainers between rollouts."""
+        """Whether replicas free their caches for the trainers between rollouts."""
         asked = self.config.rollout.free_cache_engine
         return self.is_beside and self.context.device != "cpu" if asked is None else asked

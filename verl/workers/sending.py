@@ -26,7 +26,7 @@ BYTES_SENT = "weight_bytes_sent"
 
 @dataclass(frozen=True)
 class SyncResult:
-    """What became of one version on its way.
+    """The result of sending one version.
 
     Args:
         num_bytes: that one replica was sent.
@@ -55,7 +55,7 @@ def senders(
     feeds: Sequence[Sequence[str]],
     hosts: Sequence[str | None],
 ) -> list[WeightSender]:
-    """What each rank of the actor sends weights by to the replicas of another pool that it feeds.
+    """The transports by which each actor rank sends weights to its replicas in another pool.
 
     Args:
         device: of the actors.
@@ -88,15 +88,15 @@ class WeightSender:
         """Called by all ranks of the actor in the same order, because the export is collective.
 
         Raises:
-            Exception: what the export itself raised: no replica is to blame for it.
+            Exception: an error of the export itself, not of a replica.
         """
         bucket_bytes = self.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
         alone = separate_adapter(self.rollout, self.model)
         weights = engine.export_weights() if alone is None else engine.export_adapter()
         chunks = chunk_weights(self._counted(weights), bucket_bytes, version=version)
         before = {name: sampler.stats() for name, sampler in self.replicas.items()}
-        # A replica that stops half-way must not stop the export, in which other ranks take part: it cannot close the
-        # stream, and what it leaves is made all the same.
+        # A replica that stops half-way must not stop the collective export of all ranks: it cannot close the
+        # stream, and the rest is exported anyway.
         errors = asyncio.run(deliver(list(self.replicas.values()), map(_as_it_is, chunks), version))
         deque(chunks, maxlen=0)
         if self._broken is not None:

@@ -36,7 +36,7 @@ PADDING_LIMIT = 1.25
 
 
 class UnsupportedModelError(RolloutError):
-    """The model's attention or cache is not understood; the sampler falls back to transformers' own cache."""
+    """The model's attention or cache is not supported; the sampler falls back to transformers' cache."""
 
 
 class DecodePlan:
@@ -240,7 +240,7 @@ class PrefillPlan:
         return sum(c.length for c in self.chunks)
 
     def keep(self) -> None:
-        """Note in each chunk's prompt what was computed of it."""
+        """Record each chunk's progress in its prompt."""
         assert self.staged is not None
         keys, values = self.staged
         first = 0
@@ -346,7 +346,7 @@ def attending(plan: StepPlan) -> Iterator[StepCache]:
 
 
 class StepCache(Cache):
-    """Stands where transformers expects a cache; the tokens themselves go to the pool in `pool_attention`."""
+    """Replaces transformers' cache; keys and values go to the pool in `pool_attention`."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])

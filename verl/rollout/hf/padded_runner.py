@@ -1,4 +1,4 @@
-"""The fallback runner: transformers' own cache and attention, for models that the pool does not understand.
+"""The fallback runner: transformers' own cache and attention, for models that the pool does not support.
 
 Prompts admitted together are padded on the left to one length and form a batch with one cache; each running batch takes
 one forward pass a step, and rows that end leave their batch. Prompts shared inside a batch are computed once.

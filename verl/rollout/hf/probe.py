@@ -1,4 +1,4 @@
-"""Which models the pool can serve: looked up, then tried out on a few tokens against the model's own attention.
+"""Which models the pool can serve: looked up, then tested on a few tokens against the model's own attention.
 
 A family that passes needs no code here. One that does not is served through transformers' cache.
 """

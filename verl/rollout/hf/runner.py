@@ -1,4 +1,4 @@
-"""What the sampler needs from whatever computes: prompts in, next-token logits out, rows that come and go."""
+"""The sampler's interface to its runners: prompts in, next-token logits out, rows that join and leave."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ModelRunner(Protocol):
         ...
 
     def reserve(self, row: Row) -> bool:
-        """Keep what a waiting row will need, if there is enough; `place` uses it, `remove` gives it back."""
+        """Reserve what a waiting row will need, if available; `place` uses it, `remove` frees it."""
         ...
 
     def step(self, chunks: Sequence[Chunk]) -> torch.Tensor:
@@ -85,7 +85,7 @@ def vocab_size(model: PreTrainedModel) -> int:
 
 
 class BorrowedModel:
-    """A model whose attention implementation and mode belong to someone else between the steps.
+    """A model whose attention implementation and mode belong to its owner between the steps.
 
     Args:
         implementation: attention implementation during a step; None leaves the model's own.

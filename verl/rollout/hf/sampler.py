@@ -265,7 +265,7 @@ class HFSampler(Sampler):
             )
 
     def _enter(self, request: Request, future: asyncio.Future[Completion] | None) -> Row:
-        """Put a request into the line."""
+        """Queue a request."""
         row = self._in_flight[request.id] = self._row(request, future)
         self._scheduler.add(row)
         return row
@@ -303,9 +303,9 @@ class HFSampler(Sampler):
             self._runner.remove([row])
 
     async def _run(self) -> None:
-        """Step until nothing is left to do; while an update is held up, finish what runs and admit nothing."""
+        """Step until no row is left; while an update waits, finish running rows and admit none."""
         while True:
-            # One turn of the loop first: everyone who is about to ask joins the same batch.
+            # One turn of the loop first, so that concurrent requests join the same batch.
             await asyncio.sleep(0)
             if not self._runner.rows and (self._is_held or self._scheduler.is_empty):
                 return
@@ -315,7 +315,7 @@ class HFSampler(Sampler):
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        """A step failed: its rows end, and nothing of them stays."""
+        """A step failed: end its rows and drop their state."""
         self._runner.clear()
         self._fail([row for row in self._in_flight.values() if row.state in ("running", "admitted")], error)
         self._scheduler.forget_prompts()

@@ -16,7 +16,7 @@ from verl.rollout.hf.rows import Chunk, Prompt, Row
 
 @dataclass
 class Admission:
-    """What one step takes up.
+    """The work of one step.
 
     Args:
         chunks: pieces of prompts to compute.
@@ -132,7 +132,7 @@ class Scheduler:
         return rows
 
     def release(self, prompt: Prompt) -> None:
-        """Nobody needs what was computed of this prompt, except requests that still wait."""
+        """Free what was computed of this prompt, unless requests still wait for it."""
         self._tidy(prompt)
         if not self.keeps_prompts:
             prompt.forget()
@@ -145,7 +145,7 @@ class Scheduler:
             prompt.forget()
 
     def drop_all(self) -> list[Row]:
-        """Empty the line; returns the rows that were pending."""
+        """Empty the queue; returns the rows that were pending."""
         rows = self.pending
         for row in rows:
             row.state = "ended"

@@ -1,4 +1,4 @@
-"""Requests to one server that end: within a time, after a few attempts, and not at all while it is known to be down."""
+"""Requests to one server with a time limit and a few attempts, and none while it is known to be down."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Breaker:
             return 0.0
         now = self._clock()
         if self._closed_until is None or now >= self._closed_until:
-            self._closed_until = now + self.cooldown  # this one tries, the others wait for what becomes of it
+            self._closed_until = now + self.cooldown  # this one tries, the others wait for its result
             return 0.0
         return self._closed_until - now
 
@@ -84,7 +84,7 @@ class Breaker:
 class Retrying:
     """Attempts until one succeeds, at most ``max_attempts``, with growing pauses of random length between them.
 
-    Whoever makes one attempt only has others to ask: an open breaker is then an error at once.
+    With one attempt the caller has other servers: an open breaker is then an error at once.
 
     Args:
         delay: seconds of the first pause on average; each is twice as long as the one before.
@@ -121,7 +121,7 @@ class Retrying:
                 self.breaker.failed()
                 last = error
             except RolloutError:
-                self.breaker.succeeded()  # it refused the request, so it is alive
+                self.breaker.succeeded()  # it refused the request, so it is up
                 raise
             else:
                 self.breaker.succeeded()
@@ -160,7 +160,7 @@ def accepted(answer: Reply, where: str) -> Any:
 
 
 def reason(answer: Reply) -> str:
-    """What an error says, in the forms in which servers say it."""
+    """The message of an error, in the forms that servers use."""
     try:
         content = answer.json()
     except WireError:

@@ -1,4 +1,4 @@
-"""What a server understands: a request in its words, its answer in ours, and what else it can do."""
+"""A kind of server: its form of requests and answers, and its other calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl.rollout.reload_check import FIX
 
 
 class AskServer(Protocol):
-    """One question to the server, with retries: the JSON of its answer."""
+    """One request to the server, with retries: the JSON of its answer."""
 
     async def __call__(self, method: str, path: str, payload: Any = None, *, once: bool = False) -> Any: ...
 
@@ -87,15 +87,15 @@ class Dialect(ABC):
         )
 
     async def version(self) -> int | None:
-        """The version of the weights that the server has; None if it does not say."""
+        """The version of the server's weights; None if it does not report it."""
         return None
 
     async def prompt_log_probs(self, token_ids: Sequence[int]) -> list[float] | None:
-        """Of every token of a prompt but the first; None if the server does not say."""
+        """Of every token of a prompt but the first; None if the server does not report them."""
         return None
 
     async def reload(self) -> bool:
-        """Load the weights that are there once more; False if the server has no call for it."""
+        """Reload the current weights; False if the server has no call for it."""
         return False
 
     async def sleep(self, level: int) -> bool:

@@ -110,7 +110,7 @@ class ServerProcess:
 
     @property
     def exit_report(self) -> str:
-        """Of a process that has ended: how, and what it said last."""
+        """Of a process that has ended: its exit status and last output."""
         status = self.process.wait()
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         return f"{self.name} ended with {how}; it said last: {self.output_tail}"

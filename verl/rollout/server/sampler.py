@@ -156,7 +156,7 @@ class ServerSampler(GatedSampler):
         return sampler
 
     async def connect(self) -> Dialect:
-        """Find out what kind of server it is, and what it serves.
+        """Detect the kind of server, and what it serves.
 
         Raises:
             EngineLostError: it did not come up in time.
@@ -189,7 +189,7 @@ class ServerSampler(GatedSampler):
         self._aborted |= set(chosen)
         if not await dialect.abort([dialect.key(request) for _, request in chosen.values()]):
             for task, _ in chosen.values():
-                task.cancel()  # the server sees the end of the connection; what it had is lost
+                task.cancel()  # the server sees the end of the connection; its partial answer is lost
         return len(chosen)
 
     def stats(self) -> dict[str, float]:

@@ -1,1 +1,1 @@
-"""Sampling with vLLM in this process; nothing here is imported, and vLLM least of all, before a run asks for it."""
+"""Sampling with vLLM in this process; neither this room nor vLLM is imported before a run needs it."""

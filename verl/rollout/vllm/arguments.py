@@ -137,7 +137,7 @@ def check_layout(arguments: Mapping[str, Any], on_cpu: bool) -> None:
     """Refuse a layout of workers that the engine does not have, before it is started.
 
     Raises:
-        ConfigError: workers that are no processes of the engine's own.
+        ConfigError: workers that are not the engine's own processes.
         RolloutError: a pipeline on a CPU.
         NotBuiltError: several engines in one.
     """

@@ -148,7 +148,7 @@ class VLLMEngine:
         return [entry[token].logprob for entry, token in zip(last.prompt_logprobs[1:], token_ids[1:])]
 
     def take_weights(self, chunks: Iterable[WeightChunk]) -> None:
-        """New weights, in the caller's thread; the cache of prompts is forgotten.
+        """Take new weights, in the caller's thread; clears the prefix cache.
 
         Raises:
             RolloutError: vLLM refuses them.
@@ -174,7 +174,7 @@ class VLLMEngine:
             RolloutError: vLLM refuses it.
         """
         before, self._adapter = self._adapter, None
-        self._num_adapters += 1  # numbers are not used again: vLLM keeps what it has computed by them
+        self._num_adapters += 1  # numbers are not reused: vLLM keeps results under them
         try:
             if before is not None:
                 self._engine.remove_lora(before.lora_int_id)
@@ -187,7 +187,7 @@ class VLLMEngine:
         self._engine.reset_prefix_cache()
 
     def reload_last(self) -> None:
-        """The weights of the model's folder once more."""
+        """Reload the weights of the model's folder."""
         self._rpc("verl_reload_last")
         self._engine.reset_prefix_cache()
 

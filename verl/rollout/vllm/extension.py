@@ -57,7 +57,7 @@ class WeightReceiver:
         """Shows that this class is there."""
 
     def verl_reload_last(self) -> None:
-        """Load the weights of the model's own folder once more."""
+        """Reload the weights of the model's folder."""
         reload_weights(self)
 
 

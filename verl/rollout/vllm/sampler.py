@@ -149,7 +149,7 @@ class VLLMSampler(GatedSampler):
             self._shapes = check.finished()
             return
         factors = {name: tensor.cpu().clone() for chunk in check.watched(chunks) for name, tensor in chunk.tensors}
-        self._shapes = check.finished()  # the first adapter says what the others must be
+        self._shapes = check.finished()  # the first adapter defines the form of the others
         self.engine.take_adapter(factors, self._adapter)
 
     async def _sleep_engine(self, level: int) -> None:
@@ -197,12 +197,12 @@ class VLLMSampler(GatedSampler):
 
     async def _run(self) -> None:
         while self._running or self._new or self._dropped:
-            await asyncio.sleep(0)  # everyone who is about to ask joins the same step
+            await asyncio.sleep(0)  # concurrent requests join the same step
             new, dropped = self._new, self._dropped
             self._new, self._dropped = [], []
             try:
                 step = await self.engine.step(new, dropped)
-            except Exception as error:  # boundary: whatever the engine raises reaches everyone who waits for it
+            except Exception as error:  # boundary: the engine's error reaches all waiting requests
                 self._fail_all(error)
                 return
             self._counts["steps"] += 1

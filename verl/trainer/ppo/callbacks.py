@@ -46,7 +46,7 @@ class Run(Protocol):
         """Write a checkpoint of this step."""
 
     def validate(self) -> dict[str, float]:
-        """Validate with the sampler's present weights; returns the metrics."""
+        """Validate with the sampler's current weights; returns the metrics."""
 
 
 class Callback:
@@ -117,7 +117,7 @@ class SaveCheckpoint(Callback):
 
 
 class Publish(Callback):
-    """Hands the updated weights to the sampler."""
+    """Publishes the updated weights to the sampler."""
 
     def on_step_end(self, trainer: Run, batch: DataProto) -> None:
         trainer.schedule.publish(trainer.roles, trainer.ctx)
@@ -179,7 +179,7 @@ class Profile(Callback):
 def default_callbacks(config: PPOTrainerConfig) -> list[Callback]:
     """In upstream's order of a step: dump, save, publish, validate.
 
-    Weights that are sent in the background set out before anything is written.
+    A background weight update starts before anything is written.
     """
     rest: list[Callback] = [DumpRollouts(), ShowSamples(), WatchLearning(), SaveCheckpoint()]
     rest.insert(0 if config.trainer.async_weight_update else len(rest), Publish())

@@ -93,7 +93,7 @@ class RunCheckpoints:
         self.remember()
 
     def remember(self) -> None:
-        """The state of the controller now is what `save_boundary` will save."""
+        """Record the controller's state for `save_boundary`."""
         if self.writer is not None:
             self._boundary = self._here()
 
@@ -138,7 +138,7 @@ class RunCheckpoints:
         """Continue from the checkpoint that ``trainer.resume_mode`` names, if there is one.
 
         Raises:
-            ConfigError: it belongs to a run of other mathematics, and ``trainer.resume_changed`` does not accept that.
+            ConfigError: its run had settings that change results, and ``trainer.resume_changed`` does not accept that.
         """
         trainer, accept = self.config.trainer, self.config.trainer.resume_changed == "accept"
         folder = find_checkpoint(self.folder, trainer.resume_mode, trainer.resume_from_path)

@@ -31,7 +31,7 @@ MANY_GEN_BATCHES = 10
 
 
 class SamplePool:
-    """Scored samples that wait for their training batch; what is left over starts the next one.
+    """Scored samples for the training batch; the surplus starts the next one.
 
     Args:
         rows: samples of one training batch (prompts x ``rollout.n``).
@@ -56,7 +56,7 @@ class SamplePool:
             self._parts.append(samples)
 
     def peek(self) -> DataProto | None:
-        """Everything that waits, or None; the pool keeps it."""
+        """All samples in the pool, or None; the pool keeps them."""
         if not self._parts:
             return None
         return self._parts[0] if len(self._parts) == 1 else DataProto.concat(self._parts)
@@ -124,7 +124,7 @@ class RunState:
 
     @property
     def bypasses_old_log_prob(self) -> bool:
-        """The sampler's log-probs stand in for the recomputed ones."""
+        """The sampler's log-probs replace the recomputed ones."""
         return self.config.algorithm.rollout_correction.bypass_mode
 
     @property

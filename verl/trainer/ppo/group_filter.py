@@ -1,4 +1,4 @@
-"""Which groups of samples can teach anything: dynamic sampling (DAPO, arXiv 2503.14476) and its metrics.
+"""Which groups of samples have a learning signal: dynamic sampling (DAPO, arXiv 2503.14476) and its metrics.
 
 A group is all samples of one prompt. Where they all come out the same, a group estimator gives every one of them an
 advantage of zero. Shapes: B rows, G groups.
@@ -81,7 +81,7 @@ def same_outcome(groups: np.ndarray, columns: list[np.ndarray], left_out: np.nda
 
 
 def share_without_advantage(samples: DataProto) -> float:
-    """The share of groups of which no token has an advantage: what was sampled there teaches nothing."""
+    """The share of groups of which no token has an advantage, so they contribute no gradient."""
     groups = group_numbers(samples)
     taught = samples.tensors["advantages"].ne(0).any(dim=-1).numpy()
     return 1.0 - float((np.bincount(groups, weights=taught) > 0).mean())

@@ -197,7 +197,7 @@ def _lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float]:
-    """Mean, maximum and minimum; zeros where there is nothing, so that a curve has no hole."""
+    """Mean, maximum and minimum; zeros if there are no values, so that curves have no gaps."""
     values = values if len(values) else torch.zeros(1)
     numbers = torch.stack([values.mean(), values.max(), values.min()]).tolist()
     return dict(zip((f"{name}/mean", f"{name}/max", f"{name}/min"), numbers))

@@ -31,7 +31,7 @@ def accuracies(samples: DataProto, returned: dict) -> np.ndarray:
 
 
 def choose(samples: DataProto, ctx: StepContext) -> DataProto:
-    """One training batch of the samples: prompts that the filters like, then the earliest others; rows keep order."""
+    """One training batch of the samples: prompts that pass the filters, then the earliest others; rows keep order."""
     data = ctx.config.data
     if data.oversample_factor == 1:
         return samples

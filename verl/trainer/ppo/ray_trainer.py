@@ -1,4 +1,4 @@
-"""`RayPPOTrainer`: the controller of PPO and of everything that PPO became, over local or Ray worker groups.
+"""`RayPPOTrainer`: the controller of PPO and its successors, over local or Ray worker groups.
 
 The algorithm is in `step.py`, what happens around it in `callbacks.py`; this class owns the pieces and their order.
 Subclass it to change a part: each is an attribute, created in its own method.
@@ -291,7 +291,7 @@ class RayPPOTrainer:
     # ---- pieces that users override ----------------------------------------------------------------------------
 
     def validate(self) -> dict[str, float]:
-        """Validate with the sampler's present weights; returns the metrics."""
+        """Validate with the sampler's current weights; returns the metrics."""
         return self._validate()
 
     def _validate(self, merged: bool = False) -> dict[str, float]:
@@ -337,7 +337,7 @@ class RayPPOTrainer:
         self.checkpoints.save()
 
     def load_checkpoint(self) -> None:
-        """Continue where an earlier run stopped (``trainer.resume_mode``)."""
+        """Resume an earlier run (``trainer.resume_mode``)."""
         self._load_checkpoint()
 
     def _load_checkpoint(self) -> None:

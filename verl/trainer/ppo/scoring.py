@@ -1,6 +1,6 @@
 """How samples get their scores: from a reward model where the run has one, and from the reward manager.
 
-The model's scores stand in the batch when the manager is asked. What becomes of both is the manager's choice: without a
+The model's scores are in the batch when the manager is called. The manager decides how to use both: without a
 function of the user's the model's score is the reward, a function of the user's reads it and has the last word.
 """
 

@@ -1,4 +1,4 @@
-"""What a step of RL shows of a run that cannot learn: nothing to learn from, or nothing that moves.
+"""Signs in a step of RL of a run that cannot learn: no signal, or no update.
 
 `verl.trainer.watch` reports a sign once it has held for some steps.
 """
@@ -21,7 +21,7 @@ SAMPLES = "trainer.log_train_generations and trainer.rollout_data_dir show the s
 
 
 def signs_of(batch: DataProto, ctx: StepContext) -> dict[str, str]:
-    """What a step of RL shows of a run that cannot learn; empty where it can.
+    """Signs in a step of RL of a run that cannot learn; empty if there are none.
 
     Args:
         batch: as `learn` leaves it, with token_level_scores, response_mask, advantages (B, T).
@@ -98,7 +98,7 @@ def _of_update(ctx: StepContext, explained: bool) -> dict[str, str]:
 
 
 def _entropy(batch: DataProto, ctx: StepContext) -> float:
-    """Of the policy in nats per token, or what the sampler's log-probs say of it."""
+    """Of the policy in nats per token, or its estimate from the sampler's log-probs."""
     known = ctx.metrics.values().get("actor/entropy")
     if known is not None:
         return known

@@ -31,12 +31,12 @@ from verl.workers.options import InferOptions, TrainOptions
 
 
 def prompt_uid(epoch: int, row: Any) -> str:
-    """The identity of a prompt in a run: what its random numbers and its group are keyed by."""
+    """The identity of a prompt in a run: the key of its random numbers and its group."""
     return hashlib.blake2b(f"{epoch}:{row}".encode(), digest_size=8).hexdigest()
 
 
 class PromptSource:
-    """Batches of prompts without end: epoch after epoch of a stateful loader, each row with its uid."""
+    """An endless stream of prompt batches: epoch after epoch of a stateful loader, each row with its uid."""
 
     def __init__(self, loader: Any):
         self.loader = loader
@@ -118,7 +118,7 @@ def number_samples(prompts: DataProto) -> None:
 def score(samples: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
     """Adds token_level_scores (B, T); a sample that could not be scored is masked and leaves its group's baseline.
 
-    So is one that the sampler gave up (``finish_reason`` abort): it is no answer, right or wrong.
+    So is an aborted one (``finish_reason`` abort): it is no answer, right or wrong.
     """
     scored = score_samples(samples, roles, ctx.reward, ctx.metrics)
     samples.tensors["token_level_scores"] = scored["reward_tensor"]
@@ -161,7 +161,7 @@ def add_reward_baselines(samples: DataProto, prompts: DataProto, roles: Roles, c
 
 
 def keep(samples: DataProto, ctx: StepContext) -> DataProto:
-    """Dynamic sampling: drop the groups whose samples all come out the same; a single sample is always kept."""
+    """Dynamic sampling: drop groups whose samples all have the same outcome; a single sample is always kept."""
     algorithm = ctx.config.algorithm
     rule = algorithm.filter_groups
     metrics = [rule.metric if rule.enable else None]
@@ -181,9 +181,9 @@ def keep(samples: DataProto, ctx: StepContext) -> DataProto:
 
 
 def take_batch(ctx: StepContext) -> DataProto:
-    """One training batch out of the pool; what is left over waits for the next step, and is counted."""
+    """One training batch from the pool; the surplus is kept for the next step, and counted."""
     batch = ctx.pool.take()
-    ctx.sample_info = ctx.pool.sample_info  # also where all of the batch was left over from the step before
+    ctx.sample_info = ctx.pool.sample_info  # also if the whole batch is surplus of the previous step
     ctx.metrics.add("training/num_gen_batches", ctx.gen_batches, "last")
     if ctx.config.algorithm.filter_groups.enable:
         ctx.metrics.add("training/filter_groups/carried_samples", len(ctx.pool), "last")
@@ -323,7 +323,7 @@ def compute_advantage(batch: DataProto, estimator: Any, algorithm: Any) -> None:
 
 
 def rows_to_train(batch: DataProto, ctx: StepContext) -> DataProto:
-    """The batch as it is, or what a method takes of it by score: PF-PPO's draw, or the pair of each prompt."""
+    """The batch, or the rows that a method selects by score: PF-PPO's draw, or the pair of each prompt."""
     if ctx.config.algorithm.use_pf_ppo:
         return resample(batch, ctx)
     if ctx.learns_from_pairs:
@@ -349,7 +349,7 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
     """Every optimizer step of one role on this batch.
 
     Mini-batches are formed here, from the sample order, so their rows do not depend on the number of ranks; inside each
-    one the rows are split so that every rank gets as many tokens. The rows of a pair are never parted.
+    one the rows are split so that every rank gets as many tokens. The rows of a pair stay together.
     """
     rows, together = role.mini_batch_size * ctx.trained_per_prompt, 2 if ctx.learns_from_pairs else 1
     # Where there is one update the loss takes its own log-probs as the old ones: a ratio of exactly 1, to the last bit

@@ -41,7 +41,7 @@ def bootstrap_metric(
 
 
 def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> float:
-    """The value of the answer that most items vote for; of two with as many votes, the one that came first."""
+    """The value of the answer with the most votes; the first among equals."""
     votes: dict[Hashable, list[float]] = defaultdict(list)
     for item in data:
         votes[item[vote_key]].append(item[val_key])

@@ -1,4 +1,4 @@
-"""The synchronous schedule: sample with the newest weights, learn, hand the new weights over.
+"""The synchronous schedule: sample with the newest weights, learn, publish the new weights.
 
 With ``trainer.async_weight_update`` they are on their way while the controller writes and logs what the step brought;
 before anything is sampled they have arrived. So the numbers are the same.
