@@ -29,7 +29,7 @@ class InBackground:
         def run() -> None:
             try:
                 work()
-            except BaseException as error:  # raised in `wait`
+            except BaseException as error:  # carried over to `wait`
                 self._error = error
 
         self._thread = threading.Thread(target=run, name=self.name)
