@@ -45,8 +45,8 @@ def reward_model(cfg: PPOTrainerConfig) -> Problems:
 def files(cfg: PPOTrainerConfig) -> Problems:
     """A folder that this machine does not have."""
     model = cfg.reward.reward_model
-    is_loaded = model.enable and model.rollout.name == "hf" and not of_schedule(cfg).reward_model and model.model_path
-    return bad_model_folder(_PATH, model.model_path, _HINT) if is_loaded else []
+    is_loaded = model.enable and model.rollout.name == "hf" and not of_schedule(cfg).reward_model
+    return bad_model_folder(_PATH, model.model_path, _HINT) if is_loaded and model.model_path else []
 
 
 def _engine(cfg: PPOTrainerConfig) -> Problems:
