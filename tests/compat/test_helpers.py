@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -105,9 +108,11 @@ def test_seconds_of_a_block_add_up():
     assert 0.04 <= seconds["gen"] < 2
 
 
-def test_seconds_of_one_process_are_reduced_to_themselves():
+def test_seconds_of_one_process_are_reduced_to_themselves(monkeypatch):
+    from verl.observability import by_hand
     from verl.utils.profiler.performance import gather_timing, reduce_timing, topk_reduce_ratio_min_max
 
+    monkeypatch.setattr(by_hand.dist, "is_initialized", lambda: False)  # another test may have left a group
     assert gather_timing({"gen": 2.0}) == {"gen": [2.0]} and reduce_timing({"gen": 2.0}) == {"gen": 2.0}
     assert topk_reduce_ratio_min_max(2.0) == (-1.0, -1.0, -1.0)
 
@@ -124,15 +129,18 @@ def test_seconds_of_several_ranks_are_reduced_as_they_are_asked_to_be(monkeypatc
     assert by_hand.topk_reduce_ratio_min_max(1.0, k=50)[0] == pytest.approx(0.5)
 
 
-def test_a_process_group_is_joined_at_the_address_that_the_shell_names(monkeypatch, tmp_path):
-    from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
+JOINS = """
+import torch
+from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
+assert initialize_global_process_group(timeout_second=60) == (0, 0, 1)
+destroy_global_process_group()
+assert not torch.distributed.is_initialized()
+"""
 
-    named = {"LOCAL_RANK": 0, "RANK": 0, "WORLD_SIZE": 1, "DIST_INIT_METHOD": f"file://{tmp_path}/group"}
-    for name, value in named.items():
-        monkeypatch.setenv(name, str(value))
-    assert initialize_global_process_group(timeout_second=60) == (0, 0, 1)
-    destroy_global_process_group()
-    assert not torch.distributed.is_initialized()
+
+def test_a_process_group_is_joined_at_the_address_that_the_shell_names(tmp_path):
+    named = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "DIST_INIT_METHOD": f"file://{tmp_path}/group"}
+    subprocess.run([sys.executable, "-c", JOINS], env={**os.environ, **named}, check=True)
 
 
 def test_memory_is_logged_before_and_after_a_call(caplog):
