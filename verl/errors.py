@@ -170,5 +170,9 @@ class MissingDependencyError(VerlError, ImportError):
 
 
 def portable(error: Exception) -> Exception:
-    """What may go to another process: an error of the library's own, or its words as one of sampling."""
-    return error if isinstance(error, VerlError) else RolloutError(f"{type(error).__name__}: {error}")
+    """What may go to another process: an error of the library's own, or its words as one of sampling.
+
+    A user's subclass of ours goes in words, too: with parameters of its own it may not survive the copy.
+    """
+    is_ours = isinstance(error, VerlError) and type(error).__module__.partition(".")[0] == "verl"
+    return error if is_ours else RolloutError(f"{type(error).__name__}: {error}")

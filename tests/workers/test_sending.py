@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from verl.config import HFModelConfig, RolloutConfig
-from verl.errors import RolloutError
+from verl.errors import RolloutError, portable
 from verl.workers.model import ModelRole, ModelWorker
 from verl.workers.part import ModelPart, PassLimits
 from verl.workers.sending import SyncResult, WeightSender
@@ -113,3 +113,18 @@ def test_nobody_touches_a_model_whose_weights_are_on_their_way(call):
     threading.Timer(0.2, may_end.set).start()
     getattr(worker, call[0])(*call[1:])
     assert len(seen) == 2 and seen[0] == "sent"
+
+
+class WithParameters(RolloutError):
+    """A user's error, which a copy cannot make again from its message alone."""
+
+    def __init__(self, reason: str, *, url: str):
+        super().__init__(f"{reason} at {url}")
+
+
+def test_an_error_of_ours_goes_to_another_process_as_it_is_and_a_users_subclass_in_words():
+    ours = RolloutError("no room")
+    assert portable(ours) is ours
+    theirs = portable(WithParameters("refused", url="http://x"))
+    assert type(pickle.loads(pickle.dumps(theirs))) is RolloutError
+    assert "WithParameters: refused at http://x" in str(theirs)
