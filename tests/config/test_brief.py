@@ -535,9 +535,6 @@ SINGLE = {
     "algorithm.rollout_is_threshold=0.5": wrong("would not lie below the upper one"),
     "algorithm.rollout_is_level=tokens": wrong("no such choice"),
     "algorithm.rollout_correction.rollout_rs=seq_mean_k1": wrong("rejection needs a threshold"),
-    "algorithm.rollout_correction.bypass_mode=true algorithm.rollout_correction.rollout_is_batch_normalize=true": wrong(
-        "the mean of a batch is not known"
-    ),
     "trainer.device=npu": refused("Ascend NPUs are not built yet"),
 }
 

@@ -188,6 +188,11 @@ OLDER, NEWER = "algorithm.rollout_is", "algorithm.rollout_correction"
             f"without {NEWER}.rollout_is",
         ),
         (
+            [f"{NEWER}.bypass_mode=true", f"{NEWER}.rollout_is=token", f"{NEWER}.rollout_is_batch_normalize=true"],
+            f"{NEWER}.rollout_is_batch_normalize",
+            "applies no weights",
+        ),
+        (
             [f"{NEWER}.bypass_mode=true", f"{NEWER}.rollout_is=token"],
             f"{NEWER}.rollout_is",
             "weights are measured but not applied",

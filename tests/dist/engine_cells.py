@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from tests.engines.builders import gradients, make_engine, model_dir, ragged_batch, relative_error
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
 from verl.config import ActorConfig, CriticConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig
+from verl.config.mapping import from_mapping
 from verl.distributed import Ranks
 from verl.engines.plain import PlainEngine
 from verl.engines.sharded_engine import ShardedEngine
@@ -42,6 +43,7 @@ class Case:
         both: settings of the model section for either engine.
         limits: of its micro-batches; the plain engine takes the whole batch at once.
         idle: ranks without rows.
+        correction: of the sampler, inside the policy's loss.
     """
 
     family: str = "qwen2"
@@ -52,6 +54,7 @@ class Case:
     both: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
     idle: tuple[int, ...] = ()
+    correction: dict[str, Any] = field(default_factory=dict)
 
 
 def sharded(path: Path, kind: str = "causal_lm", trains: bool = True, **sections: Any) -> ShardedEngine:
@@ -91,8 +94,10 @@ def order_of(ranks: Ranks, batch: DataProto, idle: tuple[int, ...] = ()) -> list
     return [row for first in range(busy) for row in range(first, len(batch), busy)]
 
 
-def loss_of(kind: str) -> Any:
-    return PPOValueLoss(CriticConfig()) if kind == "value" else PPOPolicyLoss(ActorConfig())
+def loss_of(kind: str, correction: dict[str, Any] | None = None) -> Any:
+    if kind == "value":
+        return PPOValueLoss(CriticConfig())
+    return PPOPolicyLoss(from_mapping(ActorConfig, {"policy_loss": {"rollout_correction": correction or {}}}))
 
 
 def flat(weights: Any) -> Tensor:
@@ -129,7 +134,7 @@ def compare(ranks: Ranks, folder: Path, case: Case) -> dict[str, Any]:
     outputs = ("values",) if case.kind == "value" else ("log_probs", "entropy")
     engine = sharded(path, case.kind, engine=case.engine, model={**case.both, **case.model})
     batch = ragged_batch(rows=ROWS, seed=1)
-    mine, loss_fn = share(ranks, batch, case.idle), loss_of(case.kind)
+    mine, loss_fn = share(ranks, batch, case.idle), loss_of(case.kind, case.correction)
     found = engine.infer(mine, outputs, temperature=0.9, **case.limits)
     answers = ranks.exchange({name: values.tolist() for name, values in found.items()})
     loss, gradient = gathered_gradient(engine, mine, loss_fn, **case.limits)
@@ -200,6 +205,13 @@ def adapter(ranks: Ranks, folder: Path) -> dict:
     """LoRA: most weights are frozen."""
     both = {"lora_rank": 4, "lora_alpha": 8}
     return compare(ranks, folder, Case("qwen3", both=both, limits={"micro_batch_size": 2}, idle=(0,)))
+
+
+def weights_normalised_in_the_loss(ranks: Ranks, folder: Path) -> dict:
+    """The bypass mode: weights are divided by their mean over all ranks and micro-batches."""
+    correction = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token", "rollout_is_threshold": 1.1}
+    normalised = {**correction, "rollout_is_batch_normalize": True}
+    return compare(ranks, folder, Case(limits={"micro_batch_size": 2}, correction=normalised))
 
 
 def half_precision(ranks: Ranks, folder: Path) -> dict:

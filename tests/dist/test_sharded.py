@@ -20,6 +20,7 @@ CELLS = {
         cells.value_model,
         cells.mixture,
         cells.adapter,
+        cells.weights_normalised_in_the_loss,
         cells.kept_gathered_and_reduced_once,
         cells.offloaded,
         cells.replicated,
@@ -68,7 +69,8 @@ def world(*names: str):
     return pytest.mark.parametrize("size, name", cases)
 
 
-@world("tied_and_uneven", "a_rank_without_rows", "value_model", "mixture", "adapter", "kept_gathered_and_reduced_once")
+@world("tied_and_uneven", "a_rank_without_rows", "value_model", "mixture", "adapter", "kept_gathered_and_reduced_once",
+       "weights_normalised_in_the_loss")  # fmt: skip
 def test_outputs_loss_gradient_and_weights_equal_the_plain_engine(runs, size, name):
     errors = runs[size][name][0]["errors"]
     assert {"loss", "gradient", "weights"} < set(errors)

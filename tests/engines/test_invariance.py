@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.engines.builders import gradients, make_engine, model_dir, ragged_batch, relative_error
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss, SFTLoss
 from verl.config import ActorConfig, CriticConfig
+from verl.config.mapping import from_mapping
 from verl.protocol import DataProto
 
 ROWS = 7
@@ -74,6 +75,31 @@ def test_inference_does_not_depend_on_the_cut(policy, limit, seed):
     found = policy.infer(batch, ("log_probs", "entropy"), **limit)
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_of_the_bypass_mode_are_normalised_over_the_mini_batch_however_it_is_cut(policy, level):
+    """The loss is linear in its weights: with their mean m it is the loss without normalisation over m."""
+    batch = ragged_batch(rows=ROWS)
+    correction = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": level, "rollout_is_threshold": 1.1}
+
+    def loss_fn(normalize: bool) -> PPOPolicyLoss:
+        settings = {"rollout_correction": {**correction, "rollout_is_batch_normalize": normalize}}
+        return PPOPolicyLoss(from_mapping(ActorConfig, {"policy_loss": settings}))
+
+    old, mask = batch.tensors["old_log_probs"], batch.tensors["response_mask"].bool()
+    ratios = torch.where(mask, policy.infer(batch)["log_probs"] - old, 0.0)
+    weights = ratios.exp()[mask] if level == "token" else ratios.sum(-1).exp()[mask.any(-1)]
+    mean = float(weights.clamp(max=1.1).mean())
+    assert abs(mean - 1) > 0.05
+    loss, gradient = gradients(policy, batch, loss_fn(False))
+    for limit in ({}, {"micro_batch_size": 2}, {"micro_batch_size": 1}):
+        again, found = gradients(policy, batch, loss_fn(True), **limit)
+        assert again == pytest.approx(loss / mean, rel=1e-5)
+        assert relative_error(found, gradient / mean) < 1e-5
+    assert policy.train_batch(batch, loss_fn(True)).values()["rollout_corr/rollout_is_batch_norm_factor"] == (
+        pytest.approx(mean, rel=1e-5)
+    )
 
 
 def test_metrics_do_not_depend_on_the_cut(policy):

@@ -73,7 +73,7 @@ OTHERS = {
     "sequence_mean_and_entropy": [f"{A}.loss_agg_mode=seq-mean-token-mean", f"{A}.entropy_coeff=0.01"],
     "bypass_with_reinforce": [
         f"{ALG}.rollout_correction.bypass_mode=true", f"{ALG}.rollout_correction.loss_type=reinforce",
-        f"{ALG}.rollout_correction.rollout_is=token",
+        f"{ALG}.rollout_correction.rollout_is=token", f"{ALG}.rollout_correction.rollout_is_batch_normalize=true",
     ],
 }  # fmt: skip
 RUNS = {

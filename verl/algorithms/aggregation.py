@@ -26,19 +26,21 @@ LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode)
 
 @dataclass(frozen=True, kw_only=True)
 class LossNorm:
-    """The denominators of one mini-batch, counted over all its micro-batches and ranks.
+    """What is known of a mini-batch as one: its denominators, counted over all its micro-batches and ranks.
 
     Args:
         num_tokens: valid tokens.
         num_sequences: rows with at least one valid token.
         dp_size: ranks over which the backend averages gradients.
         loss_scale_factor: the constant length that ``seq-mean-token-sum-norm`` divides by.
+        mean_weight: the mean importance weight, where the loss asks for it (`verl.algorithms.losses.mean_weight`).
     """
 
     num_tokens: float
     num_sequences: float
     dp_size: int = 1
     loss_scale_factor: float | None = None
+    mean_weight: float | None = None
 
 
 def loss_norm(

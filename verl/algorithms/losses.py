@@ -7,7 +7,7 @@ merges by itself to its value over the mini-batch. Shapes: b rows of the micro-b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -19,8 +19,9 @@ from verl.algorithms.calls import names_parameter
 from verl.algorithms.kl import check_kl_kind, kl_penalty
 from verl.algorithms.masked import zero_outside
 from verl.algorithms.policy_losses import aggregation_of, call_policy_loss
-from verl.algorithms.policy_losses.bypass import correction_settings
+from verl.algorithms.policy_losses.bypass import correction_settings, normalises
 from verl.algorithms.policy_losses.clip import Clip
+from verl.algorithms.rollout_correction import Correction, weight_shares
 from verl.algorithms.rollout_correction.mismatch import current_policy_metrics
 from verl.algorithms.value_loss import value_loss
 from verl.errors import ConfigError, DataError
@@ -50,6 +51,29 @@ def known_slopes(loss_fn: LossFn, batch: Any, norm: LossNorm) -> Tensor | None:
     anywhere = torch.zeros_like(field(batch, "response_mask"), dtype=torch.float32).requires_grad_()
     loss, _ = loss_fn({"log_probs": anywhere}, batch, norm)
     return torch.autograd.grad(loss, anywhere)[0]
+
+
+def mean_weight(
+    loss_fn: LossFn, passes: Callable[[], Iterable[tuple[Tensor, Any]]], sum_over_ranks: Callable[[Tensor], Tensor]
+) -> float | None:
+    """The mean importance weight of a mini-batch where the loss divides by it (``weight_shares``), else None.
+
+    The loss weighs by the present policy, so that the mean takes a pass over all micro-batches before the first
+    backward pass. Ranks that hold the same rows may all count them: sum and number grow alike.
+
+    Args:
+        passes: yields the log-probs (b, T) of the present policy and their rows, micro-batch by micro-batch; called
+            only if the mean is asked for.
+        sum_over_ranks: of a tensor of two numbers. Collective.
+    """
+    shares = getattr(loss_fn, "weight_shares", None)
+    if shares is None:
+        return None
+    total = torch.zeros(2, dtype=torch.float64)
+    for log_probs, rows in passes():
+        total += shares(log_probs, rows)
+    weights, number = sum_over_ranks(total).tolist()
+    return weights / number if number else None
 
 
 class PPOPolicyLoss:
@@ -84,6 +108,7 @@ class PPOPolicyLoss:
         self.scale = config.loss_scale_factor or response_length
         correction = correction_settings(config)
         self.rejects = not correction.bypass_mode and correction.rollout_rs is not None
+        self.weight_shares = self._weight_shares if mode == "bypass_mode" and normalises(correction) else None
         self.with_entropy = config.entropy_coeff != 0 or config.calculate_entropy
         self.with_full_kl = config.use_kl_loss and config.kl_loss_type == "full"
         more = {"entropy": self.with_entropy, "full_kl": self.with_full_kl}
@@ -134,6 +159,12 @@ class PPOPolicyLoss:
         alone = not (self.with_entropy or self.config.use_kl_loss)
         on_policy = not self.use_rollout_log_probs and optional_field(batch, "old_log_probs") is None
         return alone and on_policy and _loss_mode(self.config.policy_loss) == "vanilla"
+
+    def _weight_shares(self, log_probs: Tensor, batch: Any) -> Tensor:
+        """Of one micro-batch, as `verl.algorithms.rollout_correction.weight_shares`."""
+        mask, how = field(batch, "response_mask"), Correction.of(correction_settings(self.config))
+        log_probs = zero_outside(log_probs, mask)
+        return weight_shares(log_probs, self._old_log_prob(batch, log_probs), mask, how)
 
     def _is_corrected(self, batch: Any) -> bool:
         """Whether weights or a rejection hold the sampler against the old policy, which this one moves away from."""

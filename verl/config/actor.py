@@ -41,7 +41,7 @@ class PolicyCorrectionConfig(ConfigNode):
         follows=f"{_CORRECTION}.loss_type",
     )
     rollout_is_batch_normalize: bool = setting(
-        False, "scale the weights of a micro-batch to mean 1", follows=f"{_CORRECTION}.rollout_is_batch_normalize"
+        False, "scale the weights of a mini-batch to mean 1", follows=f"{_CORRECTION}.rollout_is_batch_normalize"
     )
 
 

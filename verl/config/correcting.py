@@ -63,17 +63,11 @@ def _mirror(cfg: PPOTrainerConfig) -> Problems:
 
 
 def _bypass(cfg: PPOTrainerConfig) -> Problems:
-    newer, estimator, problems = cfg.algorithm.rollout_correction, cfg.algorithm.adv_estimator, []
-    if newer.rollout_is_batch_normalize:
-        message = "the mean of a batch is not known where weights are made for one micro-batch at a time (bypass mode)"
-        key = f"{_NEWER}.rollout_is_batch_normalize"
-        problems.append(
-            ConfigError(message, key=key, got=True, fix=f"Leave it out, or set {_NEWER}.bypass_mode=false.")
-        )
-    if of_estimator(cfg).old_log_probs:
-        message = f"the estimator {estimator!r} needs the pass over old log-probs, which the bypass mode leaves out"
-        problems.append(ConfigError(message, key=f"{_NEWER}.bypass_mode", got=True, fix="Set it to false."))
-    return problems
+    if not of_estimator(cfg).old_log_probs:
+        return []
+    estimator = cfg.algorithm.adv_estimator
+    message = f"the estimator {estimator!r} needs the pass over old log-probs, which the bypass mode leaves out"
+    return [ConfigError(message, key=f"{_NEWER}.bypass_mode", got=True, fix="Set it to false.")]
 
 
 def _switched_on_by(cfg: PPOTrainerConfig) -> str | None:

@@ -43,7 +43,10 @@ class RolloutCorrectionConfig(ConfigNode):
         "loss of the bypass mode: ppo_clip or reinforce",
         choices=("ppo_clip", "reinforce"),
     )
-    rollout_is_batch_normalize: bool = setting(False, "scale importance weights to mean 1 in a batch")
+    rollout_is_batch_normalize: bool = setting(
+        False,
+        "scale importance weights to mean 1 in a batch; in the bypass mode in a mini-batch, by one more forward pass",
+    )
 
     @classmethod
     def disabled(cls: type[C]) -> C:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.algorithms.aggregation import LossNorm, loss_norm
-from verl.algorithms.losses import LossFn, known_slopes
+from verl.algorithms.losses import LossFn, known_slopes, mean_weight
 from verl.algorithms.schedules import build_schedule
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.state import EngineState, prefixed
@@ -287,6 +287,8 @@ class TorchEngine(Engine):
         if norm.num_tokens == 0:
             lr = float(self.optimizer.param_groups[0]["lr"])
             return StepReport(0.0, lr, skipped_empty=True).metrics(0.0)
+        mean = mean_weight(loss_fn, lambda: self._log_probs(work, tensors, temperature), self.ranks.sum)
+        norm = replace(norm, mean_weight=mean)
         with self.routers.watching(), self._reference_at_hand(loss_fn.outputs):
             total, metrics, broken = self._accumulate(work, tensors, loss_fn, temperature, norm)
         self._after_passes()
@@ -296,6 +298,15 @@ class TorchEngine(Engine):
             tell_broken_rows(batch, broken)
         total, metrics = self._merged(total, metrics)
         return metrics.merge(report.metrics(total))
+
+    def _log_probs(self, work: RankWork, tensors: Any, temperature: float) -> Iterator[tuple[Tensor, Any]]:
+        """Log-probs before an optimizer step, without gradient, and their rows, micro-batch by micro-batch."""
+        self.model.eval()
+        with torch.no_grad():
+            for index, computed in self._passes(work, ("log_probs",), temperature):
+                yield computed["log_probs"], tensors[index].to(self.device)
+        self._after_passes()
+        self.model.train()
 
     def _accumulate(
         self, work: RankWork, tensors: Any, loss_fn: LossFn, temperature: float, norm: LossNorm

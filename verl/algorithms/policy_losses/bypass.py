@@ -12,7 +12,7 @@ from verl.algorithms.aggregation import LossNorm
 from verl.algorithms.policy_losses.reinforce import reinforce
 from verl.algorithms.policy_losses.vanilla import vanilla
 from verl.algorithms.rollout_correction import Correction, correction_of
-from verl.errors import ConfigError
+from verl.errors import ConfigError, EngineError
 from verl.metrics import Metric
 
 LOSS_TYPES = {"ppo_clip": vanilla, "reinforce": reinforce}
@@ -44,6 +44,9 @@ def bypass_mode(
         ppo_clip   `vanilla` on the ratio pi / mu: the clip is the correction, and no weights come on top of it
         reinforce  `reinforce` with w = min(pi / mu, threshold), constant, computed anew for every micro-batch
 
+    With ``rollout_is_batch_normalize`` the weights of `reinforce` are divided by their mean over the mini-batch, all of
+    its micro-batches and ranks (``norm.mean_weight``, measured before the first backward pass).
+
     Rejected tokens and sequences cost nothing; the denominators stay those of the whole mini-batch, because rejection
     depends on the present policy and they are counted before it runs.
 
@@ -62,14 +65,27 @@ def bypass_mode(
             got=settings.loss_type,
             allowed=sorted(LOSS_TYPES),
         )
-    corrected = correction_of(log_prob.detach(), old_log_prob, response_mask, Correction.of(settings))
-    loss_fn = LOSS_TYPES[settings.loss_type]
+    loss_fn, how = LOSS_TYPES[settings.loss_type], Correction.of(settings)
+    mean = None if norm is None else norm.mean_weight
+    if norm is not None and mean is None and normalises(settings):
+        raise EngineError(
+            "the weights are divided by their mean over the mini-batch, which the engine did not measure",
+            key="algorithm.rollout_correction.rollout_is_batch_normalize",
+            fix="Let the engine's train_batch set LossNorm.mean_weight (see verl.algorithms.losses.mean_weight).",
+        )
+    corrected = correction_of(log_prob.detach(), old_log_prob, response_mask, how, mean)
     weights = corrected.weights if loss_fn is reinforce else None
     loss, metrics = loss_fn(old_log_prob, log_prob, advantages, corrected.mask, loss_agg_mode, config, weights, norm)
     num_tokens = metrics["ppo_kl"].weight
     return loss, metrics | {
         f"rollout_corr/{name}": Metric(value, "mean", num_tokens) for name, value in corrected.metrics.items()
     }
+
+
+def normalises(settings: Any) -> bool:
+    """Whether the loss of the bypass mode divides its weights by their mean over the mini-batch."""
+    makes_weights = settings.loss_type == "reinforce" and settings.rollout_is is not None
+    return bool(settings.bypass_mode and settings.rollout_is_batch_normalize and makes_weights)
 
 
 def correction_settings(config: Any) -> Any:

@@ -9,7 +9,15 @@ from verl.algorithms.rollout_correction.correction import (
     CorrectionResult,
     correction_of,
     importance_sampling_of,
+    weight_shares,
 )
 from verl.algorithms.rollout_correction.mismatch import off_policy_metrics
 
-__all__ = ["Correction", "CorrectionResult", "correction_of", "importance_sampling_of", "off_policy_metrics"]
+__all__ = [
+    "Correction",
+    "CorrectionResult",
+    "correction_of",
+    "importance_sampling_of",
+    "off_policy_metrics",
+    "weight_shares",
+]

@@ -26,6 +26,7 @@ from verl.algorithms.rollout_correction.weights import (
     batch_normalized,
     correction_weights,
     importance_weights,
+    mean_shares,
     outside,
 )
 from verl.config.thresholds import Bounds, ImportanceSampling, Rejection, rejections, weight_bounds
@@ -113,11 +114,19 @@ def is_metrics(weights: Weights, rows: Rows, how: ImportanceSampling) -> dict[st
 
 
 def correction_of(
-    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, how: Correction
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    how: Correction,
+    batch_mean: float | None = None,
 ) -> CorrectionResult:
     """Weights, the mask after rejection, and metrics (ALGORITHMS C.6).
 
     Weights are made and normalised on the batch as it was sampled, before anything is rejected.
+
+    Args:
+        batch_mean: for ``batch_normalize`` where the rows are one part of a batch: the mean weight of all parts, from
+            `weight_shares`. None takes the mean of these rows.
 
     Raises:
         ValueError: tensors of different shapes.
@@ -128,7 +137,7 @@ def correction_of(
         return _nothing_valid(ratio if how.level else None, response_mask)
     metrics, weights, mask = off_policy_metrics(old_log_prob, rollout_log_prob, response_mask, chi2=True), None, None
     if how.level is not None:
-        weights, measured = weights_of(ratio, rows, how)
+        weights, measured = weights_of(ratio, rows, how, batch_mean)
         metrics |= measured
     if how.rejections:
         mask, measured = rejection_mask(ratio, response_mask, how.rejections)
@@ -136,7 +145,16 @@ def correction_of(
     return CorrectionResult(weights, response_mask if mask is None else mask, metrics)
 
 
-def weights_of(ratio: Tensor, rows: Rows, how: Correction) -> tuple[Tensor, dict[str, float]]:
+def weight_shares(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, how: Correction) -> Tensor:
+    """What one part of a batch adds to the mean of its weights: their sum and number, (2,) float64 on the CPU."""
+    ratio = log_ratio(old_log_prob, rollout_log_prob, response_mask)
+    rows, level = Rows.of(response_mask, ratio.dtype), how.level or "token"
+    return mean_shares(correction_weights(ratio, rows, level, how.bounds, how.zero_outside).bounded, rows, level)
+
+
+def weights_of(
+    ratio: Tensor, rows: Rows, how: Correction, batch_mean: float | None = None
+) -> tuple[Tensor, dict[str, float]]:
     """The newer form's weights (B, T), detached, and their ``rollout_is_*`` metrics."""
     level = how.level or "token"
     weights = correction_weights(ratio, rows, level, how.bounds, how.zero_outside)
@@ -145,7 +163,7 @@ def weights_of(ratio: Tensor, rows: Rows, how: Correction) -> tuple[Tensor, dict
     if how.zero_outside:
         metrics["rollout_is_oob_ratio"] = outside(weights.raw, how.bounds)[rows.mask].float().mean().item()
     if how.batch_normalize:
-        bounded, metrics["rollout_is_batch_norm_factor"] = batch_normalized(bounded, rows, level)
+        bounded, metrics["rollout_is_batch_norm_factor"] = batch_normalized(bounded, rows, level, batch_mean)
     return bounded, metrics
 
 

@@ -90,14 +90,32 @@ def correction_weights(log_ratio: Tensor, rows: Rows, level: str, bounds: Bounds
     return Weights(raw, log_raw, raw.clamp(max=bounds.upper))
 
 
-def batch_normalized(bounded: Tensor, rows: Rows, level: str) -> tuple[Tensor, float]:
+def batch_normalized(bounded: Tensor, rows: Rows, level: str, batch_mean: float | None) -> tuple[Tensor, float]:
     """Weights scaled to mean 1 over valid tokens (token) or over rows (sequence), and the mean they had.
 
     A mean of almost nothing (1e-8 or less) is not divided by.
+
+    Args:
+        batch_mean: the mean over the batch where these rows are only part of it; None takes it over these rows.
     """
-    if level == "token":
-        mean = bounded.sum() / (rows.lengths.sum() + EPSILON)
-    else:
-        mean = rows.means(bounded)[rows.filled].mean() if rows.filled.any() else bounded.new_zeros(())
-    factor = mean.item()
+    factor = _mean(bounded, rows, level).item() if batch_mean is None else batch_mean
     return (bounded / factor if factor > EPSILON else bounded), factor
+
+
+def _mean(bounded: Tensor, rows: Rows, level: str) -> Tensor:
+    if level == "token":
+        return bounded.sum() / (rows.lengths.sum() + EPSILON)
+    return rows.means(bounded)[rows.filled].mean() if rows.filled.any() else bounded.new_zeros(())
+
+
+def mean_shares(bounded: Tensor, rows: Rows, level: str) -> Tensor:
+    """(2,) float64 on the CPU: the sum of the weights and their number, of tokens (token) or of rows (sequence).
+
+    Summed over the parts of a batch, their quotient is the batch's mean.
+    """
+    exact = bounded.cpu().double()
+    mask, filled = rows.mask.cpu(), rows.filled.cpu()
+    if level == "token":
+        return torch.stack([exact.sum(), mask.sum().double()])
+    per_row = exact.sum(dim=-1)[filled] / mask.sum(dim=-1)[filled]
+    return torch.stack([per_row.sum(), filled.sum().double()])
