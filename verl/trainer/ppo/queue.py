@@ -46,7 +46,7 @@ class BoundBroken(VerlError):
 
 
 @dataclass(frozen=True)
-class Bound:
+class QueueBound:
     """How far sampling may be ahead of training; the module says why it holds.
 
     Args:
@@ -58,7 +58,7 @@ class Bound:
         overdue: one of `OVERDUE`; in order of admission there is nothing to decide.
 
     Example:
-        >>> bound = Bound(groups=64, chunk=16, ahead=Fraction("0.5"))
+        >>> bound = QueueBound(groups=64, chunk=16, ahead=Fraction("0.5"))
         >>> bound.limit(version=0), bound.most, bound.allowed
         (96, 96, 1)
     """
@@ -96,7 +96,7 @@ class Bound:
 
 
 @dataclass(eq=False)
-class Entry:
+class QueuedGroup:
     """A group on its way.
 
     Args:
@@ -132,7 +132,7 @@ class GroupQueue:
             others or in the queue, once.
 
     Example:
-        >>> queue = GroupQueue(Bound(groups=2, chunk=2))
+        >>> queue = GroupQueue(QueueBound(groups=2, chunk=2))
         >>> first, second = queue.admit("a"), queue.admit("b")
         >>> queue.room()
         0
@@ -142,19 +142,19 @@ class GroupQueue:
         ["a's samples", "b's samples"]
     """
 
-    bound: Bound
+    bound: QueueBound
     version: int = 0
     trained: int = 0
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, QueuedGroup] = {}
         self._places = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[QueuedGroup]:
         """In order of admission."""
         return iter(self._entries.values())
 
@@ -179,7 +179,7 @@ class GroupQueue:
         assert self.room() > 0, "the bound admits no group"
         number = self.counts["admitted"]
         self.counts["admitted"] += 1
-        self._entries[number] = Entry(number, prompt, self.version)
+        self._entries[number] = QueuedGroup(number, prompt, self.version)
         return number
 
     def complete(self, number: int, samples: Any, version: int | None = None) -> bool:
@@ -216,7 +216,7 @@ class GroupQueue:
 
     # ---- training ----------------------------------------------------------------------------------------------
 
-    def drop_overdue(self) -> list[Entry]:
+    def drop_overdue(self) -> list[QueuedGroup]:
         """Discard the groups that are too stale for the next chunk, if that is the rule."""
         if self.bound.overdue != "drop" or self.bound.in_order:
             return []
@@ -230,7 +230,7 @@ class GroupQueue:
         """Whether `take` has a chunk."""
         return self._chosen() is not None
 
-    def take(self) -> list[Entry]:
+    def take(self) -> list[QueuedGroup]:
         """The next chunk; its groups leave the queue, in order of admission or of completion.
 
         Raises:
@@ -251,10 +251,10 @@ class GroupQueue:
         assert self.version <= version <= self.trained // self.bound.groups, "weights come after their step"
         self.version = version
 
-    def _last_step(self, entry: Entry) -> int:
+    def _last_step(self, entry: QueuedGroup) -> int:
         return entry.version + self.bound.allowed
 
-    def _chosen(self) -> list[Entry] | None:
+    def _chosen(self) -> list[QueuedGroup] | None:
         """The groups of the next chunk; None: one of them is still to be sampled."""
         number, complete = self.bound.chunk, [entry for entry in self if entry.is_complete]
         if self.bound.in_order:
@@ -265,7 +265,7 @@ class GroupQueue:
             return complete[:number] if len(complete) >= number else None
         return self._in_time(complete, number)
 
-    def _in_time(self, complete: list[Entry], number: int) -> list[Entry] | None:
+    def _in_time(self, complete: list[QueuedGroup], number: int) -> list[QueuedGroup] | None:
         """The earliest complete groups after which all that stay behind can be used in time."""
         chosen: set[int] = set()
         for step in sorted({self._last_step(entry) for entry in self}):
@@ -299,7 +299,7 @@ class GroupQueue:
         self._entries, sampled = {}, iter(samples)
         for (number, version, place), prompt in zip(state["entries"], prompts, strict=True):
             result = next(sampled) if place >= 0 else None
-            self._entries[number] = Entry(number, prompt, version, result, place)
+            self._entries[number] = QueuedGroup(number, prompt, version, result, place)
         self._places = max((entry.place for entry in self), default=-1) + 1
         again = [entry.number for entry in self if not entry.is_complete]
         for number in again:
