@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.engines.builders import ragged_batch
-from tests.megatron.cells import ROWS, SHIM, TENSOR, kept, loss_for, megatron, share, shared_model
-from verl.config import HFModelConfig, OptimizerConfig, leaves, record_reads
+from tests.megatron.cells import EXPERT, PIPELINE, ROWS, SHIM, TENSOR, kept, loss_for, megatron, share, shared_model
+from tests.megatron.families import MIXTURE
+from verl.algorithms.losses import PPOPolicyLoss
+from verl.config import ActorConfig, HFModelConfig, OptimizerConfig, leaves, record_reads
 from verl.config.megatron import MegatronEngineConfig, MegatronEngineOverrideTransformerConfigConfig
 from verl.config.node import place
 from verl.protocol import SHARED_ROWS
@@ -64,3 +67,45 @@ def moved_to_the_host_in_between(ranks, folder):
         weights.append((kept(engine.export_weights()), all(held)))
     (plain, _), (moved, freed) = weights
     return {"equal": all(torch.equal(moved[n], t) for n, t in plain.items()), "freed": freed}
+
+
+Z_LOSS = 0.25
+LAYOUTS = {
+    2: {
+        "experts": {EXPERT: 2, TENSOR: 2, "expert_tensor_parallel_size": 1},
+        "computed again": {EXPERT: 2, "override_transformer_config": ("full",)},
+    },
+    4: {"stages": {TENSOR: 2, PIPELINE: 2}},
+}
+
+
+def the_loss_of_routers(ranks, folder):
+    """A step whose own loss is zero, so that the gradient is the routers' alone, beside Hugging Face's logits."""
+    path, batch = shared_model(ranks, folder, "qwen3_moe", **MIXTURE), ragged_batch(ROWS)
+    mask = batch.tensors["response_mask"].bool()
+    batch.tensors["advantages"] = torch.where(mask, 0.0, torch.nan)
+    loss_fn, found = PPOPolicyLoss(ActorConfig(entropy_coeff=0.0)), {"expected": by_hand(path, batch)}
+    for name, sizes in LAYOUTS[ranks.size].items():
+        if "override_transformer_config" in sizes:
+            section = MegatronEngineOverrideTransformerConfigConfig(*sizes["override_transformer_config"])
+            sizes = {**sizes, "override_transformer_config": section}
+        engine = megatron(path, override_mcore_model_config={"moe_z_loss_coeff": Z_LOSS}, **sizes)
+        told = engine.train_batch(batch[share(batch, ranks)], loss_fn, micro_batch_size=3).values()
+        found[name] = [told["moe/z_loss"], told["grad_norm"]]
+    return found
+
+
+def by_hand(path, batch):
+    """Mean of logsumexp^2 over tokens and layers, and the norm of the gradient of its sum over layers."""
+    model, squares, count = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), [], 0
+    for ids, attention, mask in zip(*(batch.tensors[n] for n in ("input_ids", "attention_mask", "response_mask"))):
+        tokens, own = ids[attention.bool()], mask.nonzero()
+        prompt = len(tokens) - int(attention[-len(mask) :].sum())
+        length = prompt + int(own[-1]) if len(own) else 1  # the last response token predicts nothing
+        logits = model(tokens[None, :length], output_router_logits=True, use_cache=False).router_logits
+        squares.append(torch.stack([layer.logsumexp(-1).square().sum() for layer in logits]))
+        count += length
+    mean = torch.stack(squares).sum(0) / count
+    (Z_LOSS * mean.sum()).backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    return [mean.mean().item(), norm.item()]

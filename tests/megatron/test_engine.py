@@ -37,12 +37,13 @@ OTHERS = {
         setting_cells.settings_that_nothing_reads,
         setting_cells.rows_that_all_get,
         setting_cells.moved_to_the_host_in_between,
+        setting_cells.the_loss_of_routers,
         supervised_cells.supervised_training,
         supervised_cells.training_on_pairs,
         adapter_cells.an_adapters_state_goes_elsewhere,
         adapter_cells.adapters_that_are_refused,
     ],
-    4: [],
+    4: [setting_cells.the_loss_of_routers],
 }
 ADAPTERS = {
     2: [
@@ -157,6 +158,14 @@ def test_the_same_rows_on_all_ranks_give_what_rows_of_their_own_give(answers):
 def test_offloading_in_between_changes_no_weight(answers):
     for found in answers[2]["moved_to_the_host_in_between"]:
         assert found == {"equal": True, "freed": True}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_loss_of_routers_is_that_of_the_paper_in_every_layout(answers, size):
+    for found in answers[size]["the_loss_of_routers"]:
+        expected = found.pop("expected")
+        assert found == {name: pytest.approx(expected, rel=1e-5) for name in found}
+        assert expected[1] > 0.01
 
 
 def supervised_numbers(told):

@@ -14,7 +14,7 @@ from verl.errors import ConfigError
 from verl.metrics import notice
 
 _SIZES = "parallel sizes have settings of their own"
-_ROUTERS = "losses of routers are no part of any engine's loss; moe/load_balance shows how even they are"
+_ROUTERS = "losses of balance are no part of any engine's loss; moe/load_balance shows how even routers are"
 _STAGES = "every stage of a pipeline has as many layers"
 _LOSS = "the loss carries its own denominators"
 
@@ -36,7 +36,6 @@ DECIDED: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "context_parallel_size": (_SIZES, _is(1)),
     "sequence_parallel": (_SIZES, _size("sequence_parallel")),
     "moe_router_load_balancing_type": (_ROUTERS, _is("none")),
-    "moe_z_loss_coeff": (_ROUTERS, _is(None, 0)),  # that of balance is idle without a type, this one adds a gradient
     "calculate_per_token_loss": (_LOSS, _is(True)),
     "num_layers_in_first_pipeline_stage": (_STAGES, _is(None)),
     "num_layers_in_last_pipeline_stage": (_STAGES, _is(None)),

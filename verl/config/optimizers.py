@@ -32,6 +32,7 @@ IDLE_OF_MEGATRON = {
     "optimizer_cpu_offload": _OFFLOAD,
     "optimizer_offload_fraction": _OFFLOAD,
     "overlap_cpu_optimizer_d2h_h2d": _OFFLOAD,
+    "fp8_recipe": "no weight of the optimizer is in FP8",
     "use_precision_aware_optimizer": "weights and moments are float32 in the optimizer",
 }
 """Fields of Megatron's OptimizerConfig that change no number of the update, and why each has no effect here."""

@@ -27,7 +27,7 @@ from verl.engines.megatron.gradients import Gradients
 from verl.engines.megatron.layers import build_chunks, padded_vocabulary
 from verl.engines.megatron.optimizer import ShardedState, optimizer_section
 from verl.engines.megatron.parallel import MegatronSizes, check_version, import_megatron, join, silence_megatron
-from verl.engines.megatron.routers import StageRouters
+from verl.engines.megatron.routers import RouterLoss, StageRouters
 from verl.engines.megatron.weights import WeightTable, check_given, model_templates
 from verl.engines.optimizer import move_optimizer_state
 from verl.engines.rows import MicroBatch
@@ -104,6 +104,7 @@ class MegatronEngine(TorchEngine):
         self.sizes = MegatronSizes.of(engine, self.ranks)
         self.model = self._build(model, engine, engine.seed if seed is None else seed)
         self.routers, self.activations = StageRouters(self.model.chunks, self.table.settings, self.forward), None
+        self.router_loss = RouterLoss(list(self.model.chunks), self.sizes, self.forward)
         self.gradients = Gradients(
             self.trainable.trained, self.sizes, self.groups, self.ranks, trains=optim is not None
         )
@@ -235,6 +236,7 @@ class MegatronEngine(TorchEngine):
             )  # a rank's loss is scaled for the mean over copies; gradients are summed
 
         self.gradients.clear()
+        self.router_loss.spread(sum(work.rows.lengths), self.ranks, self.num_peers)
         self._schedule(self._micro_batches(work), loss_of, forward_only=False)
         self.gradients.finish()
         return sum(losses), metrics, broken

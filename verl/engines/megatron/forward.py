@@ -26,6 +26,7 @@ class StageForward:
 
     Attributes:
         real: (tokens of this rank,) which are no padding, while a stage runs for the first time; else None.
+        masks: whether routers are told which tokens are padding.
     """
 
     def __init__(self, kind: str, sizes: MegatronSizes, groups: ParallelGroups, vocabulary: int, width: int):
@@ -35,6 +36,7 @@ class StageForward:
         self.here = max(0, min(width, vocabulary - self.first))
         self.logits_per_token = width
         self.real: Tensor | None = None
+        self.masks = False
 
     def check(self, outputs: Sequence[str], temperature: float) -> None:
         """Raise as a pass does, without one."""
@@ -50,22 +52,25 @@ class StageForward:
             chosen = row * (ids.shape[1] + missing) + column
             ids = F.pad(ids, (0, missing))
             positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        self.real = self._real(chosen, ids.shape, stage.config.sequence_parallel)
+        real = _read_tokens(chosen, ids.shape) & (len(micro.index) > 0)
+        self.real = (self._own(real) if stage.config.sequence_parallel else real).flatten()
+        padding = {"padding_mask": self._padding(stage, real)} if self.masks else {}
         try:
             if not stage.post_process:
-                return stage(ids, positions, None)
+                return stage(ids, positions, None, **padding)
             with self._chosen(stage, chosen, tuple(ids.shape)):
-                return stage(ids, positions, None)
+                return stage(ids, positions, None, **padding)
         finally:
             self.real = None
 
-    def _real(self, chosen: Tensor, shape: tuple[int, ...], shared: bool) -> Tensor:
-        """Each row up to its last chosen token (1 where it has none), in the order of this rank's tokens."""
-        rows, length = shape
-        lengths = torch.ones(rows, dtype=torch.long, device=chosen.device)
-        lengths = lengths.scatter_reduce(0, chosen // length, chosen % length + 1, "amax")
-        real = torch.arange(length, device=chosen.device)[:, None] < lengths
-        return (real.chunk(self.sizes.tensor)[self.groups.tensor.rank] if shared else real).flatten()
+    def _own(self, tokens: Tensor) -> Tensor:
+        """(l, b) -> the part of the l that this tensor-parallel rank has."""
+        return tokens.chunk(self.sizes.tensor)[self.groups.tensor.rank]
+
+    def _padding(self, stage: Any, real: Tensor) -> Tensor:
+        """(b, l) for routers; a stage behind the first wants this rank's part of the l."""
+        shared = stage.config.sequence_parallel and not stage.pre_process
+        return ~(self._own(real) if shared else real).T
 
     def read(self, output: Tensor, micro: MicroBatch, outputs: Sequence[str], temperature: float) -> dict[str, Tensor]:
         """Name -> (b, T) float32, zero where no response token is; from what `run` gave on the last stage."""
@@ -97,3 +102,11 @@ class StageForward:
             yield
         finally:
             handle.remove()
+
+
+def _read_tokens(chosen: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """(l, b) True for each row up to its last chosen position, for its first token where it has none."""
+    rows, length = shape
+    lengths = torch.ones(rows, dtype=torch.long, device=chosen.device)
+    lengths = lengths.scatter_reduce(0, chosen // length, chosen % length + 1, "amax")
+    return torch.arange(length, device=chosen.device)[:, None] < lengths
