@@ -412,9 +412,10 @@ REWARD_MANAGERS = Registry(
         "naive": "verl.rewards.managers.naive:NaiveRewardManager",
         "batch": "verl.rewards.managers.batch:BatchRewardManager",
         "dapo": "verl.rewards.managers.dapo:DAPORewardManager",
+        "gdpo": "verl.rewards.managers.gdpo:GDPORewardManager",
         "prime": "verl.rewards.managers.prime:PrimeRewardManager",
     },
-    planned=("gdpo", "rate_limited", "remote"),
+    planned=("rate_limited", "remote"),
     key="reward.reward_manager.name",
 )
 ENGINES = Registry(

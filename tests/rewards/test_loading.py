@@ -74,8 +74,8 @@ def test_a_built_in_manager_is_found_by_its_name(name, cls):
 def test_names_that_are_unknown_or_not_built_are_refused():
     with pytest.raises(ConfigError, match="Did you mean 'naive'"):
         resolve_reward_manager_cls(config(**{"reward.reward_manager.name": "naiv"}))
-    with pytest.raises(NotBuiltError, match="gdpo"):
-        resolve_reward_manager_cls(config(**{"reward.reward_manager.name": "gdpo"}))
+    with pytest.raises(NotBuiltError, match="rate_limited"):
+        resolve_reward_manager_cls(config(**{"reward.reward_manager.name": "rate_limited"}))
 
 
 def test_a_registered_and_a_dotted_manager_work():

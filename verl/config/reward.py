@@ -39,7 +39,7 @@ class RewardManagerConfig(ConfigNode):
         "register: a built-in or registered manager; importlib: one from a file",
         choices=("register", "importlib"),
     )
-    name: str = setting("naive", "name of the manager: naive, batch, dapo, prime (built in), or a dotted path")
+    name: str = setting("naive", "name of the manager: naive, batch, dapo, gdpo, prime (built in), or a dotted path")
     module: RewardManagerModuleConfig = section(RewardManagerModuleConfig)
 
 

@@ -16,6 +16,7 @@ from verl.rewards import ScoringLimits, load_reward_function
 from verl.rewards.managers.base import RewardManager
 from verl.rewards.managers.batch import BatchRewardManager
 from verl.rewards.managers.dapo import DAPORewardManager
+from verl.rewards.managers.gdpo import GDPORewardManager
 from verl.rewards.managers.naive import NaiveRewardManager
 from verl.rewards.managers.prime import PrimeRewardManager
 
@@ -273,6 +274,18 @@ def test_real_answers_are_scored_through_the_manager(shared):
     assert NaiveRewardManager(Letters(), 0)(batch(answers, truths))["reward_tensor"].sum().item() == 64
 
 
-@pytest.mark.parametrize("name", ["naive", "batch", "dapo", "prime"])
+def test_gdpo_wants_rewards_with_names():
+    def named(solution_str):
+        return {"score": 1.5, "right": 1.0, "form": 0.5}
+
+    data = batch(["ab", "c"], ["x", "x"])
+    found = GDPORewardManager(Letters(), 0, named)(data)
+    assert found["reward_tensor"].sum().item() == 3.0
+    assert found["reward_extra_info"] == {"right": [1.0, 1.0], "form": [0.5, 0.5], "score": [1.5, 1.5]}
+    with pytest.raises(RewardError, match="one key for each reward"):
+        GDPORewardManager(Letters(), 0, half)(data)
+
+
+@pytest.mark.parametrize("name", ["naive", "batch", "dapo", "gdpo", "prime"])
 def test_every_built_in_name_leads_to_a_manager(name):
     assert issubclass(REWARD_MANAGERS.get(name), RewardManager)

@@ -13,6 +13,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base import RoleHandle
 from verl.trainer.ppo import stages
 from verl.trainer.ppo.context import RunState, SamplePool, StepContext
+from verl.trainer.ppo.scoring import measure_parts
 
 
 def config(**changes) -> PPOTrainerConfig:
@@ -232,6 +233,15 @@ def test_one_varying_reward_of_several_keeps_a_group():
         ctx.config, **{"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["style", "right"]}
     )
     assert stages.keep(data, ctx).non_tensor_batch["uid"].tolist() == ["a", "a"]
+
+
+def test_each_reward_that_is_normalised_apart_is_shown():
+    metrics = MetricSet()
+    measure_parts({"style": [0.0, 1.0, None, 0.5], "other": [7.0]}, ["style", "absent"], metrics)
+    found = metrics.values()
+    assert set(found) == {f"gdpo/style/{name}" for name in ("mean", "std", "max", "min")}
+    assert found["gdpo/style/mean"] == 0.5 and found["gdpo/style/std"] == pytest.approx((1 / 6) ** 0.5)
+    assert found["gdpo/style/max"] == 1.0 and found["gdpo/style/min"] == 0.0
 
 
 def test_the_share_of_groups_that_teach_nothing_is_told():

@@ -7,7 +7,7 @@ function of the user's the model's score is the reward, a function of the user's
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,3 +72,15 @@ def _measure(scores: torch.Tensor, metrics: MetricSet) -> None:
         metrics.add("reward_model/score/max", finite.max().item(), "max")
         metrics.add("reward_model/score/min", finite.min().item(), "min")
         metrics.add("reward_model/score/std", finite.std(correction=0).item(), weight=len(finite))
+
+
+def measure_parts(details: Mapping[str, Sequence[Any]], keys: Sequence[str], metrics: MetricSet) -> None:
+    """``gdpo/<key>/*`` of every reward that is normalised apart, over the samples that have it."""
+    for key in keys:
+        values = np.array([value for value in details.get(key, ()) if value is not None], dtype=np.float64)
+        if not len(values):
+            continue
+        for name, value in (("mean", values.mean()), ("std", values.std())):
+            metrics.add(f"gdpo/{key}/{name}", float(value), weight=len(values))
+        metrics.add(f"gdpo/{key}/max", float(values.max()), "max")
+        metrics.add(f"gdpo/{key}/min", float(values.min()), "min")

@@ -26,7 +26,7 @@ from verl.single_controller.base import RoleHandle, Roles
 from verl.trainer.ppo import correction, group_filter, oversampling, positive
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.pairing import pair_up
-from verl.trainer.ppo.scoring import score_samples
+from verl.trainer.ppo.scoring import measure_parts, score_samples
 from verl.workers.options import InferOptions, TrainOptions
 
 
@@ -125,6 +125,7 @@ def score(samples: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
     for name, values in scored.get("reward_extra_info", {}).items():
         samples.non_tensor_batch[name] = np.array(values, dtype=object)
     ctx.sample_info = ctx.pool.sample_info = dict(scored.get("reward_extra_info", {}))
+    measure_parts(ctx.sample_info, ctx.config.algorithm.gdpo_reward_keys or (), ctx.metrics)
     ctx.metrics.merge(scored.get("metrics", {}))
     left_out = np.array(scored.get("unscorable", [False] * len(samples)), dtype=bool)
     aborted = samples.non_tensor_batch.get("finish_reason", np.full(len(samples), "")) == "abort"
