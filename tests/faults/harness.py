@@ -197,13 +197,22 @@ def samples(folder: Path) -> dict[str, str]:
     return {p.name: p.read_text() for p in sorted(newest(list(folder.glob("samples*"))).glob("*.jsonl"))}
 
 
+def ledger(folder: Path) -> list[str]:
+    """The entries about samples and steps; those that say when the run began and went on are not compared."""
+    file = newest([p for p in (folder / "run").glob("ledger*.jsonl") if ".replaced" not in p.name])
+    return [line for line in file.read_text().splitlines() if not line.startswith('{"event":"run"')]
+
+
 def newest(places: list[Path]) -> Path:
     """Of the run that began last: names are numbered."""
     return max(places, key=lambda place: int(place.stem.partition("-")[2] or 1))
 
 
 def assert_same_end(whole: Path, hit: Path, steps: int = STEPS) -> None:
-    """Weights, optimizer, controller, metrics of every step and samples of every step are equal to the last bit."""
+    """Weights, optimizer, controller, metrics of every step and samples of every step are equal to the last bit.
+
+    So are the ledgers: no sample is lost, and a step that was repeated has replaced what the ledger said of it.
+    """
     one, other = weights(whole / f"run/global_step_{steps}"), weights(hit / f"run/global_step_{steps}")
     assert one.keys() == other.keys() and len(one) > 20
     assert [key for key in one if not torch.equal(one[key], other[key])] == []
@@ -211,3 +220,4 @@ def assert_same_end(whole: Path, hit: Path, steps: int = STEPS) -> None:
     assert state[0] == state[1]
     assert metrics(whole) == metrics(hit)
     assert samples(whole) == samples(hit)
+    assert ledger(whole) == ledger(hit) != []

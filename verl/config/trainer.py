@@ -45,6 +45,12 @@ class TrainerConfig(ConfigNode):
         "[2]}}, one number per node; all other roles share trainer.nnodes x trainer.n_gpus_per_node",
         upstream=ABSENT,
     )
+    ledger: bool = setting(
+        True,
+        "record in default_local_dir what became of every sample (ledger.jsonl), and check at the end of the run that "
+        "none was lost or trained on twice",
+        upstream=ABSENT,
+    )
     save_freq: int = setting(-1, "steps between checkpoints; -1: never")
     resume_mode: str = setting(
         "auto",

@@ -98,6 +98,9 @@ def test_what_is_left_over_opens_the_next_batch(here):
     indices = [row["index"] for row in seen.batches[1].non_tensor_batch["extra_info"]]
     assert indices == [6] * 4 + [1] * 4 + [3] * 4
     assert seen.metrics[1]["training/num_gen_batches"] == 1
+    account = seen.trainer.state.ledger.account  # the run's end has checked it
+    assert (account.sampled, account.trained, len(account.open)) == (3 * 16, 2 * 12, 0)
+    assert dict(account.dropped) == {"filtered_group": 3 * 8}
     assert len(calls()) == 3 * 16
 
 

@@ -45,6 +45,8 @@ def test_prompts_of_middling_difficulty_are_trained_on_and_the_earliest_others_f
     assert metrics["training/oversampling/filled_prompts"] == 1
     assert seen.trainer.ctx.pool.peek() is None, "what is not chosen is dropped"
     assert seen.trainer.steps_per_epoch == 1
+    account = seen.trainer.state.ledger.account
+    assert (account.sampled, account.trained, dict(account.dropped)) == (32, 20, {"surplus": 12})
 
 
 def test_the_bounds_count_themselves_and_unscored_samples_do_not():

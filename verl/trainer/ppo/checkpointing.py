@@ -88,6 +88,8 @@ class RunCheckpoints:
 
     def end_step(self) -> None:
         """After a step was logged: its checkpoint, if there is one, may be found; a dropped step goes back to here."""
+        if self.run.ledger is not None:
+            self.run.ledger.end(self.run.step, saved=self._saved is not None and self._saved[0] == self.run.step)
         if self.writer is not None:
             self.writer.release()
         self.remember()

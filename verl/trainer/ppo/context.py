@@ -18,6 +18,8 @@ from verl.config import PPOTrainerConfig
 from verl.config.root import learns_from_pairs, reads_ref_log_prob, skips_old_log_prob
 from verl.errors import DataError
 from verl.metrics import MetricSet, Timers, notice
+from verl.observability.account import Key
+from verl.observability.ledger import Ledger
 from verl.protocol import DataProto
 from verl.registry import ADVANTAGE_ESTIMATORS
 from verl.trainer.signals import StopSignals
@@ -82,6 +84,7 @@ class RunState:
         steps_per_epoch: batches of prompts in an epoch.
         stop: whether a signal asks the run to end.
         step: the last step that has begun; 0 before the first.
+        ledger: what became of every sample; None in a run that keeps none.
     """
 
     config: PPOTrainerConfig
@@ -90,6 +93,7 @@ class RunState:
     steps_per_epoch: int = 1
     stop: StopSignals = field(default_factory=StopSignals)
     step: int = 0
+    ledger: Ledger | None = None
 
     def __post_init__(self) -> None:
         config = self.config
@@ -167,6 +171,7 @@ class StepContext:
         timers: seconds per stage (`timed`).
         sample_info: what the scorer returned besides the scores of this step's samples, by name.
         gen_batches: batches of prompts that were sampled for this step.
+        learned_from: the samples that the update learns from, where a method selects them; None: all of the batch.
     """
 
     def __init__(self, run: RunState, step: int = 0):
@@ -175,11 +180,13 @@ class StepContext:
         self.metrics, self.timers = MetricSet(), Timers()
         self.sample_info: dict[str, list[Any]] = {}
         self.gen_batches = 0
+        self.learned_from: set[Key] | None = None
 
     config: PPOTrainerConfig = _of_run("config")
     reward: Callable[..., dict[str, Any]] = _of_run("reward")
     total_steps: int = _of_run("total_steps")
     stop: StopSignals = _of_run("stop")
+    ledger: Ledger | None = _of_run("ledger")
     pool: SamplePool = _of_run("pool")
     estimator: Callable[..., Any] = _of_run("estimator")
     kl_controller: Any = _of_run("kl_controller")

@@ -22,6 +22,8 @@ from verl.data import collate_fn as default_collate
 from verl.data import stateful_loader
 from verl.errors import DataError
 from verl.metrics import notice
+from verl.observability.account import Key
+from verl.observability.ledger import Ledger
 from verl.observability.places import folder_of_run
 from verl.observability.tracker import Sample
 from verl.observability.tracking import Tracking
@@ -31,7 +33,7 @@ from verl.single_controller.base import ClassWithInitArgs, ResourcePoolManager, 
 from verl.single_controller.local import LocalWorkerGroup, create_colocated_worker_cls
 from verl.trainer import build, placement, runtime, sampling
 from verl.trainer.models import model_roles
-from verl.trainer.ppo import correction, stages
+from verl.trainer.ppo import accounting, correction, stages
 from verl.trainer.ppo.callbacks import Callback, default_callbacks
 from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.context import RunState
@@ -196,12 +198,15 @@ class RayPPOTrainer:
             raise
         finally:
             self.checkpoints.close()
+            if self.state.ledger is not None:
+                self.state.ledger.close()
 
     def _run(self) -> None:
         self.load_checkpoint()
         self.ctx = self.state.open(self.state.step)
         runtime.write_config(self.config)
         self._open_trackers()
+        self._open_ledger()
         self.checkpoints.remember()
         self.schedule.publish(self.roles, self.ctx)
         try:
@@ -210,6 +215,8 @@ class RayPPOTrainer:
                 self._run_steps()
             self.schedule.settle(self.roles, self.ctx)
             self._notify("on_fit_end")
+            if self.state.ledger is not None:
+                self.state.ledger.check(self._waiting())
         except StepDropped:
             raise self.state.stop.stopped(self.checkpoints.save_boundary()) from None
 
@@ -217,6 +224,18 @@ class RayPPOTrainer:
         trainer, places = self.config.trainer, self.checkpoints.places
         self.tracking = Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, to_dict(self.config))
         places |= self.tracking.start(self.total_training_steps, self.ctx.step, places)
+
+    def _open_ledger(self) -> None:
+        trainer, places = self.config.trainer, self.checkpoints.places
+        if trainer.ledger and not trainer.val_only:
+            step, waiting = self.state.step, self._waiting()
+            ledger = Ledger(Path(trainer.default_local_dir), step, places.get("ledger"), waiting)
+            self.state.ledger, places["ledger"] = ledger, ledger.path.name
+
+    def _waiting(self) -> list[Key]:
+        """The samples that wait to be trained on, between two steps; a schedule of a user's may hold none."""
+        held = getattr(self.schedule, "held_samples", tuple)
+        return accounting.waiting_in([self.state.pool.peek(), *held()])
 
     def _close_trackers(self, exit_code: int = 0) -> None:
         if self.tracking is not None:
@@ -246,6 +265,8 @@ class RayPPOTrainer:
             with ctx.timed("step"):
                 self._notify("on_step_begin")
                 batch = self.schedule.step(self.source, self.roles, ctx)
+                updated = "critic" in self.roles or step >= self.config.trainer.critic_warmup
+                accounting.trained(batch, ctx, updated)
                 self._notify("on_step_end", batch)
             self.log(self._step_metrics(batch), step)
             self.checkpoints.end_step()

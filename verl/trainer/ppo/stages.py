@@ -23,7 +23,7 @@ from verl.config.root import of_estimator, updates_once
 from verl.metrics import MetricSet
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.base import RoleHandle, Roles
-from verl.trainer.ppo import correction, group_filter, oversampling, positive
+from verl.trainer.ppo import accounting, correction, group_filter, oversampling, positive
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.pairing import pair_up
 from verl.trainer.ppo.scoring import measure_parts, score_samples
@@ -88,7 +88,11 @@ def generate(prompts: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
     ctx.count_gen_batch()
     prompts = prompts.repeat(ctx.samples_per_prompt, interleave=True)
     prompts.meta_info = {**prompts.meta_info, "global_steps": ctx.step, "validate": False}
-    return sample(prompts, roles["rollout"], ctx.metrics)
+    number_samples(prompts)
+    accounting.ask(prompts, ctx)
+    samples = sample(prompts, roles["rollout"], ctx.metrics)
+    accounting.sampled(samples, ctx)
+    return samples
 
 
 def sample(prompts: DataProto, rollout: RoleHandle, metrics: MetricSet) -> DataProto:
@@ -132,6 +136,7 @@ def score(samples: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
     if aborted.any():
         ctx.metrics.add("training/aborted_samples", int(aborted.sum()), "sum")
     leave_out(samples, left_out | aborted)
+    accounting.scored(samples, ctx)
     return samples
 
 
@@ -174,16 +179,21 @@ def keep(samples: DataProto, ctx: StepContext) -> DataProto:
     flat = group_filter.same_outcome(groups, columns, group_filter.out_of_statistics(samples))
     ctx.metrics.add("training/zero_variance_groups", float(flat.mean()), weight=len(flat))
     if not rule.enable:
-        return oversampling.choose(samples, ctx)
+        liked = oversampling.choose(samples, ctx)
+        accounting.drop_rest(samples, liked, "surplus", ctx)
+        return liked
     dropped = flat[groups]
     ctx.metrics.add("training/filter_groups/dropped_groups", int(flat.sum()), "sum")
     ctx.metrics.add("training/filter_groups/evicted_samples", int(dropped.sum()), "sum")
-    return samples.select_idxs(np.flatnonzero(~dropped))
+    kept = samples.select_idxs(np.flatnonzero(~dropped))
+    accounting.drop_rest(samples, kept, "filtered_group", ctx)
+    return kept
 
 
 def take_batch(ctx: StepContext) -> DataProto:
     """One training batch from the pool; the surplus is kept for the next step, and counted."""
     batch = ctx.pool.take()
+    accounting.batched(batch, ctx)
     ctx.sample_info = ctx.pool.sample_info  # also if the whole batch is surplus of the previous step
     ctx.metrics.add("training/num_gen_batches", ctx.gen_batches, "last")
     if ctx.config.algorithm.filter_groups.enable:
@@ -325,11 +335,13 @@ def compute_advantage(batch: DataProto, estimator: Any, algorithm: Any) -> None:
 
 def rows_to_train(batch: DataProto, ctx: StepContext) -> DataProto:
     """The batch, or the rows that a method selects by score: PF-PPO's draw, or the pair of each prompt."""
+    rows = batch
     if ctx.config.algorithm.use_pf_ppo:
-        return resample(batch, ctx)
-    if ctx.learns_from_pairs:
-        return pair_up(batch, ctx.samples_per_prompt, ctx.metrics)
-    return batch
+        rows = resample(batch, ctx)
+    elif ctx.learns_from_pairs:
+        rows = pair_up(batch, ctx.samples_per_prompt, ctx.metrics)
+    accounting.chosen(batch, rows, ctx)
+    return rows
 
 
 def resample(batch: DataProto, ctx: StepContext) -> DataProto:

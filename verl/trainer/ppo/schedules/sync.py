@@ -6,6 +6,7 @@ before anything is sampled they have arrived. So the numbers are the same.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from verl.config import PPOTrainerConfig
@@ -58,6 +59,10 @@ class SyncSchedule:
             with ctx.timed("wait_for_weights"):
                 group.wait(references)
                 _admit(roles, group.end_weight_update(), self._version)
+
+    def held_samples(self) -> Iterable[DataProto]:
+        """The samples that the schedule holds between two steps, besides those in the run's pool: none."""
+        return ()
 
 
 def _admit(roles: Roles, sent: list[SyncResult], version: int) -> None:

@@ -1,0 +1,145 @@
+"""The ledger of a run: what is written survives, what is repeated is replaced, and what is lost is named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl.errors import DataError
+from verl.metrics import reset_notices
+from verl.observability import ledger_reader
+from verl.observability.account import ranges
+from verl.observability.ledger import Ledger
+
+A0, A1, B0, B1 = ("a", 0), ("a", 1), ("b", 0), ("b", 1)
+
+
+def run_of_two_steps(folder: Path) -> Ledger:
+    """Step 1 trains on a#0, masks a#1, filters prompt b; step 2 has begun with prompt a of the next epoch."""
+    book = Ledger(folder)
+    book.asked(1, 0, [A0, A1, B0, B1], rows=[7, 7, 9, 9])
+    book.noted("sampled", 1, [A0, A1, B0, B1], turns=[1, 1, 1, 3], tokens=[5, 6, 7, 8], finish=["stop"] * 3 + ["abort"],
+               newest_version=[0] * 4, oldest_version=[0] * 4)  # fmt: skip
+    book.noted("scored", 1, [A0, A1, B0, B1], score=[0.5, float("nan"), 0.0, 0.0])
+    book.dropped(1, "filtered_group", [B0, B1])
+    book.noted("batch", 1, [A0, A1])
+    book.trained(1, [A0], {"unscorable": [A1]})
+    book.end(1, saved=True)
+    book.asked(2, 1, [("a2", 0), ("a2", 1)])
+    return book
+
+
+def test_a_question_about_a_step_a_prompt_and_a_reason_is_answered_from_the_file_of_a_run_that_goes_on(
+    tmp_path, capsys
+):
+    book = run_of_two_steps(tmp_path)
+    history = ledger_reader.History.of(book.path)
+    fates = {f"{one.uid}{one.sample}": history.fate(one) for one in history.samples}
+    assert fates["a0"] == "trained in step 1, which made version 1"
+    assert fates["a1"] == "dropped in step 1: unscorable, it could not be scored, so it was masked"
+    assert fates["b1"].startswith("dropped in step 1: filtered_group, all answers to its prompt came out the same")
+    assert fates["a20"] == "being sampled"
+    assert [(one.row, one.facts["tokens"], one.facts["score"]) for one in history.samples[:3]] == [
+        (7, 5, 0.5), (7, 6, None), (9, 7, 0.0)
+    ]  # fmt: skip
+    assert ledger_reader.main([str(tmp_path)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in shown[1:6]] == [
+        "sampled", "trained on", "dropped: filtered_group", "dropped: unscorable", "waiting: asked"
+    ]  # fmt: skip
+    assert [line.split()[2 if ":" in line or "on" in line.split() else 1] for line in shown[1:6]] == list("61212")
+    for words, samples in (
+        (["--step", "1"], 2),
+        (["--uid", "b"], 2),
+        (["--dropped"], 3),
+        (["--dropped", "unscorable"], 1),
+    ):
+        assert ledger_reader.main([str(tmp_path), *words]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == f"{samples} samples"
+    for words, fault in (
+        (["--step", "9"], "1 to 1"),
+        (["--uid", "c"], "no such prompt"),
+        (["--dropped", "stael"], "stale"),
+    ):
+        assert ledger_reader.main([str(tmp_path), *words]) == 2
+        assert fault in capsys.readouterr().err
+
+
+def test_the_account_balances_or_names_the_samples_that_are_lost_and_those_that_are_trained_twice(tmp_path):
+    book = run_of_two_steps(tmp_path)
+    waiting = [("a2", 0), ("a2", 1)]
+    book.check(waiting)
+    with pytest.raises(DataError, match=r"1 samples were lost: a2#1 \(of step 2, asked\)"):
+        book.check(waiting[:1])
+    book.trained(2, [A0, ("a2", 0)], {})
+    with pytest.raises(DataError, match="a#0 was trained in step 2, and was not in flight then"):
+        book.check(waiting[1:])
+    assert "a#0 was trained in step 2" in ledger_reader.account_table(ledger_reader.History.of(book.path))
+
+
+def test_a_resumed_run_replaces_what_its_repeated_steps_had_written_and_what_its_checkpoint_does_not_hold(tmp_path):
+    first = run_of_two_steps(tmp_path)
+    first.end(2)
+    before = first.path.read_text()
+    with first.path.open("a") as file:
+        file.write('{"event":"asked","st')  # a kill amid a line
+    again = Ledger(tmp_path, step=1, before=first.path.name)
+    kept = before[: before.index('{"event":"asked","step":2')]
+    assert again.path.read_text().startswith(kept) and '"step":2' not in again.path.read_text()
+    assert (tmp_path / "ledger.replaced.jsonl").read_text().endswith('{"event":"asked","st')
+    again.asked(2, 1, [("a2", 0), ("a2", 1)])
+    again.check([("a2", 0), ("a2", 1)])
+    assert again.account.sampled == 6
+    third = Ledger(tmp_path, step=1, before=first.path.name, waiting=[("late", 0)])
+    third.check([("late", 0)])  # a checkpoint of a run that kept no ledger then
+
+
+def test_what_was_sampled_ahead_and_is_not_in_the_checkpoint_is_dropped_as_repeated(tmp_path):
+    book = Ledger(tmp_path)
+    book.asked(1, 0, [A0])
+    book.asked(2, 0, [B0, B1])  # beside the update of step 1
+    book.trained(1, [A0], {})
+    book.end(1)
+    again = Ledger(tmp_path, step=1, before=book.path.name, waiting=[B1])
+    assert dict(again.account.dropped) == {"repeated": 1}
+    again.asked(2, 0, [B0])
+    again.trained(2, [B0, B1], {})
+    again.check([])
+    attempts = {(s.uid, s.sample, s.facts["attempt"]): s.stage for s in ledger_reader.History.of(book.path).samples}
+    assert attempts[("b", 0, 1)] == "dropped" and attempts[("b", 0, 2)] == "trained"
+
+
+def test_a_ledger_that_does_not_reach_the_step_begins_anew_and_says_so(tmp_path, caplog):
+    reset_notices()
+    book = run_of_two_steps(tmp_path)
+    again = Ledger(tmp_path, step=5, before=book.path.name, waiting=[A0])
+    assert "does not reach step 5" in caplog.text
+    again.trained(6, [A0], {})
+    again.check([])
+
+
+def test_a_disk_that_is_full_is_one_error_that_says_what_to_do(tmp_path):
+    code = """if True:
+        import resource, sys
+        from pathlib import Path
+        from verl.errors import DataError
+        from verl.observability.ledger import Ledger
+        book = Ledger(Path(sys.argv[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
+        try:
+            book.asked(1, 0, [("a", k) for k in range(4)], rows=list(range(1000, 1004)))
+            book.noted("scored", 1, [("a", k) for k in range(4)], score=[k / 7 for k in range(4)])
+        except DataError as error:
+            print(error)
+    """
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert ended.stdout.count("trainer.ledger: the ledger of the samples cannot be written: File too large") == 1
+    assert "goes on from its last checkpoint" in ended.stdout
+    assert ledger_reader.History.of(tmp_path / "ledger.jsonl").sampled == 4, "what was written before stays readable"
+
+
+def test_numbers_that_follow_each_other_are_one_range():
+    assert ranges([3, 4, 5, 9, 8]) == [[3, 3], [9, 1], [8, 1]]

@@ -1,0 +1,168 @@
+"""What became of every sample of a run: each is sampled, then trained on, dropped for a named reason, or still waiting.
+
+The entries of a ledger are applied one after the other, by the run that writes them and by whoever reads the file. Only
+samples in flight are held, so a run of any length needs the memory of its open ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Key = tuple[str, int]
+"""A prompt's uid and the number of the answer among those to it."""
+Entry = Mapping[str, Any]
+"""One line of a ledger."""
+
+REASONS = {
+    "filtered_group": "all answers to its prompt came out the same (algorithm.filter_groups)",
+    "surplus": "more prompts were sampled than are trained on (data.oversample_factor)",
+    "unscorable": "it could not be scored, so it was masked",
+    "given_up": "enough others of its batch were done (rollout.over_sample_rate), so it was cut off and masked",
+    "failed_loop": "its agent loop failed, so it was masked",
+    "rejected": "rollout correction rejected all of its tokens",
+    "not_drawn": "PF-PPO drew other rows of the batch",
+    "not_paired": "it is neither the best nor the worst answer to its prompt, or these two are equal",
+    "warm_up": "no model was updated in its step (trainer.critic_warmup)",
+    "stale": "its weights were older than the schedule's bound when it was to be trained on",
+    "unfinished": "the run ended while it was sampled",
+    "repeated": "the run went on from a checkpoint that did not hold it; its prompt was sampled again",
+}
+"""Why a sample is not trained on."""
+NAMED = 8
+"""Samples that a message names."""
+
+
+@dataclass(slots=True)
+class SampleRecord:
+    """One attempt at one answer.
+
+    Args:
+        id: its number in the ledger.
+        step: the one it was sampled for.
+        row: of the data set, where that is known.
+        stage: what happened to it last.
+    """
+
+    id: int
+    uid: str
+    sample: int
+    step: int
+    epoch: int = 0
+    row: Any = None
+    stage: str = "asked"
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.uid}#{self.sample} (of step {self.step}, {self.stage})"
+
+
+class Account:
+    """Counts of a run's samples, and those in flight.
+
+    Attributes:
+        sampled, trained, dropped: numbers; dropped by reason.
+        open: the samples in flight by number.
+        faults: sentences about entries that contradict others.
+    """
+
+    def __init__(self) -> None:
+        self.sampled = self.trained = self.last_step = 0
+        self.dropped: Counter[str] = Counter()
+        self.open: dict[int, SampleRecord] = {}
+        self.faults: list[str] = []
+        self._ids: dict[Key, list[int]] = {}
+
+    def apply(self, entry: Entry) -> None:
+        """Take in one entry.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is none.
+        """
+        kind, step = entry["event"], int(entry.get("step", 0))
+        if kind == "asked":
+            self._ask(entry, step)
+        elif kind in ("trained", "dropped"):
+            self._settle(kind, entry, step)
+        elif kind == "end":
+            self.last_step = step
+        elif kind != "run":
+            self._note(kind, entry, step)
+        for uid, sample in entry.get("unknown", ()):
+            self.faults.append(f"{uid}#{sample} was {kind} in step {step}, and was not in flight then")
+
+    def ids(self, keys: Iterable[Key]) -> tuple[list[int], list[Key]]:
+        """Numbers of samples in flight, and the keys that are none; the same key twice gives two attempts at it."""
+        known: list[int] = []
+        unknown: list[Key] = []
+        again: Counter[Key] = Counter()
+        for key in keys:
+            waiting = self._ids.get(key, ())
+            if again[key] < len(waiting):
+                known.append(waiting[again[key]])
+            else:
+                unknown.append(key)
+            again[key] += 1
+        return known, unknown
+
+    def missing(self, waiting: Iterable[Key]) -> list[SampleRecord]:
+        """Samples in flight that are not among those that wait: they were lost."""
+        held = set(self.ids(waiting)[0])
+        return [one for number, one in self.open.items() if number not in held]
+
+    def _ask(self, entry: Entry, step: int) -> None:
+        first, epoch, rows = int(entry["first"]), int(entry.get("epoch", 0)), entry.get("row")
+        for number, (uid, sample) in enumerate(keys_in(entry)):
+            place = number // entry["each"] if "each" in entry else number
+            one = SampleRecord(first + number, uid, sample, step, epoch, None if rows is None else rows[place])
+            self.open[one.id] = one
+            self._ids.setdefault((uid, sample), []).append(one.id)
+            self.sampled += 1
+
+    def _note(self, kind: str, entry: Entry, step: int) -> None:
+        for number in numbers_in(entry["ids"]):
+            self.open[number].stage = kind
+
+    def _settle(self, kind: str, entry: Entry, step: int) -> None:
+        for number in numbers_in(entry["ids"]):
+            one = self.open.pop(number)
+            one.stage = kind
+            same = self._ids[one.uid, one.sample]
+            same.remove(number)
+            if not same:
+                del self._ids[one.uid, one.sample]
+            if kind == "trained":
+                self.trained += 1
+            else:
+                self.dropped[str(entry["reason"])] += 1
+
+
+def keys_in(entry: Entry) -> Iterator[Key]:
+    """Who was asked for: ``uid`` of every prompt and the number of answers to ``each``, or both of every row."""
+    if "each" in entry:
+        return ((str(uid), sample) for uid in entry["uid"] for sample in range(entry["each"]))
+    return ((str(uid), int(sample)) for uid, sample in zip(entry["uid"], entry["sample"], strict=True))
+
+
+def ranges(numbers: Sequence[int]) -> list[list[int]]:
+    """Numbers in their order as [first, how many] of those that follow each other."""
+    made: list[list[int]] = []
+    for number in numbers:
+        if made and made[-1][0] + made[-1][1] == number:
+            made[-1][1] += 1
+        else:
+            made.append([number, 1])
+    return made
+
+
+def numbers_in(made: Iterable[Sequence[int]]) -> Iterator[int]:
+    """The numbers behind `ranges`."""
+    return (number for first, count in made for number in range(first, first + count))
+
+
+def names_of(samples: Sequence[object]) -> str:
+    """A few of them for a message, and how many more there are."""
+    more = len(samples) - NAMED
+    return ", ".join(str(one) for one in samples[:NAMED]) + (f" and {more} more" if more > 0 else "")

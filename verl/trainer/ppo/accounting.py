@@ -1,0 +1,128 @@
+"""What the stages of a step enter into the run's ledger (``trainer.ledger``): one function per event.
+
+A sample is known by its prompt's ``uid`` and its ``sample_index``. Without a ledger every function does nothing. A
+schedule that drops samples itself calls `drop`; one that holds some between two steps names them (``held_samples``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from verl.observability.account import Key
+from verl.protocol import DataProto
+from verl.trainer.ppo.correction import KEPT_MASK
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.context import StepContext
+
+UNKNOWN_VERSION = np.iinfo(np.int32).max
+ERROR, SAMPLE, ROW = "agent_error", "sample_index", "__row__"
+
+
+def keys_of(batch: DataProto) -> list[Key]:
+    """Which sample each row is."""
+    columns = batch.non_tensor_batch
+    return list(zip(map(str, columns["uid"]), map(int, columns[SAMPLE]), strict=True))
+
+
+def ask(prompts: DataProto, ctx: StepContext) -> None:
+    """These rows go to the sampler next."""
+    if ctx.ledger is not None:
+        rows = prompts.non_tensor_batch.get(ROW)
+        ctx.ledger.asked(ctx.step, ctx.epoch, keys_of(prompts), None if rows is None else list(rows))
+
+
+def sampled(samples: DataProto, ctx: StepContext) -> None:
+    """Responses have come: their turns, tokens, how they ended, and which weights drew them."""
+    if ctx.ledger is None:
+        return
+    columns, mask = samples.non_tensor_batch, samples.tensors["response_mask"]
+    named = {"turns": "__num_turns__", "finish": "finish_reason", "error": ERROR}
+    facts: dict[str, list[Any]] = {name: list(columns[of]) for name, of in named.items() if of in columns}
+    facts["tokens"] = mask.sum(-1).tolist()
+    versions = samples.tensors.get("token_versions", None)
+    if versions is not None:
+        drawn = versions >= 0
+        facts["newest_version"] = versions.amax(-1).tolist()
+        facts["oldest_version"] = torch.where(drawn, versions, UNKNOWN_VERSION).amin(-1).tolist()
+    ctx.ledger.noted("sampled", ctx.step, keys_of(samples), **facts)
+
+
+def scored(samples: DataProto, ctx: StepContext) -> None:
+    """Samples have their scores."""
+    if ctx.ledger is not None:
+        scores = samples.tensors["token_level_scores"].sum(-1).tolist()
+        ctx.ledger.noted("scored", ctx.step, keys_of(samples), score=scores)
+
+
+def drop(samples: DataProto, reason: str, ctx: StepContext) -> None:
+    """Samples that will not be trained on, for one of `verl.observability.account.REASONS`."""
+    if ctx.ledger is not None:
+        ctx.ledger.dropped(ctx.step, reason, keys_of(samples))
+
+
+def drop_rest(samples: DataProto, kept: DataProto, reason: str, ctx: StepContext) -> None:
+    """The same for those samples that are not among the kept ones."""
+    if ctx.ledger is not None and len(kept) < len(samples):
+        there = set(keys_of(kept))
+        ctx.ledger.dropped(ctx.step, reason, [key for key in keys_of(samples) if key not in there])
+
+
+def batched(batch: DataProto, ctx: StepContext) -> None:
+    """These are the samples of the step's batch."""
+    if ctx.ledger is not None:
+        ctx.ledger.noted("batch", ctx.step, keys_of(batch))
+
+
+def chosen(batch: DataProto, rows: DataProto, ctx: StepContext) -> None:
+    """The rows that an update learns from, of those of the batch."""
+    if ctx.ledger is not None and rows is not batch:
+        learned = rows.tensors["response_mask"].bool().any(-1).tolist()
+        ctx.learned_from = {key for key, is_used in zip(keys_of(rows), learned) if is_used}
+
+
+def trained(batch: DataProto, ctx: StepContext, updated: bool = True) -> None:
+    """The step's updates were made; what is masked in the batch was not trained on.
+
+    Args:
+        updated: whether any model was.
+    """
+    if ctx.ledger is None:
+        return
+    by_reason: dict[str, list[Key]] = {"": []}
+    for key, reason in zip(keys_of(batch), _why_not(batch, ctx, updated)):
+        by_reason.setdefault(reason, []).append(key)
+    ctx.ledger.trained(ctx.step, by_reason.pop(""), by_reason)
+
+
+def _why_not(batch: DataProto, ctx: StepContext, updated: bool) -> Iterator[str]:
+    """Why each row was not trained on; empty for those that were."""
+    columns, tensors, rows = batch.non_tensor_batch, batch.tensors, range(len(batch))
+    masked = columns.get("unscorable", np.zeros(len(batch))).astype(bool)
+    kept = tensors.get(KEPT_MASK, tensors["response_mask"]).bool().any(-1)
+    rejected = (tensors["response_mask"].bool().any(-1) & ~kept).numpy()
+    keys, method = keys_of(batch), "not_paired" if ctx.learns_from_pairs else "not_drawn"
+    for row in rows:
+        if masked[row]:
+            yield _why_masked(columns, row)
+        elif rejected[row]:
+            yield "rejected"
+        elif not updated:
+            yield "warm_up"
+        else:
+            yield "" if ctx.learned_from is None or keys[row] in ctx.learned_from else method
+
+
+def _why_masked(columns: Mapping[str, np.ndarray], row: int) -> str:
+    if "finish_reason" not in columns or columns["finish_reason"][row] != "abort":
+        return "unscorable"
+    return "failed_loop" if ERROR in columns and columns[ERROR][row] else "given_up"
+
+
+def waiting_in(batches: Iterable[DataProto | None]) -> list[Key]:
+    """The samples that wait in these batches."""
+    return [key for batch in batches if batch is not None for key in keys_of(batch)]
