@@ -43,7 +43,7 @@ class Scripted(GatedSampler):
     async def _wake_engine(self):
         self.log.append("wake")
 
-    async def abort(self, request_ids=None):
+    async def _abort(self, request_ids):
         return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.config import losses, oversampling, recipes, validate_megatron
+from verl.config import losses, oversampling, partial_rollouts, recipes, validate_megatron
 from verl.config.node import ConfigNode, follows_another, was_typed
 from verl.config.root import (
     PPOTrainerConfig,
@@ -39,6 +39,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
         _validation,
         _reward,
         oversampling.tell,
+        partial_rollouts.tell,
         _conversations,
         _resume,
         validate_megatron.tell,

@@ -287,6 +287,13 @@ class RolloutConfig(ConfigNode):
     over_sample_rate: float = setting(
         0.0, "share of training samples that may be aborted once the others are done; they are masked"
     )
+    requests_at_update: str = setting(
+        "wait",
+        "what new weights do to running requests, in schedules that sync weights while samplers work: wait for their "
+        "end; pause: stop, take the weights, go on from the prefix; abort: as pause, but any replica may go on",
+        upstream=ABSENT,
+        choices=("wait", "pause", "abort"),
+    )
     multi_stage_wake_up: bool = setting(
         False,
         "SGLang: wake weights and cache one after the other",

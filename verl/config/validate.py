@@ -20,6 +20,7 @@ from verl.config import (
     notices,
     optimizers,
     oversampling,
+    partial_rollouts,
     ranges,
     recipes,
     reward_model,
@@ -84,7 +85,7 @@ def _rules(served: bool) -> tuple[Rule, ...]:
     """What no machine changes."""
     placed = (sampler_sizes.served_problems,) if served else (topology.problems,)
     return (_names, _kl, ranges.numbers, optimizers.problems, losses.problems, _groups, _values, _batches, *placed, _micro_batches,
-            _sampling, _mirrors, shared_rows.problems, model_fits.problems, reward_model.reward_model, oversampling.problems, recipes.problems, validate_megatron.problems,
+            _sampling, _mirrors, shared_rows.problems, model_fits.problems, reward_model.reward_model, oversampling.problems, partial_rollouts.problems, recipes.problems, validate_megatron.problems,
             validate_profiler.problems, correcting.rollout, correcting.groups, _plugins, _resume, _validation)  # fmt: skip
 
 

@@ -18,6 +18,9 @@ from verl.weight_sync.chunks import WeightChunk
 
 FinishReason = Literal["stop", "length", "abort"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
+AtUpdate = Literal["wait", "pause", "abort"]
+"""What new weights do to running requests: wait for their end, pause them (the engine goes on with them by itself), or
+abort them (whoever sent them goes on from the prefix, perhaps elsewhere)."""
 GREEDY_TEMPERATURE = 1e-5
 """A temperature below this is greedy: dividing by it would only amplify rounding."""
 SMALLEST_TEMPERATURE = 1e-30
@@ -105,6 +108,7 @@ class Completion:
         token_versions: version of the weights that each token was drawn with.
         routed_experts: per token and layer the chosen experts, where a mixture model and the sampler report them.
         num_preempted: how often the request lost its place and was computed again.
+        is_interrupted: new weights aborted it, so it is to go on (`verl.rollout.resume`).
     """
 
     request_id: str
@@ -114,6 +118,7 @@ class Completion:
     token_versions: tuple[int, ...]
     routed_experts: Any = None
     num_preempted: int = 0
+    is_interrupted: bool = False
 
 
 class Sampler(ABC):
@@ -121,7 +126,12 @@ class Sampler(ABC):
 
     All methods belong to one event loop at a time. They may be used from one loop after another (a run that calls
     ``asyncio.run`` once per step), never from two at once.
+
+    Attributes:
+        at_update: what `update_weights` does to running requests.
     """
+
+    at_update: AtUpdate = "wait"
 
     @classmethod
     def why_adapter_is_merged(cls, rollout: Any) -> str:
@@ -147,9 +157,11 @@ class Sampler(ABC):
 
     @abstractmethod
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
-        """Take new weights once running requests have ended; waiting ones start with the new version.
+        """Take new weights once no request runs; waiting ones start with the new version.
 
-        A completion never mixes versions: call `abort` first if running requests should not delay the update.
+        With ``at_update="wait"`` running requests end first, so that no completion mixes versions. Otherwise they stop
+        between two forward passes, each with at least one token more than after the previous update. What they go on
+        with computes their tokens so far anew: no pass reads a cache that other weights filled.
         """
 
     async def confirm(self, version: int) -> int:

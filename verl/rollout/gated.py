@@ -2,7 +2,7 @@
 
 Consumes: requests from `generate`, weights from `update_weights`. Waits for: a request waits while the gate is shut, an
 update until the last request inside has ended. Unblocked by: the end of the update, the end of the last request.
-An engine only defines how one request is sampled and how weights are loaded.
+An engine only defines how one request is sampled and aborted, and how weights are loaded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from verl.errors import NotBuiltError, RolloutError
 from verl.rollout.base import FINISH_REASONS, Completion, Request, Sampler, check_request
 from verl.rollout.readiness import Readiness, check_level
+from verl.rollout.resume import continued, joined
 from verl.rollout.uniforms import stream_key
 from verl.weight_sync import WeightChunk
 
@@ -46,12 +47,18 @@ class Gate:
             self._tell()
 
     @asynccontextmanager
-    async def shut(self) -> AsyncIterator[None]:
-        """No request is inside."""
+    async def shut(self, interrupt: Callable[[], Awaitable[None]] | None = None) -> AsyncIterator[None]:
+        """No request is inside.
+
+        Args:
+            interrupt: makes the requests inside leave before their end; None waits for it.
+        """
         if self._is_shut:
             raise RolloutError("another update of the weights, or sleep, is under way")
         self._is_shut = True
         try:
+            if interrupt is not None and self._inside:
+                await interrupt()
             while self._inside:
                 await self._change()
             yield
@@ -102,6 +109,12 @@ class GatedSampler(Sampler):
         self._gate = Gate()
         self._state = Readiness()
         self._in_flight: set[str] = set()
+        self._inside: set[str] = set()
+        self._interrupted: set[str] = set()
+        """Of those inside: which an update aborts."""
+        self._spared: set[str] = set()
+        """The last update got nothing of them, so the next one waits for their end."""
+        self._given_up: set[str] = set()
         self._counts: dict[str, float] = {"requests": 0, "response_tokens": 0, "weight_updates": 0, "steps": 0}
 
     @property
@@ -116,14 +129,38 @@ class GatedSampler(Sampler):
         if request.id in self._in_flight:
             raise RolloutError("a request with this id is in flight", key="id", got=request.id)
         self._in_flight.add(request.id)
+        parts: list[Completion] = []
         try:
-            async with self._gate.inside():
-                self._state.check()
-                version = self._state.version
-                sampled = self._checked(request, await self._sample(request))
+            while not parts or (parts[-1].is_interrupted and self.at_update == "pause"):
+                if parts:
+                    request = continued(request, parts[-1])
+                parts.append(await self._attempt(request))
         finally:
-            self._in_flight.discard(request.id)
-        self._counts["requests"] += 1
+            for kept in (self._in_flight, self._interrupted, self._given_up):
+                kept.discard(request.id)
+            if not (parts and parts[-1].is_interrupted):
+                self._spared.discard(request.id)
+        self._counts["requests"] += not parts[-1].is_interrupted
+        return joined(parts)
+
+    async def _attempt(self, request: Request) -> Completion:
+        """What is sampled until the end, or until new weights interrupt it."""
+        async with self._gate.inside():
+            if request.id in self._given_up:  # it was aborted at the gate
+                return Completion(request.id, (), (), "abort", ())
+            self._state.check()
+            version = self._state.version
+            self._inside.add(request.id)
+            try:
+                sampled = self._checked(request, await self._sample(request))
+            finally:
+                self._inside.discard(request.id)
+        interrupted = sampled.finish_reason == "abort" and request.id in self._interrupted - self._given_up
+        self._interrupted.discard(request.id)
+        if interrupted and not sampled.token_ids:
+            self._spared.add(request.id)
+        else:
+            self._spared.discard(request.id)
         self._counts["response_tokens"] += len(sampled.token_ids)
         return Completion(
             request.id,
@@ -133,13 +170,25 @@ class GatedSampler(Sampler):
             (version,) * len(sampled.token_ids),
             sampled.routed_experts,
             sampled.num_preempted,
+            interrupted,
         )
 
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
-        async with self._gate.shut():
+        async with self._gate.shut(None if self.at_update == "wait" else self._interrupt):
             with self._state.updating(version):
                 await self._load(chunks, version)
             self._counts["weight_updates"] += 1
+
+    async def _interrupt(self) -> None:
+        """Abort what is inside, but what the last update already took every token from."""
+        self._interrupted |= self._inside - self._spared
+        await self._abort_begun(self._interrupted)
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> int:
+        wanted = self._in_flight if request_ids is None else self._in_flight.intersection(request_ids)
+        at_gate = wanted - self._inside
+        self._given_up |= wanted
+        return len(at_gate) + await self._abort(wanted & self._inside)
 
     async def sleep(self, level: int = 1) -> None:
         check_level(level)
@@ -158,6 +207,14 @@ class GatedSampler(Sampler):
     @abstractmethod
     async def _sample(self, request: Request) -> Sampled:
         """Sample one request that was checked; its cancellation must free what it holds."""
+
+    @abstractmethod
+    async def _abort(self, request_ids: Collection[str]) -> int:
+        """End these of the requests that are being sampled, with what they have; returns how many there were."""
+
+    async def _abort_begun(self, request_ids: Collection[str]) -> None:
+        """As `_abort`; an engine that knows when a request gets its first token waits for that."""
+        await self._abort(request_ids)
 
     @abstractmethod
     async def _load(self, chunks: Iterable[WeightChunk], version: int) -> None:

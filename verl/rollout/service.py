@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from verl.errors import RolloutError, WorkerError, suggest
@@ -18,6 +19,7 @@ from verl.metrics import notice
 from verl.rollout.base import Completion, Request, Sampler
 from verl.rollout.gated import Gate
 from verl.rollout.lost import EngineLostError
+from verl.rollout.resume import continued, joined
 from verl.rollout.waiting import Queue
 from verl.weight_sync import WeightChunk, deliver
 
@@ -116,6 +118,10 @@ class Router:
         """The replica that has the cache of the request's conversation."""
         return self._sessions.get(request.session) if request.session else None
 
+    def leave(self, request: Request) -> None:
+        """The cache of the request's conversation is void: any replica may get it."""
+        self._sessions.pop(request.session, None)
+
     def forget(self, replica: Replica) -> None:
         """A replica that has left."""
         for places in (self._sessions, self._prompts):
@@ -134,9 +140,11 @@ class Router:
 class SamplerService(Sampler):
     """Several samplers as one.
 
-    A request whose replica is lost is sent to another one. A lost replica gets no more requests: before the first
-    weights were published it is retried after a while; later it returns with the next version that it has, since its
-    weights are unknown until then. A service of one replica adds nothing: its errors reach the caller.
+    A request whose replica is lost is sent to another one. One that new weights interrupted goes on from its prefix,
+    at whichever replica is chosen; however often that happens, the caller sees one completion. A lost replica gets no
+    more requests: before the first weights were published it is retried after a while; later it returns with the next
+    version that it has, since its weights are unknown until then. A service of one replica adds nothing: its errors
+    reach the caller.
 
     Args:
         replicas: name -> sampler; names are for messages and statistics.
@@ -170,15 +178,31 @@ class SamplerService(Sampler):
         self._router, self._gate = Router(), Gate()
         self._version = 0
         self._published = 0
-        self._counts = {"resent": 0, "replicas_lost": 0}
+        self._counts = {"resent": 0, "replicas_lost": 0, "interrupted": 0}
+        self._in_flight: set[str] = set()
+        self._given_up: set[str] = set()
 
     @property
     def version(self) -> int:
         return self._version if self._published or not self._is_single else self.replicas[0].sampler.version
 
     async def generate(self, request: Request) -> Completion:
-        async with self._gate.inside():
-            return await self._generate(request)
+        parts: list[Completion] = []
+        self._in_flight.add(request.id)
+        try:
+            while True:
+                async with self._gate.inside():
+                    parts.append(await self._generate(request))
+                if not parts[-1].is_interrupted:
+                    return joined(parts)
+                if request.id in self._given_up:
+                    return replace(joined(parts), is_interrupted=False)
+                self._counts["interrupted"] += 1
+                self._router.leave(request)
+                request = continued(request, parts[-1])
+        finally:
+            self._in_flight.discard(request.id)
+            self._given_up.discard(request.id)
 
     async def _generate(self, request: Request) -> Completion:
         if self._is_single and not self.replicas[0].is_lost:
@@ -214,9 +238,14 @@ class SamplerService(Sampler):
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
         """All replicas take the stream, bucket by bucket and each once; then it is published.
 
+        Running requests end first; a single replica does with them what its ``at_update`` says.
+
         Raises:
             Exception: what the first replica raised, where none took it.
         """
+        if self._is_single and self.replicas[0].sampler.at_update != "wait":
+            await self.replicas[0].sampler.update_weights(chunks, version)
+            return await self.publish(version)
         async with self._gate.shut():
             replicas = list(self.replicas)
             errors = await deliver([replica.sampler for replica in replicas], chunks, version)
@@ -302,6 +331,7 @@ class SamplerService(Sampler):
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
         wanted = None if request_ids is None else set(request_ids)
+        self._given_up |= self._in_flight if wanted is None else self._in_flight & wanted
         num_waiting = self._queue.abort(wanted)  # first: a slot that becomes free now must not go to one of them
         calls = []
         for replica in self.replicas:

@@ -32,12 +32,13 @@ def connect(config: PPOTrainerConfig, groups: Mapping[str, Any], device: str) ->
         return
     leaders = [replica.leader for replica in topology.replicas if replica.leader is not None]
     handles = {ReplicaWorker.replica_name(rank): group.handle(rank) for rank in leaders}
-    if any(replica.placement == OWN_POOL for replica in topology.replicas):
+    is_apart = any(replica.placement == OWN_POOL for replica in topology.replicas)
+    if is_apart:
         hosts = _hosts(config, groups["actor"], group)
         groups["actor"].feed(senders(config.actor_rollout_ref, device, handles, _feeds(topology), hosts))
     others = dict(list(handles.items())[1:])
     loops = _start_loops(config, topology, group)
-    if others or loops:
+    if others or loops or is_apart:
         group.connect(others, loops)
 
 

@@ -84,11 +84,14 @@ class SamplingWorker(ReplicaWorker):
     async def connect(self, replicas: dict[str, Handle], loops: Sequence[Handle] = ()) -> None:
         """Register what is in other processes; replaces the list of an earlier call.
 
+        From here on requests run in this event loop where others need it too: agent loops elsewhere, and a trainer
+        elsewhere whose weights arrive while requests run.
+
         Args:
             replicas: `replica_name` -> handle on the `ReplicaWorker` that leads it.
             loops: handles on `RolloutWorker`s; none: agent loops run in this process.
         """
-        self._loop = asyncio.get_running_loop() if loops else None
+        self._loop = asyncio.get_running_loop() if loops or not self.is_beside else None
         for name in sorted(self._connected - set(replicas)):
             await self.service.remove(name)
         for name, handle in replicas.items():

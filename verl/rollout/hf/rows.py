@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 import torch
 
 from verl.rollout.base import Completion, FinishReason, Request, SamplingParams
+from verl.rollout.resume import joined
 
 RowState = Literal["waiting", "admitted", "running", "ended"]
 UNIFORMS_AT_ONCE = 32
@@ -21,6 +22,7 @@ class Row:
     """One running request: its tokens so far, and where its keys and values are.
 
     ``state`` belongs to the scheduler; ``cell`` is the runner's own note of the place; ``most`` tokens may be drawn.
+    ``earlier`` is what the response got before new weights interrupted it, which the request has as its prefix.
     """
 
     request: Request
@@ -33,6 +35,7 @@ class Row:
     state: RowState = "waiting"
     cell: object = None
     uniforms: list[float] = field(default_factory=list)
+    earlier: tuple[Completion, ...] = ()
     most: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,13 +66,16 @@ class Row:
         """Position in the whole sequence of the token that is drawn next."""
         return self.prompt.length + len(self.tokens)
 
-    def finish(self, reason: FinishReason, version: int) -> None:
+    def attempt(self, reason: FinishReason, version: int) -> Completion:
+        """The tokens since the response began, or was last interrupted."""
+        versions = (version,) * len(self.tokens)
+        return Completion(self.request.id, tuple(self.tokens), tuple(self.log_probs), reason, versions)
+
+    def finish(self, reason: FinishReason, version: int, is_interrupted: bool = False) -> None:
         """Resolve the caller's future."""
         if self.future is not None and not self.future.done():
-            versions = (version,) * len(self.tokens)
-            self.future.set_result(
-                Completion(self.request.id, tuple(self.tokens), tuple(self.log_probs), reason, versions)
-            )
+            done = joined((*self.earlier, self.attempt(reason, version)))
+            self.future.set_result(replace(done, is_interrupted=is_interrupted))
 
     def fail(self, error: Exception) -> None:
         if self.future is not None and not self.future.done():

@@ -23,7 +23,7 @@ from verl.metrics import notice
 from verl.models import load_causal_lm
 from verl.models.lora import LoraSettings
 from verl.rollout.adapters import separate_adapter
-from verl.rollout.base import Completion, Request, Sampler, check_request, tell_of_context
+from verl.rollout.base import AtUpdate, Completion, Request, Sampler, check_request, tell_of_context
 from verl.rollout.hf.attention import UnsupportedModelError
 from verl.rollout.hf.draw import DrawColumns, draw
 from verl.rollout.hf.pool_runner import PoolPolicy
@@ -33,6 +33,7 @@ from verl.rollout.hf.runner import ModelRunner, vocab_size
 from verl.rollout.hf.scheduler import Admission, Scheduler
 from verl.rollout.hf.weights import SamplerWeights
 from verl.rollout.readiness import Readiness, check_level
+from verl.rollout.resume import continued
 from verl.rollout.uniforms import stream_key, uniforms
 from verl.weight_sync import WeightChunk
 
@@ -65,6 +66,7 @@ class HFSampler(Sampler):
         owns_model: only the sampler changes the model's weights, so they may be rearranged; None: if it was loaded
             here.
         adapter: see `SamplerWeights`.
+        at_update: what new weights do to running requests.
 
     Example:
         >>> sampler = HFSampler("path/to/model")
@@ -89,6 +91,7 @@ class HFSampler(Sampler):
         enforce_eager: bool = False,
         cache_bytes: int | None = None,
         adapter: LoraSettings | None = None,
+        at_update: AtUpdate = "wait",
     ):
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise RolloutError(
@@ -127,7 +130,9 @@ class HFSampler(Sampler):
         self._weights = SamplerWeights(model, adapter)
         self._state = Readiness()
         self._task: asyncio.Task[None] | None = None
-        self._is_held = False
+        self.at_update = at_update
+        self._is_held = self._interrupts = False
+        self._drawn_at_update = 0
         self._in_flight: dict[str, Row] = {}
         self._columns: tuple[list[Row], DrawColumns] | None = None
         self._counts = {"steps": 0, "requests": 0, "response_tokens": 0, "weight_updates": 0}
@@ -172,6 +177,7 @@ class HFSampler(Sampler):
             full_determinism=rollout.full_determinism,
             share_prompts=rollout.enable_prefix_caching,
             enforce_eager=rollout.enforce_eager,
+            at_update=rollout.requests_at_update,
             **options,
         )
         tell_of_context(rollout, sampler.max_model_len)
@@ -201,17 +207,17 @@ class HFSampler(Sampler):
             assert row.future is not None
             return await row.future
         finally:
-            self._in_flight.pop(request.id, None)
-            self._withdraw(row)
+            self._withdraw(self._in_flight.pop(request.id, row))
 
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
-        async with _Hold(self):
+        async with _Hold(self, interrupts=self.at_update != "wait"):
             self._weights.restore()
             with self._state.updating(version):
                 self._scheduler.forget_prompts()
                 self._weights.receive(chunks, version)
                 self._runner.refresh()
             self._counts["weight_updates"] += 1
+            self._drawn_at_update = self._counts["response_tokens"]
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
         wanted = set(self._in_flight if request_ids is None else request_ids)
@@ -288,7 +294,7 @@ class HFSampler(Sampler):
         if self._task is not None and not self._task.done() and self._task.get_loop() is not loop:
             if self._task.get_loop().is_running():
                 raise RolloutError("the sampler is in use by another event loop")
-            self._task, self._is_held = None, False
+            self._task, self._is_held, self._interrupts = None, False, False
             self._runner.clear()
             self._scheduler.drop_all()
             self._in_flight.clear()
@@ -303,16 +309,46 @@ class HFSampler(Sampler):
             self._runner.remove([row])
 
     async def _run(self) -> None:
-        """Step until no row is left; while an update waits, finish running rows and admit none."""
+        """Step until no row is left; while an update waits, finish or interrupt running rows and admit none."""
         while True:
             # One turn of the loop first, so that concurrent requests join the same batch.
             await asyncio.sleep(0)
-            if not self._runner.rows and (self._is_held or self._scheduler.is_empty):
+            owes = self._interrupts and self._owes_progress()
+            if self._interrupts and not owes:
+                self._interrupt()
+            if not self._runner.rows and ((self._is_held and not owes) or self._scheduler.is_empty):
                 return
             try:
                 self._step()
             except Exception as error:  # the boundary between a step and its requests: each caller gets the real error
                 self._give_up(error)
+
+    def _owes_progress(self) -> bool:
+        """Whether an update would take computed prompts for nothing, or the second in a row find no new token.
+
+        Every running row has a token since it was admitted.
+        """
+        return self._scheduler.is_computing or not (self._has_drawn() or self._scheduler.is_empty)
+
+    def _has_drawn(self) -> bool:
+        """Whether a token was drawn with the weights in use."""
+        return self._counts["response_tokens"] > self._drawn_at_update
+
+    def _interrupt(self) -> None:
+        """Stop the running rows: they queue again, before all others, or go back to whoever sent them."""
+        version, again, rows = self._state.version, [], list(self._runner.rows)
+        self._runner.remove(rows)
+        for row in rows:
+            row.state = "ended"
+            if self.at_update == "abort":
+                row.finish("abort", version, is_interrupted=True)
+                continue
+            done = row.attempt("abort", version)
+            rest = self._row(continued(row.request, done), row.future)
+            rest.earlier = (*row.earlier, done)
+            again.append(rest)
+            self._in_flight[row.request.id] = rest
+        self._scheduler.put_back(again)
 
     def _give_up(self, error: Exception) -> None:
         """A step failed: end its rows and drop their state."""
@@ -327,7 +363,10 @@ class HFSampler(Sampler):
 
     def _step(self) -> None:
         running = len(self._runner.rows)
-        admission = Admission() if self._is_held else self._scheduler.admit(running)
+        if self._is_held and not self._interrupts:
+            admission = Admission()
+        else:
+            admission = self._scheduler.admit(running, only_begun=self._is_held and self._has_drawn())
         logits = self._runner.step(admission.chunks) if running or admission.chunks else torch.empty(0, 0)
         rows = list(self._runner.rows)
         complete = [chunk.prompt for chunk in admission.chunks if chunk.completes]
@@ -389,17 +428,17 @@ class HFSampler(Sampler):
 
 
 class _Hold:
-    """Keeps new requests waiting and lets the running ones end; then nothing of the model is in use."""
+    """Keeps new requests waiting and lets the running ones end, or interrupts them; nothing of the model is in use."""
 
-    def __init__(self, sampler: HFSampler):
-        self._sampler = sampler
+    def __init__(self, sampler: HFSampler, interrupts: bool = False):
+        self._sampler, self._interrupts = sampler, interrupts
 
     async def __aenter__(self) -> None:
         s = self._sampler
         s._leave_dead_loop(asyncio.get_running_loop())
         if s._is_held:
             raise RolloutError("another update of the weights, or sleep, is under way")
-        s._is_held = True
+        s._is_held, s._interrupts = True, self._interrupts
         try:
             while s._task is not None and not s._task.done():
                 await asyncio.wait([s._task])
@@ -412,7 +451,7 @@ class _Hold:
 
     def _let_go(self) -> None:
         s = self._sampler
-        s._is_held = False
+        s._is_held = s._interrupts = False
         if s._scheduler.is_empty:
             return
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from verl.rollout.hf.rows import Chunk, Prompt, Row
@@ -55,6 +55,7 @@ class Scheduler:
         self.prompt_hits = 0
         self._line: list[tuple[int, int, Row]] = []
         self._arrival = itertools.count()
+        self._first = 0
         self._known: dict[tuple[int, ...], Prompt] = {}
         self._computing: list[Prompt] = []
 
@@ -79,6 +80,14 @@ class Scheduler:
         row.prompt.num_waiting += 1
         heapq.heappush(self._line, (row.request.priority, next(self._arrival), row))
 
+    def put_back(self, rows: Sequence[Row]) -> None:
+        """Queue rows that were interrupted, before all others of their priority."""
+        self._first -= len(rows)
+        for number, row in enumerate(rows, start=self._first):
+            row.state = "waiting"
+            row.prompt.num_waiting += 1
+            heapq.heappush(self._line, (row.request.priority, number, row))
+
     def leave(self, row: Row) -> None:
         """Take back a row that has no token yet."""
         if row.state == "waiting":
@@ -88,14 +97,23 @@ class Scheduler:
         row.state = "ended"
         self._tidy(row.prompt)
 
-    def admit(self, num_running: int) -> Admission:
-        """Fill the free slots and the rest of the step's token budget."""
+    @property
+    def is_computing(self) -> bool:
+        """Whether rows were admitted whose prompt is not complete."""
+        return bool(self._computing)
+
+    def admit(self, num_running: int, only_begun: bool = False) -> Admission:
+        """Fill the free slots and the rest of the step's token budget.
+
+        Args:
+            only_begun: go on with admitted prompts, and admit no further row.
+        """
         admission = Admission()
         budget = self.max_num_batched_tokens - num_running
         for prompt in self._computing:
             budget -= _next_chunk(prompt, budget, admission)
         slots = self.max_num_seqs - num_running - sum(len(prompt.rows) for prompt in self._computing)
-        while self._line and slots > 0:
+        while self._line and slots > 0 and not only_begun:
             row = self._line[0][2]
             if row.state == "waiting":
                 prompt = row.prompt

@@ -84,8 +84,9 @@ class ChildHandle(Handle):
             ids,
             tuple(completion["log_probs"]),
             completion["finish_reason"],
-            (int(completion["version"]),) * len(ids),
+            tuple(completion["token_versions"]),
             num_preempted=int(completion["num_preempted"]),
+            is_interrupted=bool(completion["is_interrupted"]),
         )
 
     async def _ask(self, path: str, payload: Any) -> Any:

@@ -100,5 +100,6 @@ def completion_json(done: Completion) -> dict[str, Any]:
         "log_probs": done.log_probs,
         "finish_reason": done.finish_reason,
         "num_preempted": done.num_preempted,
-        "version": max(done.token_versions, default=0),
+        "token_versions": done.token_versions,
+        "is_interrupted": done.is_interrupted,
     }

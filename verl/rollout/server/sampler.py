@@ -12,7 +12,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,7 @@ class ServerSampler(GatedSampler):
             weights_dir=server.weights_dir,
             wants_log_probs=rollout.calculate_log_probs,
         )
+        sampler.at_update = rollout.requests_at_update
         run_now(sampler.connect())
         return sampler
 
@@ -180,9 +181,8 @@ class ServerSampler(GatedSampler):
                 )
         return self._dialect
 
-    async def abort(self, request_ids: Iterable[str] | None = None) -> int:
-        wanted = None if request_ids is None else set(request_ids)
-        chosen = {name: entry for name, entry in self._tasks.items() if wanted is None or name in wanted}
+    async def _abort(self, request_ids: Collection[str]) -> int:
+        chosen = {name: entry for name, entry in self._tasks.items() if name in request_ids}
         if not chosen:
             return 0
         dialect = await self.connect()

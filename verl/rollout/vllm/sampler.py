@@ -7,7 +7,7 @@ steps exists only while there is work, so the sampler may be used from one event
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,12 +30,13 @@ _R = "actor_rollout_ref.rollout"
 
 @dataclass
 class _Running:
-    """A request in the engine and what it has so far."""
+    """A request in the engine and what it has so far; one that is leaving does so with its first token."""
 
     request: Request
     future: asyncio.Future[Sampled]
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    is_leaving: bool = False
 
 
 class VLLMSampler(GatedSampler):
@@ -104,6 +105,7 @@ class VLLMSampler(GatedSampler):
         ours = arguments.from_config(rollout, model, device, facts)
         own = set(ours) - set(rollout.engine_kwargs.vllm or {})
         sampler = cls(ours, facts=facts, ours=own, adapter=separate_adapter(rollout, model))
+        sampler.at_update = rollout.requests_at_update
         tell_of_context(rollout, sampler.max_model_len)
         return sampler
 
@@ -111,15 +113,24 @@ class VLLMSampler(GatedSampler):
     def why_adapter_is_merged(cls, rollout: Any) -> str:
         return ""
 
-    async def abort(self, request_ids: Iterable[str] | None = None) -> int:
-        wanted = None if request_ids is None else set(request_ids)
+    async def _abort(self, request_ids: Collection[str]) -> int:
         count = 0
         for name, running in self._running.items():
-            if not running.future.done() and (wanted is None or running.request.id in wanted):
-                self._dropped.append(name)
-                running.future.set_result(_sampled(running, "abort"))
+            if not running.future.done() and running.request.id in request_ids:
+                self._drop(name, running)
                 count += 1
         return count
+
+    async def _abort_begun(self, request_ids: Collection[str]) -> None:
+        for name, running in self._running.items():
+            if not running.future.done() and running.request.id in request_ids:
+                running.is_leaving = True
+                if running.token_ids:
+                    self._drop(name, running)
+
+    def _drop(self, name: str, running: _Running) -> None:
+        self._dropped.append(name)
+        running.future.set_result(_sampled(running, "abort"))
 
     def close(self) -> None:
         """Free what the engine holds."""
@@ -222,6 +233,8 @@ class VLLMSampler(GatedSampler):
         running.log_probs += piece.log_probs
         if piece.finish_reason is not None:
             running.future.set_result(_sampled(running, piece.finish_reason))
+        elif running.is_leaving:
+            self._drop(piece.request_id, running)
 
     def _refuse(self, name: str, error: Exception) -> None:
         running = self._running.get(name)

@@ -1,0 +1,53 @@
+"""Going on with an interrupted response: its tokens so far become the prefix of the next attempt.
+
+Log-probs and versions stay with the tokens that they belong to, and whoever waits for the response sees one completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from verl.rollout.base import Completion, Request
+
+
+def continued(request: Request, done: Completion) -> Request:
+    """The request for the rest of a response.
+
+    Args:
+        done: what the last attempt at ``request`` made.
+    """
+    return replace(request, generated_prefix=(*request.generated_prefix, *done.token_ids))
+
+
+def joined(parts: Sequence[Completion]) -> Completion:
+    """The attempts at one response, in order, as one completion.
+
+    Log-probs are there where every attempt has them, and so are experts; ``num_preempted`` is the sum of those known.
+    """
+    last = parts[-1]
+    if len(parts) == 1:
+        return last
+    has_log_probs = all(len(part.log_probs) == len(part.token_ids) for part in parts)
+    counts = [part.num_preempted for part in parts if part.num_preempted >= 0]
+    return replace(
+        last,
+        token_ids=_chained(part.token_ids for part in parts),
+        log_probs=_chained(part.log_probs for part in parts) if has_log_probs else (),
+        token_versions=_chained(part.token_versions for part in parts),
+        routed_experts=_experts([part for part in parts if part.token_ids]),
+        num_preempted=sum(counts) if counts else last.num_preempted,
+    )
+
+
+def _chained(pieces: Any) -> tuple[Any, ...]:
+    return tuple(chain.from_iterable(pieces))
+
+
+def _experts(parts: Sequence[Completion]) -> Any:
+    known = [part.routed_experts for part in parts]
+    return None if not known or any(one is None for one in known) else np.concatenate(known)
