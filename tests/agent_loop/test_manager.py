@@ -12,6 +12,7 @@ import torch
 
 from tests.support import tiny_tokenizer
 from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput, register
+from verl.agent_loop.client import SamplerClient, within_response
 from verl.agent_loop.failed import RunStops
 from verl.errors import ConfigError, DataError, RolloutError
 from verl.metrics import notices, reset_notices
@@ -99,6 +100,22 @@ def test_validation_samples_with_its_own_settings():
     train, val = (r.sampling for r in sampler.requests)
     assert (train.temperature, train.top_p, train.do_sample, train.max_tokens) == (0.7, 0.9, True, 8)
     assert (val.temperature, val.top_p, val.do_sample, val.max_tokens) == (0.0, 1.0, False, 8)
+
+
+def test_a_shortest_response_and_a_penalty_reach_every_request_and_earlier_turns_count():
+    sampler = Table()
+    loops = AgentLoopManager(
+        settings(repetition_penalty=1.2), sampler, SimpleNamespace(pad_token_id=0, eos_token_id=9),
+        data_config={"min_response_length": 6},
+    )  # fmt: skip
+    loops.generate_sequences(prompts([[2]], ["a"]))
+    (asked,) = (request.sampling for request in sampler.requests)
+    assert (asked.min_tokens, asked.repetition_penalty) == (6, 1.2)
+    parameters = loops.sampling_params({"validate": True})
+    assert within_response(parameters, 4)["min_tokens"] == 2 and within_response(parameters, 7)["min_tokens"] == 0
+    client = SamplerClient(sampler, "a", 0, 42, 8)
+    asyncio.run(client.generate("x", prompt_ids=[2], sampling_params={**parameters, "max_tokens": 5}))
+    assert sampler.requests[-1].sampling.min_tokens == 5, "no room for more"
 
 
 @register("two turns")

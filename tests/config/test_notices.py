@@ -56,6 +56,19 @@ CASES = [
      f"the KL to the reference is charged twice: {A}.use_kl_loss is on as well"),
     ([f"{A}.clip_ratio=0.3", f"{A}.clip_ratio_low=0.2", f"{A}.clip_ratio_high=0.28"], f"{A}.clip_ratio",
      "has no effect, since clip_ratio_low and clip_ratio_high are both set"),
+    (["data.min_response_length=4", f"{R}.repetition_penalty=1.1"], f"{R}.repetition_penalty",
+     "the sampler draws with it (and data.min_response_length) and reports the log-probs of what it draws from; the "
+     "trainer's are without it. Only training/rollout_probs_diff_* and algorithm.rollout_correction see the "
+     "difference, even with equal weights"),
+    (["data.min_response_length=4", f"{R}.ignore_eos=true"], "data.min_response_length",
+     f"has no effect: {R}.ignore_eos=true makes every response as long as can be"),
+    ([f"{R}.logprobs_mode=raw_logprobs", f"{R}.temperature=0.7"], f"{R}.logprobs_mode",
+     "raw log-probs are of temperature 1, the trainer's of temperature 0.7: training/rollout_probs_diff_* shows both "
+     "this and what differs between the engines"),
+    ([f"{R}.logprobs_mode=raw_logprobs", f"{R}.calculate_log_probs=false"], f"{R}.logprobs_mode",
+     f"has no effect without {R}.calculate_log_probs=true"),
+    ([f"{R}.logprobs_mode=raw_logprobs", f"{R}.repetition_penalty=1.1", "algorithm.rollout_is_threshold=2.0"],
+     f"{R}.logprobs_mode", f"the rollout correction does not see that responses are drawn with {R}.repetition_penalty"),
     ([f"{A}.loss_scale_factor=100"], f"{A}.loss_scale_factor",
      f"has no effect without {A}.loss_agg_mode=seq-mean-token-sum-norm"),
     (["algorithm.norm_adv_by_std_in_grpo=false"], "algorithm.norm_adv_by_std_in_grpo",

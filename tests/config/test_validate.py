@@ -401,6 +401,13 @@ def test_a_rollout_correction_needs_the_samplers_log_probs(read_ppo, key, value)
     assert f"Set {R}.calculate_log_probs=true." in said
 
 
+def test_raw_log_probs_are_compared_with_the_trainers_at_its_temperature_only(read_ppo):
+    raw = {f"{R}.logprobs_mode": "raw_logprobs", "algorithm.rollout_is_threshold": 2.0}
+    said = changed(validate, read_ppo, **raw, **{f"{R}.temperature": 0.7})
+    assert "compares raw log-probs, of temperature 1, with the trainer's, of temperature 0.7" in said
+    assert f"or set {R}.temperature=1." in said
+
+
 def test_two_forms_of_the_rollout_correction_exclude_each_other(read_ppo):
     newer = "algorithm.rollout_correction.rollout_is"
     said = changed(validate, read_ppo, **{"algorithm.rollout_is_threshold": 2.0, newer: "token"})

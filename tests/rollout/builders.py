@@ -109,7 +109,21 @@ def reference_log_probs(model: PreTrainedModel, request: Request, completion: Co
     ids = torch.tensor([[*known, *completion.token_ids]])
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[0, len(known) - 1 : -1].float()
-    return (logits / (request.sampling.temperature or 1.0)).log_softmax(-1)
+    return (adjusted(logits, request, completion) / (request.sampling.temperature or 1.0)).log_softmax(-1)
+
+
+def adjusted(logits: torch.Tensor, request: Request, completion: Completion) -> torch.Tensor:
+    """(tokens, V) logits after the shortest length and the repetition penalty, a token and an entry at a time."""
+    sampling, known = request.sampling, [*request.token_ids, *request.generated_prefix]
+    made = logits.clone()
+    for place in range(len(completion.token_ids)):
+        if len(request.generated_prefix) + place < sampling.min_tokens:
+            made[place, [EOS, *sampling.stop_token_ids]] = float("-inf")
+        for token in {*known, *completion.token_ids[:place]} if sampling.repetition_penalty != 1 else ():
+            value = made[place, token].item()
+            penalty = sampling.repetition_penalty
+            made[place, token] = value / penalty if value > 0 else value * penalty
+    return made
 
 
 def largest_difference(model: PreTrainedModel, wanted: Sequence[Request], found: Sequence[Completion]) -> float:

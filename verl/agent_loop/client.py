@@ -8,13 +8,18 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from verl.agent_loop.early_stop import Stop
-from verl.errors import NotBuiltError, RolloutError, suggest
+from verl.errors import RolloutError, suggest
 from verl.rollout.base import Completion, Request, Sampler, SamplingParams
 
 PARAMETERS = tuple(f.name for f in fields(SamplingParams))
 OTHER_NAMES = {"max_new_tokens": "max_tokens", "response_length": "max_tokens"}
 NO_EFFECT = {"logprobs", "n"}
 """Log-probs always come along, and the n samples of a prompt are n rows."""
+
+
+def within_response(parameters: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """The parameters of a further turn, to whose shortest response ``length`` tokens count already."""
+    return {**parameters, "min_tokens": max(0, int(parameters.get("min_tokens") or 0) - length)}
 
 
 @dataclass
@@ -82,17 +87,15 @@ class SamplerClient:
             self.seconds += time.perf_counter() - start
 
     def _parameters(self, given: Mapping[str, Any]) -> SamplingParams:
-        if given.get("repetition_penalty", 1) not in (None, 1):
-            raise NotBuiltError(
-                "the repetition penalty is not built yet", got=given["repetition_penalty"], allowed="1.0"
-            )
-        given = {OTHER_NAMES.get(name, name): value for name, value in given.items() if name != "repetition_penalty"}
+        given = {OTHER_NAMES.get(name, name): value for name, value in given.items()}
         unknown = sorted(set(given) - set(PARAMETERS) - NO_EFFECT)
         if unknown:
             raise RolloutError(
                 "unknown sampling parameter", got=unknown[0], allowed=PARAMETERS, fix=suggest(unknown[0], PARAMETERS)
             )
-        known = {name: given[name] for name in PARAMETERS if name in given}
+        known = {name: given[name] for name in PARAMETERS if given.get(name) is not None}
         known.setdefault("max_tokens", self.response_length)
+        # An answer that gets less than the shortest length has no room to be longer.
+        known["min_tokens"] = min(known.get("min_tokens") or 0, known["max_tokens"])
         known["stop_token_ids"] = tuple(sorted({*self.stop_token_ids, *(known.get("stop_token_ids") or ())}))
         return SamplingParams(**{"seed": self.seed, **known})

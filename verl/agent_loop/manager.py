@@ -13,6 +13,7 @@ from verl.agent_loop.early_stop import Stop, gather_most
 from verl.agent_loop.failed import check_some_worked
 from verl.agent_loop.overlapped_scoring import OverlappedScoring, ScoreRow
 from verl.agent_loop.runner import RowRunner, RunsRows, Score
+from verl.data.settings import read, read_number
 from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.rollout.base import Completion, Request, Sampler
@@ -52,6 +53,7 @@ class AgentLoopManager:
         self.here = RowRunner(config, sampler, tokenizer, processor, score, data_config)
         self._runners: Sequence[RunsRows] = [self.here]
         self._stop = Stop()
+        self._shortest = read_number(data_config, "min_response_length", 0)
 
     def run_in(self, runners: Sequence[RunsRows]) -> None:
         """Run the loops in other processes, each of which gets adjacent rows; none: here.
@@ -129,6 +131,8 @@ class AgentLoopManager:
             "top_k": int(source.top_k),
             "do_sample": do_sample,
             "max_tokens": int(self.config.response_length),
+            "min_tokens": self._shortest,
+            "repetition_penalty": float(read(self.config, "repetition_penalty", 1.0)),
             "ignore_eos": bool(self.config.ignore_eos),
         }
 

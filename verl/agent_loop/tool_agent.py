@@ -14,6 +14,7 @@ from typing import Any
 
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
+from verl.agent_loop.client import within_response
 from verl.agent_loop.extend import Extender, TemplateContinuationError, assistant_message, plain
 from verl.agent_loop.failed import place_of
 from verl.agent_loop.parsers import Malformed, Parsed, ToolParser
@@ -172,7 +173,8 @@ class ToolAgentLoop(AgentLoopBase):
     async def _sample(self, data: AgentData, sampling_params: Mapping[str, Any]) -> Completion:
         """The next answer; its budget is what is left of the response."""
         stops = [*(sampling_params.get("stop_token_ids") or ()), *self.shared.parser.stop_token_ids]
-        parameters = {**sampling_params, "max_tokens": self._left(data), "stop_token_ids": tuple(stops)}
+        parameters = {**within_response(sampling_params, len(data.response_ids)), "stop_token_ids": tuple(stops)}
+        parameters["max_tokens"] = self._left(data)
         answer = await self.server_manager.generate(
             "tool_agent", prompt_ids=[*data.prompt_ids, *data.response_ids], sampling_params=parameters
         )

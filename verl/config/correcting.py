@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from verl.config import sampled_log_probs
 from verl.config.checks import Problems, caught
 from verl.config.root import PPOTrainerConfig, of_estimator
 from verl.config.thresholds import importance_sampling, rejections, weight_bounds
@@ -24,7 +25,7 @@ def rollout(cfg: PPOTrainerConfig) -> Problems:
     if algorithm.rollout_is_threshold is not None and key.startswith(_NEWER):
         message = f"{_OLDER}_threshold and {key} are two forms of one correction"
         problems.append(ConfigError(message, key=key, fix="Keep one of them."))
-    return problems + (_bypass(cfg) if newer.bypass_mode else [])
+    return problems + sampled_log_probs.problems(cfg, key) + (_bypass(cfg) if newer.bypass_mode else [])
 
 
 def _thresholds(cfg: PPOTrainerConfig) -> Problems:

@@ -39,6 +39,9 @@ class DataConfig(ConfigNode):
         512, "maximum prompt length in tokens, chat template included; truncation decides what happens to longer ones"
     )
     max_response_length: int = setting(512, "maximum response length in tokens")
+    min_response_length: int = setting(
+        0, "minimum response length in tokens: before it every token that ends a response has probability 0"
+    )
     train_batch_size: int = setting(1024, "prompts per step; each gets rollout.n samples")
     gen_batch_size: int | None = setting(
         None, "prompts sampled at a time until a training batch is full; null: train_batch_size"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.config import losses, oversampling, partial_rollouts, recipes, validate_megatron
+from verl.config import losses, oversampling, partial_rollouts, recipes, sampled_log_probs, validate_megatron
 from verl.config.node import ConfigNode, follows_another, was_typed
 from verl.config.root import (
     PPOTrainerConfig,
-    corrects_rollout,
     learns_from_pairs,
     of_estimator,
     skips_old_log_prob,
@@ -34,6 +33,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
         _estimator,
         _settings_of_losses,
         _correction,
+        sampled_log_probs.tell,
         _critic,
         _merging,
         _validation,
@@ -183,14 +183,6 @@ def _correction(cfg: PPOTrainerConfig) -> None:
         notice(f"{key}.rollout_is_batch_normalize", f"{key}.loss_type=ppo_clip applies no weights")
     if newer.rollout_rs is None and newer.rollout_rs_threshold is not None:
         notice(f"{key}.rollout_rs_threshold", f"has no effect without {key}.rollout_rs")
-    rollout = cfg.actor_rollout_ref.rollout
-    filtered = "top_p" if rollout.top_p < 1 else "top_k" if rollout.top_k > 0 else None
-    if filtered and (corrects_rollout(cfg) or newer.bypass_mode):
-        notice(
-            f"{_R}.{filtered}",
-            "the sampler's log-probs are those of the filtered distribution, the trainer's are not: the rollout "
-            "correction sees ratios of at most 1 even with equal weights",
-        )
 
 
 def _settings_of_losses(cfg: PPOTrainerConfig) -> None:

@@ -93,6 +93,9 @@ def _lengths(cfg: PPOTrainerConfig) -> Problems:
     problems += _at_least(
         "data", data, 1, "max_prompt_length", "max_response_length", "filter_overlong_prompts_workers"
     )
+    shortest, longest = data.min_response_length, data.max_response_length
+    fits = f"0 to data.max_response_length={longest}"
+    problems += in_range("data.min_response_length", shortest, fits, 0 <= shortest <= longest)
     return problems + _at_least("data", data, 0, "dataloader_num_workers") + _samples(data)
 
 
@@ -110,6 +113,7 @@ def _sampling(cfg: PPOTrainerConfig) -> Problems:
         problems += in_range(f"{key}.n", node.n, f"at most {MOST_SAMPLES}", node.n <= MOST_SAMPLES)
         problems += in_range(f"{key}.top_p", node.top_p, "above 0, at most 1", 0 < node.top_p <= 1)
         problems += in_range(f"{key}.top_k", node.top_k, "-1 for all tokens, or 1 or more", node.top_k >= -1)
+    problems += _above_zero(_R, rollout, "repetition_penalty")
     rate = rollout.over_sample_rate
     problems += in_range(f"{_R}.over_sample_rate", rate, "0 or more, below 1", 0 <= rate < 1)
     problems += _at_least(f"{_R}.agent", rollout.agent, 1, "num_workers") + _conversations(rollout.multi_turn)

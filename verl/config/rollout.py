@@ -188,6 +188,17 @@ class RolloutConfig(ConfigNode):
     temperature: float = setting(1.0, "sampling temperature; all log-probs are computed at this temperature")
     top_k: int = setting(-1, "sample from the k most probable tokens; -1: all")
     top_p: float = setting(1.0, "nucleus sampling: cumulative probability to sample from; 1: all tokens")
+    repetition_penalty: float = setting(
+        1.0,
+        "divides the logits of tokens that the prompt or the response has already where they are positive and "
+        "multiplies them where not; 1: none",
+    )
+    logprobs_mode: str = setting(
+        "processed_logprobs",
+        "log-probs that the sampler reports: processed_logprobs (of the distribution it draws from), or raw_logprobs "
+        "(of the model's logits as they are: temperature 1, no penalty, no token left out)",
+        choices=("processed_logprobs", "raw_logprobs"),
+    )
     full_determinism: bool = setting(
         False, "make each sample independent of the rest of the batch, bit for bit; slower"
     )

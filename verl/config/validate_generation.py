@@ -35,6 +35,8 @@ def _numbers(cfg: GenerationConfig) -> Problems:
         problems += in_range(f"rollout.{name}", cfg.rollout[name], "1 or more", cfg.rollout[name] >= 1)
     problems += engine_limits("rollout", cfg.rollout) + engine_choices("rollout", cfg.rollout)
     problems += in_range("rollout.top_k", cfg.rollout.top_k, "-1 for all tokens, or 1 or more", cfg.rollout.top_k >= -1)
+    penalty = cfg.rollout.repetition_penalty
+    problems += in_range("rollout.repetition_penalty", penalty, "above 0", penalty > 0)
     problems += in_range("rollout.temperature", cfg.rollout.temperature, "0 or more", cfg.rollout.temperature >= 0)
     return problems + in_range("rollout.top_p", cfg.rollout.top_p, "above 0, at most 1", 0 < cfg.rollout.top_p <= 1)
 

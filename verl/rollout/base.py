@@ -23,6 +23,9 @@ AtUpdate = Literal["wait", "pause", "abort"]
 abort them (whoever sent them goes on from the prefix, perhaps elsewhere)."""
 GREEDY_TEMPERATURE = 1e-5
 """A temperature below this is greedy: dividing by it would only amplify rounding."""
+LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
+"""Which log-probs a sampler reports: of the distribution that it draws from, or of the model's logits as they are
+(temperature 1, no penalty, nothing left out)."""
 SMALLEST_TEMPERATURE = 1e-30
 """Logits divided by a smaller one are not finite in float32."""
 
@@ -31,14 +34,19 @@ SMALLEST_TEMPERATURE = 1e-30
 class SamplingParams:
     """How the next token is drawn.
 
-    The filters apply in this order: temperature, ``top_k``, ``top_p`` (of what top-k left), then the rest is
-    renormalised. Reported log-probs are those of this final distribution.
+    They apply in this order: ``min_tokens``, ``repetition_penalty``, temperature, ``top_k``, ``top_p`` (of what top-k
+    left), then the rest is renormalised. Reported log-probs are those of this final distribution, unless the sampler
+    was made to report raw ones (`LOGPROBS_MODES`).
 
     Args:
         temperature: logits are divided by it; 0 is greedy.
         top_p: the smallest set of tokens whose probability reaches it is kept; 1 keeps all.
         top_k: that many most probable tokens are kept; -1 (or 0) keeps all. Ties with the last one stay.
         max_tokens: budget of the response in tokens, ``Request.generated_prefix`` included.
+        min_tokens: no end token, of the model or of ``stop_token_ids``, is among the first that many tokens of the
+            response, ``Request.generated_prefix`` included: its probability is 0 there.
+        repetition_penalty: logits of tokens that the prompt or the response so far has are divided by it where they
+            are positive and multiplied by it where not (Keskar et al., arXiv 1909.05858); 1 changes nothing.
         stop_token_ids: each of these ends the response and is its last token, like the model's own end tokens.
         ignore_eos: no token ends the response, neither the model's own nor these; only the budget does.
         do_sample: False is greedy. A greedy token's log-prob is that of the unfiltered distribution at ``temperature``
@@ -53,6 +61,8 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     max_tokens: int = 16
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     do_sample: bool = True
@@ -61,6 +71,17 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return not self.do_sample or self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the distribution that is drawn from is the model's own, so that raw log-probs are processed ones."""
+        unfiltered = self.top_p == 1 and self.top_k < 1
+        return self.temperature == 1 and unfiltered and self.is_unadjusted
+
+    @property
+    def is_unadjusted(self) -> bool:
+        """Whether logits stay as they are before the temperature."""
+        return self.repetition_penalty == 1 and (self.min_tokens == 0 or self.ignore_eos)
 
 
 @dataclass(frozen=True)
@@ -129,9 +150,11 @@ class Sampler(ABC):
 
     Attributes:
         at_update: what `update_weights` does to running requests.
+        logprobs_mode: which log-probs it reports, one of `LOGPROBS_MODES`.
     """
 
     at_update: AtUpdate = "wait"
+    logprobs_mode = LOGPROBS_MODES[0]
 
     @classmethod
     def why_adapter_is_merged(cls, rollout: Any) -> str:
@@ -246,6 +269,17 @@ def tell_of_context(rollout: Any, max_model_len: int) -> None:
         )
 
 
+def check_logprobs_mode(mode: str) -> str:
+    """The mode, if there is such a one.
+
+    Raises:
+        RolloutError: there is none.
+    """
+    if mode not in LOGPROBS_MODES:
+        raise RolloutError("unknown value", key="logprobs_mode", got=mode, allowed=LOGPROBS_MODES)
+    return mode
+
+
 def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     """Refuse settings that describe no distribution."""
     if sampling.max_tokens < 1:
@@ -260,6 +294,17 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         )
     if not 0 < sampling.top_p <= 1:
         raise RolloutError("not a probability mass", key="top_p", got=sampling.top_p, allowed="above 0, at most 1")
+    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+        raise RolloutError(
+            "not a length that a response can have at least",
+            key="min_tokens",
+            got=sampling.min_tokens,
+            allowed=f"0 to max_tokens={sampling.max_tokens}",
+        )
+    if not 0 < sampling.repetition_penalty < float("inf"):
+        raise RolloutError(
+            "not a penalty", key="repetition_penalty", got=sampling.repetition_penalty, allowed="above 0, finite"
+        )
     if sampling.top_k < -1:
         raise RolloutError("not a number of tokens", key="top_k", got=sampling.top_k, allowed="-1 (all), or 1 or more")
     for token in sampling.stop_token_ids:

@@ -304,6 +304,7 @@ def sampling_of(rollout: Any, tokenizer: Any, length: int) -> SamplingParams:
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         max_tokens=length,
+        repetition_penalty=rollout.repetition_penalty,
         stop_token_ids=() if end is None else (int(end),),
         ignore_eos=rollout.ignore_eos,
         do_sample=rollout.do_sample,

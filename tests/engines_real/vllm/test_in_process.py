@@ -76,6 +76,16 @@ def test_log_probs_of_vllm_and_of_the_trainer_are_equal(sampler, folder, tempera
     assert len({done.token_ids for done in found}) > 6
 
 
+def test_a_penalty_and_a_shortest_response_are_those_of_the_built_in_sampler(sampler, folder):
+    fresh(sampler, folder)
+    wanted = requests(PROMPTS, max_tokens=12, min_tokens=[0, 9, 4], do_sample=False, repetition_penalty=[1.3, 1.0, 0.7])
+    ours = sample(HFSampler(str(folder), device="cpu"), wanted)
+    theirs = sample(sampler, wanted)
+    assert [done.token_ids for done in theirs] == [done.token_ids for done in ours]
+    for one, other in zip(theirs, ours):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=TOLERANCE)
+
+
 def test_after_three_steps_of_training_they_differ_until_the_weights_are_synced(sampler, folder):
     fresh(sampler, folder)
     engine = make_engine(folder)

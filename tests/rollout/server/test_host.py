@@ -61,6 +61,8 @@ def generate(**changes) -> bytes:
         (generate(sampling={"top_p": None}), "top_p is None, allowed: int or float"),
         (generate(sampling={"temperature": float("nan")}), "not a temperature"),
         (generate(sampling={"temperature": 1e-300}), "not a temperature"),
+        (generate(sampling={"min_tokens": 1.5}), "min_tokens is 1.5, allowed: int"),
+        (generate(sampling={"repetition_penalty": "1"}), "repetition_penalty is '1', allowed: int or float"),
         (generate(sampling={"seed": "x"}), "seed is 'x', allowed: int"),
         (generate(sampling={"foo": 1}), "foo"),
         (generate(priority="first"), "priority is 'first', allowed: int"),

@@ -18,6 +18,7 @@ from verl.rollout import Request, SamplingParams
 from verl.weight_sync import chunk_weights
 
 ASKED = Request("a", (40, 41, 42), SamplingParams(max_tokens=4, temperature=0.5, top_p=0.9, top_k=5))
+ADJUSTED = SamplingParams(max_tokens=9, min_tokens=3, repetition_penalty=1.2)
 NOT_VLLM = {"/version": (404, {})}
 
 
@@ -64,6 +65,35 @@ def test_sglang_is_recognised_and_asked_in_its_own_words(model):
     expected = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "max_new_tokens": 4, "stop_token_ids": [2],
                 "ignore_eos": False, "no_stop_trim": True}  # fmt: skip
     assert {name: payload["sampling_params"][name] for name in expected} == expected
+
+
+def test_a_penalty_and_a_shortest_response_go_to_each_kind_in_its_own_words_or_are_refused(model):
+    """Of three tokens at least one is there, so that two are left."""
+    asked = Request("a", (40, 41, 42), ADJUSTED, generated_prefix=(7,))
+    paths = {PATH: completion(), "/generate": sglang_answer()}
+    with serving(paths) as server:
+        for kind, path in (("vllm", PATH), ("sglang", "/generate")):
+            ask(over(server, model, api=kind, wants_log_probs=False), asked)
+            payload = server.payloads(path)[-1]
+            payload = payload.get("sampling_params", payload)
+            assert payload["repetition_penalty"] == 1.2
+            assert payload["min_new_tokens" if kind == "sglang" else "min_tokens"] == 2
+        for kind, said in (("openai", "no repetition penalty"), ("tgi", "has no shortest response")):
+            (error,) = ask(over(server, model, api=kind, wants_log_probs=False), asked)
+            assert isinstance(error, RolloutError) and said in str(error)
+
+
+def test_raw_log_probs_of_sglang_contain_the_penalty_and_are_refused_with_it(model):
+    def answer(payload):  # -0.5 at any temperature
+        return sglang_answer((7,) * payload["sampling_params"]["max_new_tokens"])
+
+    with serving({"/generate": answer}) as server:
+        sampler = over(server, model, api="sglang", logprobs_mode="raw_logprobs")
+        scaled, penalised = (SamplingParams(max_tokens=1, temperature=0.7, repetition_penalty=p) for p in (1.0, 1.2))
+        (done,) = ask(sampler, Request("a", (40,), scaled))
+        (error,) = ask(sampler, Request("b", (40,), penalised))
+    assert done.log_probs == (-0.5,)
+    assert "contain the repetition penalty" in str(error)
 
 
 def test_the_log_probs_of_sglang_belong_to_their_tokens(model):

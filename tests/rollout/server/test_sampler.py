@@ -185,6 +185,7 @@ def test_log_probs_of_another_distribution_are_refused_or_left_out(model):
         assert "--logprobs-mode processed_logprobs" in str(error)
         assert ask(over(server, model, wants_log_probs=False), scaled)[0].log_probs == ()
         assert ask(over(server, model), ASKED)[0].log_probs == (-2.0,)
+        assert ask(over(server, model, logprobs_mode="raw_logprobs"), scaled)[0].log_probs == (-2.0,)
 
 
 def test_log_probs_of_the_distribution_that_is_drawn_from_are_taken(model):
@@ -194,6 +195,8 @@ def test_log_probs_of_the_distribution_that_is_drawn_from_are_taken(model):
     with serving({PATH: answer}) as server:
         scaled = Request("a", (40,), SamplingParams(max_tokens=2, temperature=0.7))
         assert ask(over(server, model), scaled)[0].log_probs == (-0.01,)
+        (error,) = ask(over(server, model, logprobs_mode="raw_logprobs"), scaled)
+        assert "--logprobs-mode raw_logprobs" in str(error)
 
 
 def test_an_aborted_request_returns_what_the_server_had(model):

@@ -78,8 +78,11 @@ def test_weights_start_from_the_folder_where_a_reload_can_be_compared_with_them(
 
 def test_engine_kwargs_are_passed_on_but_not_the_samplers_own():
     assert arguments.merged({"seed": 1}, {"swap_space": 2, "seed": 3}) == {"swap_space": 2, "seed": 3}
-    with pytest.raises(ConfigError, match="logprobs_mode: this argument of vLLM is set by the sampler"):
+    with pytest.raises(
+        ConfigError, match=r"logprobs_mode: this argument of vLLM is set by the sampler.*rollout\.logpro"
+    ):
         arguments.merged({}, {"logprobs_mode": "raw_logprobs"})
+    assert made(logprobs_mode="raw_logprobs")["logprobs_mode"] == "raw_logprobs"
 
 
 def test_the_sizes_of_an_engine_come_from_keys_of_their_own_and_make_it_start_its_workers_itself():

@@ -11,6 +11,7 @@ from typing import Any
 
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
+from verl.agent_loop.client import within_response
 from verl.agent_loop.envs.adapter import Environment, EnvironmentFailure, Step, load_environment
 from verl.agent_loop.extend import Extender, TemplateContinuationError, assistant_message
 from verl.agent_loop.failed import COLUMN, OnError, check_on_error, failed
@@ -170,7 +171,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
         answer = await self.server_manager.generate(
             "environment_agent",
             prompt_ids=[*data.prompt_ids, *data.response_ids],
-            sampling_params={**sampling_params, "max_tokens": most},
+            sampling_params={**within_response(sampling_params, len(data.response_ids)), "max_tokens": most},
         )
         data.add_sampled(answer)
         return answer

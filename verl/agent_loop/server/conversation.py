@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from verl.agent_loop.client import SamplerClient
+from verl.agent_loop.client import SamplerClient, within_response
 from verl.agent_loop.server.errors import ApiError, bad, refused, unknown_model
 from verl.agent_loop.server.prompts import Prompts
 from verl.agent_loop.server.protocol import CompletionRequest
@@ -143,7 +143,7 @@ class Conversation:
                 "context_length_exceeded",
                 "messages" if ask.messages is not None else "prompt",
             )
-        parameters = {**self.sampling, "max_tokens": min(left, ask.max_tokens or left)}
+        parameters = {**within_response(self.sampling, used), "max_tokens": min(left, ask.max_tokens or left)}
         stops = [ids[0] for ids in map(self._ids, ask.stops) if len(ids) == 1]
         if ask.parses_calls and self.parser is not None:
             stops += self.parser.stop_token_ids

@@ -27,7 +27,6 @@ WITHOUT_EFFECT = {
 ONLY_DEFAULT: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
@@ -40,7 +39,7 @@ ONLY_DEFAULT: dict[str, tuple[Any, ...]] = {
 }
 """Fields of OpenAI's that this endpoint cannot follow, with the values that ask for nothing."""
 SHARED = {"model", "stream", "stream_options", "n", "stop", "temperature", "top_p", "top_k", "seed", "max_tokens",
-          "logprobs"}  # fmt: skip
+          "min_tokens", "repetition_penalty", "logprobs"}  # fmt: skip
 CHAT = SHARED | {"messages", "max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs"}
 TEXT = SHARED | {"prompt"}
 NOT_OF_A_REQUEST = {
@@ -56,7 +55,7 @@ class CompletionRequest:
     """A request that was checked; exactly one of ``messages`` and ``prompt`` is set.
 
     Args:
-        sampling: of temperature, top_p, top_k and seed those that the request names.
+        sampling: of temperature, top_p, top_k, seed, min_tokens and repetition_penalty those that the request names.
         prompt: a text or token ids.
         parses_calls: whether tool calls are looked for in the answer.
         template_kwargs: further arguments of the chat template.
@@ -159,16 +158,18 @@ def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
     sampling: dict[str, Any] = {}
-    for name, low, high in (("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0)):
+    for name, low, high in (("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0), ("repetition_penalty", 0.0, 100.0)):
         if name in body:
             value = body[name]
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise bad(name, f"{name} must be a number.")
-            if not low <= value <= high or (name == "top_p" and value == 0):
+            if not low <= value <= high or (name != "temperature" and value == 0):
                 raise bad(name, f"{name}={value} is outside its range ({low:g} to {high:g}).")
             sampling[name] = float(value)
     if "top_k" in body:
         sampling["top_k"] = _whole(body, "top_k", -1)
+    if "min_tokens" in body:
+        sampling["min_tokens"] = _whole(body, "min_tokens", 0)
     if "seed" in body:
         sampling["seed"] = _whole(body, "seed", 0, 2**63 - 1)
     return sampling

@@ -53,6 +53,11 @@ class Row:
         return self.most - len(self.tokens)
 
     @property
+    def may_end(self) -> bool:
+        """Whether the token that is drawn next may end the response."""
+        return len(self.request.generated_prefix) + len(self.tokens) >= self.request.sampling.min_tokens
+
+    @property
     def is_complete(self) -> bool:
         """Whether its last token was drawn."""
         return self.tokens[-1] in self.stops or len(self.tokens) >= self.most

@@ -23,9 +23,18 @@ from verl.metrics import notice
 from verl.models import load_causal_lm
 from verl.models.lora import LoraSettings
 from verl.rollout.adapters import separate_adapter
-from verl.rollout.base import AtUpdate, Completion, Request, Sampler, check_request, tell_of_context
+from verl.rollout.base import (
+    AtUpdate,
+    Completion,
+    Request,
+    Sampler,
+    check_logprobs_mode,
+    check_request,
+    tell_of_context,
+)
+from verl.rollout.hf.adjust import Adjustment
 from verl.rollout.hf.attention import UnsupportedModelError
-from verl.rollout.hf.draw import DrawColumns, draw
+from verl.rollout.hf.draw import DrawColumns, draw, raw_log_probs
 from verl.rollout.hf.pool_runner import PoolPolicy
 from verl.rollout.hf.probe import padded_runner, pool_runner
 from verl.rollout.hf.rows import UNIFORMS_AT_ONCE, Row
@@ -67,6 +76,7 @@ class HFSampler(Sampler):
             here.
         adapter: see `SamplerWeights`.
         at_update: what new weights do to running requests.
+        logprobs_mode: one of `LOGPROBS_MODES`.
 
     Example:
         >>> sampler = HFSampler("path/to/model")
@@ -92,6 +102,7 @@ class HFSampler(Sampler):
         cache_bytes: int | None = None,
         adapter: LoraSettings | None = None,
         at_update: AtUpdate = "wait",
+        logprobs_mode: str = "processed_logprobs",
     ):
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise RolloutError(
@@ -106,6 +117,7 @@ class HFSampler(Sampler):
         if model.device.type == "cpu":
             keep_freed_memory()
         self.model, self.seed = model, seed
+        self.logprobs_mode = check_logprobs_mode(logprobs_mode)
         self.vocab_size = vocab_size(model)
         self.max_model_len = _context_length(model, max_model_len)
         self.stop_token_ids = frozenset(_default_stops(model) if stop_token_ids is None else stop_token_ids)
@@ -135,6 +147,7 @@ class HFSampler(Sampler):
         self._drawn_at_update = 0
         self._in_flight: dict[str, Row] = {}
         self._columns: tuple[list[Row], DrawColumns] | None = None
+        self._adjust = Adjustment()
         self._counts = {"steps": 0, "requests": 0, "response_tokens": 0, "weight_updates": 0}
 
     @classmethod
@@ -178,6 +191,7 @@ class HFSampler(Sampler):
             share_prompts=rollout.enable_prefix_caching,
             enforce_eager=rollout.enforce_eager,
             at_update=rollout.requests_at_update,
+            logprobs_mode=rollout.logprobs_mode,
             **options,
         )
         tell_of_context(rollout, sampler.max_model_len)
@@ -231,6 +245,7 @@ class HFSampler(Sampler):
         check_level(level)
         async with _Hold(self):
             self._runner.clear()
+            self._adjust = Adjustment()
             self._scheduler.forget_prompts()
             self._state.enter_sleep(level)
             if level == 2:
@@ -399,7 +414,11 @@ class HFSampler(Sampler):
                 columns = DrawColumns.of([row.request.sampling for row in rows], logits.device)
                 self._columns = (rows, columns)
             numbers = torch.tensor(self._uniforms(rows), dtype=torch.float64, device=logits.device)
-            tokens, log_probs = (x.tolist() for x in draw(logits, numbers, self._columns[1]))
+            drawn, of_drawn = draw(self._adjust(rows, logits), numbers, self._columns[1])
+            self._adjust.drew(drawn)
+            if self.logprobs_mode == "raw_logprobs":
+                of_drawn = raw_log_probs(logits, drawn)
+            tokens, log_probs = drawn.tolist(), of_drawn.tolist()
         if not math.isfinite(sum(log_probs)):
             row = next(row for row, log_prob in zip(rows, log_probs) if not math.isfinite(log_prob))
             raise RolloutError(

@@ -39,8 +39,8 @@ class Dialect(ABC):
     takes_ids = True
     """Whether a prompt is sent as token ids; text passes a tokenizer twice and may become other tokens."""
     gives_log_probs = True
-    reports_processed = False
-    """Whether its log-probs are known to be those of the distribution that it draws from; else it is queried."""
+    raw_is_adjusted = False
+    """Whether its raw log-probs contain the repetition penalty and the shortest response, which change them first."""
     fix_of_reload = FIX
     """What to do if new weights arrive incomplete."""
     updates_from_folder = False
@@ -86,6 +86,10 @@ class Dialect(ABC):
             fix="Use it for evaluation (trainer.val_only=true, main_generation), or train on vLLM or SGLang.",
         )
 
+    async def logprobs_mode(self) -> str | None:
+        """Which log-probs the server says that it reports; None if it does not say it."""
+        return None
+
     async def version(self) -> int | None:
         """The version of the server's weights; None if it does not report it."""
         return None
@@ -115,6 +119,12 @@ def prompt_of(request: Request) -> list[int]:
 def budget_of(request: Request) -> int:
     """Tokens that are left to sample."""
     return request.sampling.max_tokens - len(request.generated_prefix)
+
+
+def shortest_of(request: Request) -> int:
+    """Tokens that are left to sample before an end token may come; 0 where none ends the response anyway."""
+    sampling = request.sampling
+    return 0 if sampling.ignore_eos else max(0, sampling.min_tokens - len(request.generated_prefix))
 
 
 def token_ids(values: Any) -> tuple[int, ...]:

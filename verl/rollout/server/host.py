@@ -127,7 +127,7 @@ class Host:
 
     async def _info(self, payload: Any) -> Any:
         info = {"version": self.sampler.version, "stats": self.sampler.stats()}
-        return {**info, "weights_dir": str(self.weights_dir)}
+        return {**info, "weights_dir": str(self.weights_dir), "logprobs_mode": self.sampler.logprobs_mode}
 
 
 def answering(call: Callable[[Any], Awaitable[Any]]) -> Handle:

@@ -13,7 +13,7 @@ from verl.errors import RolloutError
 from verl.rollout.base import Request
 from verl.rollout.gated import Sampled
 from verl.rollout.lost import EngineLostError
-from verl.rollout.server.dialect import Dialect, budget_of, log_probs, prompt_of, token_ids
+from verl.rollout.server.dialect import Dialect, budget_of, log_probs, prompt_of, shortest_of, token_ids
 
 PATH = "/v1/completions"
 DEV_MODE = "Start it with VLLM_SERVER_DEV_MODE=1 in its environment."
@@ -35,6 +35,8 @@ class VLLMDialect(Dialect):
             "model": self.model,
             "prompt": prompt_of(request),
             "max_tokens": budget_of(request),
+            "min_tokens": shortest_of(request),
+            "repetition_penalty": sampling.repetition_penalty,
             "temperature": 0.0 if sampling.is_greedy else sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k if sampling.top_k > 0 else -1,
@@ -123,13 +125,13 @@ class OpenAIDialect(Dialect):
 
     def question(self, request: Request, stops: Sequence[int], seed: int) -> tuple[str, dict[str, Any]]:
         sampling = request.sampling
-        if sampling.top_k > 0 or sampling.ignore_eos:
+        if sampling.top_k > 0 or sampling.ignore_eos or not sampling.is_unadjusted:
             raise RolloutError(
-                "OpenAI's completions know neither top_k nor ignore_eos",
+                "OpenAI's completions know neither top_k nor ignore_eos, no repetition penalty, no shortest response",
                 key="actor_rollout_ref.rollout.server.api",
                 got=self.name,
-                fix="Set top_k=-1 and ignore_eos=false, or name the kind of the server: "
-                "actor_rollout_ref.rollout.server.api=vllm.",
+                fix="Set top_k=-1, ignore_eos=false, repetition_penalty=1 and data.min_response_length=0, or name the "
+                "kind of the server: actor_rollout_ref.rollout.server.api=vllm.",
             )
         return PATH, {
             "model": self.model,

@@ -23,7 +23,6 @@ class OwnDialect(Dialect):
     """A sampler of this library in another process."""
 
     name = "verl"
-    reports_processed = True
     updates_from_folder = True
 
     def question(self, request: Request, stops: Sequence[int], seed: int) -> tuple[str, dict[str, Any]]:
@@ -44,6 +43,9 @@ class OwnDialect(Dialect):
     async def update(self, folder: str, version: int) -> None:
         await self.ask("POST", UPDATE, {"version": version})
 
+    async def logprobs_mode(self) -> str | None:
+        return str((await self.ask("GET", INFO)).get("logprobs_mode", "processed_logprobs"))
+
     async def version(self) -> int | None:
         return int((await self.ask("GET", INFO))["version"])
 
@@ -59,8 +61,8 @@ class OwnDialect(Dialect):
 NUMBER, WHOLE = (int, float), (int,)
 KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("id", "uid", "session"), (str,)),
-    **dict.fromkeys(("sample_index", "priority", "max_tokens", "top_k", "seed"), WHOLE),
-    **dict.fromkeys(("temperature", "top_p"), NUMBER),
+    **dict.fromkeys(("sample_index", "priority", "max_tokens", "min_tokens", "top_k", "seed"), WHOLE),
+    **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), NUMBER),
     **dict.fromkeys(("ignore_eos", "do_sample"), (bool,)),
 }
 """What the fields of a request hold. One of another kind fails inside the engine, and all requests there with it."""

@@ -22,7 +22,7 @@ from verl.data import hf_tokenizer
 from verl.errors import ConfigError, RolloutError
 from verl.metrics import notice
 from verl.rollout import reload_check
-from verl.rollout.base import Request, Sampler, SamplingParams
+from verl.rollout.base import LOGPROBS_MODES, Request, Sampler, SamplingParams, check_logprobs_mode
 from verl.rollout.from_sync import run_now
 from verl.rollout.gated import UNLIMITED, GatedSampler, Sampled, invalid_reason, request_seed
 from verl.rollout.lost import EngineLostError
@@ -45,7 +45,8 @@ MARKS = {"vllm": "/version", "sglang": "/get_model_info", "tgi": "/info", "verl"
 """A path that only this kind of server has."""
 UPDATE_SECONDS = 600.0
 POLL_SECONDS = 0.5
-_S = "actor_rollout_ref.rollout.server"
+_R = "actor_rollout_ref.rollout"
+_S = f"{_R}.server"
 
 
 class ServerSampler(GatedSampler):
@@ -62,8 +63,9 @@ class ServerSampler(GatedSampler):
         cooldown: seconds for which a server that failed several times in a row is left alone; see `Breaker`.
         api_key: sent as a bearer token; to a host of this library only once it has proved that it knows it, too.
         weights_dir: where new weights are put down for the server; None makes a folder.
-        wants_log_probs: refuse to sample where the server's log-probs are not those of the distribution it draws from;
-            False leaves them out there.
+        wants_log_probs: refuse to sample where the server's log-probs are not those of ``logprobs_mode``; False leaves
+            them out there.
+        logprobs_mode: one of `LOGPROBS_MODES`.
 
     Example:
         >>> sampler = ServerSampler("http://localhost:8000", model="path/to/model")
@@ -88,6 +90,7 @@ class ServerSampler(GatedSampler):
         seed: int = 0,
         wants_log_probs: bool = True,
         tokenizer: Any = None,
+        logprobs_mode: str = "processed_logprobs",
     ):
         if api not in (*DIALECTS, "auto"):
             raise ConfigError("unknown kind of server", key=f"{_S}.api", got=api, allowed=["auto", *DIALECTS])
@@ -105,7 +108,8 @@ class ServerSampler(GatedSampler):
         self._wants_log_probs, self._tokenizer = wants_log_probs, tokenizer
         self._weights_dir = weights_dir
         self._dialect: Dialect | None = None
-        self._reports_processed: bool | None = None
+        self.logprobs_mode = check_logprobs_mode(logprobs_mode)
+        self._reported_mode: str | None = None
         self._is_verified = False
         self._shapes = shapes_on_disk(model)
         self._tasks: dict[str, tuple[asyncio.Task[Sampled], Request]] = {}
@@ -151,6 +155,7 @@ class ServerSampler(GatedSampler):
             api_key=api_key or _api_key(server.api_key_env),
             weights_dir=server.weights_dir,
             wants_log_probs=rollout.calculate_log_probs,
+            logprobs_mode=rollout.logprobs_mode,
         )
         sampler.at_update = rollout.requests_at_update
         run_now(sampler.connect())
@@ -279,26 +284,48 @@ class ServerSampler(GatedSampler):
         await (await self.connect()).wake()
 
     async def _keeps_log_probs(self, request: Request) -> bool:
-        """Whether the server's log-probs are those of the distribution that this request is drawn from."""
+        """Whether the server's log-probs are those that ``logprobs_mode`` asks for."""
         sampling, dialect = request.sampling, await self.connect()
-        plain = sampling.temperature == 1 and sampling.top_p == 1 and sampling.top_k < 1
         if not dialect.gives_log_probs:
             return False
-        if plain or sampling.is_greedy or dialect.reports_processed:
+        if sampling.is_plain or (sampling.is_greedy and sampling.is_unadjusted):
+            return True  # the same in both modes
+        if self._reported_mode is None:
+            said = await dialect.logprobs_mode()
+            if said is None and not self._wants_log_probs:
+                return False
+            self._reported_mode = said or LOGPROBS_MODES[0 if await self._finds_processed(dialect) else 1]
+        is_adjusted = self.logprobs_mode == "raw_logprobs" and dialect.raw_is_adjusted and not sampling.is_unadjusted
+        if self._reported_mode == self.logprobs_mode and not is_adjusted:
             return True
         if not self._wants_log_probs:
             return False
-        if self._reports_processed is None:
-            self._reports_processed = await self._finds_processed(dialect)
-        if not self._reports_processed:
-            raise RolloutError(
-                f"{self.url} reports log-probs at temperature 1, not those of the distribution that it draws from",
-                key="actor_rollout_ref.rollout.temperature",
-                got=sampling.temperature,
-                fix="Start vLLM's server with --logprobs-mode processed_logprobs, or sample with temperature=1, "
-                "top_p=1 and top_k=-1, or set calculate_log_probs=false.",
+        raise self._other_log_probs(sampling)
+
+    def _other_log_probs(self, sampling: SamplingParams) -> RolloutError:
+        """The refusal of log-probs that are not those of ``logprobs_mode``."""
+        if self.logprobs_mode == self._reported_mode:
+            return RolloutError(
+                f"the raw log-probs of {self.url} contain the repetition penalty and the shortest response",
+                key=f"{_R}.logprobs_mode",
+                got=self.logprobs_mode,
+                fix=f"Set it to processed_logprobs, or {_R}.repetition_penalty=1 and data.min_response_length=0.",
             )
-        return True
+        if self.logprobs_mode == "raw_logprobs":
+            return RolloutError(
+                f"{self.url} reports the log-probs of the distribution that it draws from, not raw ones",
+                key=f"{_R}.logprobs_mode",
+                got=self.logprobs_mode,
+                fix="Start vLLM's server with --logprobs-mode raw_logprobs, SGLang's with "
+                "SGLANG_RETURN_ORIGINAL_LOGPROB=1 in its environment, or set it to processed_logprobs.",
+            )
+        return RolloutError(
+            f"{self.url} reports log-probs at temperature 1, not those of the distribution that it draws from",
+            key=f"{_R}.temperature",
+            got=sampling.temperature,
+            fix="Start vLLM's server with --logprobs-mode processed_logprobs, or sample with temperature=1, top_p=1, "
+            "top_k=-1 and no repetition penalty or shortest response, or set calculate_log_probs=false.",
+        )
 
     async def _finds_processed(self, dialect: Dialect) -> bool:
         """Ask for the same token at temperature 0 and at nearly 0: only a scaled distribution makes it certain."""

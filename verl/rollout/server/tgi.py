@@ -12,7 +12,7 @@ from typing import Any
 from verl.errors import RolloutError
 from verl.rollout.base import Request
 from verl.rollout.gated import Sampled
-from verl.rollout.server.dialect import Dialect, budget_of, log_probs, prompt_of, token_ids
+from verl.rollout.server.dialect import Dialect, budget_of, log_probs, prompt_of, shortest_of, token_ids
 
 FINISH = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 
@@ -30,11 +30,17 @@ class TGIDialect(Dialect):
                 "text-generation-inference cannot go on after the end token",
                 key="actor_rollout_ref.rollout.ignore_eos", got=True, fix="Set it to false.",
             )  # fmt: skip
+        if shortest_of(request):
+            raise RolloutError(
+                "text-generation-inference has no shortest response",
+                key="data.min_response_length", got=sampling.min_tokens, fix="Set it to 0.",
+            )  # fmt: skip
         chosen = {
             "do_sample": not sampling.is_greedy,
             "temperature": None if sampling.is_greedy or sampling.temperature == 1 else sampling.temperature,
             "top_p": sampling.top_p if sampling.top_p < 1 else None,
             "top_k": sampling.top_k if sampling.top_k > 0 else None,
+            "repetition_penalty": sampling.repetition_penalty if sampling.repetition_penalty != 1 else None,
         }
         return "/generate", {
             "inputs": self.text().decode(prompt_of(request), skip_special_tokens=False),

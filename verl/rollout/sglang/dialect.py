@@ -13,7 +13,7 @@ from typing import Any
 from verl.errors import RolloutError
 from verl.rollout.base import Request
 from verl.rollout.gated import Sampled
-from verl.rollout.server.dialect import Dialect, budget_of, log_probs, prompt_of, token_ids
+from verl.rollout.server.dialect import Dialect, budget_of, log_probs, prompt_of, shortest_of, token_ids
 
 
 class SGLangDialect(Dialect):
@@ -21,6 +21,7 @@ class SGLangDialect(Dialect):
 
     name = "sglang"
     updates_from_folder = True
+    raw_is_adjusted = True
 
     def question(self, request: Request, stops: Sequence[int], seed: int) -> tuple[str, dict[str, Any]]:
         sampling = request.sampling
@@ -33,7 +34,9 @@ class SGLangDialect(Dialect):
                 "temperature": 0.0 if sampling.is_greedy else sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k if sampling.top_k > 0 else -1,
+                "repetition_penalty": sampling.repetition_penalty,
                 "max_new_tokens": budget_of(request),
+                "min_new_tokens": shortest_of(request),
                 "stop_token_ids": [] if sampling.ignore_eos else list(stops),
                 "ignore_eos": sampling.ignore_eos,
                 "sampling_seed": seed,

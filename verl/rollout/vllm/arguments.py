@@ -19,7 +19,10 @@ _R = "actor_rollout_ref.rollout"
 LAUNCHER = "mp"
 """How an engine gets its workers: processes of its own. Beside Ray vLLM would ask Ray for them, which has given their
 devices to the trainers; with ``external_launcher`` every rank would have to hear of every request in one order."""
-OURS = ("model", "worker_extension_cls", "skip_tokenizer_init", "logprobs_mode")
+OURS = {
+    **dict.fromkeys(("model", "worker_extension_cls", "skip_tokenizer_init"), "Leave it out."),
+    "logprobs_mode": f"Set {_R}.logprobs_mode.",
+}
 """Arguments on which the sampler depends; ``engine_kwargs`` may not change them."""
 SIZES = {
     "tensor_parallel_size": f"{_R}.tensor_model_parallel_size",
@@ -56,7 +59,7 @@ def from_config(rollout: Any, model: Any, device: str, facts: ModelFacts) -> dic
         "scheduling_policy": rollout.scheduling_policy,
         "disable_log_stats": rollout.disable_log_stats,
         "enable_sleep_mode": bool(rollout.enable_sleep_mode) and device != "cpu",
-        "logprobs_mode": "processed_logprobs",
+        "logprobs_mode": rollout.logprobs_mode,
         "skip_tokenizer_init": True,
         "worker_extension_cls": PATH,
         **({} if adapter is None else of_adapter(adapter)),
@@ -97,7 +100,7 @@ def merged(given: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]
                 "this argument of vLLM is set by the sampler itself",
                 key=f"{_R}.engine_kwargs.vllm.{name}",
                 got=extra[name],
-                fix=f"Set {SIZES[name]}, from which its devices are counted." if name in SIZES else "Leave it out.",
+                fix=f"Set {SIZES[name]}, from which its devices are counted." if name in SIZES else OURS[name],
             )
     return {**given, **extra}
 

@@ -81,7 +81,7 @@ class VLLMEngine:
         engine_args, engine_class, self._params = versions.vllm_modules()
         check_layout(arguments, self.on_cpu)
         chosen = known(arguments, engine_args, dict.fromkeys(ours))
-        self.reports_processed = chosen.get("logprobs_mode") == "processed_logprobs"
+        self.reports_processed = chosen.get("logprobs_mode") == "processed_logprobs"  # an older version has raw ones
         self._engine_class = engine_class
         threads = torch.get_num_threads()
         try:
@@ -126,7 +126,9 @@ class VLLMEngine:
             temperature=0.0 if sampling.is_greedy else sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k if sampling.top_k > 0 else -1,
+            repetition_penalty=sampling.repetition_penalty,
             max_tokens=sampling.max_tokens - len(request.generated_prefix),
+            min_tokens=0 if sampling.ignore_eos else max(0, sampling.min_tokens - len(request.generated_prefix)),
             seed=request_seed(request, self.seed),
             stop_token_ids=[] if sampling.ignore_eos else list(stops),
             ignore_eos=True,

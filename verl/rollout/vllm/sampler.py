@@ -88,6 +88,7 @@ class VLLMSampler(GatedSampler):
         self.stop_token_ids = frozenset(facts.stop_token_ids if stop_token_ids is None else stop_token_ids)
         self._can_verify = engine_arguments.get("load_format", "auto") != "dummy"
         self._is_verified, self._is_tied, self._model = False, facts.is_tied, model
+        self.logprobs_mode = str(engine_arguments.get("logprobs_mode") or "processed_logprobs")
         self._adapter = adapter
         self._shapes = None if adapter is not None else shapes_on_disk(model)
         self._new: list[tuple[str, Request, tuple[int, ...]]] = []
@@ -173,14 +174,16 @@ class VLLMSampler(GatedSampler):
         self.engine.wake()
 
     def _check_log_probs(self, request: Request) -> None:
-        plain = request.sampling.temperature == 1 and request.sampling.top_p == 1 and request.sampling.top_k < 1
-        if not self.engine.reports_processed and not plain and not request.sampling.is_greedy:
+        sampling = request.sampling
+        same = sampling.is_plain or (sampling.is_greedy and sampling.is_unadjusted)
+        if self.logprobs_mode != "raw_logprobs" and not self.engine.reports_processed and not same:
             raise RolloutError(
                 "this version of vLLM reports log-probs at temperature 1 only, not those of the distribution it draws "
                 "from",
                 key=f"{_R}.temperature",
-                got=request.sampling.temperature,
-                fix="Set temperature=1, top_p=1 and top_k=-1, or update vLLM.",
+                got=sampling.temperature,
+                fix="Set temperature=1, top_p=1, top_k=-1 and no repetition penalty or shortest response, set "
+                f"{_R}.logprobs_mode=raw_logprobs to get them knowingly, or update vLLM.",
             )
 
     async def _verify(self) -> None:
