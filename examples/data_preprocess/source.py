@@ -6,11 +6,14 @@ A folder may hold the files of its authors (``train.jsonl``) or be a clone of th
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from command import Row, parser, save_dir, write
 from verl.data.files import SUFFIXES, read_files, require_column
@@ -18,6 +21,7 @@ from verl.errors import DataError, MissingDependencyError
 from verl.storage import resolve
 
 Example = Mapping[str, Any]
+SEED = 42
 SHARD = re.compile(r"-([0-9]{5})-of-([0-9]{5})")
 MakeRow = Callable[[Example, int, str, str], "Row | None"]
 """(example, its number, split, where it is for a message) -> a row, or None for an example that is of no use."""
@@ -34,6 +38,7 @@ class HubDataset:
         folder: where it is written, unless the command line says otherwise.
         config: which of the hub's configurations.
         leaves_out: which examples make no row, in words; their number is told.
+        held_out: share of the only split that becomes test.parquet, drawn with `SEED`.
     """
 
     name: str
@@ -42,6 +47,7 @@ class HubDataset:
     folder: str | None = None
     config: str | None = None
     leaves_out: str = "they are of no use"
+    held_out: float = 0.0
 
     def examples(self, source: Path | None, split: str) -> Iterator[tuple[str, Example]]:
         """The examples of a split, each with a name for messages: from a folder, or from the hub where there is none.
@@ -56,6 +62,14 @@ class HubDataset:
         for column in self.columns:
             require_column(column, table.column_names, file=origin.files[0], key=None)
         yield from ((origin.describe(i), row) for i, row in enumerate(table.to_pylist()))
+
+    def parts(self, source: Path | None, split: str) -> dict[str, list[tuple[str, Example]]]:
+        """The examples of a split, or what is trained on and what is held out of it."""
+        examples = list(self.examples(source, split))
+        if not self.held_out:
+            return {split: examples}
+        train, test = hold_out(len(examples), self.held_out)
+        return {"train": [examples[i] for i in train], "test": [examples[i] for i in test]}
 
     def _files(self, folder: Path, split: str) -> list[str | Path]:
         """The file of a split, or all of its shards; with one split, the only file of data that there is."""
@@ -89,6 +103,13 @@ class HubDataset:
                 got=self.name,
                 fix=f"Check the network, or give --local_dataset_path, a folder with {wanted}.",
             ) from failure
+
+
+def hold_out(count: int, share: float) -> tuple[list[int], list[int]]:
+    """Numbers of the examples to train on and of those held out: the split that `datasets` makes with this seed."""
+    order = np.random.default_rng(SEED).permutation(count).tolist()
+    held = math.ceil(share * count)
+    return order[held:], order[:held]
 
 
 def convert(
@@ -126,7 +147,9 @@ def convert(
     column = {"agent_name": arguments.agent_name} if arguments.agent_name else {}
     files = {}
     for split, name in published.splits.items():
-        files[f"{name}.parquet"] = [row | column for row in rows_of(published, source, split, make_row)]
+        for part, examples in published.parts(source, split).items():
+            rows = made_rows(published, part, examples, make_row)
+            files[f"{name if part == split else part}.parquet"] = [row | column for row in rows]
     write(folder, files, arguments.hdfs_dir)
 
 
@@ -144,8 +167,14 @@ def source_folder(arguments: Any) -> Path | None:
 
 def rows_of(published: HubDataset, source: Path | None, split: str, make_row: MakeRow) -> list[Row]:
     """All rows of a split; an example that makes none is left out."""
-    examples = enumerate(published.examples(source, split))
-    rows = [make_row(example, index, split, where) for index, (where, example) in examples]
+    return made_rows(published, split, list(published.examples(source, split)), make_row)
+
+
+def made_rows(
+    published: HubDataset, split: str, examples: Sequence[tuple[str, Example]], make_row: MakeRow
+) -> list[Row]:
+    """The rows of these examples; one that makes none is left out."""
+    rows = [make_row(example, index, split, where) for index, (where, example) in enumerate(examples)]
     kept = [row for row in rows if row is not None]
     if len(kept) < len(rows):
         left = f"{len(rows) - len(kept)} of {len(rows)}"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -24,7 +25,10 @@ import gsm8k_multiturn_w_tool
 import hellaswag
 import math_dataset
 import multiturn
+import openr1mm
+import pokemon
 import preprocess_search_r1_dataset
+import tinyllava_video_r1
 from verl.errors import DataError
 from verl.rewards import default_compute_score
 
@@ -120,6 +124,48 @@ def test_a_picture_that_is_open_already_becomes_bytes():
     assert Image.open(io.BytesIO(made["bytes"])).size == (4, 3)
     with pytest.raises(DataError, match="row 0: an image is neither bytes nor a picture"):
         geo3k.image_bytes("figure.png", "row 0")
+
+
+def test_a_tenth_of_a_single_split_is_held_out_as_the_hubs_own_reader_does(prepare):
+    seen = {"problem": "Find x.", "solution": "<answer> 3 </answer>", "image": {"bytes": png()}, "original_answer": "3"}
+    found = prepare(openr1mm, {"train": [{**seen, "problem": f"Find x{i}."} for i in range(11)]})
+    expected = datasets.Dataset.from_dict({"n": list(range(11))}).train_test_split(test_size=0.1, seed=42)
+    for split, rows in found.items():
+        assert [row["extra_info"]["question"] for row in rows] == [f"Find x{i}." for i in expected[split]["n"]]
+        assert [row["extra_info"]["index"] for row in rows] == list(range(len(rows)))
+    (row, _) = found["test"]
+    assert row["prompt"][0]["content"].startswith("<image>\nFind x") and row["original_answer"] == "3"
+    assert row["reward_model"] == {"style": "rule", "ground_truth": "<answer> 3 </answer>"} and len(row["images"]) == 1
+    assert not {"problem", "solution", "image"} & set(row)
+
+
+def test_captions_become_conversations_about_an_image(prepare):
+    turns = [{"from": "human", "value": "<image>Who is it?"}, {"from": "gpt", "value": "Pikachu."}]
+    picture = {"conversations": turns, "images": [{"bytes": png()}]}
+    found = prepare(pokemon, {"train": [picture] * 3})
+    assert {name: len(rows) for name, rows in found.items()} == {"train": 2, "test": 1}
+    messages = [{"role": "user", "content": "<image>Who is it?"}, {"role": "assistant", "content": "Pikachu."}]
+    assert found["test"][0]["messages"] == messages and set(found["test"][0]) == {"images", "messages"}
+    with pytest.raises(DataError, match="a turn is not"):
+        pokemon.to_row({**picture, "conversations": [{"from": "bot", "value": "x"}]}, 0, "train", "row 0")
+
+
+def test_a_question_about_a_video_names_its_file_and_how_it_is_read(tmp_path, capsys):
+    asked = {"problem": "Which animal?\nOptions:\nA. owl.\nB. cat.", "solution": "<answer>B</answer>"}
+    lines = [json.dumps({**asked, "video_filename": f"./NextQA/{name}.mp4"}) for name in ("there", "absent")]
+    (tmp_path / "nextqa_0-30s.jsonl").write_text("\n".join(lines))
+    (tmp_path / "NextQA").mkdir()
+    (tmp_path / "NextQA" / "there.mp4").write_bytes(b"")
+    words = ["--data_dir", str(tmp_path), "--local_save_dir", str(tmp_path / "out"), "--video_max_frames", "8"]
+    tinyllava_video_r1.main(words)
+    assert "1 of 2 videos are not there, such as" in capsys.readouterr().out
+    rows = [pq.read_table(tmp_path / "out" / f"{name}.parquet").to_pylist()[0] for name in ("train", "test")]
+    paths = {row["videos"][0]["video"] for row in rows}
+    assert paths == {str(tmp_path / "NextQA" / f"{name}.mp4") for name in ("there", "absent")}
+    assert rows[0]["videos"][0] | {"video": ""} == {"video": "", "fps": 1.0, "max_frames": 8}
+    assert rows[0]["prompt"][0]["content"].startswith("<video>\nWhich animal?")
+    with pytest.raises(DataError, match="hf download"):
+        tinyllava_video_r1.main(["--data_dir", str(tmp_path / "out")])
 
 
 def test_repeated_problems_of_dapo_are_written_once_unless_they_are_kept(prepare):
