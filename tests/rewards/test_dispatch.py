@@ -21,6 +21,7 @@ from verl.rewards.dispatch import (
 from verl.sandbox import Outcome
 
 SOURCES = [*SCORERS, "aime2024", "searchR1_nq"]
+TAGGED = ["lmms-lab/multimodal-open-r1-8k-verified", "Zhang199/TinyLLaVA-Video-R1-training-data"]
 QUICK = [source for source in SOURCES if not waits(source)]
 
 
@@ -32,6 +33,14 @@ QUICK = [source for source in SOURCES if not waits(source)]
         ("DigitalLearningGmbH/MATH-lighteval", r"\boxed{18}", "18", 1.0),
         ("HuggingFaceH4/MATH-500", r"\boxed{18}", "18", 1.0),
         ("hiyouga/geometry3k", r"<think></think>\boxed{18}", "18", 1.0),
+        (
+            "lmms-lab/multimodal-open-r1-8k-verified",
+            "<think>so</think> <answer>36/2</answer>",
+            "<answer>18</answer>",
+            0.1,
+        ),
+        ("lmms-lab/multimodal-open-r1-8k-verified", "it is <answer>$18$</answer>", "<answer> 18 </answer>", 0.9),
+        ("Zhang199/TinyLLaVA-Video-R1-training-data", "so <answer> b </answer>", "<answer>B</answer>", 1.0),
         ("searchR1_hotpotqa", "<answer>18</answer>", {"target": ["18"]}, 1.0),
     ],
 )
@@ -73,7 +82,14 @@ def test_programs_are_scored_by_whoever_runs_them(source, monkeypatch):
 
 
 def test_only_scorers_that_ask_another_process_wait():
-    slow = ["hiyouga/geometry3k", "codecontests", "apps", "codeforces", "taco"]
+    slow = [
+        "hiyouga/geometry3k",
+        "lmms-lab/multimodal-open-r1-8k-verified",
+        "codecontests",
+        "apps",
+        "codeforces",
+        "taco",
+    ]
     assert [source for source in SOURCES if waits(source)] == slow
     assert waits("numina_synthetic_math") and not waits("haiku") and not waits(None)
 
@@ -108,7 +124,7 @@ TEXTS = st.lists(st.one_of(FRAGMENTS, st.text(max_size=5)), max_size=30).map("".
 @settings(max_examples=150, deadline=None)
 @given(text=st.one_of(TEXTS, st.binary(max_size=200).map(lambda b: b.decode("latin-1"))), truth=TEXTS)
 def test_no_text_makes_a_scorer_raise(text, truth):
-    for source in [*QUICK, "hiyouga/geometry3k"]:
+    for source in [*QUICK, "hiyouga/geometry3k", *TAGGED[:1]]:
         result = default_compute_score(source, text, truth)
         score = result["score"] if isinstance(result, dict) else result
         assert -1.0 <= score <= 1.0
@@ -122,7 +138,7 @@ def test_no_text_makes_a_scorer_raise(text, truth):
 def test_a_megabyte_of_anything_is_scored_in_bounded_time(piece):
     text = piece * (1_000_000 // len(piece))
     start = time.process_time()
-    for source in ("openai/gsm8k", "lighteval/MATH", "math", "hiyouga/geometry3k", "searchR1_nq"):
+    for source in ("openai/gsm8k", "lighteval/MATH", "math", "hiyouga/geometry3k", "searchR1_nq", *TAGGED):
         default_compute_score(source, text, "18")
         default_compute_score(source, text, text[:5000])
     assert time.process_time() - start < 5.0  # well under a second each; quadratic would be hours

@@ -10,7 +10,7 @@ from verl.errors import RewardError, suggest
 from verl.metrics import notice
 from verl.rewards.function import built_in
 from verl.rewards.programs import code_runner
-from verl.rewards.scorers import code, geo3k, gsm8k, math_boxed, math_dapo, numina, search_qa
+from verl.rewards.scorers import code, geo3k, gsm8k, math_boxed, math_dapo, numina, search_qa, tagged
 from verl.rewards.scorers.text import last_braced
 
 LONGEST_VOTE = 1000
@@ -25,6 +25,8 @@ SCORERS: dict[str, BuiltinScorer] = {
     "math": math_dapo.compute_score,
     "math_dapo_reasoning": math_dapo.compute_score,
     "hiyouga/geometry3k": geo3k.compute_score,
+    "lmms-lab/multimodal-open-r1-8k-verified": tagged.compute_score,
+    "Zhang199/TinyLLaVA-Video-R1-training-data": tagged.same_option,
     "codecontests": code.compute_score,
     "apps": code.compute_score,
     "codeforces": code.compute_score,
@@ -39,10 +41,12 @@ ANSWERS: dict[BuiltinScorer | None, Callable[[str], str | None]] = {
     gsm8k.compute_score: gsm8k.extract_solution,
     math_boxed.compute_score: lambda text: _spelled(math_boxed.last_boxed(text), math_boxed.normalize),
     geo3k.compute_score: lambda text: _spelled(last_braced(text, r"\boxed"), geo3k.simplify),
+    tagged.compute_score: lambda text: _spelled(tagged.answer(text), geo3k.simplify),
+    tagged.same_option: lambda text: _spelled(tagged.answer(text), str.upper),
     search_qa.compute_score: lambda text: _spelled(search_qa.extract_solution(text), search_qa.normalize_answer),
 }
 """What the scorers that return a bare number read as the answer; the others report it as ``pred``."""
-WAITING = (code.compute_score, geo3k.compute_score, numina.compute_score)
+WAITING = (code.compute_score, geo3k.compute_score, numina.compute_score, tagged.compute_score)
 """Scorers that wait for another process: several answers are better scored at once."""
 
 OWN_FUNCTION = (
