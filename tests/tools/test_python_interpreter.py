@@ -13,6 +13,7 @@ from verl.sandbox import SandboxRefused
 from verl.tools.loading import load_tools
 from verl.tools.python_interpreter import PythonInterpreterTool
 from verl.tools.sandbox_fusion_tools import SandboxFusionTool
+from verl.tools.schemas import ToolResponse
 
 # On a machine without a layer, the tool is tested with what is there; that it is refused without being asked is below.
 ANY = {"allow_missing": ["namespaces"]}
@@ -174,5 +175,22 @@ def test_a_service_can_take_the_place_of_the_sandbox():
         tool = SandboxFusionTool({"sandbox_fusion_url": http.url, "num_workers": 10, "rate_limit": 10})
         assert calls(tool, "1 + 1") == ["ran 1 + 1"]
         assert http.asked[0]["language"] == "python" and http.asked[0]["memory_limit_MB"] == 512
+        assert calls(Printing({"sandbox_fusion_url": http.url, "default_timeout": 7}), "1 + 1") == ["ran print(1 + 1)"]
+        assert http.asked[1]["run_timeout"] == 7 and http.asked[1]["language"] == "python"
+        assert tool.execute_code("a", "ls", 3, "bash") == "ran ls"
+        assert http.asked[2]["run_timeout"] == 3 and http.asked[2]["language"] == "bash"
     with pytest.raises(ConfigError, match="sandbox_fusion_url: is missing"):
         SandboxFusionTool({})
+
+
+class Printing(SandboxFusionTool):
+    """As recipes write it: the code is changed, and run in a thread of the tool's own choice."""
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        code, seconds = f"print({parameters['code']})", parameters.get("timeout", self.default_timeout)
+        loop = asyncio.get_running_loop()
+        async with self._async_semaphore:
+            said = await loop.run_in_executor(
+                None, self.execute_code, instance_id, code, seconds, self.default_language
+            )
+        return ToolResponse(text=said), None, None
