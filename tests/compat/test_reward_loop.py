@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ from verl.config import load_config
 from verl.experimental.reward_loop import RewardLoopManager, migrate_legacy_reward_impl
 from verl.experimental.reward_loop.reward_manager import dapo, gdpo, naive
 from verl.registry import ENGINES
-from verl.utils.ray_utils import auto_await
 from verl.workers.engine import BaseEngine, EngineRegistry
 from verl.workers.rollout import get_rollout_class
 
@@ -80,17 +78,6 @@ def test_a_manager_of_rows_is_changed_by_what_its_subclass_returns(base, expecte
         **expected,
         "score": 0,
     }
-
-
-def test_an_async_function_may_be_called_with_and_without_a_loop():
-    @auto_await
-    async def double(n):
-        return 2 * n
-
-    async def inside():
-        return await double(3)
-
-    assert double(2) == 4 and asyncio.run(inside()) == 6
 
 
 def test_an_engine_registers_under_several_names():

@@ -11,6 +11,10 @@ import torch
 from verl.protocol import DataProto
 
 
+RawRewardFn = Callable[..., Any]
+"""A user's reward function, in any form."""
+
+
 class AbstractRewardManager(ABC):
     """Scores a batch.
 

@@ -7,6 +7,7 @@ evaluated: symbolic equality belongs in a process of its own.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from verl.rewards.scorers.text import closing_brace, joins_digits, text_of
@@ -102,3 +103,10 @@ def _brace_fraction(part: str) -> str:
         return part
     top, below = part[0], part[1:]
     return f"{{{top}}}{below}" if below.startswith("{") else f"{{{top}}}{{{below[0]}}}{below[1:]}"
+
+
+def compute_score_batched(
+    data_sources: Sequence[str], solution_strs: Sequence[str], ground_truths: Sequence[Any], extra_infos: Sequence[Any]
+) -> list[float]:
+    """1.0 or 0.0 for each answer of a batch."""
+    return [compute_score(text, truth) for text, truth in zip(solution_strs, ground_truths, strict=True)]

@@ -192,3 +192,9 @@ def _same_matrix(first: list[list[str]], second: list[list[str]], same_formula: 
         return False
     pairs = ((a, b) for ours, theirs in zip(first, second) for a, b in zip(ours, theirs))
     return all(_same_element(simplify(a), simplify(b), same_formula) for a, b in pairs)
+
+
+def compute_verdict(model_output: str, ground_truth: Any) -> tuple[bool, bool, str]:
+    """(whether it is right, whether an answer was found, the answer)."""
+    scored = compute_score(model_output, ground_truth)
+    return scored["acc"], bool(scored["format"]), scored["pred"]

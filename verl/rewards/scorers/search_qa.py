@@ -58,6 +58,16 @@ def compute_score_subem(
     return _score(solution_str, ground_truth, format_score, score, lambda gold, answer: gold in answer)
 
 
+def em_check(prediction: str, golden_answers: Any) -> int:
+    """1 if the prediction equals any of them."""
+    return int(compute_score(f"{OPEN}{prediction}{CLOSE}", golden_answers))
+
+
+def subem_check(prediction: str, golden_answers: Any) -> int:
+    """1 if the prediction contains any of them."""
+    return int(compute_score_subem(f"{OPEN}{prediction}{CLOSE}", golden_answers))
+
+
 def _score(solution_str: str, ground_truth: Any, format_score: float, score: float, matches: Any) -> float:
     answer = extract_solution(solution_str)
     if answer is None:

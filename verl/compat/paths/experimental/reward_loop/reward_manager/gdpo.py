@@ -1,10 +1,3 @@
-"""GDPO's manager in the asynchronous form, under upstream's newer path."""
+"""The manager `gdpo` for one row, under upstream's newer path."""
 
-from verl.experimental.reward_loop.reward_manager import naive
-from verl.rewards.managers import gdpo
-
-
-class GDPORewardManager(naive.NaiveRewardManager):
-    """Wants rewards with names."""
-
-    of = gdpo.GDPORewardManager
+from verl.rewards.managers.single import GDPORowManager as GDPORewardManager
