@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 
 from verl.trainer.ppo import queue as queues
-from verl.trainer.ppo.queue import QueueBound, BoundBroken, GroupQueue
+from verl.trainer.ppo.queue import BoundBroken, GroupQueue, QueueBound
 
 SHARES = (Fraction(0), Fraction("0.1"), Fraction("0.5"), Fraction(1), Fraction("1.5"), Fraction(3))
 

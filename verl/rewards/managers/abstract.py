@@ -10,7 +10,6 @@ import torch
 
 from verl.protocol import DataProto
 
-
 RawRewardFn = Callable[..., Any]
 """A user's reward function, in any form."""
 
