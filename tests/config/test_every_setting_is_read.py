@@ -108,7 +108,10 @@ READ_ELSEWHERE = {
 
 SCORER = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.5\n"
 MANAGER = "from verl.rewards.managers.naive import NaiveRewardManager\n\n\nclass Mine(NaiveRewardManager):\n    pass\n"
-DATASET = "from verl.data import RLHFDataset\n\n\nclass Mine(RLHFDataset):\n    pass\n"
+DATASET = (
+    "from verl.data import RLHFDataset\n\n\nclass Mine(RLHFDataset):\n    pass\n\n\n"
+    "def keep_prompt(row):\n    return True\n"
+)
 SFT_DATASET = "from verl.data import MultiTurnSFTDataset\n\n\nclass Mine(MultiTurnSFTDataset):\n    pass\n"
 
 PROFILED = "{0}.profiler.enable=true {0}.profiler.tool_config.torch.discrete=true"
@@ -193,6 +196,7 @@ PPO_RUNS = {
         "critic.optim.lr_scheduler_type=cosine",
         "data.custom_cls.path=dataset.py",
         "data.custom_cls.name=Mine",
+        "data.filter_function.path=dataset.py",
         "data.val_files=train.parquet",
         "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
         "actor_rollout_ref.rollout.val_kwargs.temperature=0.5",

@@ -288,7 +288,13 @@ def test_remote_files_and_hub_models_are_not_looked_up(ppo, told):
 
 
 @pytest.mark.parametrize(
-    "key", ["reward.custom_reward_function.path", "reward.reward_manager.module.path", "data.custom_cls.path"]
+    "key",
+    [
+        "reward.custom_reward_function.path",
+        "reward.reward_manager.module.path",
+        "data.custom_cls.path",
+        "data.filter_function.path",
+    ],
 )
 def test_a_python_file_of_the_user_that_is_missing_is_an_error(ppo, files, key):
     said = message(ppo, f"{key}={files}/mi.py", "data.custom_cls.name=Mine")

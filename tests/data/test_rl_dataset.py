@@ -13,6 +13,7 @@ import pytest
 
 from tests.support import addition_rows, write_prompts
 from verl.config import DataConfig
+from verl.config.data import PromptFilterConfig
 from verl.data.collate import collate_fn
 from verl.data.loader import stateful_loader
 from verl.data.rl_dataset import RLHFDataset
@@ -118,6 +119,50 @@ def test_prompts_that_are_too_long_are_dropped_with_a_count(tmp_path, tokenizer)
     assert [len(row["raw_prompt_ids"]) for row in found] == [OVERHEAD + 5, OVERHEAD + 10]
     assert [row["__row__"] for row in found] == [0, 2] and found.describe(1).endswith("train.parquet, row 2")
     assert any("2 of 4 prompts are longer than 29 tokens" in text for text in notices().values())
+
+
+FILTERS = """
+def keep_prompt(row):
+    return row["extra_info"]["level"] > 2
+
+def none(row):
+    return False
+
+def odd(row):
+    return 1
+
+def breaks(row):
+    return row["missing"]
+"""
+
+
+def filtered(tmp_path, tokenizer, name, **config):
+    (tmp_path / "mine.py").write_text(FILTERS)
+    levels = [{**row, "extra_info": {"level": n}} for n, row in enumerate(asking("a", "b", "c", "d" * 9, "e"), 1)]
+    mine = PromptFilterConfig(path=f"{tmp_path}/mine.py", name=name)
+    return dataset(tmp_path, tokenizer, levels, filter_function=mine, **config)
+
+
+def test_a_function_of_the_users_drops_prompts_before_lengths_do_and_both_are_counted(tmp_path, tokenizer):
+    found = filtered(tmp_path, tokenizer, "keep_prompt", max_prompt_length=OVERHEAD + 5, filter_overlong_prompts=True)
+    assert [(row["raw_prompt"][0]["content"], row["__row__"]) for row in found] == [("c", 2), ("e", 4)]
+    said = {key.partition(" ")[0]: text for key, text in notices().items()}
+    assert said["data.filter_function"] == "2 of 5 prompts were dropped"
+    assert said["data.filter_overlong_prompts"].startswith("1 of 3 prompts are longer than 24 tokens")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("none", "keeps none of the 5 prompts"),
+        ("odd", r"row 0: odd in .*mine\.py must answer true \(keep the prompt\) or false\. Got 1"),
+        ("breaks", r"row 0: breaks in .*mine\.py failed on this row: KeyError: 'missing'"),
+        ("other", r"data\.filter_function\.name: .* has no such function\. Got 'other'"),
+    ],
+)
+def test_a_filter_that_gives_no_answer_is_an_error_with_its_place(tmp_path, tokenizer, name, said):
+    with pytest.raises((DataError, ConfigError), match=said):
+        filtered(tmp_path, tokenizer, name)
 
 
 def test_if_all_prompts_are_too_long_nothing_is_left_and_that_is_an_error(tmp_path, tokenizer):

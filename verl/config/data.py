@@ -18,6 +18,20 @@ class CustomClassConfig(ConfigNode):
 
 
 @dataclass(frozen=True)
+class PromptFilterConfig(ConfigNode):
+    """A function of your own that drops prompts."""
+
+    path: str | None = setting(
+        None,
+        "Python file with a function that gets a row as a dict of its columns and answers whether its prompt is used; "
+        "for training and validation",
+        upstream=ABSENT,
+        path=True,
+    )
+    name: str = setting("keep_prompt", "function name in that file", upstream=ABSENT)
+
+
+@dataclass(frozen=True)
 class DataConfig(ConfigNode):
     """Prompts for RL training and validation."""
 
@@ -91,7 +105,8 @@ class DataConfig(ConfigNode):
     filter_overlong_prompts: bool = setting(
         False, "drop prompts that are longer than max_prompt_length before training"
     )
-    filter_overlong_prompts_workers: int = setting(1, "processes that count prompt tokens")
+    filter_overlong_prompts_workers: int = setting(1, "processes that count prompt tokens and run filter_function")
+    filter_function: PromptFilterConfig = section(PromptFilterConfig)
     truncation: str = setting(
         "error",
         "what to do with an overlong prompt: error stops the run; left, right, middle truncate there",

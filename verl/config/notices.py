@@ -36,6 +36,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
         sampled_log_probs.tell,
         _critic,
         _merging,
+        _prompt_filter,
         _validation,
         _reward,
         oversampling.tell,
@@ -223,6 +224,11 @@ def _merging(cfg: PPOTrainerConfig) -> None:
         notice("actor_rollout_ref.model.lora.merge", "has no effect without actor_rollout_ref.model.lora_rank")
     if cfg.critic.model.lora.merge:
         notice("critic.model.lora.merge", "has no effect: no sampler takes a critic's weights")
+
+
+def _prompt_filter(cfg: PPOTrainerConfig) -> None:
+    if cfg.data.filter_function.path is None and "name" in _changed(cfg.data.filter_function):
+        notice("data.filter_function.name", "has no effect without data.filter_function.path")
 
 
 def _validation(cfg: PPOTrainerConfig) -> None:

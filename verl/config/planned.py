@@ -15,6 +15,8 @@ INSTEAD: dict[str, str] = {
     "profiling on Ascend": "Leave it out; global_profiler.tool=torch shows what the host does.",
     "the msprobe precision debugger": "Leave it out.",
     "a command after profiling": "Leave it out; recordings lie in global_profiler.save_path.",
+    "chat templates by function": "Set actor_rollout_ref.model.custom_chat_template, or a class with its own "
+    "build_messages as data.custom_cls.",
     "rollout traces": "Leave it out; trainer.rollout_data_dir writes every rollout to JSON lines.",
     "replay of dumped rollouts": "Leave it out; trainer.rollout_data_dir writes every rollout to JSON lines.",
     "remote checkpoints": "Leave it out to keep checkpoints in trainer.default_local_dir.",

@@ -8,6 +8,7 @@ responses are formed.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch.utils.data import Dataset
 from verl.data.chat_template import ChatTemplate
 from verl.data.columns import DATA_SOURCE, as_flag, as_object, check_prompts
 from verl.data.files import as_dataset, choose_rows, read_files
+from verl.data.filtering import KEY as FILTER_KEY
+from verl.data.filtering import filter_of
 from verl.data.messages import Message, as_messages, prune
 from verl.data.overlong import MANY, check_truncation, count_tokens, cut_tokens, length_text, measure
 from verl.data.settings import read, read_mapping, read_number
@@ -40,6 +43,9 @@ class RLHFDataset(Dataset):
 
     With tools (``tool_config_path``, ``function_tool_path``) a prompt is measured with their schemas; the loop that has
     the tools renders it so, ``raw_prompt_ids`` is without them.
+
+    Rows that ``filter_function`` does not keep are dropped first, then those of ``filter_overlong_prompts``; a notice
+    counts each.
 
     Subclasses may override `build_messages`, or read ``self.dataframe`` (a `datasets.Dataset` of the kept rows).
 
@@ -79,6 +85,7 @@ class RLHFDataset(Dataset):
         tools = load_tools(read(config, "tool_config_path"), read(config, "function_tool_path"))
         self._tools = [tool.get_openai_tool_schema().for_template() for tool in tools.values()]
         self._load()
+        self._filter()
         self._settle_lengths()
 
     def __len__(self) -> int:
@@ -123,6 +130,23 @@ class RLHFDataset(Dataset):
         shuffle, seed = bool(read(self.config, "shuffle", False)), read(self.config, "seed")
         self._rows = choose_rows(len(table), self.max_samples, shuffle=shuffle, seed=seed)
         self.dataframe = as_dataset(table if len(self._rows) == len(table) else table.take(self._rows))
+
+    def _filter(self) -> None:
+        """Drop the prompts that the user's function does not want."""
+        keep = filter_of(self.config)
+        if keep is None:
+            return
+
+        def wanted(chunk: range) -> list[int]:
+            return [keep(dict(self.dataframe[item]), partial(self.describe, item)) for item in chunk]
+
+        workers = read_number(self.config, "filter_overlong_prompts_workers", 1)
+        kept = np.flatnonzero(measure(len(self), wanted, workers=workers, description="filtering prompts"))
+        files = ", ".join(self._origin.files)
+        if not len(kept):
+            raise DataError(f"{FILTER_KEY} keeps none of the {len(self)} prompts", key=files)
+        notice(f"{FILTER_KEY} ({files})", f"{len(self) - len(kept)} of {len(self)} prompts were dropped")
+        self.dataframe, self._rows = self.dataframe.select(kept), self._rows[kept]
 
     def _settle_lengths(self) -> None:
         """Drop the prompts that are too long, or refuse them; both need the length of every prompt."""
