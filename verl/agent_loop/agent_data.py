@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.agent_loop.base import AgentLoopMetrics, AgentLoopOutput
 from verl.agent_loop.batch import NO_VERSION
+from verl.agent_loop.unfinished import metrics_of, plain_metrics
+from verl.data.special_tokens import SampledMessage
 from verl.metrics import MetricSet
 from verl.rollout.base import Completion
 
@@ -71,6 +74,20 @@ class AgentData:
         if self.response_logprobs is not None:
             self.response_logprobs += [0.0] * len(ids)
         self.user_turns += 1
+
+    def plain(self) -> dict[str, Any]:
+        """All of it but the row, as data that a file can hold."""
+        state = {name: value for name, value in vars(self).items() if name not in ("row", "tools_kwargs")}
+        messages = [[isinstance(message, SampledMessage), dict(message)] for message in self.messages]
+        return copy.deepcopy({**state, "messages": messages, "metrics": plain_metrics(self.metrics)})
+
+    @classmethod
+    def of_plain(cls, row: dict[str, Any], state: Mapping[str, Any]) -> AgentData:
+        """The reverse of `plain`."""
+        fields = copy.deepcopy(dict(state))
+        messages = [SampledMessage(message) if own else dict(message) for own, message in fields.pop("messages")]
+        metrics = metrics_of(fields.pop("metrics"))
+        return cls(row, messages, row.get("tools_kwargs") or {}, metrics=metrics, **fields)
 
     def output(self) -> AgentLoopOutput:
         """The trajectory as the trainer takes it."""

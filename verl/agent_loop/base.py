@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from verl.data.chat_template import ChatTemplate
 from verl.errors import DataError, NotBuiltError
@@ -48,6 +48,7 @@ class AgentLoopOutput:
         extra_fields: further values of this row; each becomes a column of the batch.
         measures: metrics of this trajectory; over the batch each is reduced its own way.
         failure: the exception of a trajectory that failed; it stays in this process.
+        unfinished: what the loop keeps of a trajectory that goes on in a later batch (`AgentLoopBase.resumable`).
     """
 
     prompt_ids: list[int]
@@ -67,6 +68,7 @@ class AgentLoopOutput:
     measures: MetricSet = field(default_factory=MetricSet)
     step_rewards: list[tuple[int, float]] | None = None
     failure: Exception | None = None
+    unfinished: Any = None
 
     def __post_init__(self) -> None:
         if isinstance(self.metrics, Mapping):
@@ -96,6 +98,12 @@ class LoopConfig:
 class AgentLoopBase(ABC):
     """Runs one trajectory; a fresh instance per row.
 
+    Attributes:
+        resumable: `run` can go on with a trajectory in a later batch (``rollout.keep_unfinished``). Once a batch has
+            enough, an answer is aborted, ``server_manager.left`` is set, and `run` returns what it has; what it needs
+            besides that answer, as plain data, is ``unfinished`` of its output. The later `run` has it in
+            ``self.unfinished``, and its first request goes on with that answer. Other loops are waited for.
+
     Args:
         trainer_config: the configuration that the run was started with, or its ``rollout`` section.
         server_manager: the sampler as this trajectory sees it (`SamplerClient`).
@@ -113,6 +121,9 @@ class AgentLoopBase(ABC):
         ...         answer = await generate(row["uid"], prompt_ids=prompt, sampling_params=sampling_params)
         ...         return AgentLoopOutput(prompt, list(answer.token_ids), [1] * len(answer.token_ids))
     """
+
+    resumable: ClassVar[bool] = False
+    unfinished: Any = None
 
     def __init__(
         self,

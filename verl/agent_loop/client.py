@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from verl.agent_loop.early_stop import Stop
+from verl.agent_loop.unfinished import part_of, plain_part
 from verl.errors import RolloutError, suggest
 from verl.rollout.base import Completion, Request, Sampler, SamplingParams
+from verl.rollout.resume import continued, joined
 
 PARAMETERS = tuple(f.name for f in fields(SamplingParams))
 OTHER_NAMES = {"max_new_tokens": "max_tokens", "response_length": "max_tokens"}
@@ -33,6 +35,10 @@ class SamplerClient:
         response_length: budget of a request that does not name its own.
         stop_token_ids: end a response, besides the model's own end tokens.
         stop: once it is set, requests come back aborted and empty.
+        goes_on: a request that is aborted goes on at once: its loop cannot go on in a later batch.
+
+    Attributes:
+        left: number and tokens so far of the request that goes on in a later batch; None while there is none.
     """
 
     sampler: Sampler
@@ -42,8 +48,30 @@ class SamplerClient:
     response_length: int
     stop_token_ids: tuple[int, ...] = ()
     stop: Stop = field(default_factory=Stop)
+    goes_on: bool = False
     num_requests: int = 0
     seconds: float = 0.0
+    left: tuple[int, Completion] | None = None
+    part: Completion | None = None
+    """What the next request has from an earlier batch."""
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Begin where an earlier batch left this trajectory: what `state` gave there."""
+        self.num_requests, self.part = int(state["turn"]), part_of(state["part"])
+
+    def restart(self) -> None:
+        """Begin with the first request after all."""
+        self.num_requests, self.part = 0, None
+
+    def state(self, of_loop: Any) -> dict[str, Any]:
+        """The trajectory that was left, as plain data.
+
+        Args:
+            of_loop: what its loop keeps of it.
+        """
+        assert self.left is not None, "no request was left"
+        turn, part = self.left
+        return {"turn": turn, "part": plain_part(part), "loop": of_loop}
 
     async def generate(
         self,
@@ -78,13 +106,20 @@ class SamplerClient:
             generated_prefix=tuple(generated_prefix),
             session=f"{request_id}/{self.uid}-{self.sample_index}",
         )
-        if self.stop.is_set:
-            return self.stop.answer(request)
+        parts, self.part = ([] if self.part is None else [self.part]), None
+        request = continued(request, parts[0]) if parts else request
         start = time.perf_counter()
         try:
-            return await self.sampler.generate(request)
+            parts.append(self.stop.answer(request) if self.stop.is_set else await self.sampler.generate(request))
+            while self.goes_on and parts[-1].finish_reason == "abort":
+                request = continued(request, parts[-1])
+                parts.append(await self.sampler.generate(request))
         finally:
             self.seconds += time.perf_counter() - start
+        done = joined(parts)
+        if self.stop.keeps and done.finish_reason == "abort":
+            self.left = turn, done
+        return done
 
     def _parameters(self, given: Mapping[str, Any]) -> SamplingParams:
         given = {OTHER_NAMES.get(name, name): value for name, value in given.items()}

@@ -1,7 +1,7 @@
-"""Over-sampling with an early stop: once enough trajectories are done, the longest ones are given up.
+"""Over-sampling with an early stop: once enough trajectories are done, the longest ones are given up, or go on later.
 
 What is given up comes back with the finish reason ``abort``; the dataflow masks it, so it is neither trained on nor in
-the baseline of its group.
+the baseline of its group. What goes on in a later batch (`verl.agent_loop.unfinished`) comes back with its state.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TypeVar
 
+from verl.agent_loop.unfinished import Members
 from verl.rollout.base import Completion, Request
 
 T = TypeVar("T")
@@ -24,10 +25,12 @@ class Stop:
 
     Args:
         batch: tells batches apart where their loops run in other processes.
+        keeps: what is not done then goes on in a later batch; else it is given up.
     """
 
     is_set: bool = False
     batch: int = field(default_factory=count().__next__)
+    keeps: bool = False
 
     def answer(self, request: Request) -> Completion:
         """What a request gets that begins after the stop."""
@@ -47,6 +50,33 @@ async def gather_most(tasks: Sequence[asyncio.Task[T]], rate: float, stop: Calla
         done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()  # the first failure ends the batch
+    if left:
+        await stop()
+    return list(await asyncio.gather(*tasks))
+
+
+async def gather_prompts(
+    tasks: Sequence[asyncio.Task[T]],
+    members: Members,
+    enough: int,
+    stop: Callable[[], Awaitable[None]],
+    complete: Callable[[Sequence[int]], None],
+) -> list[T]:
+    """The results of all tasks in order; those that are left end early once enough prompts have all samples.
+
+    Args:
+        members: the prompt of each task.
+        stop: as in `gather_most`.
+        complete: called with the tasks of a prompt as the last of them ends before the stop.
+    """
+    number_of = {task: number for number, task in enumerate(tasks)}
+    left = set(tasks)
+    while left and members.num_complete < enough:
+        done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+        for task in sorted(done, key=number_of.__getitem__):
+            task.result()  # the first failure ends the batch
+            if rows := members.end(number_of[task]):
+                complete(rows)
     if left:
         await stop()
     return list(await asyncio.gather(*tasks))

@@ -8,11 +8,21 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from verl.agent_loop.base import AgentLoopOutput
-from verl.agent_loop.batch import loop_metrics, to_batch
-from verl.agent_loop.early_stop import Stop, gather_most
+from verl.agent_loop.batch import loop_metrics, object_array, to_batch
+from verl.agent_loop.early_stop import Stop, gather_most, gather_prompts
 from verl.agent_loop.failed import check_some_worked
 from verl.agent_loop.overlapped_scoring import OverlappedScoring, ScoreRow
 from verl.agent_loop.runner import RowRunner, RunsRows, Score
+from verl.agent_loop.unfinished import (
+    EARLIER,
+    ENOUGH,
+    LEFT,
+    Members,
+    are_complete,
+    output_of,
+    partial_metrics,
+    states_of,
+)
 from verl.data.settings import read, read_number
 from verl.errors import RolloutError
 from verl.protocol import DataProto
@@ -66,8 +76,11 @@ class AgentLoopManager:
         self._runners = list(runners) or [self.here]
 
     async def serve(self, request: Request) -> Completion:
-        """The answer to a loop in another process; it is empty once enough trajectories of the batch are done."""
-        if self._stop.is_set:
+        """The answer to a loop in another process; it is empty once enough trajectories of the batch are done.
+
+        Unless what is not done goes on later: then the loop knows which of its requests still want an answer.
+        """
+        if self._stop.is_set and not self._stop.keeps:
             return self._stop.answer(request)
         return await self.sampler.generate(request)
 
@@ -77,7 +90,9 @@ class AgentLoopManager:
         Args:
             prompts: ``raw_prompt_ids`` or ``raw_prompt``, and ``uid``; ``agent_name`` picks a row's loop. A column
                 ``sample_index`` tells the samples of a uid apart where they are spread over several batches.
-                ``meta_info["validate"]`` samples with ``val_kwargs``; ``meta_info["do_sample"]`` overrides both.
+                ``meta_info["validate"]`` samples with ``val_kwargs``; ``meta_info["do_sample"]`` overrides both. With
+                ``meta_info["enough_prompts"]`` the batch ends once so many prompts have all samples; its column
+                ``unfinished`` says where the others stand, and is the column ``earlier`` of the next rows.
 
         Raises:
             RolloutError: all rows failed, the sampler is gone, or a loop says that its failure stops the run; the
@@ -89,17 +104,23 @@ class AgentLoopManager:
         """The same inside a running event loop."""
         rows = [{name: values[i] for name, values in prompts.non_tensor_batch.items()} for i in range(len(prompts))]
         parameters = self.sampling_params(prompts.meta_info)
-        stop = self._stop = Stop()
+        enough = prompts.meta_info.get(ENOUGH)
+        stop = self._stop = Stop(keeps=enough is not None)
         pad = self.here.pad
         beside = None if self.score_row is None else OverlappedScoring(self.score_row, rows, pad)
-        streams = sample_streams(rows, prompts.meta_info)
+        streams, uids = sample_streams(rows, prompts.meta_info), list(prompts.non_tensor_batch.get("uid", ()))
         tasks = []
+        places = self._places(rows)
         for number, (row, stream) in enumerate(zip(rows, streams)):
-            runner = self._runners[number * len(self._runners) // len(rows)]
-            work = runner.run(number, row, stream, parameters, stop)
-            tasks.append(asyncio.ensure_future(_scored(number, work, beside)))
+            ended = (row.get(EARLIER) or {}).get("ended")
+            runner = self._runners[places[number]]
+            work = runner.run(number, row, stream, parameters, stop) if ended is None else _again(ended)
+            tasks.append(asyncio.ensure_future(_scored(number, work, None if stop.keeps else beside)))
         try:
-            outputs = await gather_most(tasks, self._may_give_up(prompts.meta_info), self._end_batch)
+            if enough is None:
+                outputs = await gather_most(tasks, self._may_give_up(prompts.meta_info), self._end_batch)
+            else:
+                outputs = await self._enough_of(tasks, uids, int(enough), beside)
         except BaseException:
             for task in tasks:  # the batch ends; what is left must not go on sampling
                 task.cancel()
@@ -110,8 +131,40 @@ class AgentLoopManager:
         check_some_worked(outputs)
         batch = to_batch(outputs, pad, with_log_probs=self.config.calculate_log_probs)
         scoring = {} if beside is None else await beside.finish(outputs, batch)
-        batch.meta_info["metrics"] = {**loop_metrics(outputs), **scoring}
+        if enough is None:
+            batch.meta_info["metrics"] = {**loop_metrics(outputs), **scoring}
+            return batch
+        states = states_of(outputs, uids, places)
+        batch.non_tensor_batch[LEFT] = object_array(states)
+        measured = loop_metrics([output for output, state in zip(outputs, states) if state is None])
+        batch.meta_info["metrics"] = {**measured, **scoring, **partial_metrics(rows, outputs, states)}
         return batch
+
+    async def _enough_of(
+        self,
+        tasks: Sequence[asyncio.Task[AgentLoopOutput]],
+        uids: Sequence[str],
+        enough: int,
+        beside: OverlappedScoring | None,
+    ) -> list[AgentLoopOutput]:
+        """The results of all tasks once enough prompts have all samples; only those of such prompts are scored."""
+        begun: set[int] = set()
+
+        def score(rows: Sequence[int]) -> None:
+            begun.update(rows)
+            for row in rows if beside is not None else ():
+                beside.start(row, tasks[row].result())  # type: ignore[union-attr]  # no rows without it
+
+        outputs = await gather_prompts(tasks, Members(uids), enough, self._end_batch, score)
+        score([row for row, is_over in enumerate(are_complete(outputs, uids)) if is_over and row not in begun])
+        return outputs
+
+    def _places(self, rows: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The runner of each row: adjacent rows share one, and a trajectory goes on where its tools are."""
+        count = len(self._runners)
+        places = [number * count // len(rows) for number in range(len(rows))]
+        before = [(row.get(EARLIER) or {}).get("runner", count) for row in rows]
+        return [known if known < count else place for known, place in zip(before, places)]
 
     async def _end_batch(self) -> None:
         """Enough trajectories are done. Loops in other processes hear of it before their requests come back empty."""
@@ -140,6 +193,11 @@ class AgentLoopManager:
         """``over_sample_rate`` for samples to train on; a validation or a greedy baseline needs every answer."""
         needs_all = meta_info.get("validate") or "do_sample" in meta_info
         return 0.0 if needs_all else float(self.config.over_sample_rate)
+
+
+async def _again(plain: Mapping[str, Any]) -> AgentLoopOutput:
+    """A trajectory that ended in an earlier batch."""
+    return output_of(plain)
 
 
 async def _scored(number: int, work: Awaitable[AgentLoopOutput], beside: OverlappedScoring | None) -> AgentLoopOutput:

@@ -12,6 +12,7 @@ from verl.agent_loop.choose import LoopLoader
 from verl.agent_loop.client import SamplerClient
 from verl.agent_loop.early_stop import Stop
 from verl.agent_loop.failed import RunStops, failed
+from verl.agent_loop.unfinished import EARLIER
 from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import Sampler
 from verl.rollout.lost import EngineLostError
@@ -65,23 +66,30 @@ class RowRunner:
             number: of the row in its batch, for messages.
             stream: uid and sample index, the key of its random numbers.
             parameters: how it is sampled.
-            stop: once it is set, requests come back empty.
+            stop: once it is set, requests come back empty. Where it keeps what is not done, that of a loop which
+                cannot go on later is waited for.
 
         Raises:
             RolloutError: the failure is not the row's alone: the configuration is wrong, or the sampler is gone.
         """
-        chosen = self.loops.of(row)
+        chosen, state = self.loops.of(row), row.get(EARLIER)
+        row = {name: value for name, value in row.items() if name != EARLIER}
+        waits = stop.keeps and not chosen.loop_class.resumable
         budget = int(self.config.response_length)
         end = self.tokenizer.eos_token_id
-        client = SamplerClient(
-            self.sampler, *stream, self.config.seed, budget, () if end is None else (int(end),), stop
-        )
+        ends = () if end is None else (int(end),)
+        its_stop = Stop() if waits else stop
+        client = SamplerClient(self.sampler, *stream, self.config.seed, budget, ends, its_stop, goes_on=waits)
+        if state is not None:
+            client.go_on(state)
         where = f"row {number} of the batch, uid {stream[0]}"
         try:
             loop = chosen.make(self.config, client, self.tokenizer, self.processor, self.data_config)
+            loop.unfinished = None if state is None else state["loop"]
             output = checked(await loop.run(dict(parameters), **{**row, "uid": stream[0]}), budget)
             output.metrics.generate_sequences = client.seconds
-            if self.score is not None and output.reward_score is None:
+            output.unfinished = None if client.left is None else client.state(output.unfinished)
+            if self.score is not None and output.reward_score is None and output.unfinished is None:
                 start = time.perf_counter()
                 output.reward_score = float(await self.score(row, output))
                 output.metrics.compute_score += time.perf_counter() - start

@@ -10,6 +10,8 @@ from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutpu
 class SingleTurnAgentLoop(AgentLoopBase):
     """Samples one answer to the row's prompt."""
 
+    resumable = True
+
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         prompt = await self.prompt_ids(kwargs)
         answer = await self.server_manager.generate(kwargs["uid"], prompt_ids=prompt, sampling_params=sampling_params)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.agent_loop.agent_data import AgentData
@@ -19,10 +19,12 @@ from verl.agent_loop.extend import Extender, TemplateContinuationError, assistan
 from verl.agent_loop.failed import place_of
 from verl.agent_loop.parsers import Malformed, Parsed, ToolParser
 from verl.agent_loop.tool_calls import CallLimits, ToolCalls, openai_call
+from verl.agent_loop.unfinished import PROCESS
 from verl.errors import DataError, RolloutError, suggest
 from verl.interactions.base import BaseInteraction, load_interactions
 from verl.metrics import notice
 from verl.rollout.base import Completion
+from verl.tools.base import BaseTool
 from verl.tools.loading import load_tools
 from verl.tools.runner import TimeLimit
 
@@ -83,8 +85,12 @@ class ToolAgentLoop(AgentLoopBase):
 
     The row's columns that it reads: ``raw_prompt``; ``tools_kwargs``; ``interaction_kwargs``; ``tool_selection``, in
     the row or in ``extra_info``: names of the tools that this row has, all where it is missing.
+
+    It goes on in a later batch with the turn in which it was left. What its tools and its user keep in memory is of the
+    process: in another one, after a restart, a conversation that needs such memory begins anew.
     """
 
+    resumable = True
     shared: ToolAgentParts
 
     @classmethod
@@ -96,10 +102,13 @@ class ToolAgentLoop(AgentLoopBase):
         parts = self.shared
         names = selected(kwargs, list(parts.calls.tools))
         schemas = [parts.calls.tools[name].get_openai_tool_schema().for_template() for name in names]
-        data = self._begin(kwargs, schemas)
+        known = self._from_earlier()
+        data = self._begin(kwargs, schemas) if known is None else AgentData.of_plain(kwargs, known["data"])
+        if known is None and self.unfinished is not None:
+            data.metrics.add("rollout/partial/restarted", 1, "sum")
         simulated = None
         try:
-            simulated = await self._simulated_user(data)
+            simulated = await self._simulated_user(data, None if known is None else known["user"])
             turns = self._turns(data, sampling_params, names, schemas, simulated)
             if not await within(turns, parts.limits.seconds):
                 # An answer that asks for something slow must not get its row out of the loss.
@@ -110,11 +119,36 @@ class ToolAgentLoop(AgentLoopBase):
             )
             _ended(data, "user_failed", "abort")
         finally:
-            await parts.calls.finish(data)
-            if simulated is not None:
-                await self._leave(data, simulated)
+            if not self._is_left:
+                await parts.calls.finish(data)
+                if simulated is not None:
+                    await self._leave(data, simulated)
+        if self._is_left:
+            user = None if simulated is None else simulated.instance
+            return replace(data.output(), unfinished={"process": PROCESS, "data": data.plain(), "user": user})
         self._compare(data, schemas)
         return data.output()
+
+    @property
+    def _is_left(self) -> bool:
+        """Whether the conversation goes on in a later batch."""
+        return self.server_manager.left is not None
+
+    def _from_earlier(self) -> Mapping[str, Any] | None:
+        """Where the conversation stood in an earlier batch; None for a new one, and for one that begins anew."""
+        state: Mapping[str, Any] | None = self.unfinished
+        if state is None:
+            return None
+        tools = [self.shared.calls.tools[name] for name in state["data"]["instances"]]
+        keeps_memory = state["user"] is not None or any(type(tool).create is not BaseTool.create for tool in tools)
+        if state["process"] == PROCESS or not keeps_memory:
+            return state
+        notice(
+            "actor_rollout_ref.rollout.keep_unfinished",
+            "conversations whose tools or users keep something in memory begin anew: the process that had it is gone",
+        )
+        self.server_manager.restart()
+        return None
 
     def _begin(self, row: dict[str, Any], schemas: Sequence[Any]) -> AgentData:
         if row.get("raw_prompt") is None:
@@ -139,6 +173,9 @@ class ToolAgentLoop(AgentLoopBase):
         parts = self.shared
         while True:
             answer = await self._sample(data, sampling_params)
+            if self._is_left:
+                return
+            data.add_sampled(answer)
             parsed = await self._parse(data, answer, schemas) if names else Parsed("")
             history, message = list(data.messages), self._message(answer, parsed)
             data.messages.append(message)
@@ -175,11 +212,9 @@ class ToolAgentLoop(AgentLoopBase):
         stops = [*(sampling_params.get("stop_token_ids") or ()), *self.shared.parser.stop_token_ids]
         parameters = {**within_response(sampling_params, len(data.response_ids)), "stop_token_ids": tuple(stops)}
         parameters["max_tokens"] = self._left(data)
-        answer = await self.server_manager.generate(
+        return await self.server_manager.generate(
             "tool_agent", prompt_ids=[*data.prompt_ids, *data.response_ids], sampling_params=parameters
         )
-        data.add_sampled(answer)
-        return answer
 
     async def _parse(self, data: AgentData, answer: Completion, schemas: Sequence[Any]) -> Parsed:
         """The answer's calls; one on which the parser fails is an answer with a malformed call."""
@@ -215,8 +250,8 @@ class ToolAgentLoop(AgentLoopBase):
         replies = await self.shared.calls.run(data, parsed.items, names, self.shared.parser.form)
         return [reply.message() for reply in replies], {"role": "tool", "calls": [reply.entry() for reply in replies]}
 
-    async def _simulated_user(self, data: AgentData) -> SimulatedUser | None:
-        """The row's simulated user, if it has one."""
+    async def _simulated_user(self, data: AgentData, instance: str | None) -> SimulatedUser | None:
+        """The row's simulated user, if it has one; it begins with the trajectory where it has no instance of it yet."""
         kwargs, users = dict(data.row.get("interaction_kwargs") or {}), self.shared.users
         if not users or not kwargs:
             return None
@@ -224,7 +259,8 @@ class ToolAgentLoop(AgentLoopBase):
         if name not in users:
             fix = suggest(name, users)
             raise DataError("no such simulated user", key="interaction_kwargs.name", got=name, allowed=users, fix=fix)
-        instance = await self._with_user(users[name], users[name].start_interaction, **kwargs)
+        if instance is None:
+            instance = await self._with_user(users[name], users[name].start_interaction, **kwargs)
         return SimulatedUser(users[name], instance, kwargs)
 
     async def _ask(self, data: AgentData, simulated: SimulatedUser) -> tuple[list[Any], dict[str, Any]]:

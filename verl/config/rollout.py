@@ -298,6 +298,12 @@ class RolloutConfig(ConfigNode):
     over_sample_rate: float = setting(
         0.0, "share of training samples that may be aborted once the others are done; they are masked"
     )
+    keep_unfinished: bool = setting(
+        False,
+        "with over_sample_rate: sample more prompts than a step trains on, and go on with unfinished responses in the "
+        "next step, from where they are, instead of masking them",
+        upstream=ABSENT,
+    )
     requests_at_update: str = setting(
         "wait",
         "what new weights do to running requests, in schedules that sync weights while samplers work: wait for their "

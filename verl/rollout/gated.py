@@ -12,7 +12,7 @@ import math
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.errors import NotBuiltError, RolloutError
@@ -155,6 +155,9 @@ class GatedSampler(Sampler):
                 sampled = self._checked(request, await self._sample(request))
             finally:
                 self._inside.discard(request.id)
+        spent = len(request.generated_prefix) + len(sampled.token_ids) >= request.sampling.max_tokens
+        if sampled.finish_reason == "abort" and spent:
+            sampled = replace(sampled, finish_reason="length")  # the abort came too late
         interrupted = sampled.finish_reason == "abort" and request.id in self._interrupted - self._given_up
         self._interrupted.discard(request.id)
         if interrupted and not sampled.token_ids:

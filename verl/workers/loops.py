@@ -39,19 +39,25 @@ class RolloutWorker:
         self._stop = Stop()
 
     async def run_row(
-        self, batch: int, number: int, row: dict[str, Any], stream: tuple[str, int], parameters: dict[str, Any]
+        self,
+        batch: int,
+        number: int,
+        row: dict[str, Any],
+        stream: tuple[str, int],
+        parameters: dict[str, Any],
+        keeps: bool = False,
     ) -> AgentLoopOutput:
-        """As `RowRunner.run`, for a row of a batch that `end_batch` may end."""
-        output = await self._runner.run(number, row, stream, parameters, self._stop_of(batch))
+        """As `RowRunner.run`, for a row of a batch that `end_batch` may end; ``keeps`` is of its `Stop`."""
+        output = await self._runner.run(number, row, stream, parameters, self._stop_of(batch, keeps))
         return output if output.failure is None else replace(output, failure=portable(output.failure))
 
-    async def end_batch(self, batch: int) -> None:
+    async def end_batch(self, batch: int, keeps: bool = False) -> None:
         """Enough trajectories of a batch are done."""
-        self._stop_of(batch).is_set = True
+        self._stop_of(batch, keeps).is_set = True
 
-    def _stop_of(self, batch: int) -> Stop:
+    def _stop_of(self, batch: int, keeps: bool) -> Stop:
         if self._stop.batch != batch:
-            self._stop = Stop(batch=batch)
+            self._stop = Stop(batch=batch, keeps=keeps)
         return self._stop
 
 
@@ -69,7 +75,9 @@ class RemoteRunner:
         self, number: int, row: dict[str, Any], stream: tuple[str, int], parameters: dict[str, Any], stop: Stop
     ) -> AgentLoopOutput:
         try:
-            output: AgentLoopOutput = await self._worker.call("run_row", stop.batch, number, row, stream, parameters)
+            output: AgentLoopOutput = await self._worker.call(
+                "run_row", stop.batch, number, row, stream, parameters, stop.keeps
+            )
         except WorkerError as error:
             where = f"row {number} of the batch, uid {stream[0]}"
             raise RolloutError(f"the process that ran the agent loop of {where} is lost: {error}") from error
@@ -77,4 +85,4 @@ class RemoteRunner:
 
     async def end(self, stop: Stop) -> None:
         with suppress(WorkerError):  # of a process that is lost each of its rows says so
-            await self._worker.call("end_batch", stop.batch)
+            await self._worker.call("end_batch", stop.batch, stop.keeps)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from verl.single_controller.base import Roles
 from verl.trainer import rng
 from verl.trainer.ppo.context import RunState
 from verl.trainer.ppo.stages import PromptSource
+from verl.trainer.ppo.unfinished import PROMPTS, ROWS
 
 SURPLUS, REFERENCE = "surplus", "ref"
 
@@ -32,12 +34,12 @@ class Boundary:
     Args:
         step: the last complete one.
         state: what goes into ``trainer.json``.
-        surplus: samples that wait for the next batch.
+        batches: rows that wait for a later step, by name: samples for the next batch, and prompts in work.
     """
 
     step: int
     state: Mapping[str, Any]
-    surplus: DataProto | None
+    batches: Mapping[str, DataProto]
 
 
 class GroupInWork:
@@ -119,7 +121,9 @@ class RunCheckpoints:
             "kl": self.run.kl_controller.state_dict(),
             "rng": rng.rng_state(),
         }
-        return Boundary(self.run.step, state, self.run.pool.peek())
+        surplus, unfinished = self.run.pool.peek(), self.run.unfinished
+        batches = {} if unfinished is None else unfinished.state()
+        return Boundary(self.run.step, state, batches if surplus is None else {**batches, SURPLUS: surplus})
 
     def _save(self, boundary: Boundary) -> Path:
         if self.writer is None:
@@ -128,9 +132,8 @@ class RunCheckpoints:
         if self._reference_moves:
             reference = self.roles[REFERENCE].group
             parts[REFERENCE] = lambda folder: reference.save_checkpoint(str(folder), ("model",))[0]
-        surplus = boundary.surplus
-        if surplus is not None:
-            parts[SURPLUS] = lambda folder: _save_batch(folder, surplus)
+        for name, batch in boundary.batches.items():
+            parts[name] = partial(_save_batch, batch)
         folder = self.writer.save(boundary.step, parts, trainer_state=boundary.state, hold=True,
             texts=self.provenance.files(self.places))  # fmt: skip
         self._saved = (boundary.step, folder)
@@ -160,7 +163,10 @@ class RunCheckpoints:
         rng.set_rng_state(state["rng"])
         self.run.step = int(state["step"])
         if SURPLUS in reader.parts:
-            self.run.pool.add(DataProto.load_from_disk(str(folder / SURPLUS / "batch")))
+            self.run.pool.add(_load_batch(folder / SURPLUS))
+        if self.run.unfinished is not None:
+            names = [name for name in (ROWS, PROMPTS) if name in reader.parts]
+            self.run.unfinished.load_state({name: _load_batch(folder / name) for name in names})
         self._saved, self.resumed = (self.run.step, folder), True
         notice("trainer.resume_mode", f"continues from {folder}")
 
@@ -204,6 +210,10 @@ class RunCheckpoints:
         return {"save_contents": saved, "load_contents": list(section.load_contents or saved)}
 
 
-def _save_batch(folder: Path, batch: DataProto) -> None:
+def _save_batch(batch: DataProto, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     batch.save_to_disk(str(folder / "batch"))
+
+
+def _load_batch(folder: Path) -> DataProto:
+    return DataProto.load_from_disk(str(folder / "batch"))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+from verl.agent_loop.unfinished import ENOUGH
 from verl.algorithms.calls import names_parameter
 from verl.algorithms.kl import get_kl_controller
 from verl.config import PPOTrainerConfig
@@ -22,9 +23,10 @@ from verl.observability.account import Key
 from verl.observability.ledger import Ledger
 from verl.protocol import DataProto
 from verl.registry import ADVANTAGE_ESTIMATORS
+from verl.trainer.ppo.unfinished import UnfinishedPrompts
 from verl.trainer.signals import StopSignals
 
-ABOUT_THE_REQUEST = ("global_steps", "validate", "do_sample")
+ABOUT_THE_REQUEST = ("global_steps", "validate", "do_sample", ENOUGH)
 """Keys of ``meta_info`` that are about one call of the sampler."""
 
 
@@ -100,6 +102,7 @@ class RunState:
         self.estimator = ADVANTAGE_ESTIMATORS.get(config.algorithm.adv_estimator)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.pool = SamplePool(config.data.train_batch_size * self.samples_per_prompt)
+        self.unfinished = UnfinishedPrompts.of(config)
 
     def open(self, step: int) -> StepContext:
         """The empty notebook of a step; that of another step may be open, too."""
@@ -188,6 +191,7 @@ class StepContext:
     stop: StopSignals = _of_run("stop")
     ledger: Ledger | None = _of_run("ledger")
     pool: SamplePool = _of_run("pool")
+    unfinished: UnfinishedPrompts | None = _of_run("unfinished")
     estimator: Callable[..., Any] = _of_run("estimator")
     kl_controller: Any = _of_run("kl_controller")
     samples_per_prompt: int = _of_run("samples_per_prompt")

@@ -235,7 +235,9 @@ class RayPPOTrainer:
     def _waiting(self) -> list[Key]:
         """The samples that wait to be trained on, between two steps; a schedule of a user's may hold none."""
         held = getattr(self.schedule, "held_samples", tuple)
-        return accounting.waiting_in([self.state.pool.peek(), *held()])
+        unfinished = self.state.unfinished
+        in_work = None if unfinished is None else unfinished.peek()
+        return accounting.waiting_in([self.state.pool.peek(), in_work, *held()])
 
     def _close_trackers(self, exit_code: int = 0) -> None:
         if self.tracking is not None:

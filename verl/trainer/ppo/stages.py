@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.agent_loop.unfinished import ENOUGH
 from verl.algorithms.advantages import call_estimator
 from verl.algorithms.balancing import balance_within_mini_batches, log_seqlen_unbalance
 from verl.algorithms.kl import apply_kl_penalty
@@ -74,7 +75,12 @@ def give_uids(prompts: DataProto, epoch: int) -> None:
 
 
 def next_prompts(source: PromptSource, ctx: StepContext) -> DataProto:
-    """The next batch of prompts, or several as one (``filter_groups.max_inflight_gen_batches``)."""
+    """The next batch of prompts, or several as one (``filter_groups.max_inflight_gen_batches``).
+
+    Where responses go on in the next step, as many prompts as those leave room for.
+    """
+    if ctx.unfinished is not None:
+        return ctx.unfinished.new_prompts(source)
     parts = [source.next_prompts()]
     for _ in range(ctx.may_sample_more):
         parts.append(source.next_prompts())
@@ -84,13 +90,21 @@ def next_prompts(source: PromptSource, ctx: StepContext) -> DataProto:
 
 
 def generate(prompts: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
-    """`rollout.n` responses per prompt, adjacent; adds responses, masks, rollout log-probs and token versions."""
+    """`rollout.n` responses per prompt, adjacent; adds responses, masks, rollout log-probs and token versions.
+
+    Where responses go on in the next step, the samples of those prompts that are complete, of earlier steps or this.
+    """
     ctx.count_gen_batch()
     prompts = prompts.repeat(ctx.samples_per_prompt, interleave=True)
     prompts.meta_info = {**prompts.meta_info, "global_steps": ctx.step, "validate": False}
     number_samples(prompts)
     accounting.ask(prompts, ctx)
-    samples = sample(prompts, roles["rollout"], ctx.metrics)
+    if ctx.unfinished is None:
+        samples = sample(prompts, roles["rollout"], ctx.metrics)
+    else:
+        prompts.meta_info[ENOUGH] = -(-(ctx.pool.rows - len(ctx.pool)) // ctx.samples_per_prompt)
+        asked = ctx.unfinished.with_earlier(prompts)
+        samples = ctx.unfinished.keep(asked, sample(asked.select(), roles["rollout"], ctx.metrics))
     accounting.sampled(samples, ctx)
     return samples
 

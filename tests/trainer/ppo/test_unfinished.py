@@ -1,0 +1,132 @@
+"""`rollout.keep_unfinished`: what a step leaves goes on in the next, is trained on once, and is in the checkpoint."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.trainer.ppo.small_runs import prepare, train
+from verl.config import PPOTrainerConfig, replace
+from verl.config.partial_rollouts import problems
+from verl.errors import ConfigError
+from verl.protocol import DataProto
+from verl.trainer.ppo.unfinished import UnfinishedPrompts, prompts_in_work
+
+KEEPS = (
+    "actor_rollout_ref.rollout.keep_unfinished=true",
+    "actor_rollout_ref.rollout.over_sample_rate=0.5",
+    "algorithm.rollout_correction.bypass_mode=true",
+    "data.train_batch_size=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.optim.lr=1e-2",
+    "actor_rollout_ref.rollout.max_num_seqs=5",
+    "trainer.save_freq=1",
+    "trainer.resume_mode=auto",
+)
+"""Four prompts in work for two that are trained on, four samples each, five at once."""
+
+
+def test_a_run_goes_on_with_what_a_step_left_and_a_resumed_one_gives_the_same_bits(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prepare(rows=8)
+    whole = train(*KEEPS, "trainer.total_training_steps=2", "trainer.default_local_dir=whole")
+    account, state = whole.trainer.state.ledger.account, whole.trainer.state
+    assert [len(batch) for batch in whole.batches] == [8, 8]
+    assert account.trained == 16 and not account.faults and not account.dropped
+    held = sum(len(part) for part in (state.unfinished.peek(), state.pool.peek()) if part is not None)
+    assert account.sampled >= 16 and len(account.open) == held > 0
+    keys = [
+        (u, int(i))
+        for b in whole.batches
+        for u, i in zip(b.non_tensor_batch["uid"], b.non_tensor_batch["sample_index"])
+    ]
+    assert len(set(keys)) == 16
+    versions = [batch.tensors["token_versions"] for batch in whole.batches]
+    mixed = [len(set(row[row >= 0].tolist())) for table in versions for row in table]
+    assert max(mixed) > 1, "a response that two versions drew"
+    for batch, metrics in zip(whole.batches, whole.metrics):
+        assert torch.equal(batch.tensors["old_log_probs"], batch.tensors["rollout_log_probs"])
+        assert metrics["rollout/partial/versions/max"] >= 1
+    assert whole.metrics[0]["rollout/partial/left"] > 0 == whole.metrics[0]["rollout/partial/resumed"]
+    assert whole.metrics[1]["rollout/partial/resumed"] == whole.metrics[0]["rollout/partial/left"]
+
+    train(*KEEPS, "trainer.total_training_steps=1", "trainer.default_local_dir=halves")
+    rest = train(*KEEPS, "trainer.total_training_steps=2", "trainer.default_local_dir=halves")
+    for mine, other in zip(rest.batches, whole.batches[1:], strict=True):
+        for name, tensor in other.batch.items():
+            assert torch.equal(mine.batch[name], tensor), name
+        assert mine.non_tensor_batch["uid"].tolist() == other.non_tensor_batch["uid"].tolist()
+    assert rest.metrics[-1]["actor/grad_norm"] == whole.metrics[-1]["actor/grad_norm"]
+
+
+class Source:
+    """Prompts a, b, c, ... in batches of three."""
+
+    def __init__(self):
+        self.next = 0
+
+    def next_prompts(self) -> DataProto:
+        names = [chr(ord("a") + self.next + i) for i in range(3)]
+        self.next += 3
+        return DataProto.from_dict(non_tensors={"uid": np.array(names, dtype=object)})
+
+
+def test_prompts_in_work_go_first_and_new_ones_take_the_room_that_they_leave():
+    held, source = UnfinishedPrompts(at_once=4, samples_per_prompt=2), Source()
+
+    def asked() -> DataProto:
+        rows = held.new_prompts(source).repeat(2, interleave=True)
+        rows.non_tensor_batch["sample_index"] = np.array([0, 1] * (len(rows) // 2), dtype=object)
+        return held.with_earlier(rows)
+
+    def done(rows: DataProto, complete: str) -> list[str]:
+        uids = rows.non_tensor_batch["uid"]
+        states = np.array([None if uid in complete else {"turn": 0} for uid in uids], dtype=object)
+        made = DataProto.from_dict(
+            {"responses": torch.zeros(len(rows), 1)}, {"uid": uids, "earlier": states, "unfinished": states}
+        )
+        return list(held.keep(rows, made).non_tensor_batch["uid"])
+
+    first = asked()
+    assert list(first.non_tensor_batch["uid"]) == list("aabbccdd") and len(held) == 0
+    assert done(first, "bd") == list("bbdd") and len(held) == 2
+    second = asked()
+    assert list(second.non_tensor_batch["uid"]) == list("aacceeff")
+    assert [state is None for state in second.non_tensor_batch["earlier"]] == [False] * 4 + [True] * 4
+    saved = held.state()
+    again = UnfinishedPrompts(4, 2)
+    again.load_state(saved)
+    assert list(again.peek().non_tensor_batch["uid"]) == list("aacc")
+    assert done(second, "acef") == list("aacceeff") and held.peek() is None and held.state() == {}
+
+
+@pytest.mark.parametrize(("rate", "count"), [(0.5, 4), (0.25, 3), (0.2, 3), (0.9, 20)])
+def test_the_share_that_may_be_left_says_how_many_prompts_are_in_work(rate, count):
+    assert prompts_in_work(2, rate) == count
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"actor_rollout_ref.rollout.calculate_log_probs": False}, "calculate_log_probs"),
+        ({"actor_rollout_ref.rollout.over_sample_rate": 0.0}, "over_sample_rate"),
+        ({"algorithm.rollout_correction.bypass_mode": False}, "bypass_mode"),
+        ({"algorithm.adv_estimator": "remax"}, "adv_estimator"),
+        ({"data.oversample_factor": 2.0}, "oversample_factor"),
+    ],
+)
+def test_what_cannot_train_on_responses_of_several_versions_is_refused(changes, key):
+    usual = {word.partition("=")[0]: word.partition("=")[2] for word in KEEPS[:3]}
+    typed = {name: value == "true" if value in ("true", "false") else float(value) for name, value in usual.items()}
+    config = replace(PPOTrainerConfig(), **typed)
+    assert problems(config) == []
+    (problem,) = problems(replace(config, **changes))
+    assert problem.key.endswith(key) and problem.fix
+
+
+def test_updates_that_interrupt_requests_need_the_samplers_log_probs():
+    rollout = "actor_rollout_ref.rollout"
+    changes = {f"{rollout}.requests_at_update": "pause", f"{rollout}.calculate_log_probs": False}
+    (problem,) = problems(replace(PPOTrainerConfig(), **changes))
+    assert isinstance(problem, ConfigError) and "calculate_log_probs=true" in problem.fix
