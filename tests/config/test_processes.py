@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.config.test_validate import files as files
@@ -69,3 +71,20 @@ def test_pools_on_one_machine_have_its_gpus_together(ppo, machine):
     assert said.startswith("trainer.n_gpus_per_node: 2 (global_pool) + 3 (rollout_pool) = 5 processes have a GPU each")
     assert "this machine has 4" in said
     ppo(*own, "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.n_gpus_per_node=2")
+
+
+UPSTREAM = "uv -v run --frozen --all-packages --extra vllm"
+KEY = "ray_kwargs.ray_init.runtime_env.py_executable"
+
+
+def test_workers_that_this_machine_cannot_start_are_refused(ppo, monkeypatch, tmp_path):
+    ray = ("trainer.runtime=ray", "trainer.device=cpu")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert message(ppo, f"{KEY}={UPSTREAM}", *ray).startswith(f"{KEY}: there is no program 'uv'")
+    (tmp_path / "uv").touch(mode=0o755)
+    assert "beside a uv.lock, and there is none here" in message(ppo, f"{KEY}={UPSTREAM}", *ray)
+    Path("uv.lock").touch()
+    for words in ((f"{KEY}={UPSTREAM}",), (f"{KEY}=no/python", "ray_kwargs.ray_init.address=10.0.0.1:6379")):
+        assert words[0].endswith(ppo(*words, *ray).ray_kwargs.ray_init.runtime_env.py_executable)
+    assert ppo(f"{KEY}=no/python", "trainer.runtime=local").trainer.runtime == "local", "nobody is started"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +163,27 @@ def files(cfg: PPOTrainerConfig) -> Problems:
     if uses_reward_model(cfg):
         scorer = reward.reward_model
         problems += vision.problems("reward.reward_model.model_path", scorer.model_path, scorer.external_lib)
-    return problems
+    return problems + _interpreter(cfg)
+
+
+def _interpreter(cfg: PPOTrainerConfig) -> Problems:
+    """A command for the workers of a cluster of this machine's own that this machine cannot start."""
+    command = cfg.ray_kwargs.ray_init.runtime_env.py_executable
+    if not command or _joins_cluster(cfg) or topology.Topology.of(cfg).runtime == "local":
+        return []
+    program, *words = shlex.split(command)
+    wrong, fix = "", "Leave it out: the workers run the Python of this program."
+    if shutil.which(program) is None:
+        wrong = f"there is no program {program!r}"
+    elif Path(program).name == "uv" and "--frozen" in words and not _locked():
+        wrong, fix = "uv takes --frozen only beside a uv.lock, and there is none here", f"Run `uv lock`. {fix}"
+    key = "ray_kwargs.ray_init.runtime_env.py_executable"
+    return [ConfigError(wrong, key=key, got=command, fix=fix)] if wrong else []
+
+
+def _locked() -> bool:
+    here = Path.cwd()
+    return any((folder / "uv.lock").is_file() for folder in (here, *here.parents))
 
 
 def sft_files(cfg: SFTTrainerConfig) -> Problems:
