@@ -36,6 +36,7 @@ class EstimatorFacts:
         groups: it compares the samples of a prompt, so there must be several that differ.
         values: it reads the values of a critic.
         old_log_probs: it reads the trainer's log-probs of the samples.
+        on_policy: it is right only for samples of the very policy that is updated.
         settings: settings of ``algorithm`` that it reads and most others do not; not asked of a dotted path, which may
             read any.
         rewards: the setting of ``algorithm`` that lists the rewards it normalises apart; it has to be set.
@@ -44,6 +45,7 @@ class EstimatorFacts:
     groups: bool = False
     values: bool = False
     old_log_probs: bool = False
+    on_policy: bool = False
     settings: tuple[str, ...] = ()
     rewards: str | None = None
 
@@ -58,12 +60,15 @@ class LossFacts:
         settings: settings of ``actor_rollout_ref.actor`` that it reads and most others do not; not asked of a dotted
             path, which may read any.
         required: those of them that have no default.
+        on_policy: it has no ratio of the new policy to the old one, so samples of an older policy need importance
+            weights.
         aggregation: how it becomes one number, where ``loss_agg_mode`` does not say so.
     """
 
     pairs: bool = False
     settings: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
+    on_policy: bool = False
     aggregation: str | None = None
 
 
@@ -73,9 +78,11 @@ class ScheduleFacts:
 
     Attributes:
         reward_model: the model of ``reward.reward_model`` is a role that the schedule adds, and learns.
+        off_policy: it trains on samples that older versions of the policy have drawn.
     """
 
     reward_model: bool = False
+    off_policy: bool = False
 
 
 class Registry:
@@ -368,7 +375,7 @@ ADVANTAGE_ESTIMATORS = Registry(
         "reinforce_plus_plus_baseline": EstimatorFacts(groups=True),
         "rloo": EstimatorFacts(groups=True),
         "rloo_vectorized": EstimatorFacts(groups=True),
-        "opo": EstimatorFacts(groups=True),
+        "opo": EstimatorFacts(groups=True, on_policy=True),
         "gpg": EstimatorFacts(groups=True),
         "optimal_token_baseline": EstimatorFacts(groups=True, old_log_probs=True),
         "tir_optimal_token_baseline": EstimatorFacts(groups=True, old_log_probs=True),
@@ -397,6 +404,8 @@ POLICY_LOSSES = Registry(
     facts=LossFacts,
     known={
         "gspo": LossFacts(aggregation="seq-mean-token-mean"),
+        "gpg": LossFacts(on_policy=True),
+        "reinforce": LossFacts(on_policy=True),
         "sapo": LossFacts(settings=("tau_pos", "tau_neg"), aggregation="seq-mean-token-mean"),
         "clip_cov": LossFacts(
             settings=("policy_loss.clip_cov_ratio", "policy_loss.clip_cov_lb", "policy_loss.clip_cov_ub")
@@ -496,10 +505,14 @@ TRACKERS = Registry(
 )
 SCHEDULES = Registry(
     "schedule",
-    {"sync": "verl.trainer.ppo.schedules.sync:SyncSchedule"},
-    planned=("one_step_off", "fully_async", "colocate_async", "separate_async"),
+    {
+        "sync": "verl.trainer.ppo.schedules.sync:SyncSchedule",
+        "one_step_off": "verl.trainer.ppo.schedules.one_step_off:OneStepOffSchedule",
+    },
+    planned=("fully_async", "colocate_async", "separate_async"),
     key="trainer.v1.trainer_mode",
     facts=ScheduleFacts,
+    known={"one_step_off": ScheduleFacts(off_policy=True)},
 )
 ALL_REGISTRIES = (
     ADVANTAGE_ESTIMATORS,

@@ -68,6 +68,8 @@ WORKS = [
         f"{R}.checkpoint_engine.update_weights_bucket_megabytes",
         512,
     ),
+    ("rollout.nnodes", "2", f"{R}.nnodes", 2),
+    ("rollout.n_gpus_per_node", "6", f"{R}.n_gpus_per_node", 6),
     (f"{R}.multi_turn.max_turns", "4", f"{R}.multi_turn.max_assistant_turns", 4),
     (
         f"{R}.multi_turn.enable_tokenization_sanity_check",

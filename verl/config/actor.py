@@ -123,6 +123,11 @@ class ActorConfig(ConfigNode):
         "low_var_kl",
         "KL estimator: kl (k1), abs, mse (k2), low_var_kl (k3), full; a trailing + keeps the value and takes the gradient of k2",
     )
+    use_rollout_log_probs: bool = setting(
+        False,
+        "take the sampler's log-probs as the old ones in the loss, for samples of older versions of the policy; "
+        "algorithm.rollout_correction.bypass_mode takes them everywhere",
+    )
     ppo_epochs: int = setting(1, "epochs over each batch of samples")
     shuffle: bool = setting(False, "reshuffle samples between mini-batches in every step and epoch")
     data_loader_seed: int = setting(42, "seed of the shuffling")

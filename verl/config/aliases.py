@@ -133,6 +133,8 @@ _ROLLOUT = {
         f"{_R}.multi_turn.tokenization_sanity_check_mode", convert=_word("strict", "disable")
     ),
 }
+_OWN_POOL = {f"rollout.{name}": to(f"{_R}.{name}") for name in ("nnodes", "n_gpus_per_node")}
+"""The samplers' pool, in a section of its own in upstream's asynchronous programs."""
 _ALGORITHM = {
     "algorithm.rollout_correction.rollout_token_veto_threshold": to("algorithm.rollout_is_veto_threshold"),
     "algorithm.rollout_correction.use_policy_gradient": to(
@@ -199,7 +201,9 @@ _RUN = {
     "data.sampler.class_name": to("trainer.v1.sampler.custom_sampler.name"),
 }
 
-PPO_MOVED: dict[str, MovedKey] = _ACTOR | _OPEN | _OPTIM | _MEGATRON | _ROLLOUT | _ALGORITHM | _REWARD | _RUN
+PPO_MOVED: dict[str, MovedKey] = (
+    _ACTOR | _OPEN | _OPTIM | _MEGATRON | _ROLLOUT | _OWN_POOL | _ALGORITHM | _REWARD | _RUN
+)
 
 
 def _shared_layers(role: str, section: str) -> str:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.config import losses, oversampling, partial_rollouts, recipes, sampled_log_probs, validate_megatron
+from verl.config import (
+    losses,
+    off_policy,
+    oversampling,
+    partial_rollouts,
+    recipes,
+    sampled_log_probs,
+    validate_megatron,
+)
 from verl.config.node import ConfigNode, follows_another, was_typed
 from verl.config.root import (
     PPOTrainerConfig,
@@ -40,6 +48,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
         _validation,
         _reward,
         oversampling.tell,
+        off_policy.tell,
         partial_rollouts.tell,
         _conversations,
         _resume,
@@ -152,6 +161,8 @@ def _skipped_pass(cfg: PPOTrainerConfig) -> None:
         why = "one mini-batch and one epoch leave old log-probs unused, so that pass is skipped (trainer.skip_old_log_prob)"
         if cfg.algorithm.rollout_correction.bypass_mode:
             why = "the bypass mode takes the sampler's log-probs"
+        elif cfg.actor_rollout_ref.actor.use_rollout_log_probs:
+            why = f"{_A}.use_rollout_log_probs takes the sampler's log-probs"
         elif learns_from_pairs(cfg):
             why = "the loss on pairs reads no old log-probs"
         notice(f"{_R}.{names[0]}", f"has no effect: {why}")

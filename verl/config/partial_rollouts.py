@@ -67,7 +67,8 @@ def tell(cfg: PPOTrainerConfig) -> None:
     """Settings without effect in this run."""
     if cfg.actor_rollout_ref.rollout.requests_at_update == "wait":
         return
-    if cfg.trainer.v1.trainer_mode == "sync":
-        notice(AT_UPDATE, "has no effect with trainer.v1.trainer_mode=sync: no request runs when weights arrive")
+    mode = cfg.trainer.v1.trainer_mode
+    if mode in ("sync", "one_step_off"):
+        notice(AT_UPDATE, f"has no effect with trainer.v1.trainer_mode={mode}: no request runs when weights arrive")
     elif cfg.actor_rollout_ref.hybrid_engine:
         notice(AT_UPDATE, "has no effect with actor_rollout_ref.hybrid_engine=true: samplers and trainers take turns")

@@ -91,23 +91,30 @@ def corrects_rollout(cfg: PPOTrainerConfig) -> bool:
 def updates_once(cfg: PPOTrainerConfig) -> bool:
     """One mini-batch and one epoch: the policy is where it was, so its own detached log-probs are the old ones.
 
-    Not so in the bypass mode, where the old policy is the sampler, nor with ``trainer.skip_old_log_prob=false``.
+    Not so where the old policy is the sampler, nor under a schedule that trains on samples of older versions, nor with
+    ``trainer.skip_old_log_prob=false``.
     """
     actor = cfg.actor_rollout_ref.actor
     one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= cfg.data.train_batch_size
-    return one_update and cfg.trainer.skip_old_log_prob and not cfg.algorithm.rollout_correction.bypass_mode
+    on_policy = not (sampler_is_old_policy(cfg) or of_schedule(cfg).off_policy)
+    return one_update and on_policy and cfg.trainer.skip_old_log_prob
+
+
+def sampler_is_old_policy(cfg: PPOTrainerConfig) -> bool:
+    """The loss takes the sampler's log-probs as the old ones, each token's by the version that drew it."""
+    return cfg.actor_rollout_ref.actor.use_rollout_log_probs or cfg.algorithm.rollout_correction.bypass_mode
 
 
 def skips_old_log_prob(cfg: PPOTrainerConfig) -> bool:
     """Whether the pass over old log-probs is left out.
 
-    That is so in the bypass mode, and where the loss does not read them (it is on pairs, or the policy `updates_once`)
-    and nothing else does before.
+    That is so in the bypass mode, and where the loss does not read them (it is on pairs, or reads the sampler's, or the
+    policy `updates_once`) and nothing else does before.
     """
     if cfg.algorithm.rollout_correction.bypass_mode:
         return True
     read = cfg.algorithm.use_kl_in_reward or of_estimator(cfg).old_log_probs or corrects_rollout(cfg)
-    return (updates_once(cfg) or learns_from_pairs(cfg)) and not read
+    return (updates_once(cfg) or learns_from_pairs(cfg) or sampler_is_old_policy(cfg)) and not read
 
 
 def uses_reference(cfg: PPOTrainerConfig) -> bool:

@@ -12,7 +12,9 @@ class TrainerV1Config(ConfigNode):
     """The schedule: how sampling and training take turns."""
 
     trainer_mode: str = setting(
-        "sync", "schedule of sampling and training: sync, or the dotted path of a schedule, such as a recipe's"
+        "sync",
+        "schedule of sampling and training: sync (in turn), one_step_off (the next batch is sampled while this one is "
+        "trained on), or the dotted path of a schedule, such as a recipe's",
     )
 
 
@@ -105,7 +107,7 @@ class TrainerConfig(ConfigNode):
     seed: int = setting(1, "seed of the run", upstream=ABSENT)
     skip_old_log_prob: bool = setting(
         True,
-        "skip the old-log-prob pass if one mini-batch and one epoch make it provably unused",
+        "skip the old-log-prob pass if one mini-batch and one epoch on the policy's own samples make it provably unused",
         upstream=False,
     )
     log_train_generations: int = setting(

@@ -18,6 +18,7 @@ from verl.config import (
     machine,
     model_fits,
     notices,
+    off_policy,
     optimizers,
     oversampling,
     partial_rollouts,
@@ -86,7 +87,7 @@ def _rules(served: bool) -> tuple[Rule, ...]:
     placed = (sampler_sizes.served_problems,) if served else (topology.problems,)
     return (_names, _kl, ranges.numbers, optimizers.problems, losses.problems, _groups, _values, _batches, *placed, _micro_batches,
             _sampling, _mirrors, shared_rows.problems, model_fits.problems, reward_model.reward_model, oversampling.problems, partial_rollouts.problems, recipes.problems, validate_megatron.problems,
-            validate_profiler.problems, correcting.rollout, correcting.groups, _plugins, _resume, _validation)  # fmt: skip
+            validate_profiler.problems, correcting.rollout, correcting.groups, off_policy.problems, _plugins, _resume, _validation)  # fmt: skip
 
 
 def validate_sft(cfg: SFTTrainerConfig) -> None:

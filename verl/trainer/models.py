@@ -38,7 +38,12 @@ def actor(config: PPOTrainerConfig) -> ModelRole:
         train_limits=limits(c, "ppo_"),
         temperature=rollout.temperature,
         optim=c.optim,
-        loss=partial(PPOPolicyLoss, c, response_length=rollout.response_length),
+        loss=partial(
+            PPOPolicyLoss,
+            c,
+            response_length=rollout.response_length,
+            use_rollout_log_probs=c.use_rollout_log_probs,
+        ),
         grad_clip=c.grad_clip,
         mini_batch_size=c.ppo_mini_batch_size,
         epochs=c.ppo_epochs,

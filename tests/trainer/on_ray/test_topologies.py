@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import mean
@@ -122,3 +123,43 @@ def test_samples_and_gradients_are_those_of_one_process(request: pytest.FixtureR
 @pytest.mark.usefixtures("served")
 def test_a_server_is_loaded_once_per_version_by_four_ranks(servers: list[str]):
     assert [loads(url) for url in servers] == [STEPS + 1] * 2, "the first weights, and those of each step"
+
+
+# ---- one step off: the next batch is sampled while this one is trained on ------------------------------------------
+
+ONE_OFF = ("trainer.v1.trainer_mode=one_step_off", "algorithm.rollout_correction.bypass_mode=true")
+ONE_BY_ONE = ("actor_rollout_ref.hybrid_engine=false", f"{R}.nnodes=1", f"{R}.n_gpus_per_node=1")
+
+
+@pytest.fixture(scope="module")
+def in_turn(learn: Callable[..., Run]) -> Run:
+    """One process, in which sampling and training take turns."""
+    return learn("in_turn", "trainer.runtime=local", *ONE_OFF)
+
+
+def test_sampling_beside_training_gives_the_tokens_and_numbers_of_taking_turns(learn: Callable[..., Run], in_turn: Run):
+    at_once = learn("at_once", *ONE_BY_ONE, *ONE_OFF, f"{R}.checkpoint_engine.backend=shared_memory")
+    for mine, other in zip(at_once.samples, in_turn.samples, strict=True):
+        assert [one["output"] for one in mine] == [one["output"] for one in other] and len(mine) == 64
+    for mine, other in zip(at_once.steps, in_turn.steps, strict=True):
+        for name in ("actor/loss", "actor/grad_norm", "actor/ppo_kl", "critic/rewards/mean"):
+            assert mine[name] == pytest.approx(other[name], rel=1e-5, abs=1e-5), name
+    assert [step["training/off_policy/trajectory_staleness_worst/max"] for step in at_once.steps] == [0, 1, 1, 1, 1]
+    assert all("timing_s/wait_for_samples" in step for step in at_once.steps[:-1])
+
+
+def test_a_reward_function_that_fails_in_the_sampling_thread_ends_the_run_with_its_own_error(
+    learn: Callable[..., Run], task: Path, capsys: pytest.CaptureFixture[str]
+):
+    """It fails on the samples for step 2, while step 1 is trained on."""
+    (task / "fails.py").write_text(
+        "CALLS = []\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    CALLS.append(1)\n"
+        "    if len(CALLS) > 64: raise KeyError('the answer of row 65')\n    return len(CALLS) % 2\n"
+    )
+    fails = ("reward.custom_reward_function.path=fails.py", "reward.on_error=raise")
+    with pytest.raises((AssertionError, KeyError)):
+        learn("fails", *ONE_BY_ONE, *ONE_OFF, *fails, f"{R}.checkpoint_engine.backend=shared_memory")
+    said = capsys.readouterr().err
+    assert "the answer of row 65" in said and "fails.py" in said
+    assert not [thread for thread in threading.enumerate() if thread.name == "verl-ahead"]

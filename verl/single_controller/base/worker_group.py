@@ -151,6 +151,10 @@ class WorkerGroup(ABC):
             )
         self._dispatch_info[mesh_name], self._collect_info[mesh_name] = ranks, flags
 
+    def shares_processes(self, other: WorkerGroup) -> bool:
+        """Whether the two groups' calls take turns, because the same processes run them."""
+        return True
+
     # ---- aliveness ---------------------------------------------------------------------------------------------
 
     def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -19,6 +19,7 @@ from ray import cloudpickle
 from ray.exceptions import (
     ActorDiedError,
     ActorUnavailableError,
+    GetTimeoutError,
     ObjectLostError,
     OutOfMemoryError,
     RayActorError,
@@ -28,6 +29,7 @@ from ray.exceptions import (
 )
 
 from verl.errors import WorkerError
+from verl.single_controller.base import interrupts
 from verl.single_controller.base.handle import note_origin
 
 SETTLE_SECONDS = 1.0
@@ -93,12 +95,25 @@ def reported(where: str) -> Iterator[None]:
 
 
 def fetch(references: list[Any]) -> list[Any]:
-    """The values behind Ray's references; the first failure is raised as what it is."""
+    """The values behind Ray's references; the first failure is raised as what it is.
+
+    Raises:
+        Interrupted: the thread was asked to wait no longer (`interrupts`).
+    """
     try:
-        return ray.get(references)
+        return _get(references)
     except RayError as error:
         translated, cause = meaning(_root(references, error))
         raise translated from cause
+
+
+def _get(references: list[Any]) -> list[Any]:
+    interrupt = interrupts.current()
+    while interrupt is not None:
+        interrupt.check()
+        with suppress(GetTimeoutError):  # not yet
+            return ray.get(references, timeout=interrupts.CHECK_SECONDS)
+    return ray.get(references)
 
 
 def meaning(error: RayError, with_note: bool = True) -> tuple[BaseException, BaseException | None]:

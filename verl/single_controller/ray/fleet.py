@@ -12,6 +12,7 @@ import atexit
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,10 @@ class Fleet:
         self._unfinished: list[Any] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        # Threads of this process that call these workers, under whatever role: a call is numbered and sent to all of
+        # its workers in one go, so that they run the calls of all roles in one order and meet in their collectives.
+        self.caller_id, self.sending = uuid.uuid4().hex, threading.Lock()
+        self.sent = [0] * len(self.members)
         self.beside: list[Fleet] = []
         """Processes that only serve these ones, and end with them."""
         for member in self.members:

@@ -6,8 +6,6 @@ group one after the other, in the order in which they were made.
 
 from __future__ import annotations
 
-import threading
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -134,9 +132,6 @@ class RayWorkerGroup(WorkerGroup):
         self._workers = [member.actor for member in fleet.members]
         self._worker_names = worker_names(role, len(fleet.members))
         self._callers: dict[tuple[int, str], Any] = {}
-        # Threads of this process that call the group: a call is numbered and sent in one go.
-        self._caller_id, self._sending = uuid.uuid4().hex, threading.Lock()
-        self._sent = [0] * len(fleet.members)
         self._bind_worker_method(worker_class)
 
     # ---- colocated roles ---------------------------------------------------------------------------------------
@@ -214,17 +209,20 @@ class RayWorkerGroup(WorkerGroup):
 
     def _send(self, method_name: str, calls: Sequence[transfer.Call]) -> list[Any]:
         """Start a method on the first workers, one call each, in the order of their ranks."""
-        references = []
-        for rank, (args, kwargs) in enumerate(calls):
-            caller = self._callers.get((rank, method_name))
-            if caller is None:
-                named = f"{self._worker_names[rank]}.{method_name}"
-                caller = self._callers[rank, method_name] = self._workers[rank].call.options(name=named)
-            with self._sending:
-                header = [self._caller_id, self._sent[rank], self._target, method_name]
+        fleet, references = self._fleet, []
+        with fleet.sending:
+            for rank, (args, kwargs) in enumerate(calls):
+                caller = self._callers.get((rank, method_name))
+                if caller is None:
+                    named = f"{self._worker_names[rank]}.{method_name}"
+                    caller = self._callers[rank, method_name] = self._workers[rank].call.options(name=named)
+                header = [fleet.caller_id, fleet.sent[rank], self._target, method_name]
                 references.append(caller.remote(header, *args, **kwargs))
-                self._sent[rank] += 1  # a call that could not be sent has no number
+                fleet.sent[rank] += 1  # a call that could not be sent has no number
         return references
+
+    def shares_processes(self, other: WorkerGroup) -> bool:
+        return isinstance(other, RayWorkerGroup) and self._fleet is other._fleet
 
     # ---- the processes -----------------------------------------------------------------------------------------
 

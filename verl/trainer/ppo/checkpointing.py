@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from verl.checkpoint import CheckpointReader, CheckpointWriter, FileRecord, find_checkpoint
 from verl.config import PPOTrainerConfig
@@ -22,9 +22,8 @@ from verl.single_controller.base import Roles
 from verl.trainer import rng
 from verl.trainer.ppo.context import RunState
 from verl.trainer.ppo.stages import PromptSource
-from verl.trainer.ppo.unfinished import PROMPTS, ROWS
 
-SURPLUS, REFERENCE = "surplus", "ref"
+SURPLUS, REFERENCE, BATCH = "surplus", "ref", "batch"
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,21 @@ class Boundary:
     Args:
         step: the last complete one.
         state: what goes into ``trainer.json``.
-        batches: rows that wait for a later step, by name: samples for the next batch, and prompts in work.
+        batches: rows that wait for a later step, by the name of their part: samples for the next batch, prompts in
+            work, and what the schedule has sampled ahead.
     """
 
     step: int
     state: Mapping[str, Any]
     batches: Mapping[str, DataProto]
+
+
+class Carrier(Protocol):
+    """What a schedule has between two steps."""
+
+    def carried(self) -> dict[str, DataProto]: ...
+
+    def carry_on(self, parts: Mapping[str, DataProto], run: RunState) -> None: ...
 
 
 class GroupInWork:
@@ -65,10 +73,12 @@ class RunCheckpoints:
         roles: every trainable role is saved under its name.
         source: the place in the data.
         run: step, KL controller and surplus samples.
+        schedule: what it has sampled ahead.
     """
 
-    def __init__(self, config: PPOTrainerConfig, roles: Roles, source: PromptSource, run: RunState):
+    def __init__(self, config: PPOTrainerConfig, roles: Roles, source: PromptSource, run: RunState, schedule: Carrier):
         self.config, self.roles, self.source, self.run = config, roles, source, run
+        self.schedule = schedule
         trainer = config.trainer
         self.folder = Path(trainer.default_local_dir).absolute()  # a worker may run in another directory
         self.writer: CheckpointWriter | None = None
@@ -122,7 +132,7 @@ class RunCheckpoints:
             "rng": rng.rng_state(),
         }
         surplus, unfinished = self.run.pool.peek(), self.run.unfinished
-        batches = {} if unfinished is None else unfinished.state()
+        batches = self.schedule.carried() | ({} if unfinished is None else unfinished.state())
         return Boundary(self.run.step, state, batches if surplus is None else {**batches, SURPLUS: surplus})
 
     def _save(self, boundary: Boundary) -> Path:
@@ -162,11 +172,13 @@ class RunCheckpoints:
         self.run.kl_controller.load_state_dict(state["kl"])
         rng.set_rng_state(state["rng"])
         self.run.step = int(state["step"])
-        if SURPLUS in reader.parts:
-            self.run.pool.add(_load_batch(folder / SURPLUS))
+        saved = [name for name in reader.parts if (folder / name / BATCH).is_file()]
+        batches = {name: DataProto.load_from_disk(str(folder / name / BATCH)) for name in saved}
+        if SURPLUS in batches:
+            self.run.pool.add(batches.pop(SURPLUS))
         if self.run.unfinished is not None:
-            names = [name for name in (ROWS, PROMPTS) if name in reader.parts]
-            self.run.unfinished.load_state({name: _load_batch(folder / name) for name in names})
+            self.run.unfinished.load_state(batches)
+        self.schedule.carry_on(batches, self.run)
         self._saved, self.resumed = (self.run.step, folder), True
         notice("trainer.resume_mode", f"continues from {folder}")
 
@@ -212,8 +224,4 @@ class RunCheckpoints:
 
 def _save_batch(batch: DataProto, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    batch.save_to_disk(str(folder / "batch"))
-
-
-def _load_batch(folder: Path) -> DataProto:
-    return DataProto.load_from_disk(str(folder / "batch"))
+    batch.save_to_disk(str(folder / BATCH))

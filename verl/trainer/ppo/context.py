@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
+
+import numpy as np
 
 from verl.agent_loop.unfinished import ENOUGH
 from verl.algorithms.calls import names_parameter
@@ -64,6 +66,12 @@ class SamplePool:
         if not self._parts:
             return None
         return self._parts[0] if len(self._parts) == 1 else DataProto.concat(self._parts)
+
+    def keep_only(self, rows: np.ndarray) -> None:
+        """Keep these rows (indices), in their order, and drop the others."""
+        waiting = self.peek()
+        kept = [] if waiting is None or not len(rows) else [waiting.select_idxs(rows)]
+        self._parts = kept
 
     def take(self) -> DataProto:
         """Exactly one training batch, in the order of sampling; groups are adjacent and stay whole."""
@@ -216,6 +224,26 @@ class StepContext:
             self.timers.seconds[stage] = self.timers.seconds.get(stage, 0.0) + seconds
         self.sample_info = half.sample_info
         self.gen_batches += half.gen_batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """The notebook of a `collect` that ran ahead, as JSON values; the samples' own columns are in the batch."""
+        return {
+            "step": self.step,
+            "metrics": {name: [m.value, m.reduction, m.weight] for name, m in self.metrics.items()},
+            "seconds": dict(self.timers.seconds),
+            "sample_info": list(self.sample_info),
+            "gen_batches": self.gen_batches,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], batch: DataProto) -> None:
+        """Continue from what `state_dict` returned, with the batch that was collected."""
+        assert state["step"] == self.step, f"the notebook is of step {state['step']}, not of step {self.step}"
+        for name, (value, reduction, weight) in state["metrics"].items():
+            self.metrics.add(name, value, reduction, weight)
+        self.timers.seconds.update(state["seconds"])
+        columns = batch.non_tensor_batch
+        self.sample_info = {name: list(columns[name]) for name in state["sample_info"] if name in columns}
+        self.gen_batches = int(state["gen_batches"])
 
     @property
     def moves_reference(self) -> bool:

@@ -187,7 +187,7 @@ class RayPPOTrainer:
         self.validator = None
         if self.val_loader is not None:
             self.validator = Validator(self.config, self.val_loader, self.val_reward_fn, self.tokenizer)
-        self.checkpoints = RunCheckpoints(self.config, self.roles, self.source, self.state)
+        self.checkpoints = RunCheckpoints(self.config, self.roles, self.source, self.state, self.schedule)
         self.tracking, self._folders = None, {}
         try:
             with stop:

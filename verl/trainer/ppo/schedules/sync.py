@@ -6,17 +6,21 @@ before anything is sampled they have arrived. So the numbers are the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from verl.config import PPOTrainerConfig
+from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.single_controller.base import Roles
-from verl.trainer.ppo.context import StepContext
+from verl.trainer.ppo.context import RunState, StepContext
 from verl.trainer.ppo.stages import PromptSource
 from verl.trainer.ppo.step import Stage, collect, learn
 from verl.workers.model import ModelRole
 from verl.workers.sending import SyncResult
+
+AHEAD = "ahead"
+"""The part of a checkpoint with the batch that another schedule has sampled for the next step."""
 
 
 class SyncSchedule:
@@ -61,8 +65,18 @@ class SyncSchedule:
                 _admit(roles, group.end_weight_update(), self._version)
 
     def held_samples(self) -> Iterable[DataProto]:
-        """The samples that the schedule holds between two steps, besides those in the run's pool: none."""
-        return ()
+        """The samples that the schedule holds between two steps, besides those in the run's pool."""
+        return self.carried().values()
+
+    def carried(self) -> dict[str, DataProto]:
+        """Batches that are between sampling and training when a step is over: parts of a checkpoint, by name."""
+        return {}
+
+    def carry_on(self, parts: Mapping[str, DataProto], run: RunState) -> None:
+        """Continue with what `carried` returned, perhaps in a run under another schedule; nothing sampled is lost."""
+        if AHEAD in parts:
+            notice("trainer.v1.trainer_mode", "the first batch is the one that the resumed run had sampled ahead")
+            run.pool.add(parts[AHEAD])
 
 
 def _admit(roles: Roles, sent: list[SyncResult], version: int) -> None:

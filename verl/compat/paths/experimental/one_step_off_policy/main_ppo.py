@@ -1,10 +1,10 @@
-from verl.trainer.command import not_built
+"""Upstream's program: `verl.trainer.main_ppo` with the schedule one_step_off."""
 
+import sys
 
-def main(argv: list[str] | None = None) -> int:
-    """Upstream's program; it says that it is not built."""
-    return not_built("verl.experimental.one_step_off_policy.main_ppo", "one-step-off training")
+from verl.trainer.overlays import one_step_off as main
 
+__all__ = ["main"]
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())
