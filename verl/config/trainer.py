@@ -53,6 +53,11 @@ class TrainerConfig(ConfigNode):
         "none was lost or trained on twice",
         upstream=ABSENT,
     )
+    trace: bool = setting(
+        True,
+        "record in default_local_dir when each stage of a step began and ended (trace.jsonl), for a Gantt chart",
+        upstream=ABSENT,
+    )
     save_freq: int = setting(-1, "steps between checkpoints; -1: never")
     resume_mode: str = setting(
         "auto",

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -23,6 +23,7 @@ from verl.errors import DataError
 from verl.metrics import MetricSet, Timers, notice
 from verl.observability.account import Key
 from verl.observability.ledger import Ledger
+from verl.observability.spans import Spans
 from verl.protocol import DataProto
 from verl.registry import ADVANTAGE_ESTIMATORS
 from verl.trainer.ppo.unfinished import UnfinishedPrompts
@@ -95,6 +96,7 @@ class RunState:
         stop: whether a signal asks the run to end.
         step: the last step that has begun; 0 before the first.
         ledger: what became of every sample; None in a run that keeps none.
+        spans: when the stages of all steps began and ended.
     """
 
     config: PPOTrainerConfig
@@ -104,6 +106,7 @@ class RunState:
     stop: StopSignals = field(default_factory=StopSignals)
     step: int = 0
     ledger: Ledger | None = None
+    spans: Spans = field(default_factory=Spans)
 
     def __post_init__(self) -> None:
         config = self.config
@@ -198,6 +201,7 @@ class StepContext:
     total_steps: int = _of_run("total_steps")
     stop: StopSignals = _of_run("stop")
     ledger: Ledger | None = _of_run("ledger")
+    spans: Spans = _of_run("spans")
     pool: SamplePool = _of_run("pool")
     unfinished: UnfinishedPrompts | None = _of_run("unfinished")
     estimator: Callable[..., Any] = _of_run("estimator")
@@ -212,9 +216,11 @@ class StepContext:
     needs_ref_log_prob: bool = _of_run("needs_ref_log_prob")
     needs_reward_baselines: bool = _of_run("needs_reward_baselines")
 
-    def timed(self, stage: str) -> AbstractContextManager[None]:
-        """Seconds spent inside are reported as ``timing_s/<stage>``."""
-        return self.timers(stage)
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Seconds spent inside are reported as ``timing_s/<stage>``, and are a span of the run's trace."""
+        with self.spans.span(stage, self.step), self.timers(stage):
+            yield
 
     def take_in(self, half: StepContext) -> None:
         """Add another notebook of the same step: `collect` may have run ahead, during an earlier step."""

@@ -198,6 +198,7 @@ class RayPPOTrainer:
             raise
         finally:
             self.checkpoints.close()
+            self.state.spans.flush()
             if self.state.ledger is not None:
                 self.state.ledger.close()
 
@@ -206,7 +207,7 @@ class RayPPOTrainer:
         self.ctx = self.state.open(self.state.step)
         runtime.write_config(self.config)
         self._open_trackers()
-        self._open_ledger()
+        self._open_records()
         self.checkpoints.remember()
         self.schedule.publish(self.roles, self.ctx)
         try:
@@ -225,8 +226,10 @@ class RayPPOTrainer:
         self.tracking = Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, to_dict(self.config))
         places |= self.tracking.start(self.total_training_steps, self.ctx.step, places)
 
-    def _open_ledger(self) -> None:
+    def _open_records(self) -> None:
         trainer, places = self.config.trainer, self.checkpoints.places
+        if trainer.trace and not trainer.val_only:
+            self.state.spans.record_in(Path(trainer.default_local_dir))
         if trainer.ledger and not trainer.val_only:
             step, waiting = self.state.step, self._waiting()
             ledger = Ledger(Path(trainer.default_local_dir), step, places.get("ledger"), waiting)
@@ -272,6 +275,7 @@ class RayPPOTrainer:
                 self._notify("on_step_end", batch)
             self.log(self._step_metrics(batch), step)
             self.checkpoints.end_step()
+            self.state.spans.flush()
             if ctx.stop.requested and step < self.total_training_steps:
                 raise StepDropped
 

@@ -395,6 +395,7 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
         if "positive" in mini_batch.tensors.keys():
             positive.weigh(mini_batch)
         metrics = role.train(mini_batch, TrainOptions(more_updates=number < len(plan)))
+        ctx.spans.progress()
         # A name with its own prefix (rollout_corr/kl) keeps it.
         ctx.metrics.merge({name if "/" in name else f"{role.name}/{name}": m for name, m in metrics.items()})
 

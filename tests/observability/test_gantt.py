@@ -1,0 +1,85 @@
+"""The trace of a run and its Gantt chart: two halves that overlap are seen as such, and idle seconds are right."""
+
+from __future__ import annotations
+
+import threading
+from xml.etree import ElementTree
+
+from verl.metrics import reset_notices
+from verl.observability import gantt
+from verl.observability.spans import NAME, Span, Spans, read_spans
+
+OVERLAPPING = [
+    Span("step", 1, "main", 0, 10), Span("gen", 1, "main", 0, 4), Span("reward", 1, "main", 4, 5),
+    Span("gen", 2, "ahead", 5, 9), Span("wait_for_batch", 2, "main", 8, 9), Span("update_actor", 1, "main", 6, 8),
+    Span("old_log_prob", 1, "main", 5, 6), Span("ref", 1, "main", 5.5, 6), Span("adv", 1, "main", 6, 6),
+    Span("step", 2, "main", 10, 14), Span("gen", 3, "ahead", 9, 12), Span("update_actor", 2, "main", 10, 13),
+]  # fmt: skip
+
+
+def test_idle_seconds_are_those_that_no_span_of_the_role_covers():
+    rows = gantt.by_role(OVERLAPPING)
+    assert list(rows) == ["sampling", "scoring", "log-probs", "training", "controller"], "waiting is no work"
+    assert {role: gantt.busy_seconds(work) for role, work in rows.items()} == {
+        "sampling": 11, "scoring": 1, "log-probs": 1, "training": 5, "controller": 0
+    }  # fmt: skip
+    lines = [line.split() for line in gantt.idle_table(OVERLAPPING).splitlines()]
+    assert lines[1] == ["sampling", "11.000", "3.000", "21.4%"] and lines[4] == ["training", "5.000", "9.000", "64.3%"]
+    second = gantt.of_steps(OVERLAPPING, 2, 2)
+    assert gantt.busy_seconds(gantt.by_role(second)["sampling"]) == 2, "of step 3's sampling what is inside of step 2"
+
+
+def test_a_picture_shows_the_sampling_of_the_next_step_beside_the_training_of_this_one():
+    picture = ElementTree.fromstring(gantt.draw(OVERLAPPING, "one step & off"))
+    bars = {}
+    for bar in picture.iter("{http://www.w3.org/2000/svg}rect"):
+        title = bar.find("{http://www.w3.org/2000/svg}title")
+        if title is not None:
+            x = float(bar.get("x"))
+            bars[title.text.partition(",")[0]] = (x, x + float(bar.get("width")), float(bar.get("y")))
+    trained, sampled = bars["step 1: update_actor"], bars["step 2: gen"]
+    assert sampled[0] < trained[0] < trained[1] < sampled[1] and sampled[2] < trained[2]
+    assert len(bars) == 9 and not any(name.endswith("step") for name in bars)
+
+
+def test_spans_of_two_threads_are_kept_apart_and_written_at_once(tmp_path, capsys):
+    spans, met = Spans(), threading.Barrier(2, timeout=60)  # two threads of this test
+    spans.record_in(tmp_path)
+
+    def ahead() -> None:
+        with spans.span("gen", 2):
+            met.wait()
+            met.wait()
+
+    other = threading.Thread(target=ahead, name="ahead")
+    other.start()
+    with spans.span("step", 1), spans.span("update_actor", 1):
+        met.wait()
+        assert sorted([one.stage for one in activity.stages] for activity in spans.open()) == [
+            ["gen"], ["step", "update_actor"]
+        ]  # fmt: skip
+        met.wait()
+    other.join()
+    spans.flush()
+    with (tmp_path / NAME).open("a") as file:
+        file.write('{"step": 2, "sta')  # a kill amid a line
+    assert {(one.stage, one.step, one.thread) for one in read_spans(tmp_path)} == {
+        ("gen", 2, "ahead"), ("step", 1, "MainThread"), ("update_actor", 1, "MainThread")
+    }  # fmt: skip
+    assert spans.open() == []
+    assert gantt.main([str(tmp_path), "--steps", "1", "-o", str(tmp_path / "g.svg")]) == 0
+    assert "training" in capsys.readouterr().out and "<svg" in (tmp_path / "g.svg").read_text()
+    for words, said in (["--steps", "5"], "1 to 1"), (["--steps", "x"], "2-5"):
+        assert gantt.main([str(tmp_path), *words]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_trace_that_cannot_be_written_is_given_up_and_the_run_goes_on(tmp_path, caplog):
+    reset_notices()
+    spans = Spans()
+    spans.record_in(tmp_path / "gone")
+    for step in (1, 2):
+        with spans.span("gen", step):
+            pass
+        spans.flush()
+    assert caplog.text.count("cannot be written") == 1

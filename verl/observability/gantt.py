@@ -1,0 +1,149 @@
+"""Who worked when: ``python -m verl.observability.gantt RUN -o gantt.svg [--steps 2-5]`` draws a run's trace.
+
+A row per role, time from left to right, and a shade per step, so that sampling for step k + 1 beside the training of
+step k is seen as such. It also prints for how many seconds each role was idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from verl.errors import DataError, VerlError
+from verl.observability.spans import Span, read_spans
+
+ROLES = {
+    "sampling": ("gen", "gen_max"),
+    "scoring": ("reward",),
+    "log-probs": ("old_log_prob", "ref", "values"),
+    "training": ("update_actor", "update_critic", "update_ref"),
+    "weight sync": ("update_weights", "wait_for_weights"),
+    "checkpoint": ("save_checkpoint",),
+    "validation": ("testing",),
+}
+"""The stages of each role; those of no role are the controller's own, and `AROUND` and waiting are no work."""
+REST, AROUND, WAITING = "controller", ("step",), "wait"
+COLORS = {
+    "sampling": ("#4c9f70", "#86c5a0"), "scoring": ("#c98b2b", "#e5bd7a"), "log-probs": ("#7c6bb0", "#aea2d6"),
+    "training": ("#3f74b5", "#82aadb"), "weight sync": ("#b5504f", "#dd908f"), "checkpoint": ("#6b7785", "#a3adb8"),
+    "validation": ("#2f8f9d", "#7cc3cd"), "controller": ("#8a7f6b", "#bdb39f"),
+}  # fmt: skip
+WIDTH, LABEL, ROW, TOP, BAR = 1000, 96, 30, 34, 20
+TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+
+
+def role_of(stage: str) -> str | None:
+    """The role that works in a stage; None where nobody does."""
+    for role, stages in ROLES.items():
+        if stage in stages:
+            return role
+    return None if stage in AROUND or stage.startswith(WAITING) else REST
+
+
+def by_role(spans: Iterable[Span]) -> dict[str, list[Span]]:
+    """The spans of each role that has any, in the order of `ROLES`."""
+    rows: dict[str, list[Span]] = {role: [] for role in (*ROLES, REST)}
+    for span in spans:
+        role = role_of(span.stage)
+        if role is not None:
+            rows[role].append(span)
+    return {role: work for role, work in rows.items() if work}
+
+
+def busy_seconds(spans: Iterable[Span]) -> float:
+    """Seconds that at least one of the spans covers."""
+    total, until = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda one: one.begin):
+        total += max(0.0, span.end - max(span.begin, until))
+        until = max(until, span.end)
+    return total
+
+
+def of_steps(spans: Sequence[Span], first: int, last: int) -> list[Span]:
+    """Everything in flight while these steps ran; the latest run of each step where a resumed run repeated it.
+
+    Raises:
+        DataError: none of them is in the trace.
+    """
+    frames = {one.step: one for one in spans if one.stage in AROUND and first <= one.step <= last}
+    if not frames:
+        known = sorted({one.step for one in spans if one.stage in AROUND})
+        allowed = f"{known[0]} to {known[-1]}" if known else "none"
+        raise DataError("none of these steps is in the trace", key="--steps", got=f"{first}-{last}", allowed=allowed)
+    begin, end = min(one.begin for one in frames.values()), max(one.end for one in frames.values())
+    inside = (one for one in spans if one.end > begin and one.begin < end)
+    return [Span(one.stage, one.step, one.thread, max(begin, one.begin), min(end, one.end)) for one in inside]
+
+
+def idle_table(spans: Sequence[Span]) -> str:
+    """Busy and idle seconds of each role."""
+    length = max(one.end for one in spans) - min(one.begin for one in spans)
+    lines = [f"{'role':<12}{'busy s':>10}{'idle s':>10}{'idle':>8}"]
+    for role, work in by_role(spans).items():
+        busy = busy_seconds(work)
+        lines.append(f"{role:<12}{busy:>10.3f}{length - busy:>10.3f}{1 - busy / length:>8.1%}")
+    return "\n".join([*lines, f"{'all':<12}{length:>10.3f} seconds"])
+
+
+def draw(spans: Sequence[Span], title: str) -> str:
+    """An SVG picture."""
+    rows = by_role(spans)
+    begin, length = min(one.begin for one in spans), max(one.end for one in spans) - min(one.begin for one in spans)
+    scale, height = (WIDTH - LABEL - 12) / length, TOP + ROW * len(rows) + 26
+    parts = [f'<text x="{LABEL}" y="18" font-weight="bold">{escape(title)}</text>']
+    tick = next((one for one in TICKS if length / one <= 12), TICKS[-1])
+    for number in range(int(length / tick) + 1):
+        x = LABEL + number * tick * scale
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 6}" y2="{height - 22}" stroke="#d9dee5"/>')
+        parts.append(f'<text x="{x:.1f}" y="{height - 8}" text-anchor="middle">{number * tick:g} s</text>')
+    for place, (role, work) in enumerate(rows.items()):
+        y = TOP + ROW * place
+        parts.append(f'<text x="{LABEL - 8}" y="{y + 14}" text-anchor="end">{role}</text>')
+        for one in work:
+            x, width = LABEL + (one.begin - begin) * scale, max(0.6, (one.end - one.begin) * scale)
+            said = escape(f"step {one.step}: {one.stage}, {one.end - one.begin:.3f} s, thread {one.thread}")
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{BAR}" fill="{COLORS[role][one.step % 2]}">'
+                f"<title>{said}</title></rect>"
+            )
+            if width > 9 * len(str(one.step)) + 4:
+                middle = x + width / 2
+                parts.append(f'<text x="{middle:.1f}" y="{y + 14}" text-anchor="middle" fill="#fff">{one.step}</text>')
+    style = "font-family: DejaVu Sans, sans-serif; font-size: 11px"
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" style="{style}" fill="#1f2a36">'
+    return "\n".join([head, f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>', *parts, "</svg>", ""])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path, help="a run's folder (trainer.default_local_dir), or its trace")
+    parser.add_argument("-o", "--out", type=Path, default=None, help="the SVG to write; none: only the table")
+    parser.add_argument("--steps", default=None, help="first and last step, as 2-5; all by default")
+    parser.add_argument("--title", default=None, help="over the picture; the run's folder by default")
+    args = parser.parse_args(argv)
+    try:
+        spans = read_spans(args.run)
+        if args.steps is not None:
+            spans = of_steps(spans, *_steps(args.steps))
+        print(idle_table(spans))
+        if args.out is not None:
+            args.out.write_text(draw(spans, args.title or str(args.run)), encoding="utf-8")
+            print(args.out)
+    except VerlError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and (last or first).isdecimal()):
+        raise DataError("not two steps", key="--steps", got=text, allowed="2-5, or 3 for one step")
+    return int(first), int(last or first)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
