@@ -58,6 +58,12 @@ class TrainerConfig(ConfigNode):
         "record in default_local_dir when each stage of a step began and ended (trace.jsonl), for a Gantt chart",
         upstream=ABSENT,
     )
+    hang_seconds: float | None = setting(
+        None,
+        "seconds without progress (a stage that begins or ends, a mini-batch) after which a run ends with an error that "
+        "names who hangs, and the stacks of every process; longer than the longest stage; null: never",
+        upstream=ABSENT,
+    )
     save_freq: int = setting(-1, "steps between checkpoints; -1: never")
     resume_mode: str = setting(
         "auto",

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from verl import stacks
 from verl.errors import VerlError
 from verl.rewards import wire
 from verl.rewards.function import load_reward_function
@@ -30,6 +31,7 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 def main() -> None:
     """Serve the calls that arrive on standard input until it ends."""
     calls, answers = _take_pipes()
+    stacks.listen("the reward function's process")
     _prefer_for_oom_kill()
     start = wire.receive(calls)
     if start is None:

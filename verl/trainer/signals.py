@@ -29,6 +29,10 @@ class StepDropped(KeyboardInterrupt):
     """Raised inside `StopSignals.droppable`: the work in progress is dropped."""
 
 
+class Hung(KeyboardInterrupt):
+    """Raised in the main thread of a run that hangs; no reward function or agent loop takes it for its own error."""
+
+
 class RunStopped(SystemExit):
     """A run has ended in order because of a signal; ends the program with status 128 + signal.
 
@@ -147,7 +151,7 @@ class StopSignals:
             received, count = signal.Signals(numbers[0]), count + 1
             if count > 1:
                 _tell(f"{received.name}, the second signal: leaving at once; finished checkpoints are untouched")
-                _kill_descendants()
+                kill_descendants()
                 os._exit(128 + received)  # nothing may delay it, not even clean-up; the kernel drops the lock
             self.signal = self.signal or received
             _tell(f"{received.name}: the run saves and stops; a second signal ends it at once")
@@ -159,7 +163,7 @@ _watching: list[StopSignals] = []
 
 def _is_news(record: logging.LogRecord) -> bool:
     """Not where a task of an event loop reports, as it goes, the interrupt that has left its loop long before."""
-    return not (record.exc_info and isinstance(record.exc_info[1], StepDropped))
+    return not (record.exc_info and isinstance(record.exc_info[1], StepDropped | Hung))
 
 
 def _after_fork() -> None:
@@ -171,7 +175,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _kill_descendants() -> None:
+def kill_descendants() -> None:
     """End all descendants of this process: loader and reward processes, a cluster that it started.
 
     They would notice eventually that their parent is dead; Ray's agents take minutes on a busy machine.

@@ -15,10 +15,12 @@ import ray
 
 from tests.single_controller.ray.workers import Counter, Dice, PlainUserError
 from verl.errors import ConfigError, WorkerError
+from verl.observability.spans import Spans
 from verl.single_controller.base import ClassWithInitArgs
 from verl.single_controller.ray import fleet as fleets
 from verl.single_controller.ray import host_object, runtime
 from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.trainer.watchdog import Watchdog
 
 pytestmark = pytest.mark.dist
 HANGS = 60.0
@@ -122,6 +124,20 @@ def test_a_worker_that_never_comes_back_from_a_failed_call_is_named_instead_of_w
     assert len(ray.wait(list(group._fleet._unfinished), timeout=HANGS)[0]) == 1
     assert len(group.throw()) == 2  # it came back after all
     group.close()
+
+
+def test_a_worker_that_a_signal_has_stopped_is_named_and_the_wait_for_it_ends(pool, tmp_path):
+    group, spans = dice(pool), Spans()
+    pids = group.pid()
+    stopped = f"waits for dice\\[1\\] \\(process {pids[1]}, stopped by a signal\\)"
+    os.kill(pids[1], signal.SIGSTOP)
+    watchdog = Watchdog(spans, 0.5, tmp_path, group.look_at_processes)
+    with pytest.raises(WorkerError, match=stopped), watchdog, spans.span("gen", 2):
+        group.throw()
+    report = (tmp_path / "hang.txt").read_text()
+    assert f"dice[0] (process {pids[0]}, sleeping)\n" in report
+    group.close()
+    eventually(lambda: all(gone(pid) for pid in pids))
 
 
 def test_a_closed_group_leaves_no_process_and_says_so_when_it_is_called():

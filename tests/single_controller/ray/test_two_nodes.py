@@ -61,6 +61,9 @@ def test_a_run_on_two_nodes_holds_ranks_of_one_process_group_on_both(two_nodes, 
     assert all(node in shown for node in group.node_ids) and "summer[1]: node" in shown
     assert group.all_reduce() == [3.0, 3.0]
     assert [place[:4] for place in group.place()] == [(0, 2, 0, 1), (1, 2, 0, 1)]  # each is alone on its node
+    seen = group.look_at_processes()
+    assert [one.name for one in seen] == ["summer[0]", "summer[1]"] and sorted(bool(one.node) for one in seen) == [0, 1]
+    assert all("most recent call first" in one.stacks for one in seen), "each node has looked at its own"
     assert group.master_address == started.nodes[0].address
     batch = DataProto.from_dict(tensors={"x": torch.ones(4, 100_000)})  # the second part crosses to the other node
     assert group.total(batch) == [200_000.0, 200_000.0]

@@ -25,6 +25,7 @@ from verl.single_controller.base.decorator import (
 )
 from verl.single_controller.base.dispatch import PADDING_SIZE_KEY, trim_padding
 from verl.single_controller.base.resources import ClassWithInitArgs, ResourcePool
+from verl.stacks import Process
 
 
 class WorkerGroup(ABC):
@@ -122,6 +123,10 @@ class WorkerGroup(ABC):
     def placement(self) -> str:
         """Where the workers are, one line each."""
         return "\n".join(f"{name}: this process" for name in self._worker_names)
+
+    def look_at_processes(self) -> list[Process]:
+        """State and stacks of the workers' own processes, where they have any, even of one that hangs."""
+        return []
 
     def dispatch_ranks(self, mesh_name: str) -> list[int]:
         """Each worker's data-parallel rank on a mesh; the workers are asked once."""

@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.errors import WorkerError
 from verl.single_controller.ray.failures import first_sentences, register_death_reporter
+from verl.stacks import Process, look_at
 
 LOG_LINES, LOG_BYTES, LOG_SECONDS = 25, 64 << 10, 10.0
 ANSWER_SECONDS = 0.2
@@ -163,6 +164,13 @@ class Fleet:
             time.sleep(ANSWER_SECONDS)
         return self.explain_death(actor_id, f"Its node cannot be reached: {reason}")
 
+    def look_at(self) -> list[Process]:
+        """State and stacks of all processes, also of those that serve these; each node looks at its own."""
+        nodes: dict[str, list[Member]] = {}
+        for member in [*self.members, *(one for fleet in self.beside for one in fleet.members)]:
+            nodes.setdefault(member.node_id, []).append(member)
+        return [process for members in nodes.values() for process in _look_at(members)]
+
     def close(self) -> None:
         """Stop all workers; calls in flight fail."""
         self.stop_watching()
@@ -262,6 +270,20 @@ def _last_lines(member: Member) -> list[str]:
         return ray.get(question, timeout=LOG_SECONDS)
     except RayError as error:
         return [f"(its node does not answer: {type(error).__name__})"]
+
+
+def _look_at(members: Sequence[Member]) -> list[Process]:
+    """The processes of one node."""
+    node, names = members[0], {member.pid: member.name for member in members}
+    if node.node_id == ray.get_runtime_context().get_node_id():
+        return look_at(names, names)
+    there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+    look = ray.remote(look_at).options(num_cpus=0, scheduling_strategy=there)
+    question: Any = look.remote
+    try:
+        return ray.get(question(list(names), names, node.address), timeout=LOG_SECONDS)
+    except RayError:
+        return [Process(pid, name, "", node=node.address) for pid, name in names.items()]
 
 
 def read_tail(files: Sequence[str], lines: int = LOG_LINES) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from verl import device, env
+from verl import device, env, stacks
 from verl.errors import WorkerError, suggest
 from verl.metrics import start_logging
 from verl.single_controller.base.colocated import ColocatedWorker
@@ -37,6 +37,7 @@ class HostedWorker:
         self.info = WorkerInfo(**info)
         self.loop: asyncio.AbstractEventLoop | None = None
         self._set_environment()
+        stacks.listen()
         start_logging()
         device.set_threads(threads or max(1, device.usable_cores() // self.info.local_world_size))
         device.keep_freed_memory()

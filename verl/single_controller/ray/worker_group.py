@@ -21,6 +21,7 @@ from verl.single_controller.ray.fleet import Fleet, Member
 from verl.single_controller.ray.handle import RayHandle
 from verl.single_controller.ray.launch import REGISTER_SECONDS, LaunchPlan, launch, worker_names
 from verl.single_controller.ray.resource_pool import ProcessSlot, RayResourcePool
+from verl.stacks import Process
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -251,6 +252,9 @@ class RayWorkerGroup(WorkerGroup):
             f"{name}: node {member.node_id} ({member.address}), process {member.pid}"
             for name, member in zip(self._worker_names, self._fleet.members)
         )
+
+    def look_at_processes(self) -> list[Process]:
+        return self._fleet.look_at()
 
     def close(self) -> None:
         """Stop the workers, also detached ones, and those of every group that shares their processes."""

@@ -133,7 +133,7 @@ class Validate(Callback):
         if resumed and not settings.val_only:
             notice("trainer.val_before_train", "the run goes on, so the model is validated at the next test_freq only")
             return
-        with trainer.ctx.stop.droppable():
+        with trainer.ctx.stop.droppable(), trainer.ctx.timed("testing"):
             metrics = trainer.validate()
         trainer.log(metrics, trainer.ctx.step)
 

@@ -31,6 +31,7 @@ from verl.protocol import DataProto
 from verl.registry import ADVANTAGE_ESTIMATORS, SCHEDULES
 from verl.single_controller.base import ClassWithInitArgs, ResourcePoolManager, Role, RoleHandle, Roles
 from verl.single_controller.local import LocalWorkerGroup, create_colocated_worker_cls
+from verl.stacks import Process
 from verl.trainer import build, placement, runtime, sampling
 from verl.trainer.models import model_roles
 from verl.trainer.ppo import accounting, correction, stages
@@ -47,6 +48,7 @@ from verl.trainer.ppo.metric_utils import (
 from verl.trainer.ppo.oversampling import prompts_at_once
 from verl.trainer.ppo.validation import ValidationSamples, Validator
 from verl.trainer.signals import StepDropped, StopSignals
+from verl.trainer.watchdog import Watchdog
 
 __all__ = [
     "AdvantageEstimator",
@@ -189,8 +191,9 @@ class RayPPOTrainer:
             self.validator = Validator(self.config, self.val_loader, self.val_reward_fn, self.tokenizer)
         self.checkpoints = RunCheckpoints(self.config, self.roles, self.source, self.state, self.schedule)
         self.tracking, self._folders = None, {}
+        folder, limit = Path(self.config.trainer.default_local_dir), self.config.trainer.hang_seconds
         try:
-            with stop:
+            with stop, Watchdog(self.state.spans, limit, folder, self._look_at_workers):
                 self._run()
             self._close_trackers()
         except BaseException:
@@ -234,6 +237,9 @@ class RayPPOTrainer:
             step, waiting = self.state.step, self._waiting()
             ledger = Ledger(Path(trainer.default_local_dir), step, places.get("ledger"), waiting)
             self.state.ledger, places["ledger"] = ledger, ledger.path.name
+
+    def _look_at_workers(self) -> list[Process]:
+        return [process for group in self.roles.groups() for process in group.look_at_processes()]
 
     def _waiting(self) -> list[Key]:
         """The samples that wait to be trained on, between two steps; a schedule of a user's may hold none."""

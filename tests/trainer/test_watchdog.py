@@ -1,0 +1,81 @@
+"""A run in which nothing happens any more ends, and says who waits for whom."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from verl import stacks
+from verl.errors import WorkerError
+from verl.observability.spans import Activity, Span, Spans, now
+from verl.trainer.watchdog import Watchdog, hanging_threads
+
+SLEEPER = (
+    "from verl import stacks\nstacks.listen('a sleeper')\ndef waits():\n    print('up', flush=True)\n    input()\n"
+)
+
+
+def threads_of_this_process() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
+
+
+def test_a_wait_in_the_main_thread_is_left_with_an_error_and_a_report_of_all_processes(tmp_path):
+    """The other process is one of ours that a signal has stopped: it has no stacks to show, and is at fault."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SLEEPER + "waits()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout.readline() == "up\n"
+        assert "in waits" in stacks.stacks_of(other.pid) and stacks.name_of(other.pid) == "a sleeper"
+        other.send_signal(signal.SIGSTOP)
+        spans, begun = Spans(), time.monotonic()
+        with pytest.raises(WorkerError) as raised, Watchdog(spans, 0.4, tmp_path, list), spans.span("reward", 3):
+            try:
+                threading.Event().wait(60)
+            except Exception as error:  # a reward function's own handler does not take it
+                raise AssertionError from error
+        assert 0.3 < time.monotonic() - begun < 30
+        other.kill()
+    said = str(raised.value)
+    assert said.startswith("trainer.hang_seconds: nothing has happened for ")
+    culprit = f"a sleeper (process {other.pid}, stopped by a signal)"
+    assert f"MainThread is in stage reward of step 3 (scoring) and waits for {culprit}. Got 0.4." in said
+    report = (tmp_path / "hang.txt").read_text()
+    assert f"the controller (process {os.getpid()}, " in report and "in wait" in report
+    assert f"{culprit}\n(no stack" in report
+    assert "verl-watchdog" not in threads_of_this_process(), "its thread ends with the run"
+
+
+def test_a_mini_batch_is_progress_and_without_a_limit_nobody_watches(tmp_path):
+    spans = Spans()
+    with Watchdog(spans, None, tmp_path, list), spans.span("update_actor", 1):
+        assert "verl-watchdog" not in threads_of_this_process()
+        (began,) = spans.open()
+        time.sleep(0.01)
+        assert hanging_threads(spans.open(), 0.005)
+        spans.progress()
+        assert spans.open()[0].progress >= began.progress + 0.01
+
+
+def test_a_thread_that_waits_for_another_one_is_at_fault_only_if_the_other_one_goes_on_with_nothing():
+    def thread(ident: int, stage: str, seconds: float) -> Activity:
+        return Activity(ident, [Span("step", 1, "", 0.0), Span(stage, 1, "", 0.0)], now() - seconds)
+
+    waits, samples = thread(1, "wait_for_batch", 90), thread(2, "gen", 70)
+    assert hanging_threads([waits, samples], 60) == [samples]
+    assert hanging_threads([waits, thread(2, "gen", 50)], 60) == [], "the samples may be there soon"
+    assert hanging_threads([waits], 60) == [waits]
+    assert hanging_threads([], 60) == []
+
+
+def test_a_process_that_does_not_listen_is_never_sent_the_signal():
+    with subprocess.Popen(["sleep", "60"]) as other:
+        assert stacks.stacks_of(other.pid) == "" and other.poll() is None
+        assert stacks.state_of(other.pid) in ("S", "R")
+        other.kill()
+    assert stacks.state_of(other.pid) == ""
