@@ -87,6 +87,39 @@ def test_one_engine_of_a_sampler_splits_heads_and_layers_too(run, monkeypatch):
     run(DENSE, *vllm, f"{R}.tensor_model_parallel_size=4")  # two KV heads are copied to four processes
 
 
+SHORT = {**DENSE, "max_position_embeddings": 2048}
+LONG = {**SHORT, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+REFUSED_BY_VLLM = [
+    ([f"{R}.max_num_seqs=512", f"{R}.max_num_batched_tokens=256"],
+     "a step computes 256 tokens, which are fewer than one for each of 512 responses. Got 512. Allowed: at most 256."),
+    ([f"{R}.max_model_len=4096"], "the model knows 2048 positions (max_position_embeddings in its config.json). Got"),
+    ([f"{M}.lora_rank=1024"], "no room for an adapter of this rank. Got 1024. Allowed: at most 512."),
+    ([f"{M}.lora_rank=-1"], f"{M}.lora_rank: out of range. Got -1. Allowed: 0 or more."),
+    ([f"{R}.gpu_memory_utilization=1.5"], "out of range. Got 1.5. Allowed: above 0, at most 1."),
+    ([f"{A}.optim.override_optimizer_config={{betas:[0.9]}}"], "betas: out of range. Got [0.9]. Allowed: two numbers"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "says"), REFUSED_BY_VLLM)
+def test_what_vllm_or_an_optimizer_refuses_at_its_start_is_refused_before(run, monkeypatch, words, says):
+    from verl.config import machine
+
+    monkeypatch.setattr(machine, "is_installed", lambda name: True)
+    assert says in refused(run, SHORT, *EIGHT, f"{R}.name=vllm", *words)
+
+
+def test_what_vllm_takes_passes(run, monkeypatch):
+    from verl.config import machine
+
+    monkeypatch.setattr(machine, "is_installed", lambda name: True)
+    vllm = [*EIGHT, f"{R}.name=vllm"]
+    run(LONG, *vllm, f"{R}.max_model_len=4096", f"{M}.lora_rank=512")
+    run(SHORT, *vllm, f"{R}.max_model_len=2048", f"{M}.lora_rank=1024", f"{M}.lora.merge=true")
+    few = [f"{R}.max_num_seqs=512", f"{R}.max_num_batched_tokens=256"]
+    run(SHORT, *vllm, *few, f"{R}.enable_chunked_prefill=false")  # a step has room for the longest sequence then
+    run(SHORT, *EIGHT, *few)
+
+
 def test_the_same_is_said_of_a_supervised_run_and_of_a_printed_configuration(run, tmp_path, capsys, monkeypatch):
     run(DENSE)
     monkeypatch.setenv("WORLD_SIZE", "8")

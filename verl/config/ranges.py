@@ -126,6 +126,8 @@ def _sampling(cfg: PPOTrainerConfig) -> Problems:
 def engine_limits(key: str, rollout: Any) -> Problems:
     """What an engine holds, and how servers are asked, in a rollout section of any program."""
     problems = _at_least(key, rollout, 1, "max_num_seqs", "max_num_batched_tokens", "max_model_len")
+    memory = rollout.gpu_memory_utilization
+    problems += in_range(f"{key}.gpu_memory_utilization", memory, "above 0, at most 1", 0 < memory <= 1)
     problems += _at_least(f"{key}.server", rollout.server, 1, "max_attempts", "max_connections")
     problems += _at_least(f"{key}.server", rollout.server, 0, "retry_delay", "max_start_wait_time")
     return problems + _above_zero(f"{key}.server", rollout.server, "timeout")
@@ -151,7 +153,8 @@ def _conversations(turns: Any) -> Problems:
 
 def _actor(cfg: PPOTrainerConfig) -> Problems:
     actor, ref = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.ref
-    problems = _at_least(_A, actor, 1, "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu")
+    problems = _at_least("actor_rollout_ref.model", cfg.actor_rollout_ref.model, 0, "lora_rank")
+    problems += _at_least(_A, actor, 1, "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu")
     problems += _at_least(_A, actor, 1, "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")
     problems += _above_zero(
         _A, actor, "clip_ratio", "clip_ratio_low", "clip_ratio_high", "grad_clip", "loss_scale_factor"
@@ -226,9 +229,14 @@ def optimizer(key: str, optim: OptimizerConfig) -> Problems:
     problems += _above_zero(key, optim, "clip_grad")
     problems += _at_least(key, optim, 0, "lr_warmup_init", "min_lr") + _above_zero(key, optim, "lr_decay_steps")
     problems += _above_zero(key, optim, "lr_wsd_decay_steps") + _decay(key, optim)
-    betas = optim.betas
-    holds = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
-    return problems + in_range(f"{key}.betas", betas, "two numbers, each at least 0 and below 1", holds)
+    given, override = {"betas": optim.betas}, optim.override_optimizer_config or {}
+    if "betas" in override:
+        given["override_optimizer_config.betas"] = override["betas"]
+    for name, betas in given.items():
+        holds = isinstance(betas, list | tuple) and len(betas) == 2
+        holds = holds and all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas)
+        problems += in_range(f"{key}.{name}", betas, "two numbers, each at least 0 and below 1", holds)
+    return problems
 
 
 def _decay(key: str, optim: OptimizerConfig) -> Problems:

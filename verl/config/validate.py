@@ -31,6 +31,7 @@ from verl.config import (
     validate_megatron,
     validate_profiler,
     vision,
+    vllm_fits,
 )
 from verl.config.checks import Problems, Rule, collect, known_name, missing_folder, one_of
 from verl.config.node import unrecorded
@@ -86,7 +87,7 @@ def _rules(served: bool) -> tuple[Rule, ...]:
     """What no machine changes."""
     placed = (sampler_sizes.served_problems,) if served else (topology.problems,)
     return (_names, _kl, ranges.numbers, optimizers.problems, losses.problems, _groups, _values, _batches, *placed, _micro_batches,
-            _sampling, _mirrors, shared_rows.problems, model_fits.problems, reward_model.reward_model, oversampling.problems, partial_rollouts.problems, recipes.problems, validate_megatron.problems,
+            _sampling, _mirrors, shared_rows.problems, model_fits.problems, vllm_fits.problems, reward_model.reward_model, oversampling.problems, partial_rollouts.problems, recipes.problems, validate_megatron.problems,
             validate_profiler.problems, correcting.rollout, correcting.groups, off_policy.problems, _plugins, _resume, _validation)  # fmt: skip
 
 

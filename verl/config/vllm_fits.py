@@ -1,0 +1,60 @@
+"""What vLLM refuses when it is started, said before: steps too small for their responses, contexts, ranks of adapters.
+
+Its own limits, as of 0.32 (``SchedulerConfig``, ``ModelConfig``, ``LoRAConfig``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl import env
+from verl.config.checks import Problems
+from verl.config.config_json import facts_of
+from verl.config.root import PPOTrainerConfig
+from verl.config.sampler_sizes import starts_no_engine
+from verl.errors import ConfigError
+
+MOST_RANK = 512
+_R, _M = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+
+
+def problems(cfg: PPOTrainerConfig) -> Problems:
+    """Of the sampler of a run; what ``engine_kwargs.vllm`` says otherwise is left to vLLM."""
+    rollout = cfg.actor_rollout_ref.rollout
+    if rollout.name != "vllm" or starts_no_engine(rollout) or rollout.engine_kwargs.vllm:
+        return []
+    return [*_steps(rollout), *_context(rollout, cfg.actor_rollout_ref.model), *_rank(cfg.actor_rollout_ref.model)]
+
+
+def _steps(rollout: Any) -> Problems:
+    """Every response that is sampled at once has a token in each step."""
+    tokens, most = rollout.max_num_batched_tokens, rollout.max_num_seqs
+    if not rollout.enable_chunked_prefill:  # the sampler makes room for the longest sequence then
+        tokens = max(tokens, rollout.max_model_len or rollout.prompt_length + rollout.response_length)
+    if most <= tokens or tokens < 1:
+        return []
+    message = f"a step computes {tokens} tokens, which are fewer than one for each of {most} responses"
+    key, fix = f"{_R}.max_num_seqs", f"Lower it, or set {_R}.max_num_batched_tokens={most} or more."
+    return [ConfigError(message, key=key, got=most, allowed=f"at most {tokens}", fix=fix)]
+
+
+def _context(rollout: Any, model: Any) -> Problems:
+    """A context of one's own, longer than the positions that the model knows."""
+    facts, asked = facts_of(model.path), rollout.max_model_len
+    if facts is None or asked is None or model.override_config or env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
+        return []
+    known = facts.get("max_position_embeddings")
+    rope = facts.get("rope_scaling") or facts.get("rope_parameters") or {}
+    if not isinstance(known, int) or asked <= known or rope.get("rope_type", rope.get("type", "default")) != "default":
+        return []
+    message = f"the model knows {known} positions (max_position_embeddings in its config.json)"
+    fix = "Leave it out, or give the model longer positions: model.override_config.rope_scaling."
+    return [ConfigError(message, key=f"{_R}.max_model_len", got=asked, allowed=f"at most {known}", fix=fix)]
+
+
+def _rank(model: Any) -> Problems:
+    if model.lora.merge or model.lora_rank <= MOST_RANK:
+        return []
+    fix = f"Lower it, or set {_M}.lora.merge=true: merged weights are sent then."
+    message, key = "vLLM has no room for an adapter of this rank", f"{_M}.lora_rank"
+    return [ConfigError(message, key=key, got=model.lora_rank, allowed=f"at most {MOST_RANK}", fix=fix)]
