@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.engines.builders import make_engine
-from tests.rollout.builders import requests, sample
+from tests.rollout.builders import reference_log_probs, requests, sample
 from verl.agent_loop import AgentLoopOutput
 from verl.agent_loop.batch import to_batch
 from verl.algorithms.losses import PPOPolicyLoss
@@ -108,6 +108,32 @@ def test_a_request_gets_the_same_tokens_again_whatever_runs_beside_it(sampler, f
     together = sample(sampler, wanted)
     alone = [sample(sampler, [request])[0] for request in wanted[::5]]
     assert [done.token_ids for done in alone] == [done.token_ids for done in together[::5]]
+
+
+def test_new_weights_pause_running_requests_which_go_on_with_them(sampler, folder, monkeypatch):
+    """Three versions draw one response; under the model of its version each token has the reported log-prob."""
+    monkeypatch.setattr(sampler, "at_update", "pause")
+    fresh(sampler, folder)
+    models = {1: HFSampler(str(folder)).model, 2: HFSampler(str(folder)).model, 3: HFSampler(str(folder)).model}
+    for version, model in models.items():
+        model.lm_head.weight.data *= 1 + 0.2 * (version - 1)
+    wanted = requests(PROMPTS, max_tokens=60, ignore_eos=True)
+
+    async def run():
+        tasks = [asyncio.ensure_future(sampler.generate(request)) for request in wanted]
+        for version in (2, 3):
+            while sum(len(running.token_ids) > 8 for running in sampler._running.values()) < len(wanted):
+                await asyncio.sleep(0.001)
+            weights = chunk_weights(models[version].state_dict().items(), 1 << 16, version)
+            await sampler.update_weights(weights, version)
+        return await asyncio.gather(*tasks)
+
+    for request, done in zip(wanted, asyncio.run(asyncio.wait_for(run(), 60))):
+        assert len(done.token_ids) == len(done.log_probs) == 60 and set(done.token_versions) == {1, 2, 3}
+        for version, model in models.items():
+            logs = reference_log_probs(model, request, done).gather(-1, torch.tensor(done.token_ids)[:, None])[:, 0]
+            drawn = torch.tensor(done.token_versions) == version
+            assert (logs[drawn] - torch.tensor(done.log_probs)[drawn]).abs().max() < 10 * TOLERANCE
 
 
 def test_an_aborted_request_returns_what_it_has_and_can_be_continued(sampler, folder):
