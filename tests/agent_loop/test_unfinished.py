@@ -12,6 +12,7 @@ from tests.agent_loop.test_manager import prompts, settings
 from tests.rollout.builders import tiny_model
 from tests.support import tiny_tokenizer
 from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput, register, unfinished
+from verl.agent_loop.runner import RowRunner
 from verl.agent_loop.unfinished import EARLIER, ENOUGH, LEFT, Members, output_of, plain_output
 from verl.metrics import MetricSet, reset_notices
 from verl.protocol import DataProto
@@ -168,6 +169,28 @@ def test_a_sample_that_is_done_waits_for_the_others_of_its_prompt_and_is_not_mad
         count = int(whole.tensors["response_mask"][row].sum())
         assert int(mine.tensors["response_mask"][0].sum()) == count
         assert mine.tensors["responses"][0, :count].tolist() == whole.tensors["responses"][row, :count].tolist()
+
+
+def test_a_trajectory_goes_on_in_the_process_that_has_its_tools():
+    """Two runners: the row that the second one left comes first in the next batch, and goes to the second again."""
+    tokenizer, seen = tiny_tokenizer(), []
+    sampler = Tokenwise(tokenizer, {"u0": ["yes"], "u1": ["no"]}, {"u1-0-0": 1})
+    loops = AgentLoopManager(settings(response_length=50), sampler, tokenizer)
+
+    class Runner(RowRunner):
+        async def run(self, number, row, *rest):
+            seen.append((self.name, row["uid"]))
+            return await super().run(number, row, *rest)
+
+    runners = [Runner(loops.config, sampler, tokenizer) for _ in range(2)]
+    for name, runner in zip("ab", runners):
+        runner.name = name
+    loops.run_in(runners)
+    asked = prompts([[1], [2]], ["u0", "u1"], sample_index=[0, 0])
+    asked.meta_info[ENOUGH] = 1
+    made = loops.generate_sequences(asked)
+    loops.generate_sequences(later(asked, made).select_idxs([1]))
+    assert seen == [("a", "u0"), ("b", "u1"), ("b", "u1")]
 
 
 @register("cannot_go_on_later")

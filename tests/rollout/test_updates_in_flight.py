@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 import torch
@@ -10,12 +11,15 @@ import torch
 from tests.rollout.builders import prompt, reference_log_probs, requests, sample, tiny_model
 from tests.rollout.test_gated import Scripted
 from verl.errors import WorkerError
+from verl.registry import TRANSPORTS
 from verl.rollout import Completion, Request, SamplingParams
 from verl.rollout.base import Sampler
 from verl.rollout.gated import Sampled
 from verl.rollout.hf.sampler import HFSampler
+from verl.rollout.hosted import HostedSampler, RemoteSampler, SamplerHost
 from verl.rollout.resume import continued, joined
 from verl.rollout.service import SamplerService
+from verl.single_controller.local.handle import LocalHandle
 from verl.weight_sync import chunk_weights
 
 WANTED = requests([prompt(n, n) for n in (3, 9, 17)], samples=2, max_tokens=24, ignore_eos=True)
@@ -124,6 +128,30 @@ def test_updates_without_a_pause_between_them_let_every_response_end(at_update):
     count, found = asyncio.run(asyncio.wait_for(run(), 60))
     assert [len(done.token_ids) for done in found] == [5, 5, 5]
     assert set().union(*(done.token_versions for done in found)) >= set(range(count)), "each version drew a token"
+
+
+def test_weights_reach_a_replica_in_another_process_while_it_samples():
+    """By a transport, beside the requests, as the trainer sends them to a pool of samplers; then they are published."""
+    host = LocalHandle(SamplerHost(hf("abort")))
+    replica = HostedSampler(host, "shared_memory", partial(TRANSPORTS.get("shared_memory").begin, 1 << 20, "cpu"))
+    service = SamplerService({"a": RemoteSampler(host)})
+
+    wanted = requests([prompt(n, n) for n in (3, 9)], max_tokens=200, ignore_eos=True)
+
+    async def run():
+        await replica.update_weights(weights(1), 1)  # makes the transport
+        tasks = [asyncio.ensure_future(service.generate(request)) for request in wanted]
+        await turns(8)
+        await replica.update_weights(weights(2), 2)
+        await service.publish(2)
+        return await asyncio.gather(*tasks)
+
+    try:
+        found = asyncio.run(asyncio.wait_for(run(), 60))
+    finally:
+        replica.forget_transport()
+    assert all(len(done.token_ids) == 200 and set(done.token_versions) == {1, 2} for done in found)
+    assert service.version == 2 and service.stats()["interrupted"] == len(wanted)
 
 
 def test_waiting_for_running_requests_is_the_default():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verl.config.checks import Problems
-from verl.config.root import PPOTrainerConfig, corrects_rollout, learns_from_pairs
+from verl.config.root import PPOTrainerConfig, corrects_rollout, learns_from_pairs, sampler_is_old_policy
 from verl.errors import ConfigError
 from verl.metrics import notice
 
@@ -47,7 +47,7 @@ def _kept(cfg: PPOTrainerConfig) -> Problems:
         if value == "remax" if key.endswith("adv_estimator") else value != allowed:
             message = f"{key}={value} does not go with {KEEPS}=true: {reasons[key]}"
             problems.append(ConfigError(message, key=key, got=value, fix="Change one of the two."))
-    if not (cfg.algorithm.rollout_correction.bypass_mode or corrects_rollout(cfg) or learns_from_pairs(cfg)):
+    if not (sampler_is_old_policy(cfg) or corrects_rollout(cfg) or learns_from_pairs(cfg)):
         message = f"{KEEPS}=true trains on tokens of older versions, and nothing accounts for the difference"
         fix = (
             "Set algorithm.rollout_correction.bypass_mode=true (the old log-probs are those of the version that drew "

@@ -91,13 +91,18 @@ def corrects_rollout(cfg: PPOTrainerConfig) -> bool:
 def updates_once(cfg: PPOTrainerConfig) -> bool:
     """One mini-batch and one epoch: the policy is where it was, so its own detached log-probs are the old ones.
 
-    Not so where the old policy is the sampler, nor under a schedule that trains on samples of older versions, nor with
+    Not so where the old policy is the sampler, nor where samples of older versions are trained on, nor with
     ``trainer.skip_old_log_prob=false``.
     """
     actor = cfg.actor_rollout_ref.actor
     one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= cfg.data.train_batch_size
-    on_policy = not (sampler_is_old_policy(cfg) or of_schedule(cfg).off_policy)
+    on_policy = not (sampler_is_old_policy(cfg) or trains_on_older(cfg))
     return one_update and on_policy and cfg.trainer.skip_old_log_prob
+
+
+def trains_on_older(cfg: PPOTrainerConfig) -> bool:
+    """Samples, or parts of them, may be of older versions of the policy: by the schedule, or from an earlier step."""
+    return of_schedule(cfg).off_policy or cfg.actor_rollout_ref.rollout.keep_unfinished
 
 
 def sampler_is_old_policy(cfg: PPOTrainerConfig) -> bool:

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tests.trainer.ppo.small_runs import prepare, train
-from verl.config import PPOTrainerConfig, replace
+from verl.config import PPOTrainerConfig, off_policy, replace
 from verl.config.partial_rollouts import problems
+from verl.config.root import updates_once
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.trainer.ppo.unfinished import UnfinishedPrompts, prompts_in_work
@@ -47,7 +48,7 @@ def test_a_run_goes_on_with_what_a_step_left_and_a_resumed_one_gives_the_same_bi
     assert max(mixed) > 1, "a response that two versions drew"
     for batch, metrics in zip(whole.batches, whole.metrics):
         assert torch.equal(batch.tensors["old_log_probs"], batch.tensors["rollout_log_probs"])
-        assert metrics["rollout/partial/versions/max"] >= 1
+        assert metrics["rollout/partial/versions/max"] == metrics["training/off_policy/trajectory_spans/max"]
     assert whole.metrics[0]["rollout/partial/left"] > 0 == whole.metrics[0]["rollout/partial/resumed"]
     assert whole.metrics[1]["rollout/partial/resumed"] == whole.metrics[0]["rollout/partial/left"]
 
@@ -114,14 +115,17 @@ def test_the_share_that_may_be_left_says_how_many_prompts_are_in_work(rate, coun
         ({"algorithm.rollout_correction.bypass_mode": False}, "bypass_mode"),
         ({"algorithm.adv_estimator": "remax"}, "adv_estimator"),
         ({"data.oversample_factor": 2.0}, "oversample_factor"),
+        ({"algorithm.adv_estimator": "opo"}, "adv_estimator"),
     ],
 )
 def test_what_cannot_train_on_responses_of_several_versions_is_refused(changes, key):
     usual = {word.partition("=")[0]: word.partition("=")[2] for word in KEEPS[:3]}
     typed = {name: value == "true" if value in ("true", "false") else float(value) for name, value in usual.items()}
     config = replace(PPOTrainerConfig(), **typed)
-    assert problems(config) == []
-    (problem,) = problems(replace(config, **changes))
+    assert problems(config) == off_policy.problems(config) == []
+    assert not updates_once(config)
+    changed = replace(config, **changes)
+    (problem,) = problems(changed) + off_policy.problems(changed)
     assert problem.key.endswith(key) and problem.fix
 
 

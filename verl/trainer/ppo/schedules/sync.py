@@ -13,6 +13,7 @@ from verl.config import PPOTrainerConfig
 from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.single_controller.base import Roles
+from verl.trainer.ppo import staleness
 from verl.trainer.ppo.context import RunState, StepContext
 from verl.trainer.ppo.stages import PromptSource
 from verl.trainer.ppo.step import Stage, collect, learn
@@ -24,7 +25,8 @@ AHEAD = "ahead"
 
 
 class SyncSchedule:
-    """On-policy: every batch is sampled by the weights that it then updates.
+    """On-policy: every batch is sampled by the weights that it then updates, but for what an earlier step left
+    unfinished (``rollout.keep_unfinished``).
 
     A recipe may add models (`added_roles`) and stages between the samples and their advantages (`stages`).
     """
@@ -45,6 +47,8 @@ class SyncSchedule:
         self.settle(roles, ctx)
         with ctx.stop.droppable():
             batch = collect(source, roles, ctx)
+        if ctx.unfinished is not None:
+            staleness.check(batch, ctx, bound=ctx.step)
         return learn(batch, roles, ctx, self.stages)
 
     def publish(self, roles: Roles, ctx: StepContext) -> None:
