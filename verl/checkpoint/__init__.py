@@ -12,10 +12,12 @@ from verl.checkpoint.find import Checkpoint, find_checkpoint, list_checkpoints
 from verl.checkpoint.lock import RunLock
 from verl.checkpoint.part import read_part, write_part
 from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.remote import BackgroundCopies, RemoteCheckpoints, find_or_fetch
 from verl.checkpoint.state import EngineState
 from verl.checkpoint.writer import CheckpointWriter
 
 __all__ = [
+    "BackgroundCopies",
     "BackgroundPart",
     "Checkpoint",
     "CheckpointReader",
@@ -23,8 +25,10 @@ __all__ = [
     "EngineState",
     "FileRecord",
     "PartInWork",
+    "RemoteCheckpoints",
     "RunLock",
     "find_checkpoint",
+    "find_or_fetch",
     "list_checkpoints",
     "read_part",
     "write_part",

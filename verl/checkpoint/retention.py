@@ -23,13 +23,18 @@ def check_keep(keep: Mapping[str, int | None]) -> None:
             )
 
 
-def prune(root: Path, keep: Mapping[str, int | None], point: Callable[[str], None] = lambda name: None) -> None:
+def prune(
+    root: Path,
+    keep: Mapping[str, int | None],
+    point: Callable[[str], None] = lambda name: None,
+    needed: Callable[[Path], bool] = lambda folder: False,
+) -> None:
     """Keep the newest ``keep[role]`` complete checkpoints of each role; None keeps all.
 
     A role is crossed out of the manifest before its files go, and a whole folder is renamed before it is deleted, so a
     kill in between leaves nothing that looks complete. What ``keep`` does not name (samples carried over, say) goes
     with the last role that it names. Damaged folders are neither counted nor deleted. A deletion that fails is told
-    once and tried again after the next save.
+    once and tried again after the next save; so is that of a folder that is still ``needed``.
     """
     seen: dict[str, int] = {}
     doomed: list[tuple[Checkpoint, set[str]]] = []
@@ -44,7 +49,7 @@ def prune(root: Path, keep: Mapping[str, int | None], point: Callable[[str], Non
             limit = keep.get(part)
             if limit is not None and seen[part] > limit:
                 pruned.add(part)
-        if pruned:
+        if pruned and not needed(checkpoint.folder):
             holding = (set(checkpoint.manifest.parts) & set(keep)) - pruned
             doomed.append((checkpoint, pruned if holding else set(checkpoint.manifest.parts)))
     for checkpoint, parts in reversed(doomed):  # the oldest first: a kill in between leaves the newer ones
@@ -52,6 +57,11 @@ def prune(root: Path, keep: Mapping[str, int | None], point: Callable[[str], Non
             _delete(root, checkpoint, parts, point)
         except OSError as error:
             notice(f"checkpoint {checkpoint.folder}", f"it could not be deleted: {error}")
+
+
+def delete(root: Path, folder: Path) -> None:
+    """Delete a whole step folder; a kill in between leaves nothing that looks complete."""
+    _vanish(root, folder, folder.name, lambda name: None)
 
 
 def clean(root: Path) -> None:

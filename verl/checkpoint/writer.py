@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from verl import env
 from verl.checkpoint.background import BackgroundPart, PartInWork
@@ -45,6 +45,28 @@ One that goes on writing after it returns gives back what can be asked for the r
 """
 
 
+class Copies(Protocol):
+    """Copies of checkpoints elsewhere, made while training goes on."""
+
+    sequence: int
+    """Number of the save that was copied last when the run began; 0 where there was none."""
+
+    def add(self, folder: Path) -> None:
+        """Copy this checkpoint, which is complete."""
+
+    def catch_up(self, root: Path) -> None:
+        """Copy what an earlier run saved there and did not copy any more."""
+
+    def needs(self, folder: Path) -> bool:
+        """Whether its files are still to be copied."""
+
+    def finish(self, folder: Path) -> None:
+        """Wait until the files of this folder are no longer read."""
+
+    def close(self) -> None:
+        """Wait for all copies; raises `CheckpointError` where one cannot be made."""
+
+
 @dataclass
 class _Save:
     """A save that is not in place yet."""
@@ -63,6 +85,7 @@ class CheckpointWriter:
     Args:
         root: the run folder (``trainer.default_local_dir``).
         keep: role -> how many complete checkpoints stay (``trainer.max_actor_ckpt_to_keep``); None keeps all.
+        copies: told of every checkpoint once it is in place; what it still needs is neither deleted nor replaced.
         background: `save` copies the engine states and returns; threads write them. The checkpoint is put in place by
             a later `advance`, `wait`, `save` or `close`, which also raises the error of a write that failed.
         point: told the name of every point of a save that has been reached, for tests that kill there.
@@ -80,12 +103,16 @@ class CheckpointWriter:
         root: str | Path,
         *,
         keep: Mapping[str, int | None] | None = None,
+        copies: Copies | None = None,
         background: bool = False,
         point: Callable[[str], None] = lambda name: None,
     ):
         self.root = Path(env.expand(str(root)))
         self.keep, self.background, self.point = dict(keep or {}), background, point
         check_keep(self.keep)
+        self.copies = copies
+        self.published: list[Path] = []
+        """Checkpoints that were put in place, the newest last; whoever looks at them takes them out."""
         self._save: _Save | None = None
         self._finishing: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -187,10 +214,16 @@ class CheckpointWriter:
         self._join()
 
     def close(self) -> None:
-        """Finish what is being written, also the deletions of a run that was killed, and release the folder."""
+        """Finish what is being written, copies and the deletions of a run that was killed too, and release the folder.
+
+        Raises:
+            CheckpointError: a save in the background failed, or a copy elsewhere.
+        """
         try:
             self.wait()
-            prune(self.root, self.keep)
+            if self.copies is not None:
+                self.copies.close()
+            prune(self.root, self.keep, needed=self._needed)
         finally:
             self.lock.release()
 
@@ -252,13 +285,20 @@ class CheckpointWriter:
             self._error = error
 
     def _finish(self, save: _Save) -> None:
+        elsewhere = 0 if self.copies is None else self.copies.sequence
         sequence = 1 + max((c.manifest.sequence for c in list_checkpoints(self.root)), default=0)
+        sequence = max(sequence, 1 + elsewhere)
         manifest = Manifest.of(save.beside, save.step, sequence, save.parts, save.records)
         self.point("files")
         sync_tree_folders(save.beside)
         manifest.write(save.beside)
         self.point("manifest")
-        self._publish(save.step, save.beside)
+        if self.copies is not None:
+            self.copies.finish(step_folder(self.root, save.step))
+        put_in_place(self.root, save.step, save.beside, self.point)
+        self.published.append(step_folder(self.root, save.step))
+        if self.copies is not None:
+            self.copies.add(step_folder(self.root, save.step))
         self._after(save.step)
 
     @contextmanager
@@ -272,28 +312,18 @@ class CheckpointWriter:
     def _part_point(self, part: str, name: str) -> None:
         self.point(f"{part}/{name}")
 
-    def _publish(self, step: int, beside: Path) -> None:
-        """Rename into place. An older save of the same step steps aside first, and is found there until then."""
-        target = step_folder(self.root, step)
-        aside = target.with_name(f"{REPLACED}{target.name}")
-        if target.exists():
-            remove_tree(aside)
-            os.rename(target, aside)
-            self.point("replaced")
-        os.rename(beside, target)
-        self.point("published")
-        sync_folder(self.root)
-        remove_tree(aside)
-
     def _after(self, step: int) -> None:
         """The checkpoint stands; what fails from here on is told and does not undo it."""
         try:
             replace_text(self.root / TRACKER, f"{step}\n")
             self.point("tracker")
-            prune(self.root, self.keep, self.point)
+            prune(self.root, self.keep, self.point, self._needed)
         except OSError as error:
             notice(f"checkpoint {step}", f"it was saved, but the work after it failed: {error}")
         self.point("end")
+
+    def _needed(self, folder: Path) -> bool:
+        return self.copies is not None and self.copies.needs(folder)
 
     def _give_up(self, error: BaseException) -> None:
         """Remove what was written, and tell an error of the disk in our own words."""
@@ -317,6 +347,23 @@ class CheckpointWriter:
                 if intact
                 else "There is no earlier checkpoint.",
             ) from error
+
+
+def put_in_place(root: Path, step: int, beside: Path, point: Callable[[str], None] = lambda name: None) -> Path:
+    """Rename a finished folder to the step's. An older save of the same step steps aside first, and is found there
+    until then.
+    """
+    target = step_folder(root, step)
+    aside = target.with_name(f"{REPLACED}{target.name}")
+    if target.exists():
+        remove_tree(aside)
+        os.rename(target, aside)
+        point("replaced")
+    os.rename(beside, target)
+    point("published")
+    sync_folder(root)
+    remove_tree(aside)
+    return target
 
 
 def _recover(root: Path) -> None:

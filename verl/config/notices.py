@@ -273,6 +273,10 @@ def _reward(cfg: PPOTrainerConfig) -> None:
 def _resume(cfg: Any) -> None:
     if cfg.trainer.resume_from_path and cfg.trainer.resume_mode != "resume_path":
         notice("trainer.resume_from_path", "has no effect without trainer.resume_mode=resume_path")
+    if cfg.trainer.save_freq in (-1, 0):
+        for name in ("del_local_ckpt_after_load", "esi_redundant_time", "checkpoint_callback_class"):
+            if cfg.trainer.get(name):
+                notice(f"trainer.{name}", "has no effect without trainer.save_freq")
 
 
 def _changed(node: ConfigNode) -> list[str]:

@@ -19,7 +19,6 @@ INSTEAD: dict[str, str] = {
     "build_messages as data.custom_cls.",
     "rollout traces": "Leave it out; trainer.rollout_data_dir writes every rollout to JSON lines.",
     "replay of dumped rollouts": "Leave it out; trainer.rollout_data_dir writes every rollout to JSON lines.",
-    "remote checkpoints": "Leave it out to keep checkpoints in trainer.default_local_dir.",
     "asynchronous schedules": "Leave it out to sample and train in turn.",
 }
 """What works today, by the feature that is missing."""

@@ -201,7 +201,9 @@ def _algorithm(cfg: PPOTrainerConfig) -> Problems:
 
 
 def _run(trainer: Any) -> Problems:
-    problems = _at_least("trainer", trainer, 0, "critic_warmup", "log_train_generations", "log_val_generations")
+    problems = _at_least(
+        "trainer", trainer, 0, "critic_warmup", "esi_redundant_time", "log_train_generations", "log_val_generations"
+    )
     problems += _at_least("trainer", trainer, 1, "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")
     if "hang_seconds" in trainer:
         problems += _above_zero("trainer", trainer, "hang_seconds")

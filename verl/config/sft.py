@@ -112,6 +112,12 @@ class SFTRunConfig(ConfigNode):
         "folder of the run: checkpoints and the resolved configuration",
         path=True,
     )
+    default_hdfs_dir: str | None = setting(
+        None,
+        "remote folder (hdfs://, s3://, gs://, ..., or a mounted path) to which each complete checkpoint is copied; "
+        "a run resumes from it where that is newer; null: none",
+        path=True,
+    )
     project_name: str = setting("gsm8k-sft", "project of the run, for trackers and folders")
     experiment_name: str = setting("test", "name of the run, for trackers and folders")
     total_epochs: int = setting(4, "passes over the training data")

@@ -65,6 +65,14 @@ class TrainerConfig(ConfigNode):
         upstream=ABSENT,
     )
     save_freq: int = setting(-1, "steps between checkpoints; -1: never")
+    esi_redundant_time: int = setting(
+        0,
+        "on a machine that its platform takes away at a known time, save if a further step and a save, plus these "
+        "seconds, would last longer; with save_freq",
+    )
+    checkpoint_callback_class: str | None = setting(
+        None, "dotted path of a class that is told of each complete checkpoint (CheckpointCallback); null: none"
+    )
     resume_mode: str = setting(
         "auto",
         "auto: resume from the last checkpoint, if any; resume_path: from resume_from_path; disable: start from scratch",
@@ -89,6 +97,15 @@ class TrainerConfig(ConfigNode):
         "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
         "folder of the run: checkpoints and the resolved configuration",
         path=True,
+    )
+    default_hdfs_dir: str | None = setting(
+        None,
+        "remote folder (hdfs://, s3://, gs://, ..., or a mounted path) to which each complete checkpoint is copied; "
+        "a run resumes from it where that is newer; null: none",
+        path=True,
+    )
+    del_local_ckpt_after_load: bool = setting(
+        False, "delete the checkpoint that was resumed from, once a newer one is complete or it is copied elsewhere"
     )
     max_actor_ckpt_to_keep: int | None = setting(None, "number of actor checkpoints to keep; null: all")
     max_critic_ckpt_to_keep: int | None = setting(None, "number of critic checkpoints to keep; null: all")

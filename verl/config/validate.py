@@ -271,6 +271,10 @@ def _plugins(cfg: PPOTrainerConfig) -> Problems:
     if manager.source == "importlib" and manager.module.path is None:
         key, fix = "reward.reward_manager.module.path", "Name the Python file that holds the reward manager's class."
         problems.append(ConfigError("reward.reward_manager.source=importlib needs a file", key=key, fix=fix))
+    named = cfg.trainer.checkpoint_callback_class
+    if named and not registry.is_dotted(named):
+        key, allowed = "trainer.checkpoint_callback_class", "package.module:MyCallback"
+        problems.append(ConfigError("this is no path of a class", key=key, got=named, allowed=allowed))
     return problems
 
 
@@ -285,24 +289,31 @@ def _custom_dataset(cfg: PPOTrainerConfig | SFTTrainerConfig) -> Problems:
 
 def _resume(cfg: PPOTrainerConfig | SFTTrainerConfig) -> Problems:
     trainer, key = cfg.trainer, "trainer.resume_from_path"
+    problems: Problems = []
+    if "://" in trainer.default_local_dir:
+        folder = "trainer.default_local_dir"
+        fix = f"Leave it out, or name a local folder, and set trainer.default_hdfs_dir={trainer.default_local_dir}."
+        message = "checkpoints are written to this machine, and from there copied to a remote folder"
+        problems.append(ConfigError(message, key=folder, got=trainer.default_local_dir, fix=fix))
     if trainer.resume_mode != "resume_path":
-        return []
+        return problems
     if not trainer.resume_from_path or "global_step_" not in trainer.resume_from_path:
-        return [
+        problems.append(
             ConfigError(
                 "resume_mode=resume_path needs the folder of a step",
                 key=key,
                 got=trainer.resume_from_path,
                 allowed="a path that ends in global_step_<number>",
             )
-        ]
-    return []
+        )
+    return problems
 
 
 def _resume_folder(cfg: PPOTrainerConfig | SFTTrainerConfig) -> Problems:
-    """The folder of a step that this machine does not have."""
+    """The folder of a step that this machine does not have; one at a remote place is looked for when the run begins."""
     path = cfg.trainer.resume_from_path if cfg.trainer.resume_mode == "resume_path" else None
-    return missing_folder("trainer.resume_from_path", path) if path and "global_step_" in path else []
+    is_step = path is not None and "global_step_" in path and "://" not in path
+    return missing_folder("trainer.resume_from_path", str(path)) if is_step else []
 
 
 def _validation(cfg: PPOTrainerConfig) -> Problems:

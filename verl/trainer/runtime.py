@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from verl import device, env
-from verl.checkpoint import RunLock
+from verl.checkpoint import RemoteCheckpoints, RunLock
 from verl.config import PPOTrainerConfig, save_config, to_dict
 from verl.config.loading import writable
 from verl.config.validate_megatron import refuse_without_cuda, roles
@@ -75,16 +75,18 @@ def _enter(config: PPOTrainerConfig) -> Iterator[Place]:
 
 
 def check_folder(config: Any) -> None:
-    """Check that this run can write into its folder, before anything is loaded; changes nothing in it.
+    """Check that this run can write into its folders, before anything is loaded; changes nothing in them.
 
     Raises:
-        CheckpointError: another run writes into it.
+        CheckpointError: another run writes into it, or the remote one does not answer.
         ConfigError: it cannot be written.
     """
     folder = Path(config.trainer.default_local_dir)
     with writable(folder):
         if (folder / ".lock").is_file():
             RunLock(folder).release()
+    if config.trainer.default_hdfs_dir:
+        RemoteCheckpoints(config.trainer.default_hdfs_dir).check()
 
 
 def write_config(config: Any) -> None:

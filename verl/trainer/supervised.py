@@ -14,7 +14,14 @@ import torch
 
 from verl import device as devices
 from verl.algorithms.losses import LossFn
-from verl.checkpoint import CheckpointReader, CheckpointWriter, EngineState, find_checkpoint
+from verl.checkpoint import (
+    BackgroundCopies,
+    CheckpointReader,
+    CheckpointWriter,
+    EngineState,
+    RemoteCheckpoints,
+    find_or_fetch,
+)
 from verl.config import HFModelConfig, SFTTrainerConfig, to_dict
 from verl.config.provenance import Provenance, check_resume
 from verl.config.sft import EACH_EPOCH
@@ -126,8 +133,7 @@ class SupervisedTrainer:
         """Train to the end; the last step is validated and saved where these are switched on."""
         trainer, ctx = self.config.trainer, self.ctx
         if self.save_every > 0:
-            keep = {"model": trainer.max_ckpt_to_keep}
-            self.writer = ctx.only_main(lambda: CheckpointWriter(trainer.default_local_dir, keep=keep))
+            self.writer = ctx.only_main(self._make_writer)
         try:
             self.load_checkpoint()
             ctx.only_main(lambda: runtime.write_config(self.config))
@@ -139,6 +145,15 @@ class SupervisedTrainer:
         finally:
             if self.writer is not None:
                 self.writer.close()
+
+    def _make_writer(self) -> CheckpointWriter:
+        trainer, remote = self.config.trainer, self._remote()
+        copies = None if remote is None else BackgroundCopies(remote)
+        return CheckpointWriter(trainer.default_local_dir, keep={"model": trainer.max_ckpt_to_keep}, copies=copies)
+
+    def _remote(self) -> RemoteCheckpoints | None:
+        url = self.config.trainer.default_hdfs_dir
+        return RemoteCheckpoints(url) if url else None
 
     def _run_steps(self, tracking: Tracking, stop: StopSignals) -> None:
         batches, watch, before = self._batches(), Watch(), None
@@ -237,7 +252,11 @@ class SupervisedTrainer:
         accept = trainer.resume_changed == "accept"
 
         def find() -> CheckpointReader | None:
-            folder = find_checkpoint(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
+            folder = find_or_fetch(
+                trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path, self._remote()
+            )
+            if self.writer is not None and self.writer.copies is not None:
+                self.writer.copies.catch_up(self.writer.root)
             if folder is None:
                 return None
             self.places = dict(check_resume(self.provenance, folder, accept))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from verl.config import GlobalProfilerConfig, PPOTrainerConfig
-from verl.metrics import notice
+from verl.metrics import log, notice
 from verl.observability.profiler import ProfiledSteps
 from verl.observability.samples import dump_generations
 from verl.observability.tracker import Sample
 from verl.protocol import DataProto
 from verl.single_controller.base import Roles
+from verl.trainer import expiry
 from verl.trainer.ppo.context import RunState, StepContext
 from verl.trainer.ppo.signs import signs_of
 from verl.trainer.ppo.validation import Validator
@@ -107,13 +110,36 @@ class WatchLearning(Callback):
 
 
 class SaveCheckpoint(Callback):
-    """Every ``trainer.save_freq`` steps, and at the end of the run when saving is on."""
+    """Every ``trainer.save_freq`` steps, at the end of the run, and before a platform takes its machine away.
+
+    Args:
+        clock: seconds since 1970.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock, self._began = clock, 0.0
+        self._longest = {"step": 0.0, "save": expiry.SAVE_SECONDS}
+
+    def on_step_begin(self, trainer: Run) -> None:
+        self._began = self._clock()
 
     def on_step_end(self, trainer: Run, batch: DataProto) -> None:
-        every, ctx = trainer.config.trainer.save_freq, trainer.ctx
-        if every > 0 and (ctx.step % every == 0 or ctx.step == ctx.total_steps):
+        settings, ctx, now = trainer.config.trainer, trainer.ctx, self._clock()
+        every, spare = settings.save_freq, settings.esi_redundant_time
+        self._longest["step"] = max(self._longest["step"], now - self._began)
+        if every <= 0:
+            return
+        due = ctx.step % every == 0 or ctx.step == ctx.total_steps
+        if not due and self._machine_ends(spare):
+            log.warning("step %d is saved: the machine is taken away before a further one would be", ctx.step)
+            due = True
+        if due:
             with ctx.timed("save_checkpoint"):
                 trainer.save_checkpoint()
+            self._longest["save"] = max(self._longest["save"], self._clock() - now)
+
+    def _machine_ends(self, spare: float) -> bool:
+        return expiry.should_save_ckpt_esi(self._longest["step"], self._longest["save"], spare, clock=self._clock)
 
 
 class Publish(Callback):

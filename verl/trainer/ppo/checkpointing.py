@@ -12,7 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from verl.checkpoint import CheckpointReader, CheckpointWriter, FileRecord, find_checkpoint
+from verl.checkpoint import (
+    BackgroundCopies,
+    CheckpointReader,
+    CheckpointWriter,
+    FileRecord,
+    RemoteCheckpoints,
+    find_or_fetch,
+)
+from verl.checkpoint.manifest import MANIFEST
+from verl.checkpoint.retention import delete
 from verl.config import PPOTrainerConfig
 from verl.config.provenance import Provenance, check_resume
 from verl.errors import CheckpointError, VerlError
@@ -86,13 +95,21 @@ class RunCheckpoints:
         self.places: dict[str, str] = {}
         """Other places that the run writes to, by tracker or setting: names, kept in each checkpoint."""
         self.resumed = False
+        self.on_saved: Callable[[int, Path, bool], None] | None = None
+        """Told of each complete checkpoint: its step, its folder, and whether it was written in the background."""
         self._boundary: Boundary | None = None
+        self._has_saved = False
+        self._loaded: Path | None = None
+        """The checkpoint that was resumed from, if it is to be deleted."""
         self._saved: tuple[int, Path] | None = None
         self._reference_moves = config.trainer.ref_update_freq is not None and REFERENCE in roles
+        self.remote = RemoteCheckpoints(trainer.default_hdfs_dir) if trainer.default_hdfs_dir else None
+        self.copies: BackgroundCopies | None = None
         if trainer.save_freq > 0:
+            self.copies = None if self.remote is None else BackgroundCopies(self.remote)
             keep = {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep}
             background = any(self._in_background(name) for name in self._trained())
-            self.writer = CheckpointWriter(self.folder, keep=keep, background=background)
+            self.writer = CheckpointWriter(self.folder, keep=keep, copies=self.copies, background=background)
 
     def save(self) -> Path:
         """Write ``global_step_<step>``, which `end_step` puts in place; earlier checkpoints stay if it fails."""
@@ -105,6 +122,8 @@ class RunCheckpoints:
         if self.writer is not None:
             self.writer.release()
         self.remember()
+        self._tell_saved()
+        self._delete_loaded()
 
     def remember(self) -> None:
         """Record the controller's state for `save_boundary`."""
@@ -121,6 +140,7 @@ class RunCheckpoints:
         if self._saved is None or self._saved[0] != boundary.step:
             self._save(boundary)
         self.writer.wait()
+        self._tell_saved()
         assert self._saved is not None, "it was just saved"
         return f"stopped after step {boundary.step}, which is saved in {self._saved[1]}"
 
@@ -156,9 +176,15 @@ class RunCheckpoints:
             ConfigError: its run had settings that change results, and ``trainer.resume_changed`` does not accept that.
         """
         trainer, accept = self.config.trainer, self.config.trainer.resume_changed == "accept"
-        folder = find_checkpoint(self.folder, trainer.resume_mode, trainer.resume_from_path)
-        if folder is None:
-            return
+        folder = find_or_fetch(self.folder, trainer.resume_mode, trainer.resume_from_path, self.remote)
+        if folder is not None:
+            self._load(folder, accept)
+        if self.copies is not None:
+            self.copies.catch_up(self.folder)
+        if trainer.del_local_ckpt_after_load and folder is not None and self.writer is not None:
+            self._loaded = folder
+
+    def _load(self, folder: Path, accept: bool) -> None:
         self.places = dict(check_resume(self.provenance, folder, accept))
         reader = CheckpointReader(folder)
         for name, handle in self.roles.items():
@@ -189,10 +215,32 @@ class RunCheckpoints:
         failing = sys.exc_info()[1] is not None
         try:
             self.writer.close()
+            self._tell_saved()
+            self._delete_loaded()
         except VerlError as error:
             if not failing:
                 raise
-            notice("trainer.save_freq", f"the checkpoint in work was lost, too: {error}")
+            notice("trainer.save_freq", f"the end of the run met a second error: {error}")
+
+    def _tell_saved(self) -> None:
+        while self.writer is not None and self.writer.published:
+            folder, self._has_saved = self.writer.published.pop(0), True
+            if self.on_saved is not None:
+                self.on_saved(int(folder.name.rpartition("_")[2]), folder, self.writer.background)
+
+    def _delete_loaded(self) -> None:
+        """Delete what was resumed from once something else can be: a newer checkpoint, or its copy elsewhere."""
+        folder = self._loaded
+        if folder is None:
+            return
+        if not (folder / MANIFEST).is_file():  # retention, or a save of the same step, was faster
+            self._loaded = None
+            return
+        copied = self.copies is not None and folder.parent == self.folder and not self.copies.needs(folder)
+        if copied or self._has_saved:
+            self._loaded = None
+            delete(folder.parent, folder)
+            notice(f"checkpoint {folder}", "it was resumed from and is deleted (trainer.del_local_ckpt_after_load)")
 
     def _trained(self) -> list[str]:
         return [name for name, handle in self.roles.items() if handle.kind == "trainable"]

@@ -20,7 +20,7 @@ from verl.config import PPOTrainerConfig, to_dict
 from verl.config.loading import config_from
 from verl.data import collate_fn as default_collate
 from verl.data import stateful_loader
-from verl.errors import DataError
+from verl.errors import CheckpointError, DataError
 from verl.metrics import notice
 from verl.observability.account import Key
 from verl.observability.ledger import Ledger
@@ -36,6 +36,7 @@ from verl.trainer import build, placement, runtime, sampling
 from verl.trainer.models import model_roles
 from verl.trainer.ppo import accounting, correction, stages
 from verl.trainer.ppo.callbacks import Callback, default_callbacks
+from verl.trainer.ppo.checkpoint_callback import build_checkpoint_callback
 from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.context import RunState
 from verl.trainer.ppo.conversations import conversation_columns
@@ -97,6 +98,7 @@ class RayPPOTrainer:
         self.resource_pool_manager = resource_pool_manager
         self.worker_group_cls, self.device_name = ray_worker_group_cls, device_name
         self.callbacks: list[Callback] = default_callbacks(typed)
+        self.checkpoint_callback = build_checkpoint_callback(typed)
         self.schedule = SCHEDULES.get(typed.trainer.v1.trainer_mode)()
         self.tracking: Tracking | None = None
         self._folders: dict[str, Path] = {}
@@ -190,6 +192,7 @@ class RayPPOTrainer:
         if self.val_loader is not None:
             self.validator = Validator(self.config, self.val_loader, self.val_reward_fn, self.tokenizer)
         self.checkpoints = RunCheckpoints(self.config, self.roles, self.source, self.state, self.schedule)
+        self.checkpoints.on_saved = self._on_saved
         self.tracking, self._folders = None, {}
         folder, limit = Path(self.config.trainer.default_local_dir), self.config.trainer.hang_seconds
         try:
@@ -368,6 +371,19 @@ class RayPPOTrainer:
 
     def _save_checkpoint(self) -> None:
         self.checkpoints.save()
+
+    def _on_saved(self, step: int, folder: Path, background: bool) -> None:
+        try:
+            self.checkpoint_callback.on_save(
+                trainer=self, global_step=step, checkpoint_dir=str(folder), async_save=background
+            )
+        except Exception as error:  # boundary: the user's code
+            raise CheckpointError(
+                f"on_save failed after step {step}: {type(error).__name__}: {error}",
+                key="trainer.checkpoint_callback_class",
+                got=self.config.trainer.checkpoint_callback_class,
+                fix=f"The checkpoint is complete: {folder}.",
+            ) from error
 
     def load_checkpoint(self) -> None:
         """Resume an earlier run (``trainer.resume_mode``)."""

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+
+from verl.errors import DataError, MissingDependencyError
+from verl.storage import remote_folder
+
+
+@pytest.fixture(params=["hdfs", "file", "memory", "path"])
+def folder(request, tmp_path):
+    if request.param == "hdfs":
+        request.getfixturevalue("fake_hdfs")
+    urls = {
+        "hdfs": "hdfs://cluster/run",
+        "file": f"file://{tmp_path}/there/run",
+        "memory": f"memory://{tmp_path.name}/run",
+        "path": str(tmp_path / "mounted" / "run"),
+    }
+    return remote_folder(urls[request.param])
+
+
+def test_files_go_there_and_back(folder, tmp_path):
+    assert folder.names() == [] and folder.read("step/manifest.json") is None
+    (tmp_path / "weights").write_bytes(bytes(range(256)) * 4)
+    folder.put(tmp_path / "weights", "step/model/weights")
+    folder.put_text("first", "step/manifest.json")
+    folder.put_text("second", "step/manifest.json")
+    assert folder.names() == ["step"] and folder.read("step/manifest.json") == "second"
+    assert folder.sizes(["step/model/weights", "step/manifest.json"]) == [1024, 6]
+    folder.get("step/model/weights", tmp_path / "back" / "weights")
+    assert (tmp_path / "back" / "weights").read_bytes() == (tmp_path / "weights").read_bytes()
+    folder.remove("step")
+    folder.remove("step")
+    assert folder.names() == [] and folder.read("step/manifest.json") is None
+    with pytest.raises(DataError):
+        folder.get("step/model/weights", tmp_path / "again")
+
+
+def test_what_the_user_alone_may_read_stays_so_on_a_mounted_disk(tmp_path):
+    secret = tmp_path / "config.yaml"
+    secret.write_text("key: secret")
+    secret.chmod(0o600)
+    remote_folder(str(tmp_path / "there")).put(secret, "config.yaml")
+    assert (tmp_path / "there" / "config.yaml").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_place_that_cannot_be_used_says_why(tmp_path, monkeypatch):
+    with pytest.raises(DataError, match=r"no file system has this form of URL.*Allowed: hdfs, s3"):
+        remote_folder("tape://archive/run")
+    with pytest.raises(MissingDependencyError, match=r"adlfs"):
+        remote_folder("abfs://bucket/run")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DataError, match="does not answer as it should"):
+        remote_folder(str(tmp_path / "file" / "run")).put_text("x", "a")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MissingDependencyError, match="needs the command 'hdfs'"):
+        remote_folder("hdfs://cluster/run").names()

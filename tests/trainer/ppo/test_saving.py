@@ -1,0 +1,120 @@
+"""What happens around a checkpoint: a copy elsewhere, a class of the user's that is told, a machine that ends."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.trainer.ppo.small_runs import prepare, train
+from verl.errors import CheckpointError, ConfigError
+from verl.trainer import expiry
+from verl.trainer.ppo.callbacks import SaveCheckpoint
+from verl.trainer.ppo.checkpoint_callback import CheckpointCallback, build_checkpoint_callback
+
+told: list[tuple[int, str, bool]] = []
+
+
+class Told(CheckpointCallback):
+    """Sees that the checkpoint is complete, by its manifest."""
+
+    def on_save(self, trainer, global_step, checkpoint_dir, async_save=False, **more):
+        assert trainer.config is self.config and (Path(checkpoint_dir) / "manifest.json").is_file()
+        told.append((global_step, Path(checkpoint_dir).name, async_save))
+
+
+class Failing(Told):
+    def on_save(self, **told):
+        raise ValueError("no registry")
+
+
+class Mute:
+    def __init__(self, config):
+        pass
+
+
+SAVES = ("trainer.save_freq=1", "trainer.resume_mode=auto", "trainer.default_local_dir=run")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("saving"))
+        prepare()
+        yield Path.cwd()
+
+
+def test_a_run_whose_folder_is_lost_goes_on_from_the_copy_as_if_nothing_had_happened(here):
+    through = train("trainer.total_training_steps=3")
+    copied = (
+        *SAVES,
+        f"trainer.default_hdfs_dir=file://{here}/remote",
+        f"trainer.checkpoint_callback_class={__name__}.Told",
+    )
+    told.clear()
+    train(*copied, "trainer.total_training_steps=2")
+    assert told == [(1, "global_step_1", False), (2, "global_step_2", False)]
+    shutil.rmtree("run")
+    again = train(*copied, "trainer.total_training_steps=3", "trainer.del_local_ckpt_after_load=true")
+    assert again.metrics[0]["actor/pg_loss"] == through.metrics[2]["actor/pg_loss"]
+    assert again.batches[0].tensors["responses"].tolist() == through.batches[2].tensors["responses"].tolist()
+    assert told[2:] == [(3, "global_step_3", False)] and len(again.metrics) == 1
+    assert [folder.name for folder in Path("run").glob("global_step_*")] == ["global_step_3"]
+    assert len(list(Path("remote").glob("global_step_*/manifest.json"))) == 3
+
+
+def test_a_class_that_fails_ends_the_run_and_the_checkpoint_stays(here):
+    saves = (*SAVES[:2], "trainer.default_local_dir=failing")
+    with pytest.raises(CheckpointError, match=r"checkpoint_callback_class: on_save failed.*no registry.*is complete"):
+        train(*saves, f"trainer.checkpoint_callback_class={__name__}:Failing")
+    assert Path("failing/global_step_1/manifest.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        ("json.loads", "this is no class of checkpoint callbacks"),
+        (f"{__name__}:Mute", "this is no class of checkpoint callbacks"),
+        (f"{__name__}:Fale", f"module '{__name__}' has no 'Fale'"),
+    ],
+)
+def test_a_wrong_class_is_refused_before_the_run(named, says):
+    config = SimpleNamespace(trainer=SimpleNamespace(checkpoint_callback_class=named))
+    with pytest.raises(ConfigError, match=rf"trainer\.checkpoint_callback_class: {says}"):
+        build_checkpoint_callback(config)
+
+
+def saved(monkeypatch, ends: str | None, spare: int = 0, every: int = 100) -> list[int]:
+    """Steps of 100 seconds and saves of 80, from the time 0 on, six of them: which of them are saved."""
+    for name in expiry.EXPIRY:
+        monkeypatch.delenv(name, raising=False)
+    if ends is not None:
+        monkeypatch.setenv(expiry.EXPIRY[1], ends)
+    now, steps = [0.0], []
+
+    def save() -> None:
+        now[0] += 80.0
+        steps.append(ctx.step)
+
+    ctx = SimpleNamespace(step=0, total_steps=100, timed=lambda name: nullcontext())
+    settings = SimpleNamespace(trainer=SimpleNamespace(save_freq=every, esi_redundant_time=spare))
+    trainer, callback = SimpleNamespace(ctx=ctx, config=settings, save_checkpoint=save), SaveCheckpoint(lambda: now[0])
+    for ctx.step in range(1, 7):
+        callback.on_step_begin(trainer)
+        now[0] += 100.0
+        callback.on_step_end(trainer, None)
+    return steps
+
+
+def test_a_step_is_saved_before_the_machine_is_taken_away(monkeypatch):
+    """A further step and a save take 160 seconds, so that of a machine of 500 seconds the fourth step is the last one
+    that can be saved in time; 100 seconds to spare make it the third, whose save then counts for the fourth."""
+    assert saved(monkeypatch, None) == []
+    assert saved(monkeypatch, "500") == [4, 5, 6]
+    assert saved(monkeypatch, "500", spare=100)[0] == 3
+    assert saved(monkeypatch, "5000") == []
+    assert saved(monkeypatch, "500", every=-1) == []
+    assert saved(monkeypatch, "tomorrow") == []

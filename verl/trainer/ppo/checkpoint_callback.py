@@ -1,0 +1,65 @@
+"""A user's class that is told of every complete checkpoint (``trainer.checkpoint_callback_class``)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from verl import registry
+from verl.errors import ConfigError
+
+KEY = "trainer.checkpoint_callback_class"
+
+
+class CheckpointCallback:
+    """Told of a checkpoint in the controller's process, once every file of it is in place.
+
+    Args:
+        config: the whole configuration.
+
+    Example:
+        >>> class Register(CheckpointCallback):
+        ...     def on_save(self, trainer, global_step, checkpoint_dir, **more):
+        ...         models.register(checkpoint_dir, global_step)
+    """
+
+    def __init__(self, config: Any = None):
+        self.config = config
+
+    def on_save(
+        self, trainer: Any, global_step: int, checkpoint_dir: str, async_save: bool = False, **more: Any
+    ) -> None:
+        """After a save; an exception ends the run, and the checkpoint stays.
+
+        Args:
+            trainer: the running `RayPPOTrainer`.
+            checkpoint_dir: the folder ``global_step_N``; retention may delete it after later saves.
+            async_save: it was written in the background. It is complete in either case.
+            more: what later versions tell beside it.
+        """
+
+
+def build_checkpoint_callback(config: Any) -> Any:
+    """The callback that the configuration names, made with ``config=config``; one that does nothing without a name.
+
+    Raises:
+        ConfigError: there is no such class, it has no method ``on_save``, or it cannot be made like that.
+    """
+    path = config.trainer.checkpoint_callback_class
+    if not path:
+        return CheckpointCallback(config)
+    try:
+        named = registry.load_object(path)
+    except ConfigError as error:
+        raise ConfigError(error.message, key=KEY, got=path, fix=error.fix) from error
+    if not inspect.isclass(named) or not callable(getattr(named, "on_save", None)):
+        fix = "Name a class with a method on_save, e.g. of verl.trainer.ppo.checkpoint_callback.CheckpointCallback."
+        raise ConfigError("this is no class of checkpoint callbacks", key=KEY, got=path, fix=fix)
+    try:
+        inspect.signature(named).bind(config=config)
+    except TypeError as error:
+        fix = "Its __init__ takes the configuration as the parameter config."
+        raise ConfigError(f"it cannot be made with config=...: {error}", key=KEY, got=path, fix=fix) from error
+    make: Callable[..., Any] = named
+    return make(config=config)
