@@ -166,6 +166,23 @@ def test_a_profiler_records_only_where_it_is_asked_to():
     assert off.profiler is None and "mine" in {event.name for event in on.profiler.events()}
 
 
+def test_a_worker_starts_and_stops_its_profiler_by_methods_that_it_may_override():
+    from types import SimpleNamespace
+
+    from verl.utils.profiler import DistProfilerExtension
+
+    class Worker(DistProfilerExtension):
+        def start_profile(self, **kwargs):
+            super().start_profile(step=3, **kwargs)
+
+    said = []
+    profiler = SimpleNamespace(start=lambda **kwargs: said.append(kwargs), stop=lambda: said.append("stop"))
+    worker = Worker(profiler)
+    worker.start_profile(role="actor")
+    worker.stop_profile()
+    assert said == [{"step": 3, "role": "actor"}, "stop"]
+
+
 def test_messages_bear_their_rank(caplog):
     from verl.utils.logger import LocalLogger, log_with_rank
 

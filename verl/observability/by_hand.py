@@ -132,8 +132,13 @@ Profiler = DistProfiler
 
 
 class DistProfilerExtension:
-    """Adds `start_profile` and `stop_profile` of a profiler to a worker class."""
+    """Adds `start_profile` and `stop_profile` of a profiler to a worker class, which may override them."""
 
     def __init__(self, profiler: DistProfiler):
         self.profiler = profiler
-        self.start_profile, self.stop_profile = profiler.start, profiler.stop
+
+    def start_profile(self, **kwargs: Any) -> None:
+        self.profiler.start(**kwargs)
+
+    def stop_profile(self) -> None:
+        self.profiler.stop()
