@@ -135,6 +135,17 @@ def test_three_parameters_behind_a_data_source_are_filled_by_position(tmp_path, 
     assert load_reward_function(file).call([sample]) == wanted
 
 
+@pytest.mark.parametrize("parameters", ["predict_str, ground_truth", "model_output, ground_truth, format_score=0.1"])
+def test_a_scorer_as_upstream_writes_its_own_gets_text_and_truth(tmp_path, parameters):
+    first = parameters.partition(",")[0]
+    file = reward_file(tmp_path, f"def compute_score({parameters}): return [{first}, ground_truth]")
+    (sample,) = samples("a")
+    assert load_reward_function(file).call([sample]) == ["a", sample.ground_truth]
+    file = reward_file(tmp_path, "def compute_score(predict_str, ground_truth, bonus): return bonus")
+    with pytest.raises(RewardError, match="no parameter says"):
+        load_reward_function(str(file))
+
+
 def test_reward_kwargs_reach_a_function_that_is_filled_by_position(tmp_path):
     file = reward_file(tmp_path, "def compute_score(data_source, response, gt, bonus): return response + bonus")
     assert load_reward_function(file, reward_kwargs={"bonus": "!"}).call(samples("a")) == "a!"

@@ -33,6 +33,9 @@ FIELDS: dict[Form, tuple[str, ...]] = {
 BY_PLACE = ("data_source", "solution_str", "ground_truth")
 """What upstream's evaluation passes by position, whatever the parameters are called."""
 
+OF_SCORERS = (("predict_str", "ground_truth"), ("model_output", "ground_truth"))
+"""How upstream's own scorers name the text and the truth; they get both by position."""
+
 ALLOWED = (
     "(data_source, solution_str, ground_truth, extra_info=None) for one answer; "
     "(data_sources, solution_strs, ground_truths, extra_infos) for the whole batch; "
@@ -73,6 +76,9 @@ def read_form(
         _check_kwargs(given, names, Form.SINGLE, takes_all, where)
         named = [name for name in names[3:] if name in FIELDS[Form.SINGLE]]
         return Signature(Form.SINGLE, BY_PLACE, tuple(named))
+    if tuple(names[:2]) in OF_SCORERS and all(parameters[name].default is not Parameter.empty for name in names[2:]):
+        _check_kwargs(given, names, Form.SINGLE, takes_all, where)
+        return Signature(Form.SINGLE, ("solution_str", "ground_truth"), ())
     form = _form_of(names, default if takes_all else None, where)
     _check_kwargs(given, names, form, takes_all, where)
     needed = [name for name in names if parameters[name].default is Parameter.empty]
