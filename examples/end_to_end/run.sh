@@ -3,8 +3,8 @@
 # answers, PPO with that reward model and a critic that starts from it, generation, an evaluation report beside that of the
 # supervised model, export, and the exported folder loaded with transformers and, with VLLM_PYTHON=path/to/python of an
 # environment that has vLLM, in vLLM's own server.
-#   MODEL=..., DATA=..., OUT=... choose; PROCESSES=8 for eight GPUs. Not run at this size.
-#   TINY=1 runs all of it in small on one CPU process: see examples/tiny/settings.sh. SHOW=1 prints the settings.
+#   MODEL=..., DATA=..., OUT=... choose; PROCESSES=8 for eight GPUs, SAMPLER=hf for the built-in sampler. Not run at this
+#   size. TINY=1 shrinks its sizes: see examples/tiny/settings.sh. SHOW=1 prints the settings.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/../tiny/settings.sh"
@@ -12,15 +12,16 @@ data="${DATA:-$HOME/data/gsm8k}"
 model="${MODEL:-Qwen/Qwen2.5-0.5B}"
 out="${OUT:-outputs/end_to_end}"
 processes="${PROCESSES:-1}"
+sampler="${SAMPLER:-vllm}"
 sft_steps=100 rm_steps=60 ppo_steps=100
 answers_tiny=() evaluation_tiny=() scorer=() reward_model_tiny=()
 if [[ "${TINY:-0}" == 1 ]]; then
   out="${OUT:-$tiny/end_to_end}" model="$tiny/model"
   sft_steps=12 rm_steps=6 ppo_steps=3
-  answers_tiny=(rollout.name=hf rollout.prompt_length=32 rollout.response_length=8 trainer.device=cpu)
+  answers_tiny=(rollout.prompt_length=32 rollout.response_length=8 trainer.device=cpu)
   scorer=(--scorer "$examples/quickstart/reward.py")
   evaluation_tiny=(custom_reward_function.path="$examples/quickstart/reward.py")
-  reward_model_tiny=(data.max_prompt_length=32 reward.custom_reward_function.path=null critic.ppo_micro_batch_size_per_gpu=4)
+  reward_model_tiny=(reward.custom_reward_function.path=null critic.ppo_micro_batch_size_per_gpu=4)
 fi
 train="$data/train.parquet" test="$data/test.parquet"
 [[ "${TINY:-0}" == 1 ]] && train="$tiny/data/train.parquet" && test="$tiny/data/test.parquet"
@@ -38,13 +39,13 @@ script() { [[ "${SHOW:-0}" == 1 ]] || python3 "$@"; }
 
 answer() {  # MODEL PROMPTS ANSWERS SAMPLES
   run verl.trainer.main_generation data.path="$2" data.output_path="$3" data.n_samples="$4" model.path="$1" \
-    rollout.name=vllm rollout.temperature=1.0 rollout.top_k=-1 rollout.top_p=1.0 \
+    rollout.name="$sampler" rollout.temperature=1.0 rollout.top_k=-1 rollout.top_p=1.0 \
     rollout.prompt_length=512 rollout.response_length=512 "${answers_tiny[@]}"
 }
 
 say "1. supervised fine-tuning"
 torch=(torchrun --standalone --nnodes=1 --nproc_per_node="$processes")
-[[ "${TINY:-0}" == 1 ]] && torch=(python3)
+[[ "$processes" == 1 ]] && torch=(python3)
 launcher=("${torch[@]}")
 run verl.trainer.sft_trainer \
   data.train_files="$train" data.val_files="$test" \
@@ -70,7 +71,7 @@ run verl.trainer.main_ppo \
   algorithm.adv_estimator=gae algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.05 \
   data.train_files="$train" data.val_files="$test" \
   data.train_batch_size=256 data.max_prompt_length=512 data.max_response_length=512 \
-  actor_rollout_ref.rollout.name=vllm actor_rollout_ref.actor.optim.lr=1e-6 \
+  actor_rollout_ref.rollout.name="$sampler" actor_rollout_ref.actor.optim.lr=1e-6 \
   actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.use_dynamic_bsz=True \
   critic.optim.lr=1e-5 trainer.n_gpus_per_node="$processes" trainer.nnodes=1 \
   "${ppo_tiny[@]}" "${reward_model_tiny[@]}" \

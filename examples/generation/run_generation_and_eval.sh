@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Four answers of a model to every test question of GSM8K, then their evaluation: mean, pass@k, intervals, a report.
-# Not run at this size. TINY=1 runs the same commands in small: see examples/tiny/settings.sh.
+# SAMPLER=hf takes the built-in sampler. Not run at this size. TINY=1 shrinks its sizes: see examples/tiny/settings.sh.
 set -euo pipefail
 source "$(dirname "$0")/../tiny/settings.sh"
 data="${DATA:-$HOME/data/gsm8k}"
@@ -10,7 +10,7 @@ generation_tiny=()
 evaluation_tiny=()
 if [[ "${TINY:-0}" == 1 ]]; then
   out="$tiny/generation"
-  generation_tiny=(data.path="$tiny/data/test.parquet" model.path="$tiny/model" rollout.name=hf
+  generation_tiny=(data.path="$tiny/data/test.parquet" model.path="$tiny/model"
     rollout.prompt_length=32 rollout.response_length=8 trainer.device=cpu)
   evaluation_tiny=(custom_reward_function.path="$examples/quickstart/reward.py")
 fi
@@ -22,7 +22,7 @@ run verl.trainer.main_generation \
   data.n_samples=4 \
   data.output_path="$out/answers.parquet" \
   model.path="$model" \
-  rollout.name=vllm \
+  rollout.name="${SAMPLER:-vllm}" \
   rollout.temperature=1.0 \
   rollout.top_k=50 \
   rollout.top_p=0.7 \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO of Qwen3-8B on GSM8K: FSDP2 for training, vLLM for sampling, one node of eight GPUs. Not run at this size.
-# TINY=1 runs the same command in small: see examples/tiny/settings.sh.
+# TINY=1 shrinks its sizes: see examples/tiny/settings.sh.
 set -euo pipefail
 source "$(dirname "$0")/../tiny/settings.sh"
 data="${DATA:-$HOME/data/gsm8k}"   # python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k

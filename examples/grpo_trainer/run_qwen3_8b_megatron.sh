@@ -1,19 +1,12 @@
 #!/usr/bin/env bash
 # GRPO of Qwen3-8B on GSM8K: Megatron-Core for training (tensor 2, pipeline 2), vLLM for sampling. Not run at this size.
-# TINY=1 runs the same command in small: see examples/tiny/settings.sh. It then has one process, so the sizes are 1, and a
-# shim of the tests answers Megatron-Core's CUDA calls (run it from the root of the repository, or with that on PYTHONPATH).
+# TINY=1 shrinks its sizes: see examples/tiny/settings.sh. A shim of the tests then answers Megatron-Core's CUDA calls (run
+# it from the root of the repository, or with that on PYTHONPATH).
 set -euo pipefail
 source "$(dirname "$0")/../tiny/settings.sh"
 data="${DATA:-$HOME/data/gsm8k}"
 model="${MODEL:-Qwen/Qwen3-8B}"
-small=()
-if [[ "${TINY:-0}" == 1 ]]; then
-  for role in actor ref; do
-    small+=("actor_rollout_ref.$role.megatron.tensor_model_parallel_size=1"
-      "actor_rollout_ref.$role.megatron.pipeline_model_parallel_size=1")
-  done
-  small+=(actor_rollout_ref.model.external_lib=tests.megatron.shim)
-fi
+[[ "${TINY:-0}" == 1 ]] && ppo_tiny+=(actor_rollout_ref.model.external_lib=tests.megatron.shim)
 
 run verl.trainer.main_ppo \
   algorithm.adv_estimator=grpo \
@@ -46,4 +39,4 @@ run verl.trainer.main_ppo \
   trainer.save_freq=20 \
   trainer.test_freq=5 \
   trainer.total_epochs=15 \
-  "${ppo_tiny[@]}" "${small[@]}" "$@"
+  "${ppo_tiny[@]}" "$@"

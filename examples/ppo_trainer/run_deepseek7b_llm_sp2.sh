@@ -1,13 +1,11 @@
 #!/usr/bin/env bash
 # PPO of DeepSeek-LLM-7B with a critic and sequence parallelism over two GPUs (Ulysses), for long contexts.
-# Not run at this size. TINY=1 runs the same command in small on two CPU processes: see examples/tiny/settings.sh. What is
-# not built is refused by name.
+# Not run at this size. TINY=1 shrinks its sizes: see examples/tiny/settings.sh.
 set -euo pipefail
-[[ "${TINY:-0}" == 1 ]] && TINY_PROCESSES=2
 source "$(dirname "$0")/../tiny/settings.sh"
 data="${DATA:-$HOME/data/gsm8k}"
 model="${MODEL:-deepseek-ai/deepseek-llm-7b-chat}"
-[[ "${TINY:-0}" == 1 ]] && ppo_tiny+=(critic.model.path="$tiny/model" actor_rollout_ref.rollout.n=1)
+[[ "${TINY:-0}" == 1 ]] && ppo_tiny+=(critic.model.path="$tiny/model" critic.ppo_micro_batch_size_per_gpu=2)
 
 run verl.trainer.main_ppo \
   algorithm.adv_estimator=gae \

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # PPO of Qwen2-7B with a critic: sequences packed without padding, micro-batches by tokens, tokens balanced over GPUs.
-# Not run at this size. TINY=1 runs the same command in small: see examples/tiny/settings.sh.
+# Not run at this size. TINY=1 shrinks its sizes: see examples/tiny/settings.sh.
 set -euo pipefail
 source "$(dirname "$0")/../tiny/settings.sh"
 data="${DATA:-$HOME/data/gsm8k}"
 model="${MODEL:-Qwen/Qwen2-7B-Instruct}"
-[[ "${TINY:-0}" == 1 ]] && ppo_tiny+=(critic.model.path="$tiny/model" actor_rollout_ref.rollout.n=1)
+[[ "${TINY:-0}" == 1 ]] && ppo_tiny+=(critic.model.path="$tiny/model")
 
 run verl.trainer.main_ppo \
   algorithm.adv_estimator=gae \

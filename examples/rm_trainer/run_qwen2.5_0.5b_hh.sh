@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A reward model (Bradley-Terry) of Qwen2.5-0.5B on HH-RLHF. NPROC=8 for eight GPUs. Not run at this size.
-# TINY=1 runs the same command in small on one CPU process: see examples/tiny/settings.sh.
+# TINY=1 shrinks its sizes: see examples/tiny/settings.sh.
 set -euo pipefail
 source "$(dirname "$0")/../tiny/settings.sh"
 # python examples/data_preprocess/full_hh_rlhf.py --split rm --local_save_dir ~/data/full_hh_rlhf

@@ -1,15 +1,11 @@
 #!/usr/bin/env bash
 # PPO with the critic on GPUs of its own: four for the policy, four for the critic. Not run at this size.
-# TINY=1 runs the same command in small, one CPU process for each: see examples/tiny/settings.sh.
+# TINY=1 shrinks its sizes: see examples/tiny/settings.sh.
 set -euo pipefail
 source "$(dirname "$0")/../tiny/settings.sh"
 data="${DATA:-$HOME/data/gsm8k}"
 model="${MODEL:-Qwen/Qwen2-7B-Instruct}"
-critic_processes=4
-if [[ "${TINY:-0}" == 1 ]]; then
-  critic_processes=1
-  ppo_tiny+=(critic.model.path="$tiny/model" actor_rollout_ref.rollout.n=1)
-fi
+[[ "${TINY:-0}" == 1 ]] && ppo_tiny+=(critic.model.path="$tiny/model" critic.ppo_micro_batch_size_per_gpu=2)
 
 run verl.trainer.main_ppo \
   algorithm.adv_estimator=gae \
@@ -26,7 +22,7 @@ run verl.trainer.main_ppo \
   critic.model.path="$model" \
   critic.optim.lr=1e-5 \
   critic.ppo_micro_batch_size_per_gpu=16 \
-  "+trainer.resource_pools.critic={roles: [critic], processes: [$critic_processes]}" \
+  '+trainer.resource_pools.critic={roles: [critic], processes: [4]}' \
   trainer.project_name=ppo_gsm8k \
   trainer.experiment_name=split_placement \
   'trainer.logger=[console,file]' \

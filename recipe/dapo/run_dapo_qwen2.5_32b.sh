@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # DAPO of Qwen2.5-32B on DAPO-Math-17k, with the numbers of the paper: sixteen nodes of eight GPUs. Not run at this size.
-# Four GPUs hold a vLLM engine together. In small the sampler is the hf engine, one to a process.
-# TINY=1 runs the same command in small on a CPU, SHOW=1 prints the settings: see examples/tiny/settings.sh.
+# Four GPUs hold a vLLM engine together.
+# TINY=1 shrinks its sizes, SHOW=1 prints the settings: see examples/tiny/settings.sh. Ulysses over eight processes becomes
+# one over four there, as the small model has four heads.
 set -euo pipefail
 source "$(dirname "$0")/../../examples/tiny/settings.sh"
 data="${DATA:-$HOME/data}" # dapo-math-17k.parquet and aime-2024.parquet, in the format of docs/data.md
@@ -14,8 +15,7 @@ dapo_tiny=()
 if [[ "${TINY:-0}" == 1 ]]; then # an untrained model is never right, but its answers differ in length
   dapo_tiny=(
     data.gen_batch_size=16 data.prompt_key=prompt actor_rollout_ref.rollout.n=4
-    actor_rollout_ref.actor.strategy=auto actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1
-    actor_rollout_ref.actor.fsdp_config.param_offload=false actor_rollout_ref.actor.fsdp_config.optimizer_offload=false
+    actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=4
     actor_rollout_ref.rollout.val_kwargs.n=1 algorithm.filter_groups.metric=seq_reward
     +reward.reward_kwargs.overlong_buffer_cfg.len=4 +reward.reward_kwargs.max_resp_len=8
   )

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # DAPO of Qwen2.5-32B with truncated importance sampling between the sampler and the trainer. Not run at this size.
 # `algorithm.rollout_is_*` replaces the former actor setting tis_imp_ratio_cap: docs/advance/rollout_is_migration.md.
-# TINY=1 runs the same command in small on a CPU, SHOW=1 prints the settings.
+# TINY=1 shrinks its sizes, SHOW=1 prints the settings.
 set -euo pipefail
 
 exec bash "$(dirname "$0")/run_dapo_qwen2.5_32b.sh" \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # PRIME of Eurus-2-7B-SFT on Eurus-2-RL-Data, with the settings of the paper: one node of eight GPUs. Not run at this size.
-# TINY=1 runs the same command in small on a CPU, SHOW=1 prints the settings: see examples/tiny/settings.sh.
+# TINY=1 shrinks its sizes, SHOW=1 prints the settings: see examples/tiny/settings.sh.
 set -euo pipefail
 source "$(dirname "$0")/../../examples/tiny/settings.sh"
 data="${DATA:-$HOME/data}" # eurus2_train.parquet and eurus2_test.parquet, in the format of docs/data.md
@@ -9,12 +9,7 @@ model="${MODEL:-PRIME-RL/Eurus-2-7B-SFT}"
 prime_tiny=()
 if [[ "${TINY:-0}" == 1 ]]; then
   model="$tiny/model"
-  prime_tiny=(
-    data.oversample_factor=2 actor_rollout_ref.actor.strategy=auto reward_model.strategy=auto
-    actor_rollout_ref.actor.fsdp_config.param_offload=false actor_rollout_ref.actor.fsdp_config.optimizer_offload=false
-    reward_model.model.fsdp_config.param_offload=false reward_model.model.fsdp_config.optimizer_offload=false
-    reward_model.mini_batch_size=8 reward.reward_manager.name=naive
-  )
+  prime_tiny=(data.oversample_factor=2 reward_model.mini_batch_size=8)
 fi
 
 run recipe.prime.main_prime \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPIN of Qwen2.5-3B-Instruct on GSM8K on four GPUs. Not run at this size.
-# TINY=1 runs the same command in small on a CPU, SHOW=1 prints the settings: see examples/tiny/settings.sh.
+# TINY=1 shrinks its sizes, SHOW=1 prints the settings: see examples/tiny/settings.sh.
 set -euo pipefail
 source "$(dirname "$0")/../../examples/tiny/settings.sh"
 data="${DATA:-$HOME/data/gsm8k}" # python3 examples/data_preprocess/gsm8k.py
@@ -8,7 +8,7 @@ model="${MODEL:-Qwen/Qwen2.5-3B-Instruct}"
 
 spin_tiny=()
 if [[ "${TINY:-0}" == 1 ]]; then
-  spin_tiny=(actor_rollout_ref.actor.strategy=auto actor_rollout_ref.actor.ppo_mini_batch_size=4)
+  spin_tiny=(actor_rollout_ref.actor.ppo_mini_batch_size=4)
 fi
 
 run recipe.spin.main_spin \

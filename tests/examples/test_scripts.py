@@ -1,4 +1,4 @@
-"""Every example script runs in small, or is refused by the names of the features that are not built."""
+"""Every example script trains in small: as it stands where this machine can, else in one process, and that is said."""
 
 from __future__ import annotations
 
@@ -15,17 +15,39 @@ from verl.config import load_config
 from verl.errors import NotBuiltError
 from verl.metrics import reset_notices
 
+HF, ONE = "actor_rollout_ref.rollout.name=hf", "trainer.n_gpus_per_node=1"
+ONE_CRITIC = "trainer.resource_pools.critic={roles: [critic], processes: [1]}"
+MEGATRON = tuple(
+    f"actor_rollout_ref.{role}.megatron.{size}_model_parallel_size=1"
+    for role in ("actor", "ref")
+    for size in ("tensor", "pipeline")
+)
 SCRIPTS = {
-    "grpo_trainer/run_qwen3_8b_fsdp.sh": "ppo_trainer",
-    "grpo_trainer/run_qwen3_8b_megatron.sh": "ppo_trainer",
-    "ppo_trainer/run_qwen2-7b_seq_balance.sh": "ppo_trainer",
-    "ppo_trainer/run_deepseek7b_llm_sp2.sh": "ppo_trainer",
-    "split_placement/run.sh": "ppo_trainer",
-    "sft/gsm8k/run_qwen_05_peft.sh": "sft_trainer",
-    "sft/gsm8k/run_qwen_05_sp2_liger.sh": "sft_trainer",
-    "dpo_trainer/run_qwen2.5_0.5b_hh.sh": "dpo_trainer",
-    "rm_trainer/run_qwen2.5_0.5b_hh.sh": "rm_trainer",
+    "grpo_trainer/run_qwen3_8b_fsdp.sh": ("ppo_trainer", (HF, ONE)),
+    "grpo_trainer/run_qwen3_8b_megatron.sh": ("ppo_trainer", (HF, ONE, *MEGATRON)),
+    "ppo_trainer/run_qwen2-7b_seq_balance.sh": ("ppo_trainer", (HF, ONE)),
+    "ppo_trainer/run_deepseek7b_llm_sp2.sh": ("ppo_trainer", (HF, "trainer.n_gpus_per_node=2")),
+    "split_placement/run.sh": ("ppo_trainer", (HF, ONE, ONE_CRITIC)),
+    "sft/gsm8k/run_qwen_05_peft.sh": ("sft_trainer", ()),
+    "sft/gsm8k/run_qwen_05_sp2_liger.sh": ("sft_trainer", ("model.use_liger=False",)),
+    "dpo_trainer/run_qwen2.5_0.5b_hh.sh": ("dpo_trainer", ()),
+    "rm_trainer/run_qwen2.5_0.5b_hh.sh": ("rm_trainer", ()),
 }
+"""Script -> program, and what has to be another thing than it prints so that it trains here; nothing: as it stands."""
+RECIPES = ("dapo/run_dapo_qwen2.5_32b.sh", "prime/run_prime_eurus2_7b.sh", "spin/run_spin.sh")
+SIZES = {
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu", "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.rollout.val_kwargs.n", "critic.ppo_micro_batch_size_per_gpu", "reward_model.mini_batch_size",
+    "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size",  # in DAPO: the small model has four heads
+    "reward.reward_kwargs.max_resp_len", "reward.reward_kwargs.overlong_buffer_cfg.len",
+    "trainer.save_freq", "trainer.test_freq", "trainer.total_training_steps",
+}  # fmt: skip
+FILES = {
+    "actor_rollout_ref.model.path", "critic.model.path", "model.path", "reward_model.model.path",
+    "reward.custom_reward_function.path", "algorithm.filter_groups.metric", "trainer.default_local_dir",
+}  # fmt: skip
+PLACE = {"trainer.device", "trainer.logger", "trainer.resume_mode", "actor_rollout_ref.model.external_lib"}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +91,7 @@ def test_the_full_command_resolves_or_is_refused_by_name(bash, tmp_path, script)
         shown = bash(script, SHOW="1", HOME=str(home))
         assert shown.returncode == 0, shown.stderr
         words = shown.stdout.splitlines()
-        refused = missing(SCRIPTS[script], words)
+        refused = missing(SCRIPTS[script][0], words)
     assert all("=" in word for word in words) and len(words) > 10
     assert refused == "" or "not built" in refused
 
@@ -79,33 +101,62 @@ def test_further_settings_on_the_command_line_come_last(bash):
     assert words[-1] == "trainer.total_epochs=1" and "trainer.total_epochs=15" in words
 
 
+def settings(shown: subprocess.CompletedProcess) -> dict[str, str]:
+    assert shown.returncode == 0, shown.stderr
+    words = [word.lstrip("+").partition("=") for word in shown.stdout.splitlines()]
+    return {key: value for key, _, value in words}
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, *(f"../recipe/{name}" for name in RECIPES)])
+def test_tiny_changes_sizes_files_and_places_and_nothing_else(bash, script):
+    """Not the engine, the sampler, the number of processes or a feature."""
+    printed, small = settings(bash(script, SHOW="1")), settings(bash(script, SHOW="1", TINY="1"))
+    changed = {key for key in printed | small if printed.get(key) != small.get(key)}
+    changed = {key for key in changed if not key.startswith("data.")}
+    assert len(changed) > 5 and changed - SIZES - FILES - PLACE == set()
+
+
 @pytest.mark.e2e
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_runs_in_small_or_is_refused_by_name(bash, tiny, monkeypatch, script):
-    words = bash(script, TINY="1", SHOW="1").stdout.splitlines()
-    monkeypatch.chdir(tiny)
-    refused = missing(SCRIPTS[script], words)
+@pytest.mark.parametrize("script", [script for script, (_, swaps) in SCRIPTS.items() if not swaps])
+def test_a_script_trains_in_small_as_it_stands(bash, script):
     done = bash(script, TINY="1")
     said = done.stdout + done.stderr
-    if refused:
-        assert done.returncode != 0 and refused.splitlines()[-1] in said
-    else:
-        assert done.returncode == 0, said[-3000:]
-        assert "step:1 - " in said
+    assert done.returncode == 0 and "step:1 - " in said, said[-3000:]
 
 
 @pytest.mark.e2e
-def test_generation_and_evaluation_leave_a_report(bash, tiny):
-    done = bash("generation/run_generation_and_eval.sh", TINY="1")
+@pytest.mark.parametrize("script", [script for script, (_, swaps) in SCRIPTS.items() if swaps])
+def test_a_script_trains_in_one_or_two_processes_with_what_runs_here_in_place_of_vllm_and_liger(bash, script):
+    done = bash(script, *SCRIPTS[script][1], TINY="1")
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and "step:1 - " in said, said[-3000:]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("grpo_trainer/run_qwen3_8b_fsdp.sh", ["actor_rollout_ref.rollout.name", "vLLM"]),
+        ("sft/gsm8k/run_qwen_05_sp2_liger.sh", ["model.use_liger", "need a GPU"]),
+    ],
+)
+def test_a_script_whose_sampler_or_kernels_are_missing_says_so_and_takes_no_other(bash, script, says):
+    done = bash(script, TINY="1")
+    assert done.returncode != 0 and all(words in done.stderr for words in says), done.stderr[-3000:]
+
+
+@pytest.mark.e2e
+def test_generation_and_evaluation_leave_a_report_with_the_built_in_sampler(bash, tiny):
+    done = bash("generation/run_generation_and_eval.sh", TINY="1", SAMPLER="hf")
     assert done.returncode == 0, done.stderr[-3000:]
     folder = tiny / "outputs/tiny/generation"
     assert "| arithmetic | 16 | 64 |" in (folder / "report.md").read_text() and (folder / "report.json").is_file()
 
 
 @pytest.mark.e2e
-def test_from_a_new_model_to_a_report_and_a_folder_that_others_load(bash, tiny):
+def test_from_a_new_model_to_a_report_and_a_folder_that_others_load_with_the_built_in_sampler(bash, tiny):
     """Fine-tuning, pairs, a reward model, PPO with it, generation, evaluation, export; transformers on the folder."""
-    done = bash("end_to_end/run.sh", TINY="1")
+    done = bash("end_to_end/run.sh", TINY="1", SAMPLER="hf")
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     folder = tiny / "outputs/tiny/end_to_end"
     report = (folder / "report.md").read_text()

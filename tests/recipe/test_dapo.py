@@ -73,9 +73,14 @@ def test_the_full_command_is_accepted_and_four_gpus_hold_an_engine(project_root,
     assert (topology.engine, topology.processes, len(topology.replicas)) == ("vllm", 128, 32)
 
 
+ONE_PROCESS = ["trainer.nnodes=1", "trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.name=hf",
+               "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+               "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1"]  # fmt: skip
+
+
 @pytest.mark.e2e
-def test_the_script_runs_in_small(project_root, tmp_path):
-    done = script(project_root, tmp_path, "run_dapo_qwen2.5_32b_tis.sh", TINY="1")
+def test_the_script_trains_in_one_process_with_the_built_in_sampler(project_root, tmp_path):
+    done = script(project_root, tmp_path, "run_dapo_qwen2.5_32b_tis.sh", *ONE_PROCESS, TINY="1")
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     for name in ("training/filter_groups/carried_samples", "mismatch/rollout_is_mean", "training/num_gen_batches"):
         assert f"{name}:" in done.stdout

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Supervised fine-tuning of Qwen2.5-0.5B on GSM8K with LoRA. Usage: bash run_qwen_05_peft.sh [settings], NPROC=8 for eight
-# GPUs. Not run at this size. TINY=1 runs the same command in small on one CPU process: see examples/tiny/settings.sh.
-# What is not built is refused by name.
+# GPUs. Not run at this size. TINY=1 shrinks its sizes: see examples/tiny/settings.sh.
 set -euo pipefail
 source "$(dirname "$0")/../../tiny/settings.sh"
 data="${DATA:-$HOME/data/gsm8k}"

@@ -1,14 +1,12 @@
 #!/usr/bin/env bash
 # Supervised fine-tuning of Qwen2.5-0.5B on GSM8K with sequence parallelism over two GPUs and Liger kernels. NPROC=8 for
-# eight GPUs. Not run at this size. TINY=1 runs the same command in small on two CPU processes, without Liger, whose kernels
-# need a GPU: see examples/tiny/settings.sh. What is not built is refused by name.
+# eight GPUs. Not run at this size. TINY=1 shrinks its sizes: see examples/tiny/settings.sh. Liger's kernels need a GPU, so
+# on a CPU it is refused; model.use_liger=False trains the rest of it there.
 set -euo pipefail
-[[ "${TINY:-0}" == 1 ]] && TINY_PROCESSES=2
 source "$(dirname "$0")/../../tiny/settings.sh"
 data="${DATA:-$HOME/data/gsm8k}"
 model="${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}"
 processes="${NPROC:-2}"
-[[ "${TINY:-0}" == 1 ]] && sft_tiny+=(model.use_liger=False)
 launcher=(torchrun --standalone --nnodes=1 --nproc_per_node="$processes")
 
 run verl.trainer.sft_trainer \
