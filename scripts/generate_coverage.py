@@ -32,9 +32,11 @@ Three columns tell three things apart:
    every name is there; *refused by name*: the error names the setting whose feature is missing; *an error on purpose*:
    it asks for what cannot work, or never existed; *without effect*: with a notice that the setting does nothing here;
    *partly*: a mixture; *said or shipped*: there is nothing to run.
-2. **trained here**: started on CPUs and trained in `tests/brief/test_runs.py`, as printed but for sizes, files and the
-   number of steps. It is *no* where that test has another engine, sampler or number of processes than the command
-   ("hf for vllm"). vLLM beside two ranks of FSDP2 was run on CPUs apart from these commands ([engines.md](engines.md)).
+2. **trained here**: a test starts the command on CPUs and trains, as printed but for sizes, files and the number of
+   steps: in one process (`tests/brief/test_runs.py`), or on Ray with as many processes as it prints
+   (`tests/trainer/on_ray/test_starts.py`). *no*, with the reason, where no test does: a run with another engine,
+   sampler or number of processes does not count. vLLM beside two ranks of FSDP2 was run on CPUs apart from these
+   commands ([engines.md](engines.md)).
 3. **on its hardware**: run on what it is meant for; [install.md](install.md#what-has-not-been-run) lists what was not.
 
 {counts}.
@@ -81,7 +83,7 @@ def _line(row: Row, found: list[Outcome], ran: Trained) -> str:
     places = [*row.files, *(name for name, _ in row.docs), *row.tests]
     parts += [f"[{name}](../{name})" for name in dict.fromkeys(places)]
     parts += [f"extra `{name}`" for name in row.extras] + [f"`{name}`" for name in row.environment]
-    here = SIZES if ran.word == SAME else ": ".join(filter(None, [ran.word, ", ".join(ran.swaps)]))
+    here = SIZES if ran.word == SAME else ": ".join(filter(None, [ran.word, "; ".join(ran.why)]))
     real = ", ".join(f"[{words}](../{name})" for name, words in row.hardware)
     real = real or ("-" if not row.config and not row.instead else "no")
     return f"| {row.id} | {row.says} | {state(found)} | {here} | {real} | {'<br>'.join(parts)} |"

@@ -1,4 +1,4 @@
-"""How a command of the guides is made small enough for a test, and what of it is then another thing than printed."""
+"""How a command of the guides is made small enough for a test, and what one process has to swap of it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ PPO_SIZES = {
     "actor_rollout_ref.model.path": "model",
     "actor_rollout_ref.actor.ppo_mini_batch_size": "2",
     "actor_rollout_ref.rollout.n": "2",
-    "actor_rollout_ref.rollout.name": "hf",
     "reward.custom_reward_function.path": "scorer.py",
     "trainer.total_training_steps": "1",
-    "trainer.n_gpus_per_node": "1",
-    "trainer.nnodes": "1",
     "trainer.logger": "[file]",
     "trainer.project_name": "guide",
     "trainer.experiment_name": "run",
 }
+ONE_PROCESS = {
+    "actor_rollout_ref.rollout.name": "hf",
+    "trainer.n_gpus_per_node": "1",
+    "trainer.nnodes": "1",
+}
+"""What a run of `test_runs` has whatever is printed; `swapped` says where that is another thing."""
 SFT_SIZES = {
     "data.train_files": "chats.parquet",
     "data.val_files": "chats.parquet",
@@ -37,19 +40,44 @@ SFT_SIZES = {
     "trainer.project_name": "guide",
     "trainer.experiment_name": "run",
 }
-CRITIC_PATH = "critic.model.path"
+ELSEWHERE = {
+    "critic.model.path": "model",
+    "critic.ppo_mini_batch_size": "2",
+    "custom_reward_function.path": "scorer.py",
+}
+"""What is made small only where a command prints it."""
 
 
-def small(attempt: Attempt) -> list[str]:
-    """The command with every size, path and place replaced; its algorithm and losses as they are printed."""
-    sizes = dict(PPO_SIZES if attempt.program == "ppo_trainer" else SFT_SIZES)
-    words = [word for word in attempt.words if word.lstrip("+").partition("=")[0] not in sizes]
-    words = [f"{CRITIC_PATH}=model" if word.startswith(CRITIC_PATH) else word for word in words]
-    return [*words, *(f"{key}={value}" for key, value in sizes.items())]
+def small(attempt: Attempt, rows: int = 2) -> list[str]:
+    """The command with its sizes, paths and place of logs replaced, and nothing else.
+
+    Args:
+        rows: prompts of a step.
+    """
+    if attempt.program in ("dpo_trainer", "rm_trainer"):
+        return _with(attempt.words, SFT_SIZES | dict.fromkeys(("data.train_files", "data.val_files"), "pairs.parquet"))
+    if attempt.program != "ppo_trainer":
+        return _with(attempt.words, SFT_SIZES)
+    batch = ("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size")
+    return _with(attempt.words, PPO_SIZES | dict.fromkeys(batch, str(rows)))
+
+
+def in_one_process(attempt: Attempt) -> list[str]:
+    """`small`, with the built-in sampler in one process."""
+    return _with(small(attempt), ONE_PROCESS) if attempt.program == "ppo_trainer" else small(attempt)
+
+
+def _with(words: list[str], settings: dict[str, str]) -> list[str]:
+    words = [word for word in words if word.lstrip("+").partition("=")[0] not in settings]
+    keys = [word.partition("=")[0] for word in words]
+    if "custom_reward_function.path" in keys:
+        settings = {key: value for key, value in settings.items() if key != "reward.custom_reward_function.path"}
+    words = [f"{key}={ELSEWHERE[key]}" if key in ELSEWHERE else word for key, word in zip(keys, words)]
+    return [*words, *(f"{key}={value}" for key, value in settings.items())]
 
 
 def swapped(attempt: Attempt) -> list[str]:
-    """What the small run has in place of the printed engine, sampler or number of processes; on the guides' machine.
+    """What one process has in place of the printed engine, sampler or number of processes; on the guides' machine.
 
     Example:
         >>> swapped(Attempt("actor_rollout_ref.rollout.name=vllm trainer.n_gpus_per_node=8"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from tests.brief.machine import resolve
 from tests.brief.small import swapped
@@ -81,10 +82,10 @@ def state(found: list[Outcome]) -> str:
 
 @dataclass(frozen=True)
 class Trained:
-    """Whether the commands of a row were started and trained here, and what the small runs change besides sizes."""
+    """Whether the commands of a row were started and trained here as printed but for sizes; where not, why."""
 
     word: str
-    swaps: tuple[str, ...] = ()
+    why: tuple[str, ...] = ()
 
 
 SAME, OTHERWISE, NOTHING = "yes", "no", "-"
@@ -92,15 +93,49 @@ SIZES = "yes: with smaller sizes, own files and one step"
 
 
 def trained(row: Row) -> Trained:
-    """Of a row whose commands are read on the guides' machine; only what `test_runs` runs as printed counts."""
+    """Of a row whose commands are read on the guides' machine; only what a test runs as printed counts."""
     able = [attempt for attempt in row.config if not attempt.wrong and of_attempt(attempt).state in (WORKS, IDLE)]
     if row.instead:
         return Trained(OTHERWISE, (row.instead,))
     if not able:
         return Trained(NOTHING)
-    running = [attempt for attempt in able if attempt.runs]
-    swaps = tuple(dict.fromkeys(swap for attempt in running for swap in swapped(attempt)))
-    if len(running) == len(able) and not swaps:
+    left = [attempt for attempt in able if not is_trained(attempt)]
+    if not left:
         return Trained(SAME)
-    left = len(able) - len(running)
-    return Trained(OTHERWISE, swaps or ((f"{left} of {len(able)} commands",) if running else ()))
+    some = [f"{len(able) - len(left)} of {len(able)} commands"] if len(left) < len(able) else []
+    return Trained(OTHERWISE, tuple(dict.fromkeys([*some, *map(not_started, left)])))
+
+
+def is_trained(attempt: Attempt) -> bool:
+    """Whether a test trains this command with the engine, the sampler and the processes that it prints."""
+    return attempt.ranks or (attempt.runs and not swapped(attempt))
+
+
+def not_started(attempt: Attempt) -> str:
+    """Why no test starts a command as it is printed."""
+    if attempt.program not in ("ppo_trainer", "sft_trainer"):
+        return "other tests run this program"
+    printed: Any = resolve(attempt)
+    if attempt.program == "sft_trainer":
+        return "not run"
+    rollout, actor = printed.actor_rollout_ref.rollout, printed.actor_rollout_ref.actor
+    processes = printed.trainer.nnodes * (printed.trainer.n_gpus_per_node or 1)
+    if rollout.quantization:
+        return f"{rollout.quantization} needs a GPU"
+    if rollout.name == "vllm":
+        size = processes if processes > 1 else rollout.tensor_model_parallel_size
+        return (
+            f"vLLM on {size} {'device' if size == 1 else 'devices'}; `make test-vllm` has it in 1 and 2 CPU processes"
+        )
+    if rollout.name == "sglang":
+        return "no SGLang server was ever run"
+    if rollout.name == "server":
+        return "needs a server that runs"
+    if actor.strategy == "megatron":
+        return "Megatron-Core needs CUDA; tests answer its CUDA calls by a shim"
+    attention = str(printed.actor_rollout_ref.model.override_config.get("attn_implementation"))
+    if attention.startswith("flash"):
+        return f"{attention} needs a GPU"
+    if printed.actor_rollout_ref.model.use_liger:
+        return "Liger's kernels need a GPU"
+    return "not run" if processes == 1 else f"{processes} processes, not run"

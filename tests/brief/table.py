@@ -27,7 +27,8 @@ class Attempt:
         values: settings of the result, by dotted key, that must hold once the configuration is accepted.
         notices: keys of notices that must be told then.
         wrong: a part of the error, for what is meant to be refused for good.
-        runs: it is also run on a tiny model once it is accepted.
+        runs: it is also run on a tiny model, in one process with the built-in sampler, once it is accepted.
+        ranks: it is run on a tiny model with as many processes as it prints.
     """
 
     argv: str
@@ -37,6 +38,7 @@ class Attempt:
     notices: tuple[str, ...] = ()
     wrong: str = ""
     runs: bool = False
+    ranks: bool = False
 
     @property
     def words(self) -> list[str]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from scripts import generate_coverage
+from tests.brief import test_runs
 from tests.brief.machine import guides_machine, resolve
 from tests.brief.small import small, swapped
-from tests.brief.states import REFUSED, SAME, WRONG, of_attempt, of_name, of_program, trained
+from tests.brief.states import REFUSED, SAME, WRONG, is_trained, of_attempt, of_name, of_program, trained
 from tests.brief.table import Attempt, Row, rows
 from tests.sanity.public_names import PENDING_FILE
 from tests.sanity.source_tree import ROOT, read_toml
+from tests.trainer.on_ray import test_starts
 from verl import env
 from verl.metrics import notices, reset_notices
 
@@ -72,40 +75,54 @@ def test_a_command_of_the_guides_resolves_or_is_refused_by_name(machine, attempt
     assert set(attempt.notices) <= set(notices())
 
 
-def test_trained_here_is_said_only_of_what_the_tests_run_as_it_is_printed(machine):
-    """The small run of such a command has the printed engine, sampler and number of processes."""
-    for row in rows():
-        if trained(row).word != SAME:
-            continue
+def test_trained_here_is_said_only_of_commands_that_a_test_runs_as_they_are_printed(machine):
+    """Every one of such a row is a case of a test, which gives it small sizes and nothing else."""
+    alone, ranks = ([case.values[0] for case in cases] for cases in (test_runs.COMMANDS, test_starts.GUIDES))
+    for row in (row for row in rows() if trained(row).word == SAME):
         assert row.config and not row.instead
-        for attempt in (attempt for attempt in row.config if not attempt.wrong):
-            assert attempt.runs or of_attempt(attempt).state == REFUSED
-            words = small(attempt)
-            if attempt.program == "ppo_trainer" and attempt.runs and not attempt.yaml:
-                changes = {"actor_rollout_ref.model.path", "critic.model.path", "data.train_files", "data.val_files",
-                           "reward.custom_reward_function.path"}  # fmt: skip
-                sizes = [word for word in words if word.partition("=")[0] not in changes]
-                here, printed = resolve(Attempt(shlex.join(sizes))), resolve(attempt)
-                assert here.actor_rollout_ref.rollout.name == printed.actor_rollout_ref.rollout.name
-                assert here.actor_rollout_ref.actor.strategy == printed.actor_rollout_ref.actor.strategy
-                assert printed.trainer.nnodes * (printed.trainer.n_gpus_per_node or 1) == 1
+        for attempt in row.config:
+            if not attempt.wrong and of_attempt(attempt).state != REFUSED:
+                assert attempt in ranks or (attempt in alone and not swapped(attempt)), (row.id, attempt.argv)
+
+
+@pytest.mark.parametrize("attempt", [case for case in COMMANDS if case.values[0].ranks or case.values[0].runs])
+def test_what_is_made_small_keeps_engines_samplers_and_processes(machine, attempt: Attempt):
+    if attempt.program != "ppo_trainer" or of_attempt(attempt).state == REFUSED:
+        return
+    for folder in ("model", "scorer.py", "train.parquet"):
+        (machine / folder).exists() or (machine / folder).write_text("{}")
+    printed, here = resolve(attempt), resolve(replace(attempt, argv=shlex.join(small(attempt, rows=8))))
+    for key in ("actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.tensor_model_parallel_size",
+                "actor_rollout_ref.actor.strategy", "critic.strategy", "trainer.resource_pools", "trainer.nnodes",
+                "trainer.n_gpus_per_node", "actor_rollout_ref.hybrid_engine"):  # fmt: skip
+        ours, theirs = here, printed
+        for part in key.split("."):
+            ours, theirs = ours[part], theirs[part]
+        assert ours == theirs, key
 
 
 @pytest.mark.parametrize(
     ("row", "says"),
-    [(8, "hf for vllm"), (9, "no Liger"), (76, "not built"), (131, "none of them")],
+    [
+        (8, "vLLM"),
+        (9, "Liger"),
+        (76, "not built"),
+        (88, "vLLM on 8 devices"),
+        (99, "Liger's kernels need a GPU"),
+        (100, "flash_attention_2 needs a GPU"),
+        (103, "fp8 needs a GPU"),
+        (131, "none of them"),
+    ],
 )
-def test_rows_that_were_never_run_as_printed_say_what_was_run(row: int, says: str):
+def test_rows_that_were_never_run_as_printed_say_why(machine, row: int, says: str):
+    """vLLM on eight devices, the scripts with vLLM, vision models, Liger, flash attention, FP8, others' projects."""
     found = next(one for one in rows() if one.id == row)
-    assert says in found.instead and trained(found).word == "no" and not found.hardware
+    assert trained(found).word == "no" and says in "; ".join(trained(found).why) and not found.hardware
 
 
-def test_a_sampler_on_eight_devices_is_not_trained_here(machine):
-    """vLLM with a tensor-parallel size of 8 resolves, and nothing here has run it."""
-    found = [one for one in rows() if any("tensor_parallel_size=8" in a.argv and "=vllm" in a.argv for a in one.config)]
-    assert found and all(trained(one).word == "no" and not one.hardware for one in found)
-    attempt = Attempt("actor_rollout_ref.rollout.name=vllm trainer.n_gpus_per_node=8")
-    assert swapped(attempt) == ["plain for fsdp2", "hf for vllm", "1 process for 8"]
+def test_one_process_with_the_built_in_sampler_is_told_apart_from_what_is_printed(machine):
+    attempt = Attempt("actor_rollout_ref.rollout.name=vllm trainer.n_gpus_per_node=8", runs=True)
+    assert swapped(attempt) == ["plain for fsdp2", "hf for vllm", "1 process for 8"] and not is_trained(attempt)
 
 
 @pytest.mark.parametrize("row", cases("hardware"))
