@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import tiny_model_dir
-from verl.trainer import sft_trainer
+from verl.metrics import notices, reset_notices
+from verl.trainer import sft_trainer, sft_trainer_ray
 
 
 @pytest.fixture
@@ -42,3 +43,34 @@ def test_the_loss_on_held_out_conversations_falls(here):
     losses = [step["val/loss"] for step in steps if "val/loss" in step]
     assert steps[0]["train/loss"] > 5  # log 259 = 5.6: a new model knows nothing
     assert len(losses) == 3 and losses[-1] < losses[0] and losses[-1] < 0.9
+
+
+def test_each_epoch_ends_with_a_validation_and_a_checkpoint(here):
+    """Of 96 conversations 16 at a time an epoch has six steps; the second ends early, at the run's last step."""
+    words = [
+        "data.train_files=train.jsonl", "data.val_files=val.jsonl", "data.train_batch_size=16", "data.max_length=64",
+        "model.path=model", "trainer.total_training_steps=8", "trainer.test_freq=after_each_epoch",
+        "trainer.save_freq=after_each_epoch", "checkpoint.save_contents=[model]", "trainer.default_local_dir=sft",
+        "trainer.experiment_name=epochs", "trainer.logger=[file]",
+    ]  # fmt: skip
+    assert sft_trainer.main(words) == 0
+    (log,) = Path("logs").rglob("epochs.jsonl")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["step"] for line in lines if "val/loss" in line["data"]] == [6, 8]
+    assert sorted(path.name for path in Path("sft").glob("global_step_*")) == ["global_step_6", "global_step_8"]
+
+
+def test_upstreams_program_starts_the_processes_that_its_sizes_name(here, monkeypatch, capsys):
+    started: list[list[str]] = []
+    monkeypatch.setattr("os.execv", lambda program, words: started.append(words))
+    monkeypatch.setattr(sft_trainer, "main", lambda words: 7)
+    reset_notices()
+    run = ["data.train_files=train.jsonl", "data.train_batch_size=16", "model.path=model"]
+    sft_trainer_ray.main([*run, "trainer.nnodes=1", "trainer.n_gpus_per_node=2"])
+    assert started[0][1:4] == ["-m", "torch.distributed.run", "--standalone"] and "--nproc_per_node=2" in started[0]
+    assert started[0][-len(run) :] == run and notices() == {}
+    assert sft_trainer_ray.main([*run, "trainer.n_gpus_per_node=1"]) == 7 and len(started) == 1
+    assert sft_trainer_ray.main([*run, "trainer.nnodes=2"]) == 2
+    assert "starts processes on one machine. Got 2. Start torchrun on each machine" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert sft_trainer_ray.main([*run, "trainer.nnodes=2"]) == 7

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -20,9 +22,19 @@ WORDS = (
 SAME = ("critic/score/", "critic/advantages/", "training/num_gen_batches", "training/filter_groups/", "mismatch/")
 
 
-def test_two_workers_weigh_and_filter_as_one_process_does(train: Callable[..., Run]):
+def test_two_workers_weigh_and_filter_as_one_process_does(train: Callable[..., Run], tmp_path: Path):
+    """Both have the environment variables of the run's ``runtime_env``, which an external library shows."""
     one = train("corrected_alone", 2, *WORDS, "trainer.runtime=local")
-    two = train("corrected_two", 2, *WORDS, "trainer.n_gpus_per_node=2")
+    variables = "ray_kwargs.ray_init.runtime_env.env_vars"
+    shown = (
+        f"{variables}.SEEN_FOLDER={tmp_path}",
+        f"{variables}.SEEN_COUNT=3",
+        "actor_rollout_ref.model.external_lib=tests.trainer.on_ray.seen",
+    )
+    two = train("corrected_two", 2, *WORDS, "trainer.n_gpus_per_node=2", *shown)
+    workers = {int(file.name): file.read_text() for file in tmp_path.iterdir()}
+    workers.pop(os.getpid(), None)
+    assert list(workers.values()) == ["3", "3"]
     first, other = one.steps[0], two.steps[0]
     names = [name for name in first if name.startswith(SAME)]
     assert len([name for name in names if name.startswith("mismatch/")]) > 30
