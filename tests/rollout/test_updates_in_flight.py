@@ -200,6 +200,29 @@ def test_an_engine_elsewhere_gets_prompt_and_prefix_with_what_is_left_of_the_bud
     assert sampler.stats()["requests"] == 1 and sampler.stats()["response_tokens"] == 9
 
 
+def test_a_request_that_comes_back_while_weights_are_loaded_waits_for_their_end():
+    """As one does that travelled: it was aborted by this very update."""
+
+    class SlowToLoad(Slowly):
+        async def _load(self, chunks, version):
+            await turns(20)
+            await super()._load(chunks, version)
+
+    async def run():
+        sampler = SlowToLoad("abort")
+        first = asyncio.ensure_future(sampler.generate(ASKED))
+        await turns(4)
+        update = asyncio.ensure_future(sampler.update_weights(weights(1), 1))
+        part = await first
+        await turns(8)
+        assert part.is_interrupted and not update.done()
+        rest = await sampler.generate(continued(ASKED, part))
+        return joined([part, rest])
+
+    done = asyncio.run(asyncio.wait_for(run(), 10))
+    assert done.token_ids == tuple(range(9)) and set(done.token_versions) == {0, 1}
+
+
 def test_a_server_that_gives_nothing_of_an_aborted_answer_is_waited_for_the_second_time():
     sampler = Slowly("pause", gives_tokens=False)
     (done,) = updated_while_sampling(sampler, [ASKED], [1, 2, 3], between=3)

@@ -122,7 +122,6 @@ class GatedSampler(Sampler):
         return self._state.version
 
     async def generate(self, request: Request) -> Completion:
-        self._state.check()
         if request.images is not None or request.videos is not None:
             raise NotBuiltError(f"the sampler {self.name} takes text only", key=f"request {request.id}")
         check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
