@@ -39,6 +39,9 @@ WORKS = [
     ("critic.model.fsdp_config.mixed_precision.param_dtype", "bf16", "critic.fsdp.dtype", "bf16"),
     ("critic.fsdp.mixed_precision.param_dtype", "bf16", "critic.fsdp.dtype", "bf16"),
     (f"{A}.lora.alpha", "32", f"{M}.lora_alpha", 32),
+    (f"{R}.skip_rollout", "true", "skip.rollout.enable", True),
+    (f"{R}.skip_dump_dir", "/d", "skip.rollout.dump_dir", "/d"),
+    (f"{R}.skip.action", "repeat", "skip.rollout.action", "repeat"),
     (f"{A}.lora.target_modules", "[q_proj,v_proj]", f"{M}.target_modules", ["q_proj", "v_proj"]),
     ("critic.model.fsdp_config.fsdp_size", "4", "critic.fsdp.fsdp_size", 4),
     (f"{A}.lr", "5e-7", f"{A}.optim.lr", 5e-7),
@@ -194,8 +197,6 @@ OPEN = [
 
 IDLE = [
     (f"{REF}.router_replay.record_file", "/f", f"{REF}.megatron.router_replay.record_file", "router replay"),
-    (f"{R}.skip_dump_dir", "/d", "skip.rollout.dump_dir", "skip.rollout.enable"),
-    (f"{R}.skip.action", "repeat", "skip.rollout.action", "skip.rollout.enable"),
     ("reward_model.rollout.prompt_length", "64", f"{RM}.rollout.prompt_length", "not built"),
     ("actor_rollout_ref.profiler.discrete", "true", f"{NSYS}.discrete", "Nsight Systems"),
     ("critic.profiler.discrete", "true", "critic.profiler.tool_config.nsys.discrete", "Nsight Systems"),
@@ -225,7 +226,7 @@ NOT_BUILT = [
     ),
     (f"{A}.router_replay.mode", "R2", f"{A}.megatron.router_replay.mode", "router replay"),
     (f"{R}.pipeline_parallel_size", "2", f"{R}.pipeline_model_parallel_size", "sampling on several ranks"),
-    (f"{R}.skip_rollout", "true", "skip.rollout.enable", "replay of dumped rollouts"),
+    ("skip.rollout_tq.enable", "true", "skip.rollout_tq.enable", "replay of rollouts by the transfer queue"),
     ("data.sampler.class_path", "/s.py", "trainer.v1.sampler.custom_sampler.path", "asynchronous schedules"),
     ("data.sampler.class_name", "S", "trainer.v1.sampler.custom_sampler.name", "asynchronous schedules"),
 ]

@@ -82,6 +82,8 @@ CASES = [
      "has no effect, since 'grpo' has no critic; nor have critic.model.path"),
     ([*GRPO, "trainer.critic_warmup=5"], "trainer.critic_warmup",
      "there is no critic to warm up: the policy just waits for that many steps"),
+    (["skip.rollout.enable=true"], "skip.rollout.enable", "has no effect: skip.rollout.steps names no step"),
+    (["skip.rollout.action=repeat"], "skip.rollout.action", "has no effect without skip.rollout.enable=true"),
     (["data.filter_function.name=mine"], "data.filter_function.name",
      "has no effect without data.filter_function.path"),
     (["data.val_files=null"], "data.val_files", "no validation files are given, so nothing is validated"),

@@ -17,6 +17,7 @@ NUMBERS = [
     ("data.max_response_length", 0, "1 or more"),
     ("data.val_batch_size", 0, "1 or more"),
     ("data.dataloader_num_workers", -1, "0 or more"),
+    ("skip.rollout.steps", [0], "a list of steps, each 1 or more"),
     ("data.min_response_length", -1, "0 to data.max_response_length"),
     ("data.min_response_length", 10**9, "0 to data.max_response_length"),
     (f"{R}.repetition_penalty", 0, "above 0"),

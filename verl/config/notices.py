@@ -45,6 +45,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
         _critic,
         _merging,
         _prompt_filter,
+        _replay,
         _validation,
         _reward,
         oversampling.tell,
@@ -235,6 +236,16 @@ def _merging(cfg: PPOTrainerConfig) -> None:
         notice("actor_rollout_ref.model.lora.merge", "has no effect without actor_rollout_ref.model.lora_rank")
     if cfg.critic.model.lora.merge:
         notice("critic.model.lora.merge", "has no effect: no sampler takes a critic's weights")
+
+
+def _replay(cfg: PPOTrainerConfig) -> None:
+    replay = cfg.skip.rollout
+    if replay.enable and not replay.steps:
+        notice("skip.rollout.enable", "has no effect: skip.rollout.steps names no step")
+    for name in ("steps", "action", "dump_dir"):
+        if replay.enable or not (was_typed(replay, name) if name == "dump_dir" else name in _changed(replay)):
+            continue  # a folder is expanded, so it never looks like its default
+        notice(f"skip.rollout.{name}", "has no effect without skip.rollout.enable=true")
 
 
 def _prompt_filter(cfg: PPOTrainerConfig) -> None:

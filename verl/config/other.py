@@ -42,3 +42,28 @@ class RayConfig(ConfigNode):
 
     ray_init: RayRayInitConfig = section(RayRayInitConfig)
     timeline_json_file: str | None = setting(None, "file for Ray's timeline, written at the end", path=True)
+
+
+@dataclass(frozen=True)
+class SkipRolloutConfig(ConfigNode):
+    """Replay of sampled batches."""
+
+    enable: bool = setting(
+        False, "write the samples of chosen steps to files, and take them from there where they are; for debugging"
+    )
+    dump_dir: str = setting(
+        "~/.verl/rollout_dump", "folder of the files; a run's lie below it, under its project and experiment", path=True
+    )
+    steps: list = setting([], "steps whose samples are written and replayed, counted from 1")
+    action: str = setting(
+        "cache",
+        "cache: other steps are sampled; repeat: those after a step with a file take the samples of such steps in turn",
+        choices=("cache", "repeat"),
+    )
+
+
+@dataclass(frozen=True)
+class SkipConfig(ConfigNode):
+    """Parts of a step that are left out."""
+
+    rollout: SkipRolloutConfig = section(SkipRolloutConfig)

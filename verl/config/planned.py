@@ -18,7 +18,8 @@ INSTEAD: dict[str, str] = {
     "chat templates by function": "Set actor_rollout_ref.model.custom_chat_template, or a class with its own "
     "build_messages as data.custom_cls.",
     "rollout traces": "Leave it out; trainer.rollout_data_dir writes every rollout to JSON lines.",
-    "replay of dumped rollouts": "Leave it out; trainer.rollout_data_dir writes every rollout to JSON lines.",
+    "replay of rollouts by the transfer queue's trainer": "Set skip.rollout, with the same settings.",
+    "replay of rollouts by the asynchronous trainer": "Set skip.rollout, with the same settings.",
     "asynchronous schedules": "Leave it out to sample and train in turn.",
 }
 """What works today, by the feature that is missing."""

@@ -21,7 +21,15 @@ MOST_SAMPLES = 1 << 16
 
 def numbers(cfg: PPOTrainerConfig) -> Problems:
     """Every number of an RL run that can be out of range by itself."""
-    return [*_lengths(cfg), *_sampling(cfg), *_actor(cfg), *_critic(cfg), *_algorithm(cfg), *_run(cfg.trainer)]
+    return [
+        *_lengths(cfg),
+        *_replay(cfg),
+        *_sampling(cfg),
+        *_actor(cfg),
+        *_critic(cfg),
+        *_algorithm(cfg),
+        *_run(cfg.trainer),
+    ]
 
 
 def sft_numbers(cfg: SFTTrainerConfig) -> Problems:
@@ -97,6 +105,16 @@ def _lengths(cfg: PPOTrainerConfig) -> Problems:
     fits = f"0 to data.max_response_length={longest}"
     problems += in_range("data.min_response_length", shortest, fits, 0 <= shortest <= longest)
     return problems + _at_least("data", data, 0, "dataloader_num_workers") + _samples(data)
+
+
+def _replay(cfg: PPOTrainerConfig) -> Problems:
+    steps, key = cfg.skip.rollout.steps, "skip.rollout.steps"
+    holds = all(isinstance(step, int) and not isinstance(step, bool) and step >= 1 for step in steps)
+    problems = in_range(key, steps, "a list of steps, each 1 or more", holds)
+    if cfg.skip.rollout.enable and cfg.actor_rollout_ref.rollout.keep_unfinished:
+        message, fix = "samples that began in an earlier step are not those of this step's prompts", "Leave one out."
+        problems.append(ConfigError(message, key=f"{_R}.keep_unfinished", got=True, fix=fix))
+    return problems
 
 
 def _sampling(cfg: PPOTrainerConfig) -> Problems:

@@ -10,7 +10,7 @@ from verl.config.critic import CriticConfig
 from verl.config.data import DataConfig
 from verl.config.model import HFModelConfig
 from verl.config.node import ConfigNode, section, setting
-from verl.config.other import RayConfig
+from verl.config.other import RayConfig, SkipConfig
 from verl.config.profiler import GlobalProfilerConfig
 from verl.config.reward import RewardConfig
 from verl.config.rollout import RolloutConfig
@@ -53,6 +53,7 @@ class PPOTrainerConfig(ConfigNode):
     trainer: TrainerConfig = section(TrainerConfig)
     global_profiler: GlobalProfilerConfig = section(GlobalProfilerConfig)
     ray_kwargs: RayConfig = section(RayConfig)
+    skip: SkipConfig = section(SkipConfig)
 
 
 def of_estimator(cfg: PPOTrainerConfig) -> EstimatorFacts:

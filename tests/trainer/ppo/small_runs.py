@@ -39,6 +39,7 @@ class Seen:
     batches: list[DataProto] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
     trainer: Any = None
+    folder: Path | None = None
 
 
 class Keep(Callback):

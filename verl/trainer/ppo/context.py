@@ -19,13 +19,14 @@ from verl.algorithms.calls import names_parameter
 from verl.algorithms.kl import get_kl_controller
 from verl.config import PPOTrainerConfig
 from verl.config.root import learns_from_pairs, reads_ref_log_prob, skips_old_log_prob
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.metrics import MetricSet, Timers, notice
 from verl.observability.account import Key
 from verl.observability.ledger import Ledger
 from verl.observability.spans import Spans
 from verl.protocol import DataProto
 from verl.registry import ADVANTAGE_ESTIMATORS
+from verl.trainer.ppo.replay import RolloutReplay
 from verl.trainer.ppo.unfinished import UnfinishedPrompts
 from verl.trainer.signals import StopSignals
 
@@ -112,6 +113,14 @@ class RunState:
         config = self.config
         self.estimator = ADVANTAGE_ESTIMATORS.get(config.algorithm.adv_estimator)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
+        self.replay = RolloutReplay.of(config)
+        if self.replay is not None and self.replay.repeats and names_parameter(self.estimator, "reward_baselines"):
+            raise ConfigError(
+                "the greedy responses are to this step's prompts, and repeated samples to another's",
+                key="skip.rollout.action",
+                got="repeat",
+                allowed=["cache"],
+            )
         self.pool = SamplePool(config.data.train_batch_size * self.samples_per_prompt)
         self.unfinished = UnfinishedPrompts.of(config)
 
@@ -204,6 +213,7 @@ class StepContext:
     spans: Spans = _of_run("spans")
     pool: SamplePool = _of_run("pool")
     unfinished: UnfinishedPrompts | None = _of_run("unfinished")
+    replay: RolloutReplay | None = _of_run("replay")
     estimator: Callable[..., Any] = _of_run("estimator")
     kl_controller: Any = _of_run("kl_controller")
     samples_per_prompt: int = _of_run("samples_per_prompt")

@@ -98,15 +98,25 @@ def generate(prompts: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
     prompts = prompts.repeat(ctx.samples_per_prompt, interleave=True)
     prompts.meta_info = {**prompts.meta_info, "global_steps": ctx.step, "validate": False}
     number_samples(prompts)
-    accounting.ask(prompts, ctx)
-    if ctx.unfinished is None:
-        samples = sample(prompts, roles["rollout"], ctx.metrics)
-    else:
-        prompts.meta_info[ENOUGH] = -(-(ctx.pool.rows - len(ctx.pool)) // ctx.samples_per_prompt)
-        asked = ctx.unfinished.with_earlier(prompts)
-        samples = ctx.unfinished.keep(asked, sample(asked.select(), roles["rollout"], ctx.metrics))
+    samples = None if ctx.replay is None else ctx.replay.find(prompts, ctx.step, ctx.gen_batches)
+    accounting.ask(prompts if samples is None else samples, ctx)
+    if ctx.replay is not None:
+        ctx.metrics.add("rollout/replayed", float(samples is not None), "last")
+    if samples is None:
+        samples = _sampled(prompts, roles, ctx)
+        if ctx.replay is not None:
+            ctx.replay.keep(samples, ctx.step, ctx.gen_batches)
     accounting.sampled(samples, ctx)
     return samples
+
+
+def _sampled(prompts: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
+    """The samples of these rows, and of prompts that earlier steps left unfinished."""
+    if ctx.unfinished is None:
+        return sample(prompts, roles["rollout"], ctx.metrics)
+    prompts.meta_info[ENOUGH] = -(-(ctx.pool.rows - len(ctx.pool)) // ctx.samples_per_prompt)
+    asked = ctx.unfinished.with_earlier(prompts)
+    return ctx.unfinished.keep(asked, sample(asked.select(), roles["rollout"], ctx.metrics))
 
 
 def sample(prompts: DataProto, rollout: RoleHandle, metrics: MetricSet) -> DataProto:

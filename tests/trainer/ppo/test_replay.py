@@ -1,0 +1,99 @@
+"""Samples from files instead of the sampler (`skip.rollout`): the same run, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import write_prompts
+from tests.trainer.ppo.small_runs import COMMON, prepare, train
+from verl.config import load_config
+from verl.errors import ConfigError, DataError
+from verl.metrics import reset_notices
+from verl.trainer.ppo.context import RunState
+from verl.trainer.ppo.replay import RolloutReplay
+
+REPLAY = ("skip.rollout.enable=true", "skip.rollout.dump_dir=dumps", "skip.rollout.steps=[1]", "data.shuffle=false",
+          "trainer.experiment_name=a run", "trainer.ledger=true")  # fmt: skip
+FILE = Path("dumps/verl_examples_a_run/step_1_1.safetensors")
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A run of two steps that writes the samples of its first; its folder holds model and data."""
+    made = tmp_path_factory.mktemp("replay")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(made)
+        prepare()
+        seen = train(*REPLAY, "trainer.total_training_steps=2", "trainer.default_local_dir=first")
+    seen.folder = made
+    return seen
+
+
+@pytest.fixture(autouse=True)
+def here(first, monkeypatch):
+    monkeypatch.chdir(first.folder)
+    reset_notices()
+
+
+def test_a_replayed_step_is_the_sampled_one_and_is_scored_anew(first):
+    again = train(*REPLAY, "trainer.total_training_steps=2", "trainer.default_local_dir=second")
+    assert [m["rollout/replayed"] for m in first.metrics + again.metrics] == [0, 0, 1, 0]
+    assert "rollout/sampled_tokens" not in again.metrics[0] and "rollout/sampled_tokens" in again.metrics[1]
+    for name in ("responses", "rollout_log_probs", "token_level_scores", "advantages"):
+        for one, other in zip(first.batches, again.batches, strict=True):
+            assert torch.equal(one.tensors[name], other.tensors[name]), name
+    Path("other.py").write_text("def compute_score(data_source, solution_str, ground_truth):\n    return 0.25\n")
+    scored = train(*REPLAY, "trainer.default_local_dir=third", "reward.custom_reward_function.path=other.py")
+    assert scored.batches[0].tensors["token_level_scores"].sum(-1).tolist() == [0.25] * 16
+
+
+def test_repeated_steps_take_the_samples_of_those_with_a_file_as_groups_of_their_own(first):
+    seen = train(*REPLAY, "skip.rollout.action=repeat", "trainer.total_training_steps=3",
+                 "trainer.default_local_dir=repeated")  # fmt: skip
+    assert [m["rollout/replayed"] for m in seen.metrics] == [1, 1, 1]
+    one, two, three = seen.batches
+    assert torch.equal(one.tensors["responses"], two.tensors["responses"])
+    assert torch.equal(one.tensors["responses"], three.tensors["responses"])
+    uids = [set(batch.non_tensor_batch["uid"]) for batch in seen.batches]
+    assert [len(names) for names in uids] == [4, 4, 4] and len(set.union(*uids)) == 12
+    remax = replay("skip.rollout.action=repeat", "algorithm.adv_estimator=remax")[0]
+    with pytest.raises(ConfigError, match="greedy responses are to this step's prompts"):
+        RunState(remax, reward=dict, total_steps=1)
+
+
+def replay(*changes):
+    """A configuration, and how it replays."""
+    config = load_config("ppo_trainer", [*COMMON, *REPLAY, *changes])
+    return config, RolloutReplay.of(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("actor_rollout_ref.rollout.temperature=0.5", r"rollout\.temperature: .* were made with .*=1\.0\. Got 0\.5"),
+        ("data.min_response_length=2", r"data\.min_response_length: .*min_response_length=0\. Got 2"),
+        ("actor_rollout_ref.model.path=other", r"actor_rollout_ref\.model\.path: the samples in"),
+    ],
+)
+def test_samples_that_were_made_with_other_settings_or_another_model_are_refused_by_name(first, change, said):
+    if not Path("other").exists():
+        shutil.copytree("model", "other")
+    with pytest.raises(ConfigError, match=said):
+        replay(change)[1]._read(FILE)
+    assert replay()[1]._read(FILE).tensors["responses"].shape[0] == 16
+
+
+def test_samples_of_other_prompts_or_a_file_that_is_cut_off_are_errors(first):
+    rows = [{"prompt": [{"role": "user", "content": f"{i}?"}], "reward_model": {"ground_truth": "a"}} for i in range(8)]
+    write_prompts("other.parquet", rows)
+    with pytest.raises(DataError, match=r"step_1_1\.safetensors: .* raw_prompt_ids of row 0 differs.*Did the data"):
+        train(*REPLAY, "data.train_files=other.parquet")
+    content = FILE.read_bytes()
+    FILE.write_bytes(content[:-100])
+    with pytest.raises(DataError, match="not a whole batch file"):
+        replay()[1]._read(FILE)
+    FILE.write_bytes(content)
