@@ -71,22 +71,30 @@ class Spans:
     @contextmanager
     def span(self, stage: str, step: int) -> Iterator[None]:
         """A stage begins, and ends with the block."""
-        thread = threading.current_thread()
-        ident, one = threading.get_ident(), Span(stage, step, thread.name, now())
+        one = self._enter(stage, step)
+        try:
+            yield
+        finally:
+            self._leave(one)
+
+    def _enter(self, stage: str, step: int) -> Span:
+        ident, one = threading.get_ident(), Span(stage, step, threading.current_thread().name, now())
         with self._lock:
             activity = self._open.setdefault(ident, Activity(ident, [], one.begin))
             activity.stages.append(one)
             activity.progress = one.begin
-        try:
-            yield
-        finally:
-            with self._lock:
-                activity.stages.pop()
-                activity.progress = end = now()
-                if not activity.stages:
-                    del self._open[ident]
-                if self._path is not None:
-                    self._done.append(Span(stage, step, one.thread, one.begin, end))
+        return one
+
+    def _leave(self, one: Span) -> None:
+        ident = threading.get_ident()
+        with self._lock:
+            activity = self._open[ident]
+            activity.stages.pop()
+            activity.progress = end = now()
+            if not activity.stages:
+                del self._open[ident]
+            if self._path is not None:
+                self._done.append(Span(one.stage, one.step, one.thread, one.begin, end))
 
     def progress(self) -> None:
         """The calling thread goes on with the stage that it is in."""
