@@ -40,7 +40,7 @@ from verl.metrics import reset_notices
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "compatibility.md"
-KINDS = ("not built", "unknown key", "module missing", "a relation or a value")
+KINDS = ("not built", "unknown key", "module missing", "not recorded", "a relation or a value")
 Main = Callable[[list[str]], int]
 DEVICES, ROUNDS = 4096, 8
 _IMAGES = re.compile(
@@ -232,6 +232,8 @@ def _classified(problem: VerlError) -> tuple[Reason, str, str]:
 
 def _of_text(message: str) -> Reason:
     first = next((line for line in message.splitlines() if line.startswith("error: ")), message).removeprefix("error: ")
+    if first.startswith("--config-name: no such configuration file"):
+        return Reason("not recorded", "a configuration file of the script's own, which a recording does not hold")
     not_built = re.search(r"not built(?: yet)?: ([^.]+)", first)
     if not_built:
         return Reason("not built", not_built[1])

@@ -88,3 +88,9 @@ def test_recording_runs_scripts_with_stand_ins_and_keeps_facts_alone(tmp_path):
 
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path, capsys):
     assert recording.main(tmp_path) == 2 and "no checkout" in capsys.readouterr().err
+
+
+def test_a_configuration_file_that_no_recording_holds_is_named_as_that():
+    (verdict,) = compatibility.verdicts([script("--config-path=recipe/mine", "--config-name=mine")])
+    ((kind, name),) = [(reason.kind, reason.name) for reason in verdict.reasons]
+    assert kind == "not recorded" and "a configuration file of the script's own" in name
