@@ -17,10 +17,11 @@ import pytest
 
 from tests.docs.test_statements import IDS, PAGES, blocks
 from tests.sanity.source_tree import ROOT
+from verl.data.filtering import filter_of
 
 RUN = {
     "README.md": ("make_data.py", "my_reward.py", "GRPO on your own data"),
-    "docs/data.md": ("two columns", "prepared data"),
+    "docs/data.md": ("two columns", "prepared data", "my_filter.py"),
     "docs/environments.md": ("game.py", "learning"),  # by tests/e2e/test_environment.py
     "docs/evaluation.md": ("answers.parquet", "--compare"),  # by test_printed_parts, as those of the next two
     "docs/extending.md": (
@@ -50,7 +51,7 @@ NOT_RUN = {
     "docs/endpoint.md": 1,
     "docs/engines.md": 4,
     "docs/gsm8k.md": 4,
-    "docs/install.md": 4,
+    "docs/install.md": 5,
     "docs/megatron.md": 1,
     "docs/multi_turn.md": 1,
     "docs/quickstart.md": 2,
@@ -164,6 +165,14 @@ def test_the_page_of_data_writes_what_it_says(tmp_path):
     bash(tmp_path, f"python columns.py\n{block('docs/data.md', 'python examples/data_preprocess/arithmetic.py')}")
     written = ["train.parquet", *(f"data/arithmetic/{name}.parquet" for name in ("train", "test", "sft"))]
     assert [name for name in written if not (tmp_path / name).is_file()] == []
+
+
+def test_the_filter_of_the_page_of_data_keeps_hard_prompts_and_drops_easy_ones(tmp_path):
+    (tmp_path / "my_filter.py").write_text(block("docs/data.md", "def keep_prompt"))
+    keep = filter_of({"filter_function": {"path": str(tmp_path / "my_filter.py"), "name": "keep_prompt"}})
+    assert keep is not None
+    kept = [keep({"extra_info": {"difficulty": number}}, lambda: "here") for number in (1, 2, 3)]
+    assert kept == [False, False, True]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
