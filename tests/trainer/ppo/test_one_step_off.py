@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
@@ -28,6 +29,9 @@ STILL = ("trainer.total_training_steps=3", "actor_rollout_ref.actor.optim.lr=0",
 CORRECTION = "algorithm.rollout_correction"
 OFF = "training/off_policy"
 CLOCKS = ("timing", "perf/")
+EVEN = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(ord(character) % 2 == 0 for character in solution_str) / 6
+"""
 COMPARED = ("prompts", "responses", "rollout_log_probs")
 
 
@@ -127,6 +131,26 @@ def log_probs_of(checkpoint: Path, batch: DataProto) -> torch.Tensor:
     with torch.no_grad():
         logits = model(**inputs).logits[:, -length - 1 : -1]
     return logits.log_softmax(-1).gather(-1, batch.batch["responses"][..., None])[..., 0]
+
+
+def test_one_version_behind_a_run_learns_what_one_on_policy_learns(here):
+    """A quarter of what the first model writes are even characters; the sampler's log-probs are the old ones."""
+    Path("even.py").write_text(EVEN)
+    task = (
+        "data.train_batch_size=8",
+        "data.max_response_length=6",
+        "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.optim.lr=1.5e-2",
+        "reward.custom_reward_function.path=even.py",
+        "trainer.total_training_steps=20",
+    )
+    scores = []
+    for mode in (["trainer.v1.trainer_mode=sync"], [MODE, f"{CORRECTION}.bypass_mode=true"]):
+        seen = train(*task, *mode, f"trainer.default_local_dir=learn{len(mode)}")
+        scores.append([batch.batch["token_level_scores"].sum(-1).mean().item() for batch in seen.batches])
+    assert scores[0][0] == scores[1][0] < 0.3
+    assert mean(scores[0][-3:]) > 0.9 and mean(scores[1][-3:]) > mean(scores[0][-3:]) - 0.1, scores
 
 
 def test_surplus_samples_that_would_be_two_versions_old_are_dropped_and_counted(here):
