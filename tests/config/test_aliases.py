@@ -2,6 +2,7 @@
 
 import pytest
 
+from verl.config import load_config
 from verl.config.aliases import PPO_ALIASES, SFT_ALIASES
 from verl.config.groups import PPO, SFT
 from verl.config.loading import read_config
@@ -375,6 +376,13 @@ def test_an_engine_that_is_not_built_is_the_only_reason_even_with_its_settings()
         with pytest.raises(NotBuiltError, match=engine) as caught:
             read_config("ppo_trainer", words)
         assert f"{A}.veomni" not in str(caught.value)
+
+
+def test_the_settings_of_fsdp_turbo_are_no_reason_beside_their_engine():
+    words = [f"{A}.strategy=fsdp_turbo", f"{A}.fsdp_config.turbo_config.distributed.fully_shard_parallel_size=4"]
+    with pytest.raises(NotBuiltError, match="'fsdp_turbo'") as caught:
+        load_config("ppo_trainer", words)
+    assert caught.value.key == f"{A}.strategy" and "turbo_config" not in str(caught.value)
 
 
 def test_the_group_of_a_role_chooses_its_engine():
