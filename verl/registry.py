@@ -79,10 +79,12 @@ class ScheduleFacts:
     Attributes:
         reward_model: the model of ``reward.reward_model`` is a role that the schedule adds, and learns.
         off_policy: it trains on samples that older versions of the policy have drawn.
+        queue: groups wait between sampling and training, by the rules of ``trainer.v1.sampler``.
     """
 
     reward_model: bool = False
     off_policy: bool = False
+    queue: bool = False
 
 
 class Registry:
@@ -508,11 +510,18 @@ SCHEDULES = Registry(
     {
         "sync": "verl.trainer.ppo.schedules.sync:SyncSchedule",
         "one_step_off": "verl.trainer.ppo.schedules.one_step_off:OneStepOffSchedule",
+        "colocate_async": "verl.trainer.ppo.schedules.colocate_async:ColocateAsyncSchedule",
+        "separate_async": "verl.trainer.ppo.schedules.separate_async:SeparateAsyncSchedule",
+        "fully_async": "verl.trainer.ppo.schedules.fully_async:FullyAsyncSchedule",
     },
-    planned=("fully_async", "colocate_async", "separate_async"),
     key="trainer.v1.trainer_mode",
     facts=ScheduleFacts,
-    known={"one_step_off": ScheduleFacts(off_policy=True)},
+    known={
+        "one_step_off": ScheduleFacts(off_policy=True),
+        "colocate_async": ScheduleFacts(off_policy=True, queue=True),
+        "separate_async": ScheduleFacts(off_policy=True, queue=True),
+        "fully_async": ScheduleFacts(off_policy=True, queue=True),
+    },
 )
 ALL_REGISTRIES = (
     ADVANTAGE_ESTIMATORS,

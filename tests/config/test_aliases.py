@@ -81,6 +81,10 @@ WORKS = [
         f"{R}.multi_turn.tokenization_sanity_check_mode",
         "disable",
     ),
+    ("rollout.total_rollout_steps", "512", "async_training.total_rollout_steps", 512),
+    ("rollout.test_freq", "7", "trainer.test_freq", 7),
+    ("async_training.use_rollout_log_probs", "true", f"{A}.use_rollout_log_probs", True),
+    ("async_training.partial_rollout", "true", f"{R}.requests_at_update", "pause"),
     ("custom_reward_function.path", "/r.py", "reward.custom_reward_function.path", "/r.py"),
     ("custom_reward_function.name", "score", "reward.custom_reward_function.name", "score"),
     ("custom_reward_function.reward_kwargs.k", "3", "reward.custom_reward_function.reward_kwargs", {"k": 3}),
@@ -228,8 +232,8 @@ NOT_BUILT = [
     (f"{A}.router_replay.mode", "R2", f"{A}.megatron.router_replay.mode", "router replay"),
     (f"{R}.pipeline_parallel_size", "2", f"{R}.pipeline_model_parallel_size", "sampling on several ranks"),
     ("skip.rollout_tq.enable", "true", "skip.rollout_tq.enable", "replay of rollouts by the transfer queue"),
-    ("data.sampler.class_path", "/s.py", "trainer.v1.sampler.custom_sampler.path", "asynchronous schedules"),
-    ("data.sampler.class_name", "S", "trainer.v1.sampler.custom_sampler.name", "asynchronous schedules"),
+    ("data.sampler.class_path", "/s.py", "trainer.v1.sampler.custom_sampler.path", "a sampler of batches of your own"),
+    ("data.sampler.class_name", "S", "trainer.v1.sampler.custom_sampler.name", "a sampler of batches of your own"),
 ]
 
 REMOVED = [

@@ -511,7 +511,10 @@ SINGLE = {
     f"{R}.checkpoint_engine.backend=gloo": Works({f"{R}.checkpoint_engine.backend": "gloo"}),
     f"{R}.checkpoint_engine.backend=nixl": refused("the transport of weights 'nixl' is not built yet"),
     f"{R}.checkpoint_engine.backend=glo": wrong("unknown transport of weights"),
-    "trainer.v1.trainer_mode=separate_async": refused("the schedule 'separate_async' is not built yet"),
+    "trainer.v1.trainer_mode=separate_async": Works(
+        {"trainer.v1.trainer_mode": "separate_async"}, ("trainer.v1.trainer_mode", "algorithm.rollout_correction")
+    ),
+    "trainer.v1.trainer_mode=separate_async trainer.v1.separate_async.parameter_sync_step=3": wrong("= 768 prompts"),
     "actor_rollout_ref.hybrid_engine=false": wrong("samplers apart from the trainers need a pool, and it has 0 nodes"),
     "model_engine=megatron": Works({"critic.strategy": "megatron"}, (PADDED,)),
     "trainer.runtime=ray": Works({"trainer.runtime": "ray"}),

@@ -15,6 +15,7 @@ from verl.config import PPOTrainerConfig, SFTTrainerConfig, leaves, load_config,
 from verl.config.groups import PPO
 from verl.config.megatron import MegatronEngineConfig
 from verl.config.recipes import with_recipes
+from verl.config.trainer import AsyncTrainingConfig
 from verl.trainer import main_ppo, sft_trainer
 
 PROFILER_TOOLS = (
@@ -37,6 +38,12 @@ READ_ELSEWHERE = {
     "algorithm.pf_ppo.weight_pow",
     # Only dynamic sampling reads it: tests/trainer/ppo/test_dynamic_sampling.py.
     "algorithm.filter_groups.max_inflight_gen_batches",
+    # Only a schedule with a queue reads them: tests/trainer/ppo/test_queue_schedules.py.
+    *(f"trainer.v1.sampler.{name}" for name in ("order", "max_off_policy_threshold", "max_off_policy_strategy")),
+    "trainer.v1.colocate_async.num_warmup_batches",
+    "trainer.v1.separate_async.num_warmup_batches",
+    "trainer.v1.separate_async.parameter_sync_step",
+    *(f"async_training.{name}" for name in AsyncTrainingConfig.__dataclass_fields__),
     # The actor reads its mirror, actor.policy_loss.rollout_correction.loss_type.
     "algorithm.rollout_correction.loss_type",
     # Trackers get the configuration as a plain dict; tests/observability/backends/test_wandb.py reads this one.

@@ -135,6 +135,12 @@ _ROLLOUT = {
 }
 _OWN_POOL = {f"rollout.{name}": to(f"{_R}.{name}") for name in ("nnodes", "n_gpus_per_node")}
 """The samplers' pool, in a section of its own in upstream's asynchronous programs."""
+_STREAM = {
+    "rollout.total_rollout_steps": to("async_training.total_rollout_steps"),
+    "rollout.test_freq": to("trainer.test_freq"),
+    "async_training.use_rollout_log_probs": to(f"{_A}.use_rollout_log_probs"),
+    "async_training.partial_rollout": to(f"{_R}.requests_at_update", convert=_word("pause", "wait")),
+}
 _ALGORITHM = {
     "algorithm.rollout_correction.rollout_token_veto_threshold": to("algorithm.rollout_is_veto_threshold"),
     "algorithm.rollout_correction.use_policy_gradient": to(
@@ -202,7 +208,7 @@ _RUN = {
 }
 
 PPO_MOVED: dict[str, MovedKey] = (
-    _ACTOR | _OPEN | _OPTIM | _MEGATRON | _ROLLOUT | _OWN_POOL | _ALGORITHM | _REWARD | _RUN
+    _ACTOR | _OPEN | _OPTIM | _MEGATRON | _ROLLOUT | _OWN_POOL | _STREAM | _ALGORITHM | _REWARD | _RUN
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,11 @@ def implied(given: Mapping[str, Any], usual: Callable[[str], Any]) -> Iterator[I
         given: raw value of every setting that somebody set.
         usual: the default of a setting.
     """
+    streamed = _streamed(given, usual)
+    if streamed is not None:
+        if str(given.get("data.train_batch_size")) != str(streamed.value):
+            yield streamed
+        return
     gen, train, switch = "data.gen_batch_size", "data.train_batch_size", "algorithm.filter_groups.enable"
     size = given.get(gen)
     if size is None or "${" in str(size) or not _is_off(given.get(switch, usual(switch))):
@@ -34,6 +40,24 @@ def implied(given: Mapping[str, Any], usual: Callable[[str], Any]) -> Iterator[I
     if str(size) != str(given.get(train, usual(train))):
         why = f"every step samples and trains on these prompts, without {switch}=true, and {train} has no effect"
         yield Implied(train, size, gen, why)
+
+
+def _streamed(given: Mapping[str, Any], usual: Callable[[str], Any]) -> Implied | None:
+    """fully_async: what a step trains on; the number of prompts says so in no other schedule."""
+    mode, train = "trainer.v1.trainer_mode", "data.train_batch_size"
+    if str(given.get(mode, usual(mode))) != "fully_async":
+        return None
+    factors = (
+        "async_training.trigger_parameter_sync_step",
+        "async_training.require_batches",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+    )
+    numbers = [str(given.get(key, usual(key))) for key in factors]
+    if not all(number.isdigit() for number in numbers):
+        return None
+    size = math.prod(int(number) for number in numbers)
+    why = f"a step of fully_async trains on {' x '.join(numbers)} = {size} prompts ({', '.join(factors)})"
+    return Implied(train, size, mode, why)
 
 
 def left_open(given: Mapping[str, Any], usual: Callable[[str], Any]) -> list[str]:

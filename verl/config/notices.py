@@ -9,11 +9,12 @@ from verl.config import (
     off_policy,
     oversampling,
     partial_rollouts,
+    queues,
     recipes,
     sampled_log_probs,
     validate_megatron,
 )
-from verl.config.node import ConfigNode, follows_another, was_typed
+from verl.config.node import ConfigNode, changed_names, was_typed
 from verl.config.root import (
     PPOTrainerConfig,
     learns_from_pairs,
@@ -51,6 +52,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
         oversampling.tell,
         off_policy.tell,
         partial_rollouts.tell,
+        queues.tell,
         _conversations,
         _resume,
         validate_megatron.tell,
@@ -68,14 +70,14 @@ def tell_sft(cfg: SFTTrainerConfig) -> None:
         notice("model.lora.merge", "has no effect: there is no sampler")
     if not cfg.data.val_files:
         notice("data.val_files", "no validation files are given, so nothing is validated")
-    if cfg.data.use_dynamic_bsz and "micro_batch_size_per_gpu" in _changed(cfg.data):
+    if cfg.data.use_dynamic_bsz and "micro_batch_size_per_gpu" in changed_names(cfg.data):
         notice("data.micro_batch_size_per_gpu", "has no effect without data.use_dynamic_bsz=false")
 
 
 def _conversations(cfg: PPOTrainerConfig) -> None:
     rollout = cfg.actor_rollout_ref.rollout
     turns, loop = rollout.multi_turn, rollout.agent.default_agent_loop
-    changed = sorted(set(_changed(turns)) - {"enable", "num_repeat_rollouts"})
+    changed = sorted(set(changed_names(turns)) - {"enable", "num_repeat_rollouts"})
     if changed and not turns.enable and loop == "single_turn_agent":
         beside = f"; so has {', '.join(changed[1:])}" if changed[1:] else ""
         text = f"has effect only for rows with agent_name=tool_agent, unless {_R}.multi_turn.enable=true"
@@ -84,7 +86,7 @@ def _conversations(cfg: PPOTrainerConfig) -> None:
 
 def _kl(cfg: PPOTrainerConfig) -> None:
     algorithm, actor = cfg.algorithm, cfg.actor_rollout_ref.actor
-    changed = _changed(algorithm.kl_ctrl)
+    changed = changed_names(algorithm.kl_ctrl)
     for name in changed:
         key = f"algorithm.kl_ctrl.{name}"
         if not algorithm.use_kl_in_reward:
@@ -92,10 +94,10 @@ def _kl(cfg: PPOTrainerConfig) -> None:
             notice(key, f"{_NO_KL}{beside}")
         elif name in ("target_kl", "horizon") and algorithm.kl_ctrl.type != "adaptive":
             notice(key, "has no effect without algorithm.kl_ctrl.type=adaptive")
-    if not algorithm.use_kl_in_reward and "kl_penalty" in _changed(algorithm):
+    if not algorithm.use_kl_in_reward and "kl_penalty" in changed_names(algorithm):
         notice("algorithm.kl_penalty", _NO_KL)
     for name in ("kl_loss_coef", "kl_loss_type"):
-        if not actor.use_kl_loss and name in _changed(actor):
+        if not actor.use_kl_loss and name in changed_names(actor):
             notice(f"{_A}.{name}", f"has no effect without {_A}.use_kl_loss=true")
     if algorithm.use_kl_in_reward and actor.use_kl_loss:
         notice(
@@ -105,7 +107,7 @@ def _kl(cfg: PPOTrainerConfig) -> None:
 
 def _clip(cfg: PPOTrainerConfig) -> None:
     actor = cfg.actor_rollout_ref.actor
-    if None not in (actor.clip_ratio_low, actor.clip_ratio_high) and "clip_ratio" in _changed(actor):
+    if None not in (actor.clip_ratio_low, actor.clip_ratio_high) and "clip_ratio" in changed_names(actor):
         notice(f"{_A}.clip_ratio", "has no effect, since clip_ratio_low and clip_ratio_high are both set")
     if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
         notice(f"{_A}.loss_scale_factor", f"has no effect without {_A}.loss_agg_mode=seq-mean-token-sum-norm")
@@ -114,7 +116,7 @@ def _clip(cfg: PPOTrainerConfig) -> None:
 def _decay(cfg: PPOTrainerConfig) -> None:
     sections = {f"{_A}.optim": cfg.actor_rollout_ref.actor.optim}
     for key, optim in (sections | ({"critic.optim": cfg.critic.optim} if uses_critic(cfg) else {})).items():
-        changed, style = _changed(optim), optim.lr_decay_style
+        changed, style = changed_names(optim), optim.lr_decay_style
         needed = {
             "min_lr": style != "constant",
             "lr_decay_steps": style != "constant",
@@ -172,7 +174,7 @@ def _skipped_pass(cfg: PPOTrainerConfig) -> None:
 def _estimator(cfg: PPOTrainerConfig) -> None:
     algorithm = cfg.algorithm
     if not algorithm.filter_groups.enable:
-        for name in _changed(algorithm.filter_groups):
+        for name in changed_names(algorithm.filter_groups):
             notice(f"algorithm.filter_groups.{name}", "has no effect without algorithm.filter_groups.enable=true")
     elif cfg.actor_rollout_ref.rollout.n < 2:
         notice("algorithm.filter_groups.enable", f"drops nothing with {_R}.n=1: a single sample is always kept")
@@ -181,7 +183,7 @@ def _estimator(cfg: PPOTrainerConfig) -> None:
 def _correction(cfg: PPOTrainerConfig) -> None:
     algorithm, newer, key = cfg.algorithm, cfg.algorithm.rollout_correction, "algorithm.rollout_correction"
     if algorithm.rollout_is_threshold is None:
-        older = [name for name in _changed(algorithm) if name.startswith("rollout_is")]
+        older = [name for name in changed_names(algorithm) if name.startswith("rollout_is")]
         if older:
             notice(f"algorithm.{older[0]}", "has no effect without algorithm.rollout_is_threshold, e.g. 2.0")
     if newer.bypass_mode and newer.loss_type == "ppo_clip" and newer.rollout_is is not None:
@@ -206,7 +208,7 @@ def _settings_of_losses(cfg: PPOTrainerConfig) -> None:
         "algorithm": algorithm,
         "algorithm.pf_ppo": algorithm.pf_ppo,
     }
-    changed = {f"{key}.{name}" for key, section in sections.items() for name in _changed(section)}
+    changed = {f"{key}.{name}" for key, section in sections.items() for name in changed_names(section)}
     for key, why in losses.without_effect(cfg, changed).items():
         notice(key, why)
 
@@ -217,8 +219,8 @@ def _critic(cfg: PPOTrainerConfig) -> None:
         if not of_estimator(cfg).values and not is_dotted(estimator):
             notice("critic.enable", f"a critic is trained, but the estimator {estimator!r} does not use its values")
         return
-    changed = [f"critic.{n}" for n in _changed(cfg.critic) if n in ("cliprange_value", "grad_clip", "enable")]
-    changed += [f"critic.optim.{n}" for n in _changed(cfg.critic.optim) if n != "lr"]
+    changed = [f"critic.{n}" for n in changed_names(cfg.critic) if n in ("cliprange_value", "grad_clip", "enable")]
+    changed += [f"critic.optim.{n}" for n in changed_names(cfg.critic.optim) if n != "lr"]
     if cfg.critic.optim.lr != type(cfg.critic)().optim.lr:
         changed.append("critic.optim.lr")
     if cfg.critic.model.path != cfg.actor_rollout_ref.model.path:
@@ -243,13 +245,13 @@ def _replay(cfg: PPOTrainerConfig) -> None:
     if replay.enable and not replay.steps:
         notice("skip.rollout.enable", "has no effect: skip.rollout.steps names no step")
     for name in ("steps", "action", "dump_dir"):
-        if replay.enable or not (was_typed(replay, name) if name == "dump_dir" else name in _changed(replay)):
+        if replay.enable or not (was_typed(replay, name) if name == "dump_dir" else name in changed_names(replay)):
             continue  # a folder is expanded, so it never looks like its default
         notice(f"skip.rollout.{name}", "has no effect without skip.rollout.enable=true")
 
 
 def _prompt_filter(cfg: PPOTrainerConfig) -> None:
-    if cfg.data.filter_function.path is None and "name" in _changed(cfg.data.filter_function):
+    if cfg.data.filter_function.path is None and "name" in changed_names(cfg.data.filter_function):
         notice("data.filter_function.name", "has no effect without data.filter_function.path")
 
 
@@ -262,20 +264,20 @@ def _validation(cfg: PPOTrainerConfig) -> None:
         notice(f"{_R}.val_kwargs.n", f"greedy validation gives the same response {val.n} times; {fix}")
     if not val.do_sample:
         for name in ("temperature", "top_p", "top_k"):
-            if name in _changed(val):
+            if name in changed_names(val):
                 notice(f"{_R}.val_kwargs.{name}", f"has no effect without {_R}.val_kwargs.do_sample=true")
 
 
 def _reward(cfg: PPOTrainerConfig) -> None:
     function, manager = cfg.reward.custom_reward_function, cfg.reward.reward_manager
     if function.path is None:
-        for name in _changed(function):
+        for name in changed_names(function):
             key = f"reward.custom_reward_function.{name}"
             notice(key, "has no effect without reward.custom_reward_function.path")
     if manager.source == "register" and manager.module.path is not None:
         notice("reward.reward_manager.module.path", "has no effect without reward.reward_manager.source=importlib")
     model = cfg.reward.reward_model
-    changed = [] if model.enable else _changed(model)
+    changed = [] if model.enable else changed_names(model)
     if changed:
         also = f"; nor have {', '.join(changed[1:])}" if changed[1:] else ""
         notice(f"reward.reward_model.{changed[0]}", f"has no effect without reward.reward_model.enable=true{also}")
@@ -288,11 +290,3 @@ def _resume(cfg: Any) -> None:
         for name in ("del_local_ckpt_after_load", "esi_redundant_time", "checkpoint_callback_class"):
             if cfg.trainer.get(name):
                 notice(f"trainer.{name}", "has no effect without trainer.save_freq")
-
-
-def _changed(node: ConfigNode) -> list[str]:
-    """Leaves of a section that differ from the section's own default, or were typed on the command line."""
-    usual = type(node)()
-    fields = type(node).__dataclass_fields__.items()
-    own = [name for name, f in fields if f.metadata.get("section") is None and not follows_another(node, name)]
-    return [name for name in own if node[name] != usual[name] or was_typed(node, name)]

@@ -20,7 +20,10 @@ INSTEAD: dict[str, str] = {
     "rollout traces": "Leave it out; trainer.rollout_data_dir writes every rollout to JSON lines.",
     "replay of rollouts by the transfer queue's trainer": "Set skip.rollout, with the same settings.",
     "replay of rollouts by the asynchronous trainer": "Set skip.rollout, with the same settings.",
-    "asynchronous schedules": "Leave it out to sample and train in turn.",
+    "a sampler of batches of your own": "Leave it out; trainer.v1.trainer_mode takes a schedule of your own.",
+    "lending trainer devices to sampling": "Leave it out; actor_rollout_ref.rollout.n_gpus_per_node sizes the samplers' pool.",
+    "moving devices between sampling and training": "Leave it out; trainer and rollout pools keep their sizes.",
+    "validation by samplers of the trainers": "Leave it out: the samplers validate.",
 }
 """What works today, by the feature that is missing."""
 

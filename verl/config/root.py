@@ -14,7 +14,7 @@ from verl.config.other import RayConfig, SkipConfig
 from verl.config.profiler import GlobalProfilerConfig
 from verl.config.reward import RewardConfig
 from verl.config.rollout import RolloutConfig
-from verl.config.trainer import TrainerConfig
+from verl.config.trainer import AsyncTrainingConfig, TrainerConfig
 from verl.registry import (
     ADVANTAGE_ESTIMATORS,
     POLICY_LOSSES,
@@ -51,6 +51,7 @@ class PPOTrainerConfig(ConfigNode):
     reward: RewardConfig = section(RewardConfig)
     algorithm: AlgoConfig = section(AlgoConfig)
     trainer: TrainerConfig = section(TrainerConfig)
+    async_training: AsyncTrainingConfig = section(AsyncTrainingConfig)
     global_profiler: GlobalProfilerConfig = section(GlobalProfilerConfig)
     ray_kwargs: RayConfig = section(RayConfig)
     skip: SkipConfig = section(SkipConfig)

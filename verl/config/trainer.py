@@ -8,13 +8,82 @@ from verl.config.node import ABSENT, ConfigNode, section, setting
 
 
 @dataclass(frozen=True)
+class ColocateAsyncConfig(ConfigNode):
+    """Sampling ahead on the trainers' own devices."""
+
+    num_warmup_batches: float = setting(1.0, "training batches that are sampled ahead; 1.5: one and a half")
+
+
+@dataclass(frozen=True)
+class SeparateAsyncConfig(ConfigNode):
+    """Sampling ahead by samplers in a pool of their own."""
+
+    num_warmup_batches: float = setting(1.0, "training batches that are sampled ahead; 1.5: one and a half")
+    parameter_sync_step: int = setting(
+        4, "mini-batches of a training step, after which weights are sent: data.train_batch_size / ppo_mini_batch_size"
+    )
+
+
+@dataclass(frozen=True)
+class QueueRulesConfig(ConfigNode):
+    """Which groups a schedule with a queue trains on: a group is all samples of a prompt."""
+
+    order: str = setting(
+        "admission",
+        "groups are trained on in the order in which their sampling began (admission: the same in every run), or ended "
+        "(completion: none waits for a slow one, and quick answers come first)",
+        upstream=ABSENT,
+        choices=("admission", "completion"),
+    )
+    max_off_policy_threshold: int | None = setting(
+        8,
+        "weight versions by which a token may be older than the weights that train on it; null: any number; fully_async "
+        "takes its bound from async_training.staleness_threshold",
+    )
+    max_off_policy_strategy: str = setting(
+        "drop",
+        "a group that would be older, in order of completion: drop it, wait for it in time, or train on it and count it "
+        "(reweight: for runs that correct for it)",
+        choices=("drop", "wait", "reweight"),
+    )
+
+
+@dataclass(frozen=True)
 class TrainerV1Config(ConfigNode):
     """The schedule: how sampling and training take turns."""
 
     trainer_mode: str = setting(
         "sync",
         "schedule of sampling and training: sync (in turn), one_step_off (the next batch is sampled while this one is "
-        "trained on), or the dotted path of a schedule, such as a recipe's",
+        "trained on), colocate_async, separate_async and fully_async (from a queue, see docs/async.md), or the dotted "
+        "path of a schedule, such as a recipe's",
+    )
+    colocate_async: ColocateAsyncConfig = section(ColocateAsyncConfig)
+    separate_async: SeparateAsyncConfig = section(SeparateAsyncConfig)
+    sampler: QueueRulesConfig = section(QueueRulesConfig)
+
+
+@dataclass(frozen=True)
+class AsyncTrainingConfig(ConfigNode):
+    """The schedule fully_async: sampling and training as a stream."""
+
+    staleness_threshold: float = setting(
+        0.1,
+        "share of a step's samples that may be sampled before its weights are there; above 1: whole steps more; a token "
+        "is at most this many versions old, rounded up",
+        upstream=ABSENT,
+    )
+    require_batches: int = setting(1, "mini-batches that are taken and trained on at once", upstream=ABSENT)
+    trigger_parameter_sync_step: int = setting(
+        4, "so many times a step takes that before weights are sent, logged, saved and validated", upstream=ABSENT
+    )
+    total_rollout_steps: int | None = setting(
+        None, "prompts after which the run ends, if not earlier; null: no limit", upstream=ABSENT
+    )
+    concurrent_samples_per_replica: int = setting(
+        16,
+        "prompts whose samples a replica gets at once, under every schedule that samples beside training",
+        upstream=ABSENT,
     )
 
 

@@ -205,6 +205,14 @@ def follows_another(node: Node, name: str) -> bool:
     return anywhere or name in node.__dict__.get("_following", ())
 
 
+def changed_names(node: Node) -> list[str]:
+    """Leaves of a section that differ from the section's own default, or were typed on the command line."""
+    usual = type(node)()
+    fields = type(node).__dataclass_fields__.items()
+    own = [name for name, f in fields if f.metadata.get("section") is None and not follows_another(node, name)]
+    return [name for name in own if node[name] != usual[name] or was_typed(node, name)]
+
+
 def replace(node: N, **changes: Any) -> N:
     """A copy with changed settings; dotted keys reach into sections: ``replace(cfg, **{"optim.lr": 1e-4})``."""
     inner: dict[str, dict[str, Any]] = {}

@@ -20,8 +20,15 @@ ONE_STEP_OFF = (
     # samplers in a pool of their own share no device with a trainer, so there is nothing to free memory for
     "actor_rollout_ref.rollout.free_cache_engine=false",
 )
+FULLY_ASYNC = (
+    "trainer.v1.trainer_mode=fully_async",
+    # a prompt at a time; a step trains on trigger_parameter_sync_step x require_batches mini-batches
+    "data.gen_batch_size=1",
+    "async_training.partial_rollout=true",
+    *ONE_STEP_OFF[2:],
+)
 _CONFIG_NAME = re.compile(
-    r"^(--config-name=|-cn=)?(?:one_step_off|fully_async)_(ppo_(?:megatron_)?trainer(?:\.yaml)?)$"
+    r"^(--config-name=|-cn=)?(?:one_step_off|fully_async)_(?:ppo|dapo)_((?:megatron_)?trainer(?:\.yaml)?)$"
 )
 
 
@@ -30,7 +37,7 @@ def with_defaults(defaults: Sequence[str], argv: Sequence[str]) -> list[str]:
 
     Upstream's configurations of these programs are its PPO configuration of the engine with such defaults.
     """
-    words = [_CONFIG_NAME.sub(r"\1\2", word) for word in argv]
+    words = [_CONFIG_NAME.sub(r"\1ppo_\2", word) for word in argv]
     said = dict(word.lstrip("+").lower().partition("=")[::2] for word in words)
     return [*defaults, *_own_pool(said), *words]
 
@@ -48,3 +55,8 @@ def _own_pool(said: Mapping[str, str]) -> list[str]:
 def one_step_off(argv: Sequence[str] | None = None) -> int:
     """`verl.experimental.one_step_off_policy.main_ppo`; the exit status is that of `verl.trainer.main_ppo`."""
     return main_ppo.main(with_defaults(ONE_STEP_OFF, sys.argv[1:] if argv is None else argv))
+
+
+def fully_async(argv: Sequence[str] | None = None) -> int:
+    """`verl.experimental.fully_async_policy.fully_async_main`; the exit status is that of `verl.trainer.main_ppo`."""
+    return main_ppo.main(with_defaults(FULLY_ASYNC, sys.argv[1:] if argv is None else argv))

@@ -138,6 +138,11 @@ class SamplingWorker(ReplicaWorker):
         made.meta_info["metrics"] = {**made.meta_info.get("metrics", {}), **memory, **sent, **shared}
         return made
 
+    async def sample_beside(self, prompts: DataProto) -> DataProto:
+        """As `generate_sequences`, for a few rows, while other calls of it are in flight; the replicas are awake."""
+        self._loop = asyncio.get_running_loop()
+        return await self.agent_loops.generate(prompts)
+
     async def _sampled(self, prompts: DataProto) -> DataProto:
         await self.service.wake()
         try:

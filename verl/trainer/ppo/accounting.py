@@ -82,7 +82,8 @@ def chosen(batch: DataProto, rows: DataProto, ctx: StepContext) -> None:
     """The rows that an update learns from, of those of the batch."""
     if ctx.ledger is not None and rows is not batch:
         learned = rows.tensors["response_mask"].bool().any(-1).tolist()
-        ctx.learned_from = {key for key, is_used in zip(keys_of(rows), learned) if is_used}
+        before = ctx.learned_from or set()  # of the step's earlier batches
+        ctx.learned_from = before | {key for key, is_used in zip(keys_of(rows), learned) if is_used}
 
 
 def trained(batch: DataProto, ctx: StepContext, updated: bool = True) -> None:

@@ -195,6 +195,7 @@ class StepContext:
         sample_info: what the scorer returned besides the scores of this step's samples, by name.
         gen_batches: batches of prompts that were sampled for this step.
         learned_from: the samples that the update learns from, where a method selects them; None: all of the batch.
+        goes_on: this step learns from more batches after this one, so what happens once per step does not happen yet.
     """
 
     def __init__(self, run: RunState, step: int = 0):
@@ -204,6 +205,7 @@ class StepContext:
         self.sample_info: dict[str, list[Any]] = {}
         self.gen_batches = 0
         self.learned_from: set[Key] | None = None
+        self.goes_on = False
 
     config: PPOTrainerConfig = _of_run("config")
     reward: Callable[..., dict[str, Any]] = _of_run("reward")
@@ -265,7 +267,7 @@ class StepContext:
     def moves_reference(self) -> bool:
         """After this step's update the reference policy becomes the actor's (``trainer.ref_update_freq``)."""
         every = self.config.trainer.ref_update_freq
-        return every is not None and self.step % every == 0
+        return every is not None and self.step % every == 0 and not self.goes_on
 
     @property
     def may_sample_more(self) -> int:

@@ -90,6 +90,11 @@ class QueueBound:
         """Groups that are in the queue or in flight at once, at most."""
         return self.limit(version=0)
 
+    @property
+    def enforced(self) -> int | None:
+        """S, where it holds; None where overdue groups are trained on."""
+        return None if self.overdue == "reweight" and not self.in_order else self.allowed
+
     def limit(self, version: int) -> int:
         """Ordinals below it may be admitted under a version."""
         return self.groups * (version + 1) + self._ahead
@@ -162,6 +167,11 @@ class GroupQueue:
     def step(self) -> int:
         """The training step that the next chunk is for, counted from 0; it begins with the weights of this version."""
         return self.trained // self.bound.groups
+
+    @property
+    def lost(self) -> int:
+        """Groups that came to nothing, so far."""
+        return self.counts["filtered"] + self.counts["failed"]
 
     @property
     def complete_groups(self) -> int:
@@ -239,8 +249,8 @@ class GroupQueue:
         chosen = self._chosen()
         assert chosen is not None, "there is no chunk to take"
         for entry in chosen:
-            if self.bound.overdue != "reweight" or self.bound.in_order:
-                check_version(entry.version, self.step, self.bound.allowed, f"group {entry.number}")
+            if self.bound.enforced is not None:
+                check_version(entry.version, self.step, self.bound.enforced, f"group {entry.number}")
             del self._entries[entry.number]
         self.trained += len(chosen)
         self.counts["trained"] += len(chosen)

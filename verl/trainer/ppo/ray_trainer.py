@@ -126,8 +126,8 @@ class RayPPOTrainer:
             sampler=sampler,
         )
         self.source = stages.PromptSource(loader)
-        self.steps_per_epoch = len(loader)
-        self.total_training_steps = trainer.total_training_steps or self.steps_per_epoch * trainer.total_epochs
+        self.steps_per_epoch = self.schedule.steps_of(self.config, len(loader))
+        self.total_training_steps = self.schedule.length_of(self.config, self.steps_per_epoch)
         self.val_loader = None
         if val_dataset is not None:
             self.val_loader = stateful_loader(
@@ -203,6 +203,7 @@ class RayPPOTrainer:
             self._close_trackers(exit_code=1)
             raise
         finally:
+            self.schedule.close()
             self.checkpoints.close()
             self.state.spans.flush()
             if self.state.ledger is not None:

@@ -95,9 +95,7 @@ def generate(prompts: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
     Where responses go on in the next step, the samples of those prompts that are complete, of earlier steps or this.
     """
     ctx.count_gen_batch()
-    prompts = prompts.repeat(ctx.samples_per_prompt, interleave=True)
-    prompts.meta_info = {**prompts.meta_info, "global_steps": ctx.step, "validate": False}
-    number_samples(prompts)
+    prompts = repeated(prompts, ctx)
     samples = None if ctx.replay is None else ctx.replay.find(prompts, ctx.step, ctx.gen_batches)
     accounting.ask(prompts if samples is None else samples, ctx)
     if ctx.replay is not None:
@@ -119,11 +117,29 @@ def _sampled(prompts: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
     return ctx.unfinished.keep(asked, sample(asked.select(), roles["rollout"], ctx.metrics))
 
 
+def repeated(prompts: DataProto, ctx: StepContext) -> DataProto:
+    """A row for each of the `rollout.n` responses to be sampled, adjacent."""
+    rows = rows_of(prompts, ctx.samples_per_prompt)
+    rows.meta_info = {**rows.meta_info, "global_steps": ctx.step, "validate": False}
+    return rows
+
+
+def rows_of(prompts: DataProto, each: int) -> DataProto:
+    """``each`` adjacent rows per prompt, one for each response."""
+    rows = prompts.repeat(each, interleave=True)
+    number_samples(rows)
+    return rows
+
+
 def sample(prompts: DataProto, rollout: RoleHandle, metrics: MetricSet) -> DataProto:
     """One call of the sampler for all rows of ``prompts``; the rows keep their order."""
     number_samples(prompts)
     padded, pad = pad_dataproto_to_divisor(prompts, rollout.group.data_parallel_size("rollout"))
-    made = unpad_dataproto(rollout.group.generate_sequences(padded), pad)
+    return with_answers(prompts, unpad_dataproto(rollout.group.generate_sequences(padded), pad), metrics)
+
+
+def with_answers(prompts: DataProto, made: DataProto, metrics: MetricSet) -> DataProto:
+    """The rows with what the sampler made of them; its metrics are added to ``metrics``."""
     for name, parts in made.meta_info.pop("metrics", {}).items():
         for metric in parts if isinstance(parts, list) else [parts]:  # a list where ranks were put together
             metrics.merge({name: metric})
@@ -404,7 +420,7 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
         mini_batch = data.select_idxs(_in_rank_order(members, lengths, groups, role.num_parts, ctx))
         if "positive" in mini_batch.tensors.keys():
             positive.weigh(mini_batch)
-        metrics = role.train(mini_batch, TrainOptions(more_updates=number < len(plan)))
+        metrics = role.train(mini_batch, TrainOptions(more_updates=ctx.goes_on or number < len(plan)))
         ctx.spans.progress()
         # A name with its own prefix (rollout_corr/kl) keeps it.
         ctx.metrics.merge({name if "/" in name else f"{role.name}/{name}": m for name, m in metrics.items()})

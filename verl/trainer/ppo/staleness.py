@@ -40,7 +40,7 @@ def _versions(batch: DataProto) -> tuple[Tensor, Tensor, Tensor] | None:
     return oldest, versions.amax(-1), known.any(-1)
 
 
-def check(batch: DataProto, ctx: StepContext, bound: int) -> None:
+def check(batch: DataProto, ctx: StepContext, bound: int | None) -> None:
     """Report the staleness of a batch that step ``ctx.step`` trains on, and hold every token of it to the bound.
 
     Raises:
@@ -64,6 +64,7 @@ def check(batch: DataProto, ctx: StepContext, bound: int) -> None:
     for name, values in measures.items():
         _report(ctx, name, values)
     worst, least = int(current - oldest.min()), int(current - newest.max())
+    bound = worst if bound is None else bound
     if worst > bound or least < 0:
         raise RolloutError(
             f"step {ctx.step} trains version {current}, and a sample has tokens of version "

@@ -72,6 +72,17 @@ class SyncSchedule:
         """The samples that the schedule holds between two steps, besides those in the run's pool."""
         return self.carried().values()
 
+    def steps_of(self, config: PPOTrainerConfig, batches: int) -> int:
+        """Steps in an epoch of so many batches of prompts."""
+        return batches
+
+    def length_of(self, config: PPOTrainerConfig, steps_per_epoch: int) -> int:
+        """Steps of the run."""
+        return config.trainer.total_training_steps or steps_per_epoch * config.trainer.total_epochs
+
+    def close(self) -> None:
+        """The run ends, in whatever way."""
+
     def carried(self) -> dict[str, DataProto]:
         """Batches that are between sampling and training when a step is over: parts of a checkpoint, by name."""
         return {}

@@ -1,11 +1,10 @@
-"""Upstream's program; it says that it is not built."""
+"""Upstream's program: `verl.trainer.main_ppo` with the schedule fully_async."""
 
-from verl.trainer.command import not_built
+import sys
 
+from verl.trainer.overlays import fully_async as main
 
-def main(argv: list[str] | None = None) -> int:
-    return not_built("verl.experimental.fully_async_policy.fully_async_main", "fully asynchronous training")
-
+__all__ = ["main"]
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -1,0 +1,10 @@
+"""The program of upstream's older recipe: `verl.trainer.main_ppo` with the schedule fully_async."""
+
+import sys
+
+from verl.trainer.overlays import fully_async as main
+
+__all__ = ["main"]
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""Where groups are sampled: in turn with training, or beside it.
+
+`InTurn` samples what is begun at once, in the thread that calls: one process, or samplers that share the trainers'
+processes. `Beside` samples group by group while training goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Protocol
+
+from verl.errors import RolloutError
+from verl.protocol import DataProto
+from verl.single_controller.base import Roles
+from verl.trainer.ppo import accounting, stages
+from verl.trainer.ppo.context import StepContext
+from verl.trainer.ppo.groups import Done, judged
+
+LOOK_SECONDS = 0.2
+"""How often a thread that waits for groups looks whether the run is to stop."""
+FAILURES = 8
+"""Groups in a row that may fail before the run ends with the last one's error."""
+CLOSE_SECONDS = 5.0
+
+
+class Sampling(Protocol):
+    """Where groups are sampled."""
+
+    @property
+    def in_flight(self) -> int:
+        """Groups that were begun and are not finished."""
+
+    @property
+    def idle_seconds(self) -> float:
+        """In which the samplers had no group, since the start."""
+
+    def begin(self, prompts: Mapping[int, DataProto], ctx: StepContext) -> None:
+        """Begin groups, by number."""
+
+    def results(self, ctx: StepContext, wait: bool) -> list[Done]:
+        """Groups that ended since the last call; their metrics go into ``ctx``.
+
+        Args:
+            wait: until there is one, or the run is to stop.
+        """
+
+    def close(self) -> None:
+        """End what is in flight."""
+
+
+class InTurn:
+    """Samples all groups that are begun together as one batch."""
+
+    in_flight, idle_seconds = 0, 0.0
+
+    def __init__(self, roles: Roles):
+        self.roles = roles
+        self._done: list[Done] = []
+
+    def begin(self, prompts: Mapping[int, DataProto], ctx: StepContext) -> None:
+        if not prompts:
+            return
+        batch, half = DataProto.concat(list(prompts.values())), ctx.run.open(ctx.step)
+        with ctx.timed("gen"):
+            samples = stages.generate(batch, self.roles, half)
+        with ctx.timed("reward"):
+            samples = stages.score(samples, self.roles, half)
+        if ctx.needs_reward_baselines:
+            with ctx.timed("gen_max"):
+                stages.add_reward_baselines(samples, batch, self.roles, half)
+        each = ctx.samples_per_prompt
+        for place, number in enumerate(prompts):
+            self._done.append(judged(number, samples.slice(place * each, (place + 1) * each), half))
+        ctx.take_in(half)
+
+    def results(self, ctx: StepContext, wait: bool) -> list[Done]:
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        """There is nothing in flight."""
+
+
+class Beside:
+    """Samples and scores groups one by one, in a thread, while the thread that calls trains.
+
+    Consumes: groups that are begun. Waits for: a free one of ``limit`` places, the sampler, the reward function (one
+    group at a time). Unblocked by: their answers; `close` ends all. Whoever trains takes results from a queue, so that
+    nothing but that queue is shared.
+    """
+
+    def __init__(self, roles: Roles, limit: int):
+        self.roles, self._handle = roles, roles["rollout"].group.handle(0)
+        self._done: queue.SimpleQueue[tuple[Done, StepContext, BaseException | None]] = queue.SimpleQueue()
+        self._scorer = ThreadPoolExecutor(1, thread_name_prefix="verl-score")
+        self._loop = asyncio.new_event_loop()
+        # Taken by each group's coroutine in this loop's thread, in order of admission; released with its answer.
+        self._slots = asyncio.Semaphore(limit)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="verl-groups", daemon=True)
+        self._thread.start()
+        self.in_flight, self._idle, self._since = 0, 0.0, time.monotonic()
+        self._failed_in_a_row = 0
+
+    @property
+    def idle_seconds(self) -> float:
+        return self._idle + (0.0 if self.in_flight else time.monotonic() - self._since)
+
+    def begin(self, prompts: Mapping[int, DataProto], ctx: StepContext) -> None:
+        if prompts and not self.in_flight:
+            self._idle += time.monotonic() - self._since
+        for number, prompt in prompts.items():
+            self.in_flight += 1
+            half = ctx.run.open(ctx.step)
+            asked = stages.repeated(prompt, half)
+            accounting.ask(asked, half)
+            asyncio.run_coroutine_threadsafe(self._group(number, asked, half), self._loop)
+
+    def results(self, ctx: StepContext, wait: bool) -> list[Done]:
+        done: list[Done] = []
+        if wait and self.in_flight:
+            with ctx.timed("wait_for_samples"):
+                while self._done.empty() and not ctx.stop.requested:
+                    with suppress(queue.Empty):
+                        done.append(self._entered(*self._done.get(timeout=LOOK_SECONDS), ctx))
+                        break
+        while not self._done.empty():
+            done.append(self._entered(*self._done.get(), ctx))
+        return done
+
+    def _entered(self, done: Done, half: StepContext, error: BaseException | None, ctx: StepContext) -> Done:
+        """The result, after its metrics were added.
+
+        Raises:
+            BaseException: ``error``, unless it is of this group alone.
+        """
+        self.in_flight -= 1
+        if not self.in_flight:
+            self._since = time.monotonic()
+        ctx.metrics.merge(half.metrics)
+        self._failed_in_a_row = self._failed_in_a_row + 1 if error is not None else 0
+        if error is not None:
+            if not isinstance(error, RolloutError) or self._failed_in_a_row >= FAILURES:
+                raise error
+            ctx.metrics.add("training/rollout_failure/evicted_samples", ctx.samples_per_prompt, "sum")
+        return done
+
+    async def _group(self, number: int, asked: DataProto, half: StepContext) -> None:
+        try:
+            async with self._slots:
+                made = await self._handle.call("sample_beside", asked)
+                samples = stages.with_answers(asked, made, half.metrics)
+                done = await self._loop.run_in_executor(self._scorer, self._scored, number, samples, half)
+        except BaseException as error:  # carried over to the thread that trains
+            self._done.put((Done(number, asked, why="failed"), half, error))
+        else:
+            self._done.put((done, half, None))
+
+    def _scored(self, number: int, samples: DataProto, half: StepContext) -> Done:
+        accounting.sampled(samples, half)
+        return judged(number, stages.score(samples, self.roles, half), half)
+
+    def close(self) -> None:
+        def cancel_all() -> None:
+            for task in asyncio.all_tasks(self._loop):
+                task.cancel()
+            self._loop.call_soon(self._loop.stop)
+
+        self._loop.call_soon_threadsafe(cancel_all)
+        self._thread.join(CLOSE_SECONDS)
+        self._scorer.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,186 @@
+"""Groups, all samples of one prompt each, between the prompts and the queue: drawn, judged, saved, counted."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from verl.errors import DataError
+from verl.protocol import DataProto
+from verl.protocol.fields import declared_field
+from verl.trainer.ppo import stages
+from verl.trainer.ppo.context import ABOUT_THE_REQUEST, StepContext
+from verl.trainer.ppo.queue import GroupQueue, QueuedGroup, oldest_version
+from verl.trainer.ppo.stages import PromptSource
+
+FINISHED, PROMPTS = "queue", "queue_prompts"
+"""Parts of a checkpoint: samples of finished groups; prompts of the others, and of those that are not admitted yet."""
+STATE = "queue"
+MANY_LOST = 20
+"""Batches of groups of which none is kept: a run without a limit of its own ends there."""
+
+
+class Drawn:
+    """Single prompts out of the batches that the loader makes."""
+
+    def __init__(self) -> None:
+        self.left: deque[DataProto] = deque()
+
+    def next(self, source: PromptSource) -> DataProto:
+        """The next prompt, a batch of one row."""
+        if not self.left:
+            batch = source.next_prompts()
+            self.left.extend(batch.slice(row, row + 1) for row in range(len(batch)))
+        return self.left.popleft()
+
+
+@dataclass(frozen=True)
+class Done:
+    """What became of a group.
+
+    Args:
+        number: of the group in the queue.
+        samples: all of them; of a group that failed the rows that were asked for.
+        oldest: version of its oldest token, where the sampler names versions.
+        why: there is nothing to train on: ``filtered`` or ``failed``.
+    """
+
+    number: int
+    samples: DataProto
+    oldest: int | None = None
+    why: str = ""
+
+
+def judged(number: int, samples: DataProto, ctx: StepContext) -> Done:
+    """A scored group, or the reason why there is nothing to train on."""
+    kept = stages.keep(samples, ctx)
+    if not len(kept):
+        return Done(number, samples, why="filtered")
+    kept = trimmed(kept)
+    kept.meta_info = {k: v for k, v in kept.meta_info.items() if k not in ABOUT_THE_REQUEST}
+    versions = kept.tensors["token_versions"].flatten().tolist() if "token_versions" in kept.tensors.keys() else []
+    return Done(number, kept, oldest_version(versions))
+
+
+def trimmed(samples: DataProto) -> DataProto:
+    """Only as wide as the longest prompt and response in it, so that no number depends on what it was sampled with.
+
+    Args:
+        samples: ``prompts`` (B, P) padded left, ``responses`` (B, T) padded right, ``attention_mask`` (B, P+T).
+    """
+    tensors = samples.tensors
+    width, mask = tensors["prompts"].shape[-1], tensors["attention_mask"].bool()
+    prompt = max(1, int(mask[:, :width].sum(-1).max()))
+    response = max(1, int(mask[:, width:].sum(-1).max()))
+    parts = {
+        "P": slice(width - prompt, None),
+        "T": slice(None, response),
+        "P+T": slice(width - prompt, width + response),
+    }
+    made = samples.select()
+    for name in list(made.tensors.keys()):
+        field = declared_field(name)
+        if field is not None and field.time_symbol is not None and field.time_axis is not None:
+            axis, part = tensors[name].dim() + field.time_axis, parts[field.time_symbol]
+            made.tensors[name] = tensors[name][(slice(None),) * axis + (part,)].clone()
+    return made
+
+
+def check_not_starved(queue: GroupQueue, lost_before: int, ctx: StepContext) -> None:
+    """Stop where groups are sampled on and on, and none is kept.
+
+    Args:
+        lost_before: groups that were lost when the last chunk was taken.
+
+    Raises:
+        DataError: with the numbers.
+    """
+    limit = ctx.config.algorithm.filter_groups.max_num_gen_batches
+    lost = queue.lost - lost_before
+    waiting = queue.complete_groups
+    if lost >= (limit if limit > 0 else MANY_LOST) * queue.bound.groups and (limit > 0 or not waiting):
+        raise DataError(
+            f"the queue starves: since the last update {lost} groups of samples were left out "
+            f"({queue.counts['filtered']} in the run because all samples of a prompt came out the same, "
+            f"{queue.counts['failed']} because sampling failed), and {waiting} of {queue.bound.chunk} are there",
+            key="algorithm.filter_groups.max_num_gen_batches" if limit > 0 else "algorithm.filter_groups.enable",
+            got=limit if limit > 0 else ctx.config.algorithm.filter_groups.enable,
+            fix="The task is too easy or too hard for this model: change the data, or the filter.",
+        )
+
+
+def carried_groups(queue: GroupQueue, drawn: Drawn, details: Sequence[str]) -> dict[str, DataProto]:
+    """The queue as parts of a checkpoint; without any group there is nothing to keep.
+
+    Args:
+        details: columns that the scorer returned besides the scores.
+    """
+    finished = [entry.samples for entry in queue if entry.is_complete]
+    unfinished = [entry.prompt for entry in queue if not entry.is_complete]
+    rows = [len(samples) for samples in finished]
+    state = {**queue.state_dict(), "rows": rows, "unfinished": len(unfinished), "details": list(details)}
+    parts = {}
+    for name, groups in ((FINISHED, finished), (PROMPTS, [*unfinished, *drawn.left])):
+        if groups:
+            parts[name] = DataProto.concat(groups)
+            parts[name].meta_info = {**parts[name].meta_info, STATE: state}
+    return parts
+
+
+def groups_carried(parts: Mapping[str, DataProto], queue: GroupQueue, drawn: Drawn) -> tuple[list[int], list[str]]:
+    """Fill a queue from what `carried_groups` made; returns the unfinished groups, and ``details``."""
+    saved = {name: parts[name].select() for name in (FINISHED, PROMPTS) if name in parts}
+    if not saved:
+        return [], []
+    states = [part.meta_info.pop(STATE) for part in saved.values()]
+    state, starts = states[0], [0]
+    for count in state["rows"]:
+        starts.append(starts[-1] + count)
+    samples = [trimmed(saved[FINISHED].slice(start, end)) for start, end in pairwise(starts)]
+    left = saved.get(PROMPTS)
+    rows = [] if left is None else [left.slice(row, row + 1) for row in range(len(left))]
+    waiting = iter(rows[: state["unfinished"]])
+    prompts = [None if place >= 0 else next(waiting) for _, _, place in state["entries"]]
+    drawn.left = deque(rows[state["unfinished"] :])
+    return queue.load_state_dict(state, prompts, samples), state["details"]
+
+
+class Report:
+    """What a step did with the queue, as metrics.
+
+    Args:
+        prefix: of those that are the schedule's own.
+    """
+
+    def __init__(self, queue: GroupQueue, prefix: str, idle_seconds: float):
+        self.queue, self.prefix, self._idle = queue, prefix, idle_seconds
+        self._ages: Counter[int] = Counter()
+
+    def trained(self, entries: Sequence[QueuedGroup], step: int) -> None:
+        """Groups that a step trains on; ``step`` is the version that it begins with."""
+        self._ages.update(step - entry.version for entry in entries)
+
+    def add_to(self, ctx: StepContext, idle_seconds: float) -> None:
+        """Counts are of the run so far, ages of this step."""
+        counts, total, each = self.queue.counts, sum(self._ages.values()), ctx.samples_per_prompt
+        stale = total - self._ages[0]
+        waited = ctx.timers.seconds.get("wait_for_samples", 0.0)
+        generated = counts["trained"] + counts["filtered"] + counts["dropped"] + self.queue.complete_groups
+        oldest = max(self.queue.bound.allowed, *self._ages)
+        values = {
+            "count/total_generated_samples": generated * each,
+            "count/staleness_samples": stale * each,
+            "count/dropped_stale_samples": counts["dropped"] * each,
+            "staleness/mean": sum(age * number for age, number in self._ages.items()) / total,
+            "staleness/max": max(self._ages),
+            **{f"staleness/share_{age}": self._ages[age] / total for age in range(oldest + 1)},
+            "queue/complete_groups": self.queue.complete_groups,
+            "queue/groups": len(self.queue),
+            "trainer/idle_seconds": waited,
+            "rollouter/idle_seconds": idle_seconds - self._idle,
+        }
+        for name, value in values.items():
+            full = name if name.startswith("count/") else f"{self.prefix}/{name}"
+            ctx.metrics.add(full, float(value), "last")
