@@ -79,3 +79,23 @@ def test_a_process_that_does_not_listen_is_never_sent_the_signal():
         assert stacks.state_of(other.pid) in ("S", "R")
         other.kill()
     assert stacks.state_of(other.pid) == ""
+
+
+def test_a_run_that_does_not_hear_of_it_is_ended_after_a_while(tmp_path):
+    """As in native code that holds the interpreter: the signal never reaches the main thread."""
+    code = """if True:
+        import signal, sys, time
+        from pathlib import Path
+        from verl.observability.spans import Spans
+        from verl.trainer import watchdog
+        watchdog.GRACE_SECONDS = 0.2
+        signal.pthread_sigmask(signal.SIG_BLOCK, {watchdog.SIGNAL})
+        spans = Spans()
+        with watchdog.Watchdog(spans, 0.2, Path(sys.argv[1]), list), spans.span("gen", 1):
+            time.sleep(600)
+    """
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    ended = subprocess.run(words, check=False, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 2
+    assert ended.stderr.count("trainer.hang_seconds: nothing has happened for") == 1
+    assert "It had to be killed; finished checkpoints are untouched" in ended.stderr
