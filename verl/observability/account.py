@@ -20,7 +20,7 @@ REASONS = {
     "filtered_group": "all answers to its prompt came out the same (algorithm.filter_groups)",
     "surplus": "more prompts were sampled than are trained on (data.oversample_factor)",
     "unscorable": "it could not be scored, so it was masked",
-    "given_up": "enough others of its batch were done (rollout.over_sample_rate), so it was cut off and masked",
+    "given_up": "enough others of its batch were done (actor_rollout_ref.rollout.over_sample_rate), so it was masked",
     "failed_loop": "its agent loop failed, so it was masked",
     "rejected": "rollout correction rejected all of its tokens",
     "not_drawn": "PF-PPO drew other rows of the batch",
