@@ -212,7 +212,7 @@ IDLE = [
     (f"{A}.automodel.tp_size", "2", f"{A}.automodel", "AutoModel"),
     (f"{A}.fsdp_config.turbo_config.memory.recompute", "true", f"{A}.fsdp_config.turbo_config", "fsdp_turbo"),
     ("distillation.teacher_models.mine.inference.name", "vllm", "distillation.teacher_models", "distillation.enabled"),
-    ("transfer_queue.metrics.port", "9", "transfer_queue.metrics.port", "transfer_queue.enable"),
+    ("transfer_queue.enable", "true", "transfer_queue.enable", "what is in them is the same"),
     ("critic.nccl_timeout", "60", "critic.nccl_timeout", "actor_rollout_ref"),
     (f"{A}.megatron.use_dist_checkpointing", "true", f"{A}.megatron.use_dist_checkpointing", "folder of the model"),
     (f"{A}.megatron.dist_checkpointing_path", "/d", f"{A}.megatron.dist_checkpointing_path", "folder of the model"),

@@ -476,7 +476,7 @@ def test_all_problems_are_told_at_once_each_on_its_own_line(ppo, files):
 
 
 def test_only_features_that_are_not_built_make_an_error_of_that_kind(ppo):
-    load = [f"{R}.enable_vision=true", "transfer_queue.enable=true"]
+    load = [f"{R}.enable_vision=true", "distillation.enabled=true"]
     message(ppo, *load, kind=NotBuiltError)
     with pytest.raises(ConfigError) as caught:
         ppo(*load, "trainer.nnodes=two")
@@ -494,7 +494,7 @@ def test_an_engine_that_is_not_built_comes_alone_with_the_number_of_the_other_pr
 
 
 def test_a_device_that_is_not_built_decides_too(ppo):
-    said = message(ppo, "trainer.device=npu", "transfer_queue.enable=true", kind=NotBuiltError).splitlines()
+    said = message(ppo, "trainer.device=npu", "distillation.enabled=true", kind=NotBuiltError).splitlines()
     assert "Ascend NPUs" in said[0] and len(said) == 2
 
 
