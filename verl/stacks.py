@@ -1,4 +1,4 @@
-"""The stacks of running processes, on demand: what a process that hangs is doing, told without its help.
+"""The stacks of running processes, on demand: what a process that hangs is doing, seen without its help.
 
 A process that calls `listen` writes its stacks, on a signal and even while native code holds the interpreter, into a
 file in memory that belongs to it. Whoever may see the process reads them there. Linux only; elsewhere nothing is read.

@@ -49,7 +49,7 @@ REFUSED = {
     f"{A}.optim.lr_decay_style=cosine {A}.optim.lr_scheduler_type=wsd": "are two schedules",
     f"{A}.optim.lr_decay_style=WSD": "needs the length of its last part",
     f"{A}.optim.min_lr=1": "Got 1.0. Allowed: at most",
-    f"{A}.megatron.override_transformer_config.moe_router_load_balancing_type=aux_loss": "losses of balance are no",
+    f"{A}.megatron.override_transformer_config.moe_router_load_balancing_type=aux_loss": "load-balancing losses are no",
     f"{A}.{P}=2 {A}.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=2": "as many layers",
     f"{A}.megatron.override_transformer_config.fp8=hybrid": "products in FP8 need Transformer Engine",
 }  # fmt: skip
@@ -65,7 +65,7 @@ def test_what_cannot_be_laid_out_is_refused_with_what_can(run, words):
 def test_fields_that_ask_for_nothing_are_taken(run, told):
     fields = f"{A}.megatron.override_transformer_config"
     run(f"{fields}.moe_z_loss_coeff=1e-3", f"{fields}.fp8=false", f"{fields}.moe_aux_loss_coeff=0.01")
-    assert "moe_aux_loss_coeff (losses of balance" in told()[f"{A}.megatron.override_mcore_model_config"]
+    assert "moe_aux_loss_coeff (load-balancing losses" in told()[f"{A}.megatron.override_mcore_model_config"]
 
 
 def test_experts_are_split_over_processes_of_a_stage(run):

@@ -155,7 +155,7 @@ def test_a_function_of_the_users_drops_prompts_before_lengths_do_and_both_are_co
     ("name", "said"),
     [
         ("none", "keeps none of the 5 prompts"),
-        ("odd", r"row 0: odd in .*mine\.py must answer true \(keep the prompt\) or false\. Got 1"),
+        ("odd", r"row 0: odd in .*mine\.py must return true \(keep the prompt\) or false\. Got 1"),
         ("breaks", r"row 0: breaks in .*mine\.py failed on this row: KeyError: 'missing'"),
         ("other", r"data\.filter_function\.name: .* has no such function\. Got 'other'"),
     ],

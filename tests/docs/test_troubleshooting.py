@@ -21,6 +21,7 @@ from verl.trainer import main_ppo
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 SHOWN = [line for block in re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+MODE, BOUND = "trainer.v1.trainer_mode", "trainer.v1.sampler.max_off_policy_threshold"
 ERRORS = {
     "trainer.n_gpus_per_node=8": "trainer.n_gpus_per_node: 8 GPUs",
     f"data.train_batch_size=60 {A}.ppo_mini_batch_size=16": f"{A}.ppo_mini_batch_size: data.train_batch_size=60",
@@ -43,6 +44,10 @@ ERRORS = {
         f"{A}.megatron.tensor_model_parallel_size: 4 process(es)"
     ),
     f"algorithm.gamma=2 {A}.ppo_mini_batch_size=5 data.train_batch_size=16": "2 settings cannot stand:",
+    f"{MODE}=colocate_async trainer.v1.colocate_async.num_warmup_batches=2.5 {BOUND}=2": f"{BOUND}: 2.5 warm-up",
+    f"{MODE}=separate_async data.train_batch_size=64 {A}.ppo_mini_batch_size=32": (
+        "trainer.v1.separate_async.parameter_sync_step: weights are sent"
+    ),
 }
 WHILE_RUNNING = {
     "data.train_batch_size=4096 mine.name=good": "data.train_batch_size: the dataset has",

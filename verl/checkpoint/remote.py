@@ -79,7 +79,7 @@ class RemoteCheckpoints:
         self.place.put_text(f"{manifest.step}\n", TRACKER)
 
     def newest_first(self) -> Iterator[Manifest]:
-        """Manifests of what is complete there, the one copied last first; a damaged one is told and left out."""
+        """Manifests of what is complete there, the one copied last first; a damaged one is skipped, with a notice."""
         steps = [int(match[1]) for name in self.place.names() if (match := _STEP.fullmatch(name))]
         last = self.place.read(TRACKER) if steps else None
         for step in sorted(steps, key=lambda step: (str(step) == (last or "").strip(), step), reverse=True):
@@ -142,8 +142,8 @@ def manifest_of(text: str) -> Manifest:
 class BackgroundCopies:
     """Copies checkpoints one after the other in a thread; see `verl.checkpoint.writer.Copies`.
 
-    A copy that fails is told and tried again when the next checkpoint is complete and at the end of the run; its local
-    folder stays until then.
+    A copy that fails gives a notice, and is tried again when the next checkpoint is complete and at the end of the run;
+    its local folder stays until then.
 
     Args:
         remote: where to.

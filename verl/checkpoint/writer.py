@@ -85,7 +85,7 @@ class CheckpointWriter:
     Args:
         root: the run folder (``trainer.default_local_dir``).
         keep: role -> how many complete checkpoints stay (``trainer.max_actor_ckpt_to_keep``); None keeps all.
-        copies: told of every checkpoint once it is in place; what it still needs is neither deleted nor replaced.
+        copies: gets every checkpoint once it is in place; what it still needs is neither deleted nor replaced.
         background: `save` copies the engine states and returns; threads write them. The checkpoint is put in place by
             a later `advance`, `wait`, `save` or `close`, which also raises the error of a write that failed.
         point: told the name of every point of a save that has been reached, for tests that kill there.

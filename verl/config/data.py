@@ -23,7 +23,7 @@ class PromptFilterConfig(ConfigNode):
 
     path: str | None = setting(
         None,
-        "Python file with a function that gets a row as a dict of its columns and answers whether its prompt is used; "
+        "Python file with a function that gets a row as a dict of its columns and returns whether its prompt is used; "
         "for training and validation",
         upstream=ABSENT,
         path=True,

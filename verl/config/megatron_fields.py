@@ -14,7 +14,7 @@ from verl.errors import ConfigError
 from verl.metrics import notice
 
 _SIZES = "parallel sizes have settings of their own"
-_ROUTERS = "losses of balance are no part of any engine's loss; moe/load_balance shows how even routers are"
+_ROUTERS = "load-balancing losses are no part of any engine's loss; moe/load_balance shows how evenly experts are used"
 _STAGES = "every stage of a pipeline has as many layers"
 _LOSS = "the loss carries its own denominators"
 

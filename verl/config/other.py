@@ -49,15 +49,15 @@ class SkipRolloutConfig(ConfigNode):
     """Replay of sampled batches."""
 
     enable: bool = setting(
-        False, "write the samples of chosen steps to files, and take them from there where they are; for debugging"
+        False, "write the samples of chosen steps to files, and read them from there in later runs; for debugging"
     )
     dump_dir: str = setting(
-        "~/.verl/rollout_dump", "folder of the files; a run's lie below it, under its project and experiment", path=True
+        "~/.verl/rollout_dump", "folder of the files, with a subfolder per project and experiment", path=True
     )
     steps: list = setting([], "steps whose samples are written and replayed, counted from 1")
     action: str = setting(
         "cache",
-        "cache: other steps are sampled; repeat: those after a step with a file take the samples of such steps in turn",
+        "cache: other steps are sampled; repeat: steps after one with a file use the samples of the files in turn",
         choices=("cache", "repeat"),
     )
 

@@ -50,17 +50,17 @@ def _step(cfg: PPOTrainerConfig) -> Problems:
     mode = cfg.trainer.v1.trainer_mode
     if mode == "separate_async":
         times = cfg.trainer.v1.separate_async.parameter_sync_step
-        key, told = "trainer.v1.separate_async.parameter_sync_step", f"{times} mini-batches x {mini} prompts"
+        key, product = "trainer.v1.separate_async.parameter_sync_step", f"{times} mini-batches x {mini} prompts"
         wanted = times * mini
     elif mode == "fully_async":
         key = f"{_ASYNC}.trigger_parameter_sync_step"
         times, each = stream.trigger_parameter_sync_step, stream.require_batches
-        wanted, told = times * each * mini, f"{times} times {each} mini-batches x {mini} prompts"
+        wanted, product = times * each * mini, f"{times} times {each} mini-batches x {mini} prompts"
     else:
         return []
     if wanted == train:
         return []
-    message = f"weights are sent after {told} = {wanted} prompts, and a step trains on {train}"
+    message = f"weights are sent after {product} = {wanted} prompts, and a step trains on {train}"
     return [ConfigError(message, key=key, got=times, fix=f"Set {_TRAIN}={wanted}, or other mini-batches.")]
 
 

@@ -190,8 +190,8 @@ class RolloutConfig(ConfigNode):
     top_p: float = setting(1.0, "nucleus sampling: cumulative probability to sample from; 1: all tokens")
     repetition_penalty: float = setting(
         1.0,
-        "divides the logits of tokens that the prompt or the response has already where they are positive and "
-        "multiplies them where not; 1: none",
+        "of tokens that the prompt or the response already has, divide positive logits by this and multiply negative ones; "
+        "1: none",
     )
     logprobs_mode: str = setting(
         "processed_logprobs",
@@ -300,14 +300,14 @@ class RolloutConfig(ConfigNode):
     )
     keep_unfinished: bool = setting(
         False,
-        "with over_sample_rate: sample more prompts than a step trains on, and go on with unfinished responses in the "
-        "next step, from where they are, instead of masking them",
+        "partial rollouts: with over_sample_rate, sample more prompts than a step trains on, and continue unfinished "
+        "responses in the next step instead of masking them",
         upstream=ABSENT,
     )
     requests_at_update: str = setting(
         "wait",
-        "what new weights do to running requests, in schedules that sync weights while samplers work: wait for their "
-        "end; pause: stop, take the weights, go on from the prefix; abort: as pause, but any replica may go on",
+        "requests in flight when new weights arrive, in schedules that sync weights while samplers work: wait: they end "
+        "first; pause: they stop, and go on from their prefix with the new weights; abort: as pause, on any replica",
         upstream=ABSENT,
         choices=("wait", "pause", "abort"),
     )

@@ -115,7 +115,7 @@ class SFTRunConfig(ConfigNode):
     default_hdfs_dir: str | None = setting(
         None,
         "remote folder (hdfs://, s3://, gs://, ..., or a mounted path) to which each complete checkpoint is copied; "
-        "a run resumes from it where that is newer; null: none",
+        "resume_mode=auto takes the newer of the two; null: none",
         path=True,
     )
     project_name: str = setting("gsm8k-sft", "project of the run, for trackers and folders")

@@ -30,20 +30,20 @@ class QueueRulesConfig(ConfigNode):
 
     order: str = setting(
         "admission",
-        "groups are trained on in the order in which their sampling began (admission: the same in every run), or ended "
-        "(completion: none waits for a slow one, and quick answers come first)",
+        "order in which groups are trained on: admission (in which sampling began: the same in every run) or completion "
+        "(in which it ended: none waits for a slow one, but quick answers come first)",
         upstream=ABSENT,
         choices=("admission", "completion"),
     )
     max_off_policy_threshold: int | None = setting(
         8,
-        "weight versions by which a token may be older than the weights that train on it; null: any number; fully_async "
-        "takes its bound from async_training.staleness_threshold",
+        "largest staleness of a token that is trained on, in weight versions; null: no limit; fully_async takes its bound "
+        "from async_training.staleness_threshold",
     )
     max_off_policy_strategy: str = setting(
         "drop",
-        "a group that would be older, in order of completion: drop it, wait for it in time, or train on it and count it "
-        "(reweight: for runs that correct for it)",
+        "in order of completion, what happens to a group that would become staler than the bound: drop: it is dropped and "
+        "counted; wait: it is waited for in time; reweight: it is trained on, which requires a correction",
         choices=("drop", "wait", "reweight"),
     )
 
@@ -69,20 +69,24 @@ class AsyncTrainingConfig(ConfigNode):
 
     staleness_threshold: float = setting(
         0.1,
-        "share of a step's samples that may be sampled before its weights are there; above 1: whole steps more; a token "
-        "is at most this many versions old, rounded up",
+        "share of a step's samples that may be sampled ahead, with older weights; 1.5: one and a half steps; rounded up, "
+        "the largest staleness of a token in weight versions",
         upstream=ABSENT,
     )
-    require_batches: int = setting(1, "mini-batches that are taken and trained on at once", upstream=ABSENT)
+    require_batches: int = setting(
+        1, "mini-batches per chunk, which a step trains on as soon as it is complete", upstream=ABSENT
+    )
     trigger_parameter_sync_step: int = setting(
-        4, "so many times a step takes that before weights are sent, logged, saved and validated", upstream=ABSENT
+        4,
+        "chunks per step, after which weights are sent; metrics, checkpoints and validation count steps",
+        upstream=ABSENT,
     )
     total_rollout_steps: int | None = setting(
         None, "prompts after which the run ends, if not earlier; null: no limit", upstream=ABSENT
     )
     concurrent_samples_per_replica: int = setting(
         16,
-        "prompts whose samples a replica gets at once, under every schedule that samples beside training",
+        "prompts in flight per replica, in every schedule with a queue whose samplers have their own pool",
         upstream=ABSENT,
     )
 
@@ -129,18 +133,18 @@ class TrainerConfig(ConfigNode):
     )
     hang_seconds: float | None = setting(
         None,
-        "seconds without progress (a stage that begins or ends, a mini-batch) after which a run ends with an error that "
-        "names who hangs, and the stacks of every process; longer than the longest stage; null: never",
+        "end the run with an error after so many seconds in which no stage began or ended and no mini-batch was trained on; "
+        "it names the process that hangs, and hang.txt has all stacks; set it above the longest stage; null: never",
         upstream=ABSENT,
     )
     save_freq: int = setting(-1, "steps between checkpoints; -1: never")
     esi_redundant_time: int = setting(
         0,
-        "on a machine that its platform takes away at a known time, save if a further step and a save, plus these "
-        "seconds, would last longer; with save_freq",
+        "on an instance whose platform says when it ends, save if one more step and its save, plus these seconds, might "
+        "end too late; needs save_freq",
     )
     checkpoint_callback_class: str | None = setting(
-        None, "dotted path of a class that is told of each complete checkpoint (CheckpointCallback); null: none"
+        None, "dotted path of a class (CheckpointCallback) that is called after each complete checkpoint; null: none"
     )
     resume_mode: str = setting(
         "auto",
@@ -170,11 +174,11 @@ class TrainerConfig(ConfigNode):
     default_hdfs_dir: str | None = setting(
         None,
         "remote folder (hdfs://, s3://, gs://, ..., or a mounted path) to which each complete checkpoint is copied; "
-        "a run resumes from it where that is newer; null: none",
+        "resume_mode=auto takes the newer of the two; null: none",
         path=True,
     )
     del_local_ckpt_after_load: bool = setting(
-        False, "delete the checkpoint that was resumed from, once a newer one is complete or it is copied elsewhere"
+        False, "delete the checkpoint that was resumed from, once a newer one is complete or its remote copy is"
     )
     max_actor_ckpt_to_keep: int | None = setting(None, "number of actor checkpoints to keep; null: all")
     max_critic_ckpt_to_keep: int | None = setting(None, "number of critic checkpoints to keep; null: all")

@@ -37,10 +37,10 @@ def filter_of(config: Any) -> Callable[[dict[str, Any], Callable[[], str]], bool
             raise DataError(
                 f"{name} in {path} failed on this row: {type(error).__name__}: {error}",
                 key=place(),
-                fix=f"Make it answer true or false for every row, or leave {KEY} out.",
+                fix=f"Make it return true or false for every row, or leave {KEY} out.",
             ) from error
         if not isinstance(answer, (bool, np.bool_)):
-            raise DataError(f"{name} in {path} must answer true (keep the prompt) or false", key=place(), got=answer)
+            raise DataError(f"{name} in {path} must return true (keep the prompt) or false", key=place(), got=answer)
         return bool(answer)
 
     return checked

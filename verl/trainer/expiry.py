@@ -1,4 +1,4 @@
-"""When a machine that is lent until a known time will be taken away, and whether a step has to be saved before."""
+"""When an elastic instance ends, and whether a step has to be saved before."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SAVE_SECONDS = 60.0
 
 
 def ends_at() -> float | None:
-    """Seconds since 1970 at which this machine is taken away; None where nobody says so.
+    """Seconds since 1970 at which this machine is taken away; None if its platform does not say so.
 
-    A variable that holds no number is told once and passed over.
+    A variable that holds no number is ignored, with one notice.
     """
     for name in EXPIRY:
         value = env.get(name)
@@ -36,7 +36,7 @@ def should_save_ckpt_esi(
     *,
     clock: Callable[[], float] = time.time,
 ) -> bool:
-    """Whether a machine that is lent until a known time ends before a further step and its save would.
+    """Whether an elastic instance ends before one more step and its save would.
 
     Args:
         max_steps_duration: seconds of the longest step so far; 0 before there is one.

@@ -1,4 +1,4 @@
-"""`collect` of the next step and `learn` of this one, open at once: each has its own notebook of the one run."""
+"""`collect` of the next step and `learn` of this one, open at once: each has its own context of the one run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Ahead(SyncSchedule):
 
 
 class Books(Callback):
-    """What each step's notebook holds at its end."""
+    """What each step's context holds at its end."""
 
     def __init__(self):
         self.books = []
@@ -83,7 +83,7 @@ def test_halves_of_two_steps_that_are_open_at_once_keep_their_own_numbers(tmp_pa
     assert all(set(LEARNS) <= book[3] for book in at_once.books)
 
 
-def test_two_notebooks_of_a_run_share_its_state_and_nothing_else():
+def test_two_contexts_of_a_run_share_its_state_and_nothing_else():
     config = replace(PPOTrainerConfig(), **{"algorithm.filter_groups.enable": True})
     run = RunState(config, reward=lambda batch: {}, total_steps=9, steps_per_epoch=2)
     learning, collecting = run.open(4), run.open(5)
@@ -103,7 +103,7 @@ def test_two_notebooks_of_a_run_share_its_state_and_nothing_else():
     assert learning.stop is collecting.stop is stop
 
 
-def test_a_half_that_ran_ahead_is_taken_into_the_notebook_of_its_step():
+def test_a_half_that_ran_ahead_is_taken_into_the_context_of_its_step():
     run = RunState(PPOTrainerConfig(), reward=lambda batch: {}, total_steps=9)
     half, step = run.open(2), run.open(2)
     for book in (half, step):

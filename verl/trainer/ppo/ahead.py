@@ -1,6 +1,6 @@
 """Two halves of two steps at once: one in a thread of its own, the other in the thread that calls.
 
-Consumes: two pieces of work, which share the run and have a notebook each. Waits for: both. Unblocked by: their ends,
+Consumes: two pieces of work, which share the run and have a context each. Waits for: both. Unblocked by: their ends,
 or the first error, which ends the other half where it waits for workers. No thread outlives the call.
 
 What both halves touch: worker groups, whose calls are sent one at a time to all ranks of their processes; notices and

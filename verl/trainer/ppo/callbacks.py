@@ -55,7 +55,7 @@ class Run(Protocol):
 class Callback:
     """Hooks of a run; every one is optional. A hook may add metrics through ``trainer.ctx.metrics``.
 
-    ``trainer.ctx`` is the notebook of the step that is learned from, ``trainer.state`` what outlives it.
+    ``trainer.ctx`` is the context of the step that is learned from, ``trainer.state`` what outlives it.
     """
 
     def on_fit_begin(self, trainer: Run) -> None:

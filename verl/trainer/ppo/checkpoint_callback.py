@@ -1,4 +1,4 @@
-"""A user's class that is told of every complete checkpoint (``trainer.checkpoint_callback_class``)."""
+"""A user's class that is called after every complete checkpoint (``trainer.checkpoint_callback_class``)."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class RunCheckpoints:
         """Other places that the run writes to, by tracker or setting: names, kept in each checkpoint."""
         self.resumed = False
         self.on_saved: Callable[[int, Path, bool], None] | None = None
-        """Told of each complete checkpoint: its step, its folder, and whether it was written in the background."""
+        """Called after each complete checkpoint: its step, its folder, whether it was written in the background."""
         self._boundary: Boundary | None = None
         self._has_saved = False
         self._loaded: Path | None = None

@@ -1,4 +1,4 @@
-"""What a step needs besides the batch and the roles: the state of the run, and its own notebook.
+"""What a step needs besides the batch and the roles: the state of the run, and its own context.
 
 `RunState` outlives steps, `StepContext` is what the stages of one step write into. `collect` of the next step and
 `learn` of this one may be open at once: each has a `StepContext`, and both know the one run.
@@ -125,7 +125,7 @@ class RunState:
         self.unfinished = UnfinishedPrompts.of(config)
 
     def open(self, step: int) -> StepContext:
-        """The empty notebook of a step; that of another step may be open, too."""
+        """The empty context of a step; that of another step may be open, too."""
         return StepContext(self, step)
 
     @property
@@ -177,15 +177,15 @@ class RunState:
 
 
 def _of_run(name: str) -> Any:
-    """A fact of the run that every notebook of it knows."""
+    """A fact of the run that every context of it knows."""
     return property(attrgetter(f"run.{name}"))
 
 
 class StepContext:
-    """What a stage gets: the notebook of one step, or of one half of it, which knows its run.
+    """What a stage gets: the context of one step, or of one half of it, which knows its run.
 
     Args:
-        run: the state of the run, which all notebooks share.
+        run: the state of the run, which all contexts share.
         step: number of the step, from 1.
 
     Attributes:
@@ -235,8 +235,8 @@ class StepContext:
             yield
 
     def take_in(self, half: StepContext) -> None:
-        """Add another notebook of the same step: `collect` may have run ahead, during an earlier step."""
-        assert half.step == self.step, f"a notebook of step {half.step} was given to step {self.step}"
+        """Add another context of the same step: `collect` may have run ahead, during an earlier step."""
+        assert half.step == self.step, f"a context of step {half.step} was given to step {self.step}"
         self.metrics.merge(half.metrics)
         for stage, seconds in half.timers.seconds.items():
             self.timers.seconds[stage] = self.timers.seconds.get(stage, 0.0) + seconds
@@ -244,7 +244,7 @@ class StepContext:
         self.gen_batches += half.gen_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """The notebook of a `collect` that ran ahead, as JSON values; the samples' own columns are in the batch."""
+        """The context of a `collect` that ran ahead, as JSON values; the samples' own columns are in the batch."""
         return {
             "step": self.step,
             "metrics": {name: [m.value, m.reduction, m.weight] for name, m in self.metrics.items()},
@@ -255,7 +255,7 @@ class StepContext:
 
     def load_state_dict(self, state: Mapping[str, Any], batch: DataProto) -> None:
         """Continue from what `state_dict` returned, with the batch that was collected."""
-        assert state["step"] == self.step, f"the notebook is of step {state['step']}, not of step {self.step}"
+        assert state["step"] == self.step, f"the context is of step {state['step']}, not of step {self.step}"
         for name, (value, reduction, weight) in state["metrics"].items():
             self.metrics.add(name, value, reduction, weight)
         self.timers.seconds.update(state["seconds"])

@@ -1,7 +1,7 @@
 """One iteration of RL training: this file is the algorithm, everything else serves it.
 
 `collect` samples until a batch is full; `learn` turns the batch into one update of the critic and the actor. A schedule
-(`verl/trainer/ppo/schedules/`) composes the two, so that asynchrony never copies them: each writes into its notebook
+(`verl/trainer/ppo/schedules/`) composes the two, so that asynchrony never copies them: each writes into its context
 `ctx`, and those of two steps may be open at once. Shapes: B rows (prompts x `rollout.n`), T response tokens; a comment
 at each stage names what it adds to the batch.
 """

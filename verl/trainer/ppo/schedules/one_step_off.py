@@ -20,7 +20,7 @@ from verl.trainer.ppo.step import collect, learn
 
 BOUND = 1
 """Versions by which a token may be older than the policy that trains on it."""
-NOTEBOOK = "notebook"
+CONTEXT = "context"
 
 
 class OneStepOffSchedule(SyncSchedule):
@@ -64,12 +64,12 @@ class OneStepOffSchedule(SyncSchedule):
         return batch.select()  # columns are added to it; what was collected stays as it is, for a checkpoint
 
     def carried(self) -> dict[str, DataProto]:
-        """The batch that the next step will train on, with the notebook of its half."""
+        """The batch that the next step will train on, with the context that it was collected in."""
         if self._ahead is None:
             return {}
         half, batch = self._ahead
         batch = batch.select()
-        batch.meta_info = {**batch.meta_info, NOTEBOOK: half.state_dict()}
+        batch.meta_info = {**batch.meta_info, CONTEXT: half.state_dict()}
         return {AHEAD: batch}
 
     def carry_on(self, parts: Mapping[str, DataProto], run: RunState) -> None:
@@ -77,5 +77,5 @@ class OneStepOffSchedule(SyncSchedule):
         if AHEAD not in parts:
             return
         batch, half = parts[AHEAD], run.open(run.step + 1)
-        half.load_state_dict(batch.meta_info.pop(NOTEBOOK), batch)
+        half.load_state_dict(batch.meta_info.pop(CONTEXT), batch)
         self._ahead = half, batch
