@@ -195,7 +195,7 @@ def _correction(cfg: PPOTrainerConfig) -> None:
     if newer.rollout_is is None and newer.rollout_is_batch_normalize:
         notice(f"{key}.rollout_is_batch_normalize", f"has no effect without {key}.rollout_is")
     elif newer.bypass_mode and newer.rollout_is_batch_normalize and newer.loss_type == "ppo_clip":
-        notice(f"{key}.rollout_is_batch_normalize", f"{key}.loss_type=ppo_clip applies no weights")
+        notice(f"{key}.rollout_is_batch_normalize", f"has no effect: {key}.loss_type=ppo_clip applies no weights")
     if newer.rollout_rs is None and newer.rollout_rs_threshold is not None:
         notice(f"{key}.rollout_rs_threshold", f"has no effect without {key}.rollout_rs")
 

@@ -38,7 +38,7 @@ def _kept(cfg: PPOTrainerConfig) -> Problems:
         ),
     }
     reasons = {
-        "trainer.v1.trainer_mode": f"the schedule decides what is in work, see {AT_UPDATE}",
+        "trainer.v1.trainer_mode": f"schedules with a queue have {AT_UPDATE} instead",
         "algorithm.adv_estimator": "its greedy responses are compared with samples of the same step",
         "data.oversample_factor": "it chooses how many prompts are sampled, too",
         "algorithm.filter_groups.max_inflight_gen_batches": "it chooses how many prompts are sampled, too",

@@ -90,14 +90,14 @@ def _bound(cfg: PPOTrainerConfig) -> Problems:
 def _groups(cfg: PPOTrainerConfig) -> Problems:
     """Groups are sampled on their own, so nothing may be said of the batch that they were sampled with."""
     rollout, mode, problems = cfg.actor_rollout_ref.rollout, cfg.trainer.v1.trainer_mode, list[ConfigError]()
-    why = f"{_MODE}={mode} samples groups on their own, and what is chosen is chosen by algorithm.filter_groups"
+    why = f"{_MODE}={mode} samples groups on their own, and only algorithm.filter_groups chooses among them"
     if cfg.data.oversample_factor != 1:
         problems.append(ConfigError(why, key="data.oversample_factor", got=cfg.data.oversample_factor, allowed=[1]))
     if rollout.over_sample_rate:
         fix = f"Leave it out; {_RULES}.order=completion lets no group wait for a slow one."
         problems.append(ConfigError(why, key=f"{_R}.over_sample_rate", got=rollout.over_sample_rate, fix=fix))
     if cfg.skip.rollout.enable:
-        message = f"dumped rollouts are batches of a step, and {_MODE}={mode} has groups that wait for one"
+        message = f"skip.rollout replays batches of a step, and {_MODE}={mode} trains from a queue of groups"
         problems.append(ConfigError(message, key="skip.rollout.enable", got=True, fix=f"Set {_MODE}=sync."))
     if rollout.free_cache_engine and samples_beside(cfg):
         message = "samplers that work while the trainers train cannot free their memory for them"

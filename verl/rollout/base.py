@@ -296,7 +296,7 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         raise RolloutError("not a probability mass", key="top_p", got=sampling.top_p, allowed="above 0, at most 1")
     if not 0 <= sampling.min_tokens <= sampling.max_tokens:
         raise RolloutError(
-            "not a length that a response can have at least",
+            "no minimum length that a response can have",
             key="min_tokens",
             got=sampling.min_tokens,
             allowed=f"0 to max_tokens={sampling.max_tokens}",
