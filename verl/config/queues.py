@@ -79,11 +79,14 @@ def _bound(cfg: PPOTrainerConfig) -> Problems:
             )
             fix = f"Set trainer.v1.{mode}.num_warmup_batches={allowed}, or {key}={needed}."
             problems.append(ConfigError(message, key=key, got=allowed, allowed=f"{needed} or more", fix=fix))
-    weighs = corrects_rollout(cfg) or sampler_is_old_policy(cfg)
-    if rules.order == "completion" and rules.max_off_policy_strategy == "reweight" and not weighs:
+    if rules.order == "completion" and not (corrects_rollout(cfg) or sampler_is_old_policy(cfg)):
         message = "samples of any age are trained on, and nothing corrects for their age"
-        fix = "Set algorithm.rollout_correction.rollout_is=token, or wait, or drop."
-        problems.append(ConfigError(message, key=f"{_RULES}.max_off_policy_strategy", got="reweight", fix=fix))
+        fix = "Set algorithm.rollout_correction.rollout_is=token, or {}."
+        if mode != "fully_async" and allowed is None:  # the schedule then treats every strategy as reweight
+            problems.append(ConfigError(message, key=key, got=None, fix=fix.format("a limit")))
+        elif rules.max_off_policy_strategy == "reweight":
+            key, fix = f"{_RULES}.max_off_policy_strategy", fix.format("wait, or drop")
+            problems.append(ConfigError(message, key=key, got="reweight", fix=fix))
     return problems
 
 

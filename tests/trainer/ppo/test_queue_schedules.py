@@ -144,6 +144,12 @@ def test_a_rule_that_admits_too_much_is_caught_on_the_groups_and_on_the_tokens(m
             "trainer.v1.sampler.max_off_policy_strategy",
             "nothing corrects",
         ),
+        (
+            (f"{MODE}=colocate_async", "trainer.v1.sampler.order=completion",
+             "trainer.v1.sampler.max_off_policy_threshold=null"),
+            "trainer.v1.sampler.max_off_policy_threshold",
+            "nothing corrects for their age",
+        ),
         ((*STREAM, "actor_rollout_ref.rollout.over_sample_rate=0.1"), "rollout.over_sample_rate", "on their own"),
     ],
 )  # fmt: skip
