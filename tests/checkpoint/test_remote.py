@@ -9,6 +9,8 @@ import pytest
 
 from tests.checkpoint.builders import assert_holds, save
 from verl.checkpoint import BackgroundCopies, CheckpointWriter, RemoteCheckpoints, find_or_fetch
+from verl.checkpoint.files import FileRecord
+from verl.checkpoint.manifest import Manifest
 from verl.errors import CheckpointError, DataError
 from verl.metrics import notices, reset_notices
 
@@ -141,3 +143,36 @@ def test_a_place_without_access_is_refused_before_the_run(tmp_path):
         RemoteCheckpoints("tape://archive")
     with pytest.raises(CheckpointError, match=r"Allowed: \.\.\./global_step_N"):
         find_or_fetch(tmp_path, "resume_path", "s3://bucket/run/newest")
+
+
+def test_a_manifest_elsewhere_cannot_lead_out_of_its_folder(places):
+    """Whoever may write there could otherwise write any file of the user's."""
+    here, there = places
+    (there / "global_step_1").mkdir(parents=True)
+    (there / "escaped").write_text("x")
+    for files, parts in (({"../escaped": FileRecord.of(there / "escaped")}, ("actor",)), ({}, ("../actor",))):
+        Manifest(1, 1, parts, files).write(there / "global_step_1")
+        assert find_or_fetch(here, remote=remote(there)) is None
+        url = f"file://{there}/global_step_1"
+        with pytest.raises(CheckpointError, match=rf"its manifest\.json is damaged. Got '{url}'"):
+            find_or_fetch(here, "resume_path", url)
+    assert not here.exists()
+
+
+def test_a_checkpoint_of_another_run_does_not_replace_the_one_of_this_run(places):
+    here, there = places
+    with CheckpointWriter(there) as other:
+        save(other, 1)
+    with CheckpointWriter(here) as own:
+        save(own, 2)
+        save(own, 1)
+    with pytest.raises(
+        CheckpointError, match=r"trainer\.resume_from_path: .*would be replaced.*move .*global_step_1 away"
+    ):
+        find_or_fetch(here, "resume_path", f"file://{there}/global_step_1")
+    assert Manifest.read(here / "global_step_1").sequence == 2
+    shutil.rmtree(there)
+    shutil.copytree(here, there)
+    inode = (here / "global_step_1").stat().st_ino
+    assert find_or_fetch(here, "resume_path", f"file://{there}/global_step_1") == here / "global_step_1"
+    assert (here / "global_step_1").stat().st_ino == inode, "what is there already is not copied again"

@@ -55,3 +55,16 @@ def test_a_place_that_cannot_be_used_says_why(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MissingDependencyError, match="needs the command 'hdfs'"):
         remote_folder("hdfs://cluster/run").names()
+
+
+def test_a_cluster_that_does_not_answer_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
+    script = tmp_path / "hdfs"
+    script.write_text(
+        "#!/bin/sh\necho 'test: Call From here to cluster:8020 failed on connection exception' >&2\nexit 1\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(DataError, match=r"failed on connection exception.*hdfs://cluster/run"):
+        remote_folder("hdfs://cluster/run").names()
+    script.write_text("#!/bin/sh\necho 'WARN util.NativeCodeLoader: test: nothing' >&2\nexit 1\n")
+    assert remote_folder("hdfs://cluster/run").names() == []

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from verl._version import __version__
 from verl.checkpoint.files import FileRecord, records_of, replace_text
@@ -66,6 +67,7 @@ class Manifest:
                 raise CheckpointError("a checkpoint of another format", got=content["format"], allowed=FORMAT)
             if content["format"] == FORMAT and text != _with_checksum(text[: len(_HEAD)], text[len(_HEAD + _BLANK) :]):
                 raise CheckpointError(f"the checksum of its {MANIFEST} is wrong", got=str(folder))
+            _refuse_strange(content)
             files = {name: FileRecord(**record) for name, record in content["files"].items()}
             return cls(content["step"], content["sequence"], tuple(content["parts"]), files, tuple(content["pruned"]))
         except FileNotFoundError as error:
@@ -107,6 +109,20 @@ class Manifest:
         known = {MANIFEST, *self.files}
         names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
         return sorted(name for name in names if name not in known and not name.rpartition("/")[2].startswith("."))
+
+
+def _refuse_strange(content: Mapping[str, Any]) -> None:
+    """Raise ValueError where a manifest, which may come from a place that others write to, leads out of its folder."""
+    if not all(type(content[name]) is int for name in ("step", "sequence")):
+        raise ValueError("no number")
+    folders = [name for key in ("parts", "pruned") for name in content[key] if "/" in name]
+    if folders or not all(is_inside(name) for key in ("parts", "pruned", "files") for name in content[key]):
+        raise ValueError("a path out of its folder")
+
+
+def is_inside(name: str) -> bool:
+    """Whether a relative path with ``/`` stays below the folder that it is relative to."""
+    return "\0" not in name and all(step not in ("", ".", "..") for step in name.split("/"))
 
 
 def _with_checksum(head: str, rest: str) -> str:

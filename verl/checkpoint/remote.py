@@ -89,22 +89,34 @@ class RemoteCheckpoints:
                 notice(f"checkpoint {self.place.url}/{name}", "its copy was never finished; it is not used")
                 continue
             try:
-                yield manifest_of(text)
+                yield manifest_of(text, f"{self.place.url}/{name}")
             except CheckpointError as error:
                 notice(f"checkpoint {self.place.url}/{name}", f"{error.message}; it is not used")
 
-    def fetch(self, step: int, root: Path) -> Path:
-        """Copy a checkpoint into a run folder, where it appears complete or not at all.
+    def fetch(self, step: int, root: Path, replaces: bool = True) -> Path:
+        """Copy a checkpoint into a run folder, where it appears complete or not at all; nothing happens if it is there.
+
+        Args:
+            replaces: a sound checkpoint of the same step that was saved there otherwise is replaced.
 
         Raises:
-            CheckpointError: it is not there, or a file is not what its manifest says.
+            CheckpointError: it is not there, a file is not what its manifest says, or it would replace another one.
             VerlError: the place does not answer.
         """
         name, beside = f"global_step_{step}", root / f"{WRITING}global_step_{step}"
         text = self.place.read(f"{name}/{MANIFEST}")
         if text is None:
             raise CheckpointError("there is no complete checkpoint", key=self.key, got=f"{self.place.url}/{name}")
-        manifest = manifest_of(text)
+        manifest, own = manifest_of(text, f"{self.place.url}/{name}"), _sound(step_folder(root, step))
+        if own == manifest:
+            return step_folder(root, step)
+        if own is not None and not replaces:
+            raise CheckpointError(
+                "this run's folder has another checkpoint of that step, which would be replaced",
+                key=self.key,
+                got=f"{self.place.url}/{name}",
+                fix=f"Choose another trainer.default_local_dir, or move {step_folder(root, step)} away.",
+            )
         notice(f"checkpoint {step_folder(root, step)}", f"it is copied from {self.place.url}/{name}")
         remove_tree(beside)
         beside.mkdir(parents=True)
@@ -128,15 +140,27 @@ class RemoteCheckpoints:
         return CheckpointError(f"the remote folder {what}: {error.message}", key=self.key, got=error.got, fix=fix)
 
 
-def manifest_of(text: str) -> Manifest:
-    """The manifest with this text.
+def manifest_of(text: str, where: str) -> Manifest:
+    """The manifest with this text, of a checkpoint at ``where``.
 
     Raises:
         CheckpointError: as `Manifest.read`.
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / MANIFEST).write_text(text, encoding="utf-8")
-        return Manifest.read(Path(folder))
+        try:
+            return Manifest.read(Path(folder))
+        except CheckpointError as error:
+            raise CheckpointError(error.message, got=where, allowed=error.allowed) from error
+
+
+def _sound(folder: Path) -> Manifest | None:
+    """The manifest of a checkpoint in this folder; None where there is none, or it cannot be used."""
+    try:
+        manifest = Manifest.read(folder)
+    except CheckpointError:
+        return None
+    return None if manifest.problem(folder) else manifest
 
 
 class BackgroundCopies:
@@ -235,8 +259,9 @@ def find_or_fetch(
 ) -> Path | None:
     """As `find_checkpoint`; with ``auto`` a newer complete checkpoint at the remote folder is fetched first.
 
-    ``resume_path`` may be a URL, whose checkpoint is fetched, too. Which of two is newer is said by the number of the
-    save (``sequence``), which a run that was fetched goes on counting.
+    ``resume_path`` may be a URL, whose checkpoint is fetched, too; it never replaces one that the run has saved itself.
+    Which of two is newer is said by the number of the save (``sequence``), which a run that was fetched goes on
+    counting.
     """
     folder = Path(root)
     if mode == "resume_path" and path and "://" in str(path):
@@ -247,7 +272,7 @@ def find_or_fetch(
                 "a remote checkpoint is named by its step folder", key="trainer.resume_from_path", got=str(path),
                 allowed=".../global_step_N",
             )  # fmt: skip
-        return RemoteCheckpoints(parent, "trainer.resume_from_path").fetch(int(match[1]), folder)
+        return RemoteCheckpoints(parent, "trainer.resume_from_path").fetch(int(match[1]), folder, replaces=False)
     newest = find_checkpoint(folder, mode, path)
     if mode != "auto" or remote is None:
         return newest

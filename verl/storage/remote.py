@@ -18,6 +18,8 @@ from verl.errors import DataError, MissingDependencyError
 from verl.storage.fetch import first_line
 from verl.storage.paths import HDFS, expand, run_hdfs
 
+ABSENT = "No such file or directory"
+
 
 class RemoteFolder(ABC):
     """Files below one URL; paths are relative to it, with ``/``.
@@ -105,7 +107,12 @@ class HDFSFolder(RemoteFolder):
         run_hdfs("-rm", "-r", "-f", "-skipTrash", self._at(path))
 
     def _exists(self, path: str) -> bool:
-        return run_hdfs("-test", "-e", self._at(path), check=False).returncode == 0
+        asked = run_hdfs("-test", "-e", self._at(path), check=False)
+        # Of what is not there it says nothing; a cluster that does not answer has the same exit status.
+        refused = [line for line in asked.stderr.splitlines() if line.startswith("test: ") and ABSENT not in line]
+        if asked.returncode and refused:
+            raise DataError(f"'hdfs dfs -test -e' failed: {refused[0][:500]}", got=self._at(path))
+        return asked.returncode == 0
 
 
 class FsspecFolder(RemoteFolder):
