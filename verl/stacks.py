@@ -19,6 +19,8 @@ from pathlib import Path
 SIGNAL = int(getattr(signal, "SIGRTMIN", 34)) + 7
 NAME = "verl-stacks"
 ANSWER_SECONDS, POLL_SECONDS = 1.0, 0.02
+MOST_BYTES, LONGEST_NAME = 1 << 20, 100
+"""What is read of a process, which may be a program of a model's that says what it likes."""
 STATES = {
     "R": "running", "S": "sleeping", "D": "waiting for a device", "T": "stopped by a signal", "t": "traced",
     "Z": "ended, and not collected", "X": "ended", "I": "idle",
@@ -80,7 +82,7 @@ def stacks_of(pid: int) -> str:
             _settle(place, before)
             with place.open("rb") as file:
                 file.seek(before)
-                return file.read().decode(errors="replace").strip()
+                return file.read(MOST_BYTES).decode(errors="replace").strip()
     return ""
 
 
@@ -97,7 +99,7 @@ def name_of(pid: int) -> str:
         place = _file_of(pid)
         named = "" if place is None else os.readlink(place).partition(":")[2].partition(":")[2].partition(" (")[0]
         words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
-        return named or " ".join(Path(word).name for word in words[:2])
+        return " ".join((named or " ".join(Path(word).name for word in words[:2])).split())[:LONGEST_NAME]
     return ""
 
 

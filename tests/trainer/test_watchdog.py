@@ -19,6 +19,14 @@ from verl.trainer.watchdog import Watchdog, hanging_threads
 SLEEPER = (
     "from verl import stacks\nstacks.listen('a sleeper')\ndef waits():\n    print('up', flush=True)\n    input()\n"
 )
+LIAR = """if True:
+    import os, signal
+    file = os.memfd_create("verl-stacks:\\x1b[2J the controller\\n" + "long" * 50)
+    signal.signal(signal.SIGRTMIN + 7, lambda *_: os.ftruncate(file, os.fstat(file).st_size + (1 << 22)))
+    print("up", flush=True)
+    while True:
+        signal.pause()
+"""
 
 
 def threads_of_this_process() -> set[str]:
@@ -99,3 +107,34 @@ def test_a_run_that_does_not_hear_of_it_is_ended_after_a_while(tmp_path):
     assert ended.returncode == 2
     assert ended.stderr.count("trainer.hang_seconds: nothing has happened for") == 1
     assert "It had to be killed; finished checkpoints are untouched" in ended.stderr
+
+
+def test_a_program_that_poses_as_one_of_ours_neither_fills_the_memory_nor_reaches_the_terminal(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", LIAR], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout.readline() == "up\n"
+            name = stacks.name_of(other.pid)
+            assert len(name) == stacks.LONGEST_NAME and "\n" not in name
+            assert len(stacks.stacks_of(other.pid)) == stacks.MOST_BYTES
+            spans = Spans()
+            with pytest.raises(WorkerError), Watchdog(spans, 0.2, tmp_path, list), spans.span("gen", 1):
+                threading.Event().wait(60)
+        finally:
+            other.kill()
+    assert "\\x1b[2J the controller" in (tmp_path / "hang.txt").read_text()
+
+
+def test_a_run_ends_even_if_its_processes_cannot_be_looked_at(tmp_path):
+    def broken():
+        raise RuntimeError("the cluster is gone")
+
+    spans = Spans()
+    with (
+        pytest.raises(
+            WorkerError, match=r"in stage gen of step 4\. Who hangs could not be seen: RuntimeError: the clus"
+        ),
+        Watchdog(spans, 0.2, tmp_path, broken),
+        spans.span("gen", 4),
+    ):
+        threading.Event().wait(20)
+        raise AssertionError("nobody ended it")

@@ -83,7 +83,7 @@ class Watchdog:
         while not self._over.wait(self._seconds / LOOKS):
             hanging = hanging_threads(self._spans.open(), self._seconds)
             if hanging:
-                self._error = self._report(hanging)
+                self._error = self._error_of(hanging)
                 self._end()
                 return
 
@@ -95,6 +95,18 @@ class Watchdog:
             os.write(2, f"error: {self._error}\nIt had to be killed; finished checkpoints are untouched\n".encode())
             kill_descendants()
             os._exit(2)
+
+    def _error_of(self, hanging: list[Activity]) -> WorkerError:
+        try:
+            return self._report(hanging)
+        except Exception as error:  # boundary: whatever is broken in the processes, the run has to end
+            one = hanging[0]
+            return WorkerError(
+                f"nothing has happened for {now() - one.progress:.1f} seconds in stage {one.stages[-1].stage} of step "
+                f"{one.stages[-1].step}. Who hangs could not be seen: {type(error).__name__}: {error}",
+                key=KEY,
+                got=self._seconds,
+            )
 
     def _report(self, hanging: list[Activity]) -> WorkerError:
         others = list({(one.node, one.pid): one for one in self._workers()}.values())
@@ -108,7 +120,7 @@ class Watchdog:
         where = "its stacks could not be written"
         try:
             path = file_of_run(self._folder / "hang.txt")
-            path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+            path.write_text(printable("\n\n".join(parts)) + "\n", encoding="utf-8")
             where = f"{path} has the stacks of {len(shown)} processes"
         except OSError as error:
             where += f": {error.strerror}"
