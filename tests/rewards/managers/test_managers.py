@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.rewards.files import Letters, batch, reward_file
+from verl.config import PPOTrainerConfig, replace
 from verl.errors import ConfigError, DataError, RewardError
 from verl.metrics import notices, reset_notices
 from verl.registry import REWARD_MANAGERS
@@ -284,6 +285,22 @@ def test_gdpo_wants_rewards_with_names():
     assert found["reward_extra_info"] == {"right": [1.0, 1.0], "form": [0.5, 0.5], "score": [1.5, 1.5]}
     with pytest.raises(RewardError, match="one key for each reward"):
         GDPORewardManager(Letters(), 0, half)(data)
+
+
+def test_gdpo_names_the_reward_that_an_answer_lacks():
+    def named(solution_str):
+        if solution_str == "c":
+            raise ValueError("not c")
+        return {"score": 1.5, "right": 1.0} | ({"form": 0.5} if solution_str != "ab" else {})
+
+    config = replace(PPOTrainerConfig(), **{"algorithm.gdpo_reward_keys": ["right", "form"]})
+    zero = ScoringLimits(on_error="zero", isolation="none")
+    data = batch(["ab", "c", "d"], ["x"] * 3)
+    found = GDPORewardManager(Letters(), 0, named, config=config, limits=zero)(data)
+    assert found["unscorable"] == [True, False, False]
+    assert found["reward_extra_info"]["form"] == [None, 0.0, 0.5]
+    with pytest.raises(RewardError, match=r"no number under 'form', which algorithm.gdpo_reward_keys names. It"):
+        GDPORewardManager(Letters(), 0, named, config=config)(batch(["ab"], ["x"]))
 
 
 @pytest.mark.parametrize("name", ["naive", "batch", "dapo", "gdpo", "prime"])

@@ -13,7 +13,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base import RoleHandle
 from verl.trainer.ppo import stages
 from verl.trainer.ppo.context import RunState, SamplePool, StepContext
-from verl.trainer.ppo.scoring import measure_parts
+from verl.trainer.ppo.scoring import measure_parts, tell_missing_parts
 
 
 def config(**changes) -> PPOTrainerConfig:
@@ -242,6 +242,13 @@ def test_each_reward_that_is_normalised_apart_is_shown():
     assert set(found) == {f"gdpo/style/{name}" for name in ("mean", "std", "max", "min")}
     assert found["gdpo/style/mean"] == 0.5 and found["gdpo/style/std"] == pytest.approx((1 / 6) ** 0.5)
     assert found["gdpo/style/max"] == 1.0 and found["gdpo/style/min"] == 0.0
+
+
+def test_a_sample_that_lacks_a_reward_is_told_unless_it_is_left_out():
+    reset_notices()
+    tell_missing_parts({"style": [0.0, None, 1.0], "right": [None, 1.0, 1.0]}, ["style", "right"], [True, False, False])
+    (name,) = notices()
+    assert name == "algorithm.gdpo_reward_keys (style)" and notices()[name].startswith("1 of 3 samples")
 
 
 def test_the_share_of_groups_that_teach_nothing_is_told():

@@ -52,6 +52,9 @@ class DAPORowManager(NaiveRowManager):
 
 
 class GDPORowManager(NaiveRowManager):
-    """Wants rewards with names."""
+    """Wants rewards with names, those of ``algorithm.gdpo_reward_keys``."""
 
     of = gdpo.GDPORewardManager
+
+    def arguments(self) -> dict[str, Any]:
+        return {"config": self.config}

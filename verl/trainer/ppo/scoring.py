@@ -84,3 +84,15 @@ def measure_parts(details: Mapping[str, Sequence[Any]], keys: Sequence[str], met
             metrics.add(f"gdpo/{key}/{name}", float(value), weight=len(values))
         metrics.add(f"gdpo/{key}/max", float(values.max()), "max")
         metrics.add(f"gdpo/{key}/min", float(values.min()), "min")
+
+
+def tell_missing_parts(details: Mapping[str, Sequence[Any]], keys: Sequence[str], left_out: Sequence[bool]) -> None:
+    """A notice where samples lack a reward that is normalised apart; those that are left out need none."""
+    for key in keys:
+        lacking = sum(value is None and not out for value, out in zip(details.get(key, ()), left_out))
+        if lacking:
+            notice(
+                f"algorithm.gdpo_reward_keys ({key})",
+                f"{lacking} of {len(left_out)} samples of a batch have no such reward: they are in no baseline, and "
+                "their advantage is 0. Let the reward function return it for every answer.",
+            )

@@ -27,7 +27,7 @@ from verl.single_controller.base import RoleHandle, Roles
 from verl.trainer.ppo import accounting, correction, group_filter, oversampling, positive
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.pairing import pair_up
-from verl.trainer.ppo.scoring import measure_parts, score_samples
+from verl.trainer.ppo.scoring import measure_parts, score_samples, tell_missing_parts
 from verl.workers.options import InferOptions, TrainOptions
 
 
@@ -176,6 +176,8 @@ def score(samples: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
     if aborted.any():
         ctx.metrics.add("training/aborted_samples", int(aborted.sum()), "sum")
     leave_out(samples, left_out | aborted)
+    out = samples.non_tensor_batch["unscorable"]
+    tell_missing_parts(ctx.sample_info, ctx.config.algorithm.gdpo_reward_keys or (), out)
     accounting.scored(samples, ctx)
     return samples
 
