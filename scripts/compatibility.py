@@ -305,6 +305,13 @@ way nothing else stands.
     return f"{head}\n{report(results)}\n"
 
 
+def checkout_of(page: Path) -> str:
+    """What a page that was written before says of upstream's checkout."""
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
+    named = re.search(r"; upstream's checkout: (.+)\.$", text, re.M)
+    return named[1] if named else "not recorded"
+
+
 def main(argv: list[str] | None = None) -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -312,7 +319,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--record", type=Path, metavar="UPSTREAM_FOLDER", help="print a recording of this checkout")
     parser.add_argument("--list", action="store_true", help="show every script with its reasons")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
-    parser.add_argument("--commit", default="not recorded", help="upstream's commit or date, for the page")
+    parser.add_argument("--commit", default=None, help="upstream's commit or date, for the page; what it says now")
     args = parser.parse_args(argv)
     if args.record is not None:
         return recording.main(args.record)
@@ -326,7 +333,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"    {reason.kind}: {message[:300]}")
     print(report(results))
     if args.write:
-        PAGE.write_text(page(results, args.commit), encoding="utf-8")
+        PAGE.write_text(page(results, args.commit or checkout_of(PAGE)), encoding="utf-8")
     return 0
 
 

@@ -94,3 +94,13 @@ def test_a_configuration_file_that_no_recording_holds_is_named_as_that():
     (verdict,) = compatibility.verdicts([script("--config-path=recipe/mine", "--config-name=mine")])
     ((kind, name),) = [(reason.kind, reason.name) for reason in verdict.reasons]
     assert kind == "not recorded" and "a configuration file of the script's own" in name
+
+
+def test_a_page_that_is_written_anew_keeps_what_it_says_of_upstreams_checkout(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compatibility, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(compatibility, "ROOT", tmp_path)
+    (tmp_path / "none.jsonl").touch()
+    for words, says in (([], "not recorded"), (["--commit", "its main of May. 1"], "its main of May. 1")):
+        for more in (words, []):
+            assert compatibility.main([str(tmp_path / "none.jsonl"), "--write", *more]) == 0
+            assert f"; upstream's checkout: {says}.\n" in (tmp_path / "page.md").read_text()
