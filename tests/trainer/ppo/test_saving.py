@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.trainer.ppo.small_runs import prepare, train
-from verl.errors import CheckpointError, ConfigError
+from verl.errors import CheckpointError, ConfigError, DataError
+from verl.storage.remote import FsspecFolder
 from verl.trainer import expiry
 from verl.trainer.ppo.callbacks import SaveCheckpoint
 from verl.trainer.ppo.checkpoint_callback import CheckpointCallback, build_checkpoint_callback
@@ -71,6 +72,27 @@ def test_a_class_that_fails_ends_the_run_and_the_checkpoint_stays(here):
     with pytest.raises(CheckpointError, match=r"checkpoint_callback_class: on_save failed.*no registry.*is complete"):
         train(*saves, f"trainer.checkpoint_callback_class={__name__}:Failing")
     assert Path("failing/global_step_1/manifest.json").is_file()
+
+
+def test_the_last_checkpoint_is_told_though_its_copy_fails(here, monkeypatch):
+    put = FsspecFolder.put
+
+    def refuses(self, local, path):
+        if path.startswith("global_step"):
+            raise DataError("the disk is full")
+        put(self, local, path)
+
+    monkeypatch.setattr(FsspecFolder, "put", refuses)
+    told.clear()
+    with pytest.raises(CheckpointError, match=r"could not be copied.*the disk is full"):
+        train(
+            *SAVES[:2],
+            "trainer.default_local_dir=uncopied",
+            "actor_rollout_ref.actor.checkpoint.async_save=true",
+            f"trainer.default_hdfs_dir=file://{here}/full",
+            f"trainer.checkpoint_callback_class={__name__}.Told",
+        )
+    assert told == [(1, "global_step_1", True)]
 
 
 @pytest.mark.parametrize(

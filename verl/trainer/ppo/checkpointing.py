@@ -214,8 +214,10 @@ class RunCheckpoints:
             return
         failing = sys.exc_info()[1] is not None
         try:
-            self.writer.close()
-            self._tell_saved()
+            try:
+                self.writer.close()
+            finally:  # a copy elsewhere that failed takes nothing from what is in place here
+                self._tell_saved()
             self._delete_loaded()
         except VerlError as error:
             if not failing:
