@@ -112,9 +112,11 @@ def test_what_was_sampled_ahead_and_is_not_in_the_checkpoint_is_dropped_as_repea
     assert attempts[("b", 0, 1)] == "dropped" and attempts[("b", 0, 2)] == "trained"
 
 
-def test_a_ledger_that_does_not_reach_the_step_begins_anew_and_says_so(tmp_path, caplog):
+@pytest.mark.parametrize("damage", ["", '{"event":"trained","step":1,"ids":[[99,1]]}\n', '{"event":"end","step":[]}\n'])
+def test_a_ledger_that_does_not_reach_the_step_begins_anew_and_says_so(tmp_path, caplog, damage):
     reset_notices()
     book = run_of_two_steps(tmp_path)
+    book.path.write_text(book.path.read_text() + damage)
     again = Ledger(tmp_path, step=5, before=book.path.name, waiting=[A0])
     assert "does not reach step 5" in caplog.text
     again.trained(6, [A0], {})
@@ -143,3 +145,17 @@ def test_a_disk_that_is_full_is_one_error_that_says_what_to_do(tmp_path):
 
 def test_numbers_that_follow_each_other_are_one_range():
     assert ranges([3, 4, 5, 9, 8]) == [[3, 3], [9, 1], [8, 1]]
+
+
+def test_what_rows_and_loops_say_stays_within_its_cell(tmp_path, capsys):
+    book = Ledger(tmp_path)
+    name = "x\x1b[2J\nsampled  9"
+    book.asked(1, 0, [(name, 0)])
+    book.noted("sampled", 1, [(name, 0)], finish=["abort"], error=["told\nfault: none\x9b"])
+    book.trained(1, [], {"failed_loop": [(name, 0)]})
+    book.trained(1, [(name, 0)], {})
+    for words in ([], ["--dropped"]):
+        assert ledger_reader.main([str(tmp_path), *words]) == 0
+        shown = capsys.readouterr().out
+        assert "\\x1b[2J\\nsampled  9" in shown and not set("\x1b\x9b") & set(shown)
+        assert not any(line.startswith(("sampled  9", "fault: none")) for line in shown.splitlines())

@@ -178,10 +178,14 @@ class Ledger:
                 entry = entry_of(line)
                 if entry is None or kept:
                     break
-                self.account.apply(entry)
-                self._next += asked_in(entry)
+                try:
+                    self.account.apply(entry)
+                    self._next += asked_in(entry)
+                    is_there = entry["event"] == "end" and int(entry["step"]) == step
+                except (KeyError, TypeError, ValueError, IndexError):  # damaged
+                    break
                 length += len(line)
-                kept = length if entry["event"] == "end" and int(entry["step"]) == step else 0
+                kept = length if is_there else 0
         if not kept:
             notice(KEY, f"{self.path} does not reach step {step}, from which the run goes on: the account begins there")
             self.account, self._next = Account(), 0

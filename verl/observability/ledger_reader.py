@@ -30,17 +30,9 @@ class History(Account):
 
     @classmethod
     def of(cls, path: Path) -> History:
-        """The history in a ledger.
-
-        Raises:
-            DataError: it is damaged.
-        """
+        """The history in a ledger; raises as `fill`."""
         made = cls()
-        for number, entry in enumerate(lines_of(path), start=1):
-            try:
-                made.apply(entry)
-            except (KeyError, TypeError, ValueError, IndexError) as error:
-                raise DataError(f"line {number} does not follow from those before it", got=str(path)) from error
+        fill(made, path)
         return made
 
     def fate(self, one: SampleRecord) -> str:
@@ -81,6 +73,19 @@ class History(Account):
         super()._settle(kind, entry, step)
 
 
+def fill(account: Account, path: Path) -> None:
+    """Take in all entries of a ledger.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    for number, entry in enumerate(lines_of(path), start=1):
+        try:
+            account.apply(entry)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise DataError(f"line {number} does not follow from those before it", got=str(path)) from error
+
+
 def ledger_in(place: Path) -> Path:
     """The ledger that a path names: the file, or the newest one in a run's folder.
 
@@ -105,7 +110,8 @@ def account_table(history: Account) -> str:
     ]
     rows += [(f"waiting: {stage}", stages.count(stage), "") for stage in WAITING if stage in stages]
     lines = table(("account", "samples", "meaning"), rows)
-    return "\n".join([lines, f"last complete step: {history.last_step}", *(f"fault: {one}" for one in history.faults)])
+    faults = (f"fault: {one_line(one)}" for one in history.faults)
+    return "\n".join([lines, f"last complete step: {history.last_step}", *faults])
 
 
 def samples_table(history: History, samples: Sequence[SampleRecord], limit: int) -> str:
@@ -129,9 +135,14 @@ def _cells(one: SampleRecord) -> tuple[Any, ...]:
 
 def table(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Aligned columns; nothing is cut off."""
-    cells = [["" if value is None else printable(str(value)) for value in row] for row in [names, *rows]]
+    cells = [["" if value is None else one_line(value) for value in row] for row in [names, *rows]]
     widths = [max(len(row[column]) for row in cells) for column in range(len(names))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells)
+
+
+def one_line(value: Any) -> str:
+    """What a row or a loop said, as a terminal may be shown it within a line."""
+    return printable(str(value)).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def chosen(history: History, step: int | None, uid: str | None, dropped: str | None) -> Iterator[SampleRecord]:
@@ -155,9 +166,12 @@ def answer(place: Path, step: int | None, uid: str | None, dropped: str | None, 
     """
     if dropped and dropped not in REASONS:
         raise DataError("no such reason", key="--dropped", got=dropped, fix=suggest(dropped, REASONS))
-    history = History.of(ledger_in(place))
+    path = ledger_in(place)
     if step is None and uid is None and dropped is None:
-        return account_table(history)
+        account = Account()  # holds the open samples alone, where a history holds all
+        fill(account, path)
+        return account_table(account)
+    history = History.of(path)
     samples = list(chosen(history, step, uid, dropped))
     if not samples and uid is not None:
         known = sorted({one.uid for one in history.samples})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -23,9 +24,12 @@ def ends_at() -> float | None:
         if not value:
             continue
         try:
-            return float(value)
+            seconds = float(value)
         except ValueError:
-            notice(name, f"this is no time in seconds, so that nothing is saved before the machine ends: {value!r}")
+            seconds = math.nan
+        if math.isfinite(seconds):
+            return seconds
+        notice(name, f"this is no time in seconds, so that nothing is saved before the machine ends: {value!r}")
     return None
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.trainer.ppo.small_runs import prepare, train
 from verl.errors import CheckpointError, ConfigError, DataError
+from verl.metrics import notices, reset_notices
 from verl.storage.remote import FsspecFolder
 from verl.trainer import expiry
 from verl.trainer.ppo.callbacks import SaveCheckpoint
@@ -139,4 +140,7 @@ def test_a_step_is_saved_before_the_machine_is_taken_away(monkeypatch):
     assert saved(monkeypatch, "500", spare=100)[0] == 3
     assert saved(monkeypatch, "5000") == []
     assert saved(monkeypatch, "500", every=-1) == []
-    assert saved(monkeypatch, "tomorrow") == []
+    for value in ("tomorrow", "nan"):
+        reset_notices()
+        assert saved(monkeypatch, value) == []
+        assert repr(value) in notices()[expiry.EXPIRY[1]]
