@@ -179,6 +179,7 @@ def test_a_service_can_take_the_place_of_the_sandbox():
         assert http.asked[1]["run_timeout"] == 7 and http.asked[1]["language"] == "python"
         assert tool.execute_code("a", "ls", 3, "bash") == "ran ls"
         assert http.asked[2]["run_timeout"] == 3 and http.asked[2]["language"] == "bash"
+        assert tool._remote.speaking("bash")._service is tool._remote._service, "with one bound on requests at once"
     with pytest.raises(ConfigError, match="sandbox_fusion_url: is missing"):
         SandboxFusionTool({})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -58,6 +59,12 @@ class RemoteSandbox:
         except ServiceError as error:
             raise SandboxError(error.message, key=error.key, fix="See whether the sandbox service runs.") from error
         return _read(answer, limits, self._service.url)
+
+    def speaking(self, language: str) -> RemoteSandbox:
+        """The same service for programs in another language; both share the bound on requests at once."""
+        other = copy(self)
+        other._language = language
+        return other
 
     def run_cases(
         self,

@@ -7,8 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from verl.errors import ConfigError
-from verl.sandbox import RemoteSandbox
-from verl.tools.limits import share_of
 from verl.tools.python_interpreter import NOTHING, PythonInterpreterTool
 
 
@@ -36,9 +34,6 @@ class SandboxFusionTool(PythonInterpreterTool):
 
     def execute_code(self, instance_id: str, code: str, timeout: float = 30, language: str = "python") -> str:
         """What the code prints; blocks. ``timeout`` in seconds."""
-        remote, limits = self._remote, replace(self._limits, seconds=timeout)
-        if language != self.default_language:
-            settings = self._settings
-            remote = RemoteSandbox(settings["sandbox_fusion_url"], share_of(settings["rate_limit"]), language)
-        assert remote is not None
-        return remote.run(code, limits=limits).describe() or NOTHING
+        assert self._remote is not None
+        outcome = self._remote.speaking(language).run(code, limits=replace(self._limits, seconds=timeout))
+        return outcome.describe() or NOTHING
