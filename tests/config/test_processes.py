@@ -82,6 +82,7 @@ def test_workers_that_this_machine_cannot_start_are_refused(ppo, monkeypatch, tm
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert message(ppo, f"{KEY}={UPSTREAM}", *ray).startswith(f"{KEY}: there is no program 'uv'")
+    assert "there is no program" in message(ppo, f"""{KEY}='uv "run'""", *ray)
     (tmp_path / "uv").touch(mode=0o755)
     assert "beside a uv.lock, and there is none here" in message(ppo, f"{KEY}={UPSTREAM}", *ray)
     Path("uv.lock").touch()

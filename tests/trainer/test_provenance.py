@@ -168,12 +168,13 @@ def test_supervised_runs_are_held_to_the_same(run):
 HARMLESS = ("trainer.logger", "trainer.save_freq", "trainer.total_training_steps", "trainer.n_gpus_per_node",
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.rollout.gpu_memory_utilization",
             "data.val_files", "critic.ppo_max_token_len_per_gpu", "actor_rollout_ref.hybrid_engine",
-            "actor_rollout_ref.rollout.n_gpus_per_node", "actor_rollout_ref.rollout.nnodes")  # fmt: skip
+            "actor_rollout_ref.rollout.n_gpus_per_node", "actor_rollout_ref.rollout.nnodes",
+            "skip.rollout.enable", "skip.rollout.dump_dir")  # fmt: skip
 MATHEMATICS = (
     "trainer.seed", "trainer.critic_warmup", "trainer.ref_update_freq", "data.train_files", "data.train_batch_size",
     "actor_rollout_ref.actor.ppo_mini_batch_size", "critic.optim.lr", "actor_rollout_ref.rollout.temperature",
     "actor_rollout_ref.actor.fsdp_config.model_dtype", "reward.timeout", "actor_rollout_ref.model.lora_rank",
-    "algorithm.gamma",
+    "algorithm.gamma", "skip.rollout.action",
 )  # fmt: skip
 
 

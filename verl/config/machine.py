@@ -171,8 +171,11 @@ def _interpreter(cfg: PPOTrainerConfig) -> Problems:
     command = cfg.ray_kwargs.ray_init.runtime_env.py_executable
     if not command or _joins_cluster(cfg) or topology.Topology.of(cfg).runtime == "local":
         return []
-    program, *words = shlex.split(command)
     wrong, fix = "", "Leave it out: the workers run the Python of this program."
+    try:
+        program, *words = shlex.split(command)
+    except ValueError:  # a quotation mark without its other one, or nothing but spaces
+        program, words = command, []
     if shutil.which(program) is None:
         wrong = f"there is no program {program!r}"
     elif Path(program).name == "uv" and "--frozen" in words and not _locked():

@@ -34,7 +34,7 @@ LENGTHS = ("trainer.total_training_steps", "trainer.total_epochs")
 HARMLESS = (
     # where a run is, what it writes, how long it is
     r"trainer\.(?!seed$|critic_warmup$|ref_update_freq$|v1\.)",
-    r"(.*\.)?(global_)?profiler\.|ray_kwargs\.|transfer_queue\.|skip\.|(.*\.)?checkpoint\.",
+    r"(.*\.)?(global_)?profiler\.|ray_kwargs\.|transfer_queue\.|skip\.rollout\.(?!action$)|(.*\.)?checkpoint\.",
     # what validates
     r"data\.val_|data\.validation_|.*\.val_kwargs\.",
     # how work is cut and placed, on which results depend in their last bits alone
