@@ -35,7 +35,10 @@ class Videos:
     def to_row(self, example: Example, index: int, split: str, where: str) -> Row:
         """One row in the schema of the RL dataset, with its video."""
         problem, solution = text_of(example, "problem", where), text_of(example, "solution", where)
-        video = self.folder / text_of(example, "video_filename", where)
+        name = text_of(example, "video_filename", where)
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise DataError("the name of a video leads out of its folder", key=f"{where}, video_filename", got=name)
+        video = self.folder / name
         if not video.is_file():
             self.missing.append(video)
         extra = {"split": split, "index": index, "question": problem, "answer": solution, "video_path": str(video)}

@@ -69,7 +69,8 @@ def test_spans_of_two_threads_are_kept_apart_and_written_at_once(tmp_path, capsy
     assert spans.open() == []
     assert gantt.main([str(tmp_path), "--steps", "1", "-o", str(tmp_path / "g.svg")]) == 0
     assert "training" in capsys.readouterr().out and "<svg" in (tmp_path / "g.svg").read_text()
-    for words, said in (["--steps", "5"], "1 to 1"), (["--steps", "x"], "2-5"):
+    nowhere = str(tmp_path / "no" / "g.svg")
+    for words, said in (["--steps", "5"], "1 to 1"), (["--steps", "x"], "2-5"), (["-o", nowhere], nowhere):
         assert gantt.main([str(tmp_path), *words]) == 2
         assert said in capsys.readouterr().err
 

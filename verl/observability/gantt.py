@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.out is not None:
             args.out.write_text(draw(spans, args.title or str(args.run)), encoding="utf-8")
             print(args.out)
-    except VerlError as error:
+    except (VerlError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0

@@ -166,6 +166,10 @@ def test_a_question_about_a_video_names_its_file_and_how_it_is_read(tmp_path, ca
     assert rows[0]["prompt"][0]["content"].startswith("<video>\nWhich animal?")
     with pytest.raises(DataError, match="hf download"):
         tinyllava_video_r1.main(["--data_dir", str(tmp_path / "out")])
+    questions = tmp_path / tinyllava_video_r1.QUESTIONS
+    questions.write_text(questions.read_text().replace("NextQA/there.mp4", "NextQA/../../there.mp4"))
+    with pytest.raises(DataError, match=r"row 0, video_filename: .*leads out of its folder"):
+        tinyllava_video_r1.main(words)
 
 
 def test_repeated_problems_of_dapo_are_written_once_unless_they_are_kept(prepare):
