@@ -176,7 +176,7 @@ def score(samples: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
     if aborted.any():
         ctx.metrics.add("training/aborted_samples", int(aborted.sum()), "sum")
     leave_out(samples, left_out | aborted)
-    out = samples.non_tensor_batch["unscorable"]
+    out = samples.non_tensor_batch["unscorable"].tolist()
     tell_missing_parts(ctx.sample_info, ctx.config.algorithm.gdpo_reward_keys or (), out)
     accounting.scored(samples, ctx)
     return samples
