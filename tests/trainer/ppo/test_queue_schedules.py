@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import shutil
+import signal
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,10 +21,16 @@ from safetensors.torch import load_file
 from tests.trainer.ppo.small_runs import Seen, prepare, train
 from verl.config import load_config
 from verl.errors import ConfigError, DataError, RolloutError
+from verl.metrics import notices, reset_notices
+from verl.protocol import DataProto
+from verl.trainer.ppo.beside import Beside
+from verl.trainer.ppo.context import RunState, together
+from verl.trainer.ppo.groups import Drawn, carried_groups, check_not_starved
 from verl.trainer.ppo.queue import BoundBroken, GroupQueue, QueueBound
 from verl.trainer.ppo.schedules.colocate_async import ColocateAsyncSchedule
 from verl.trainer.ppo.schedules.fully_async import FullyAsyncSchedule
 from verl.trainer.ppo.schedules.separate_async import SeparateAsyncSchedule
+from verl.trainer.signals import RunStopped
 
 MODE = "trainer.v1.trainer_mode"
 BASE = ("trainer.total_training_steps=4", "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.optim.lr=1e-2")
@@ -96,6 +109,102 @@ def test_a_resumed_run_has_the_same_weights_bit_for_bit_and_no_prompt_twice(stre
     seen = Counter(uid for batch in [*stream.batches[:stop], *later.batches] for uid in batch.non_tensor_batch["uid"])
     assert seen == Counter(uid for batch in stream.batches for uid in batch.non_tensor_batch["uid"])
     assert set(seen.values()) == {2}
+
+
+def test_a_signal_between_two_chunks_lets_the_step_end_and_the_run_goes_on_bit_for_bit(stream, monkeypatch):
+    def hit(batch, roles, ctx):
+        if ctx.step == 2 and ctx.goes_on:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch, pytest.raises(RunStopped, match="143") as stopped:
+        patch.setattr(FullyAsyncSchedule, "stages", (hit,))
+        train(*BASE, *STREAM, "trainer.default_local_dir=hit", "trainer.save_freq=100", "trainer.resume_mode=auto")
+    assert "stopped after step 2" in stopped.value.sentence
+    later = run("hit", *STREAM)
+    assert len(later.batches) == 2 and same("hit", "stream")
+
+
+def test_a_run_without_queue_trains_on_what_waited_in_one_and_says_what_it_leaves_out(stream):
+    """Step 2 of the stream leaves one of step 3's two chunks: two groups that version 1 drew."""
+    shutil.copytree("stream/global_step_2", "leaves_queue/global_step_2")
+    reset_notices()
+    sync = run("leaves_queue", f"{MODE}=sync", "trainer.resume_changed=accept", "trainer.total_training_steps=3")
+    (batch,) = sync.batches
+    waited = stream.batches[2].non_tensor_batch["uid"].tolist()[:4]
+    assert batch.non_tensor_batch["uid"].tolist()[:4] == waited and versions(sync) == [[1, 1, 2, 2]]
+    assert "first 4 samples" in notices()[f"{MODE}, resumed run"]
+
+
+def test_a_queue_whose_bound_is_smaller_than_that_of_the_checkpoint_is_refused_by_name(stream):
+    shutil.copytree("stream/global_step_2", "smaller/global_step_2")
+    with pytest.raises(ConfigError, match="one would be trained on 1 versions late: this run allows 0"):
+        run("smaller", *STREAM, "async_training.staleness_threshold=0", "trainer.resume_changed=accept")
+
+
+def test_groups_that_were_left_out_before_a_resume_do_not_starve_the_queue_after_it():
+    made = load_config("ppo_trainer", ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model",
+                                       *STREAM, "data.train_batch_size=4"])  # fmt: skip
+    state = RunState(made, reward=lambda batch: {}, total_steps=9, step=5)
+    queue, drawn = GroupQueue(FullyAsyncSchedule.bound(made), 5, 20), Drawn()
+    queue.counts["filtered"] = 1000
+    queue.admit(DataProto.from_dict(tensors={"prompts": torch.ones(1, 2)}))
+    schedule = FullyAsyncSchedule()
+    schedule.carry_on(carried_groups(queue, drawn, ()), state)
+    check_not_starved(schedule._queue, schedule._lost, state.open(6))
+
+
+def test_groups_of_which_one_tells_more_than_another_are_one_batch():
+    """The reason why a conversation ended, or a detail of the score, is a column of those groups that have one."""
+    parts = [
+        DataProto.from_dict(
+            {"responses": torch.full((2, 1), row), **more}, {"uid": np.array(["a", "a"], dtype=object), **columns}
+        )
+        for row, more, columns in (
+            (0, {"rm_scores": torch.ones(2, 1)}, {"ended": np.array(["limit", None], dtype=object)}),
+            (1, {}, {"acc": np.array([1.0, 0.0], dtype=object)}),
+        )
+    ]
+    batch = together(parts)
+    assert batch.non_tensor_batch["ended"].tolist() == ["limit", None, None, None]
+    assert batch.non_tensor_batch["acc"].tolist() == [None, None, 1.0, 0.0]
+    assert set(batch.batch.keys()) == {"responses"}
+    assert batch.batch["responses"].flatten().tolist() == [0, 0, 1, 1]
+    assert "acc" not in parts[0].non_tensor_batch
+
+
+class Slow:
+    """A sampler's handle: each call ends when the test says so."""
+
+    def __init__(self):
+        self.go, self.cancelled = threading.Event(), 0
+
+    async def call(self, method, asked):
+        try:
+            while not self.go.is_set():
+                await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.05)  # a call of a worker is cancelled there
+            self.cancelled += 1
+            raise
+        raise RolloutError("no answer")
+
+
+def test_groups_in_flight_are_waited_for_amid_a_step_even_after_a_signal_and_cancelled_at_the_end():
+    config = load_config("ppo_trainer", ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"])
+    ctx = RunState(config, reward=lambda batch: {}, total_steps=9).open(3)
+    prompt = DataProto.from_dict(non_tensors={"uid": np.array(["a"], dtype=object)})
+    slow = Slow()
+    beside = Beside({"rollout": SimpleNamespace(group=SimpleNamespace(handle=lambda rank: slow))}, limit=2)
+    beside.begin({0: prompt, 1: prompt}, ctx)
+    ctx.stop.signal = signal.SIGTERM
+    assert beside.results(ctx, wait=True) == [] and beside.in_flight == 2
+    threading.Timer(0.3, slow.go.set).start()
+    assert beside.results(ctx, wait=True, may_stop=False)[0].why == "failed"
+    slow.go.clear()
+    beside.begin({2: prompt}, ctx)
+    time.sleep(0.1)
+    beside.close()
+    assert slow.cancelled == 1 and not [one for one in threading.enumerate() if one.name == "verl-groups"]
 
 
 def test_groups_without_signal_make_room_for_others_and_a_queue_of_them_alone_is_one_error(tmp_path, monkeypatch):

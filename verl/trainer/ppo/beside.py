@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from contextlib import suppress
 from typing import Protocol
 
@@ -43,11 +43,12 @@ class Sampling(Protocol):
     def begin(self, prompts: Mapping[int, DataProto], ctx: StepContext) -> None:
         """Begin groups, by number."""
 
-    def results(self, ctx: StepContext, wait: bool) -> list[Done]:
+    def results(self, ctx: StepContext, wait: bool, may_stop: bool = True) -> list[Done]:
         """Groups that ended since the last call; their metrics go into ``ctx``.
 
         Args:
-            wait: until there is one, or the run is to stop.
+            wait: until there is one.
+            may_stop: do not wait where the run is to stop.
         """
 
     def close(self) -> None:
@@ -79,7 +80,7 @@ class InTurn:
             self._done.append(judged(number, samples.slice(place * each, (place + 1) * each), half))
         ctx.take_in(half)
 
-    def results(self, ctx: StepContext, wait: bool) -> list[Done]:
+    def results(self, ctx: StepContext, wait: bool, may_stop: bool = True) -> list[Done]:
         done, self._done = self._done, []
         return done
 
@@ -98,7 +99,7 @@ class Beside:
     def __init__(self, roles: Roles, limit: int):
         self.roles, self._handle = roles, roles["rollout"].group.handle(0)
         self._done: queue.SimpleQueue[tuple[Done, StepContext, BaseException | None]] = queue.SimpleQueue()
-        self._scorer = ThreadPoolExecutor(1, thread_name_prefix="verl-score")
+        self._scorer = futures.ThreadPoolExecutor(1, thread_name_prefix="verl-score")
         self._loop = asyncio.new_event_loop()
         # Taken by each group's coroutine in this loop's thread, in order of admission; released with its answer.
         self._slots = asyncio.Semaphore(limit)
@@ -121,11 +122,11 @@ class Beside:
             accounting.ask(asked, half)
             asyncio.run_coroutine_threadsafe(self._group(number, asked, half), self._loop)
 
-    def results(self, ctx: StepContext, wait: bool) -> list[Done]:
+    def results(self, ctx: StepContext, wait: bool, may_stop: bool = True) -> list[Done]:
         done: list[Done] = []
         if wait and self.in_flight:
             with ctx.timed("wait_for_samples"):
-                while self._done.empty() and not ctx.stop.requested:
+                while self._done.empty() and not (may_stop and ctx.stop.requested):
                     with suppress(queue.Empty):
                         done.append(self._entered(*self._done.get(timeout=LOOK_SECONDS), ctx))
                         break
@@ -143,6 +144,7 @@ class Beside:
         if not self.in_flight:
             self._since = time.monotonic()
         ctx.metrics.merge(half.metrics)
+        ctx.sample_info = {**ctx.sample_info, **half.sample_info}
         self._failed_in_a_row = self._failed_in_a_row + 1 if error is not None else 0
         if error is not None:
             if not isinstance(error, RolloutError) or self._failed_in_a_row >= FAILURES:
@@ -166,11 +168,18 @@ class Beside:
         return judged(number, stages.score(samples, self.roles, half), half)
 
     def close(self) -> None:
-        def cancel_all() -> None:
-            for task in asyncio.all_tasks(self._loop):
-                task.cancel()
-            self._loop.call_soon(self._loop.stop)
-
-        self._loop.call_soon_threadsafe(cancel_all)
-        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            futures.wait([asyncio.run_coroutine_threadsafe(_end_others(), self._loop)], CLOSE_SECONDS)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLOSE_SECONDS)
+        if not self._thread.is_alive():
+            self._loop.close()
         self._scorer.shutdown(wait=False, cancel_futures=True)
+
+
+async def _end_others() -> None:
+    """Cancel what runs in this loop, and let it clean up: a call of a worker is cancelled there, too."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

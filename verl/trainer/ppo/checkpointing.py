@@ -31,6 +31,7 @@ from verl.single_controller.base import Roles
 from verl.trainer import rng
 from verl.trainer.ppo.context import RunState
 from verl.trainer.ppo.stages import PromptSource
+from verl.trainer.ppo.unfinished import PROMPTS, ROWS
 
 SURPLUS, REFERENCE, BATCH = "surplus", "ref", "batch"
 
@@ -202,8 +203,12 @@ class RunCheckpoints:
         batches = {name: DataProto.load_from_disk(str(folder / name / BATCH)) for name in saved}
         if SURPLUS in batches:
             self.run.pool.add(batches.pop(SURPLUS))
+        in_work = [len(batches[name]) for name in (ROWS, PROMPTS) if name in batches]
         if self.run.unfinished is not None:
             self.run.unfinished.load_state(batches)
+        elif in_work:
+            why = "responses in work and prompts that waited for them, which are left out of this epoch"
+            notice("actor_rollout_ref.rollout.keep_unfinished", f"the resumed run had {sum(in_work)} rows of {why}")
         self.schedule.carry_on(batches, self.run)
         self._saved, self.resumed = (self.run.step, folder), True
         notice("trainer.resume_mode", f"continues from {folder}")

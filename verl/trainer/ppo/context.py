@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -67,7 +67,7 @@ class SamplePool:
         """All samples in the pool, or None; the pool keeps them."""
         if not self._parts:
             return None
-        return self._parts[0] if len(self._parts) == 1 else DataProto.concat(self._parts)
+        return self._parts[0] if len(self._parts) == 1 else together(self._parts)
 
     def keep_only(self, rows: np.ndarray) -> None:
         """Keep these rows (indices), in their order, and drop the others."""
@@ -83,6 +83,24 @@ class SamplePool:
         self._parts = [rest] if len(rest) else []
         batch.meta_info = dict(batch.meta_info)
         return batch
+
+
+def together(parts: Sequence[DataProto]) -> DataProto:
+    """Samples of several calls of the sampler as one batch, which has the columns of every part.
+
+    A part lacks a column where nothing happened that it tells of (``agent_error``, why a conversation ``ended``, a
+    detail of the score): None stands there. A tensor is kept where all parts have it.
+    """
+    names = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)
+    tensors = [set[str]() if part.batch is None else set(part.batch.keys()) for part in parts]
+    shared, alike = set.intersection(*tensors), []
+    for part, there in zip(parts, tensors):
+        lacks = {name: np.full(len(part), None, dtype=object) for name in names if name not in part.non_tensor_batch}
+        if lacks or there != shared:
+            part = part.select(batch_keys=sorted(shared))
+            part.non_tensor_batch = {**part.non_tensor_batch, **lacks}
+        alike.append(part)
+    return DataProto.concat(alike)
 
 
 @dataclass

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.protocol import DataProto
 from verl.protocol.fields import declared_field
 from verl.trainer.ppo import stages
-from verl.trainer.ppo.context import ABOUT_THE_REQUEST, StepContext
+from verl.trainer.ppo.context import ABOUT_THE_REQUEST, StepContext, together
 from verl.trainer.ppo.queue import GroupQueue, QueuedGroup, oldest_version
 from verl.trainer.ppo.stages import PromptSource
 
@@ -124,7 +124,7 @@ def carried_groups(queue: GroupQueue, drawn: Drawn, details: Sequence[str]) -> d
     parts = {}
     for name, groups in ((FINISHED, finished), (PROMPTS, [*unfinished, *drawn.left])):
         if groups:
-            parts[name] = DataProto.concat(groups)
+            parts[name] = together(groups)
             parts[name].meta_info = {**parts[name].meta_info, STATE: state}
     return parts
 
@@ -145,6 +145,37 @@ def groups_carried(parts: Mapping[str, DataProto], queue: GroupQueue, drawn: Dra
     prompts = [None if place >= 0 else next(waiting) for _, _, place in state["entries"]]
     drawn.left = deque(rows[state["unfinished"] :])
     return queue.load_state_dict(state, prompts, samples), state["details"]
+
+
+def samples_of_queue(parts: Mapping[str, DataProto]) -> tuple[DataProto | None, int]:
+    """The samples in a checkpoint of `carried_groups`, and how many prompts it has besides, for a run without queue."""
+    samples, prompts = parts.get(FINISHED), parts.get(PROMPTS)
+    if samples is not None:
+        samples = samples.select()
+        samples.meta_info = {name: value for name, value in samples.meta_info.items() if name != STATE}
+    return samples, 0 if prompts is None else len(prompts)
+
+
+def check_in_time(queue: GroupQueue) -> None:
+    """What a checkpoint had in its queue can be trained on within this run's bound, which may be another one.
+
+    Raises:
+        ConfigError: it cannot, so the run would stop or wait for ever.
+    """
+    bound, step = queue.bound, queue.step
+    if bound.overdue != "wait" and not bound.in_order:
+        return  # it drops what is too old, or trains on it
+    versions = [entry.version if entry.is_complete else step for entry in queue]
+    versions = versions if bound.in_order else sorted(versions)
+    worst = max((step + place // bound.groups - version for place, version in enumerate(versions)), default=0)
+    if worst > bound.allowed:
+        raise ConfigError(
+            f"the checkpoint has {len(queue)} groups in its queue, of which one would be trained on {worst} versions "
+            f"late: this run allows {bound.allowed}",
+            key="trainer.resume_changed",
+            got="accept",
+            fix="Give the queue's settings of before, or go on under trainer.v1.trainer_mode=sync.",
+        )
 
 
 class Report:

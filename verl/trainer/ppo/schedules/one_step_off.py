@@ -57,6 +57,7 @@ class OneStepOffSchedule(SyncSchedule):
     def _batch_of(self, source: PromptSource, roles: Roles, ctx: StepContext) -> DataProto:
         """What was collected ahead for this step; the first step of a run collects its own."""
         if self._ahead is None:
+            staleness.evict(ctx, BOUND)  # of a queue that a checkpoint had
             with ctx.stop.droppable():
                 return collect(source, roles, ctx)
         half, batch = self._ahead
@@ -75,7 +76,7 @@ class OneStepOffSchedule(SyncSchedule):
     def carry_on(self, parts: Mapping[str, DataProto], run: RunState) -> None:
         """Continue with what `carried` returned."""
         if AHEAD not in parts:
-            return
+            return super().carry_on(parts, run)
         batch, half = parts[AHEAD], run.open(run.step + 1)
         half.load_state_dict(batch.meta_info.pop(CONTEXT), batch)
         self._ahead = half, batch

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+
+import numpy as np
 
 from verl.config import PPOTrainerConfig
 from verl.metrics import notice
@@ -19,10 +22,10 @@ from verl.single_controller.base import Roles
 from verl.trainer.placement import topology_of
 from verl.trainer.ppo import accounting, stages, staleness
 from verl.trainer.ppo.beside import Beside, InTurn, Sampling
-from verl.trainer.ppo.context import RunState, StepContext
-from verl.trainer.ppo.groups import Drawn, Report, carried_groups, check_not_starved, groups_carried
+from verl.trainer.ppo.context import RunState, StepContext, together
+from verl.trainer.ppo.groups import Drawn, Report, carried_groups, check_in_time, check_not_starved, groups_carried
 from verl.trainer.ppo.queue import GroupQueue, QueueBound, QueuedGroup
-from verl.trainer.ppo.schedules.sync import SyncSchedule
+from verl.trainer.ppo.schedules.sync import AHEAD, RESUMED, SyncSchedule
 from verl.trainer.ppo.stages import PromptSource
 from verl.trainer.ppo.step import learn
 
@@ -45,31 +48,35 @@ class QueueSchedule(SyncSchedule):
         self._drawn, self._again = Drawn(), list[int]()
         self._run: RunState | None = None
         self._lost = 0
+        self._details: dict[str, None] = {}
+        """What the scorer returned besides the scores, for any group."""
 
     def step(self, source: PromptSource, roles: Roles, ctx: StepContext) -> DataProto:
         """One training step, chunk after chunk."""
         self.settle(roles, ctx)
         queue, sampling = self._opened(roles, ctx)
         queue.publish(ctx.step - 1)
-        report, parts, bound = Report(queue, self.prefix, sampling.idle_seconds), [], queue.bound
+        report, parts, bound = Report(queue, self.prefix, sampling.idle_seconds), list[DataProto](), queue.bound
         for left in reversed(range(bound.groups // bound.chunk)):
             ctx.goes_on = left > 0
-            taken = self._next_chunk(source, queue, sampling, ctx)
+            # Nothing is saved between two chunks: once the first one changed the weights, the step goes on to its end.
+            taken = self._next_chunk(source, queue, sampling, ctx, may_stop=not parts)
             report.trained(taken, ctx.step - 1)
-            chunk = DataProto.concat([entry.samples for entry in taken])
+            chunk = together([entry.samples for entry in taken])
             accounting.batched(chunk, ctx)
             staleness.check(chunk, ctx, bound.enforced)
             parts.append(learn(chunk, roles, ctx, self.stages))
         report.add_to(ctx, sampling.idle_seconds)
-        ctx.sample_info = ctx.pool.sample_info
-        return parts[0] if len(parts) == 1 else DataProto.concat(parts)
+        ctx.sample_info = {name: [] for name in self._details}
+        return parts[0] if len(parts) == 1 else together(parts)
 
     def publish(self, roles: Roles, ctx: StepContext) -> None:
         """The sampler generates with the updated policy from here on."""
-        waits = ctx.config.actor_rollout_ref.rollout.requests_at_update == "wait"
-        if self._queue is not None and self._sampling is not None and waits:
-            while self._sampling.in_flight and not ctx.stop.requested:
-                self._take_in(self._queue, self._sampling, ctx, wait=True)
+        # After the last step only groups that were dropped meanwhile are in flight, and the ledger hears of their end.
+        waits, is_last = ctx.config.actor_rollout_ref.rollout.requests_at_update == "wait", ctx.step >= ctx.total_steps
+        if self._queue is not None and self._sampling is not None and (waits or is_last):
+            while self._sampling.in_flight and (is_last or not ctx.stop.requested):
+                self._take_in(self._queue, self._sampling, ctx, wait=True, may_stop=not is_last)
         super().publish(roles, ctx)
 
     def close(self) -> None:
@@ -100,11 +107,11 @@ class QueueSchedule(SyncSchedule):
         return Beside(roles, limit=each * len(topology_of(ctx.config).replicas))
 
     def _next_chunk(
-        self, source: PromptSource, queue: GroupQueue, sampling: Sampling, ctx: StepContext
+        self, source: PromptSource, queue: GroupQueue, sampling: Sampling, ctx: StepContext, may_stop: bool
     ) -> list[QueuedGroup]:
         """The groups that the step trains on next; samples, or waits for them."""
-        with ctx.stop.droppable():
-            while not ctx.stop.requested:
+        with ctx.stop.droppable() if may_stop else nullcontext():
+            while not (may_stop and ctx.stop.requested):
                 self._admit(source, queue, sampling, ctx)
                 self._take_in(queue, sampling, ctx, wait=False)
                 for late in queue.drop_overdue():
@@ -113,7 +120,7 @@ class QueueSchedule(SyncSchedule):
                 if queue.is_ready():
                     break
                 check_not_starved(queue, self._lost, ctx)
-                self._take_in(queue, sampling, ctx, wait=True)
+                self._take_in(queue, sampling, ctx, wait=True, may_stop=may_stop)
         self._lost = queue.lost
         return queue.take()
 
@@ -123,9 +130,13 @@ class QueueSchedule(SyncSchedule):
         prompts = [self._drawn.next(source) for _ in range(min(queue.room(), needed))]
         sampling.begin({queue.admit(prompt): prompt for prompt in prompts}, ctx)
 
-    def _take_in(self, queue: GroupQueue, sampling: Sampling, ctx: StepContext, wait: bool) -> None:
+    def _take_in(
+        self, queue: GroupQueue, sampling: Sampling, ctx: StepContext, wait: bool, may_stop: bool = True
+    ) -> None:
         """Enter groups that ended since the last time."""
-        for done in sampling.results(ctx, wait):
+        ended = sampling.results(ctx, wait, may_stop)
+        self._details |= dict.fromkeys(ctx.sample_info)
+        for done in ended:
             if done.why:
                 queue.lose(done.number, done.why)
                 if done.why == "failed":
@@ -145,11 +156,18 @@ class QueueSchedule(SyncSchedule):
         """Finished groups, and the prompts of the others and of those that were drawn and not admitted."""
         if self._queue is None or self._run is None:
             return {}
-        return carried_groups(self._queue, self._drawn, list(self._run.pool.sample_info))
+        return carried_groups(self._queue, self._drawn, list(self._details))
 
     def carry_on(self, parts: Mapping[str, DataProto], run: RunState) -> None:
         """Continue with what `carried` returned: unfinished groups are sampled from their prompts again."""
         bound = self.bound(run.config)
+        waiting = len(run.pool) + len(parts.get(AHEAD, ()))
+        if waiting:  # of a run under another schedule
+            why = f"{waiting} samples that waited for the next step are dropped: no queue admitted them"
+            notice(RESUMED, f"{why}; a step under trainer.v1.trainer_mode=sync would train on them")
+            run.pool.keep_only(np.arange(0))
         self._queue, self._run = GroupQueue(bound, run.step, run.step * bound.groups), run
         self._again, details = groups_carried(parts, self._queue, self._drawn)
-        run.pool.sample_info = {name: [] for name in details}
+        self._queue.trained = run.step * bound.groups  # the steps of the run before may have had another size
+        check_in_time(self._queue)
+        self._lost, self._details = self._queue.lost, dict.fromkeys(details)

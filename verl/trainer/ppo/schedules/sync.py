@@ -15,6 +15,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base import Roles
 from verl.trainer.ppo import staleness
 from verl.trainer.ppo.context import RunState, StepContext
+from verl.trainer.ppo.groups import samples_of_queue
 from verl.trainer.ppo.stages import PromptSource
 from verl.trainer.ppo.step import Stage, collect, learn
 from verl.workers.model import ModelRole
@@ -22,6 +23,8 @@ from verl.workers.sending import SyncResult
 
 AHEAD = "ahead"
 """The part of a checkpoint with the batch that another schedule has sampled for the next step."""
+RESUMED = "trainer.v1.trainer_mode, resumed run"
+"""Key of what is said of a run that goes on under another schedule."""
 
 
 class SyncSchedule:
@@ -90,8 +93,15 @@ class SyncSchedule:
     def carry_on(self, parts: Mapping[str, DataProto], run: RunState) -> None:
         """Continue with what `carried` returned, perhaps in a run under another schedule; nothing sampled is lost."""
         if AHEAD in parts:
-            notice("trainer.v1.trainer_mode", "the first batch is the one that the resumed run had sampled ahead")
+            notice(RESUMED, "the first batch is the one that the run had sampled ahead")
             run.pool.add(parts[AHEAD])
+        groups, num_prompts = samples_of_queue(parts)
+        if groups is not None:
+            notice(RESUMED, f"the first {len(groups)} samples are those that waited in its queue")
+            run.pool.add(groups)
+        if num_prompts:
+            why = "were drawn from the data and not sampled to their end, and are left out of this epoch"
+            notice(f"{RESUMED}, prompts", f"{num_prompts} prompts {why}")
 
 
 def _admit(roles: Roles, sent: list[SyncResult], version: int) -> None:
