@@ -139,6 +139,9 @@ PPO_RUNS = {
         "algorithm.adv_estimator=grpo",
         "trainer.total_training_steps=1",
         "algorithm.rollout_is_threshold=2.0",
+        "skip.rollout.enable=true",
+        "skip.rollout.dump_dir=samples",
+        "skip.rollout.steps=[1]",
     ],
     "the newer form of it, inside the loss": [
         "algorithm.adv_estimator=grpo",

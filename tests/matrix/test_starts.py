@@ -11,8 +11,6 @@ import itertools
 import json
 from pathlib import Path
 
-import pytest
-
 from tests.dist.group import run_cells
 from tests.matrix.cells import outcomes
 
@@ -137,7 +135,6 @@ def disagreeing(cells, answers) -> list[str]:
     return told
 
 
-@pytest.mark.timeout(600)
 def test_what_resolves_starts_and_what_is_refused_does_not_on_two_ranks(tmp_path):
     covering = pairs(WORKING)
     chosen = [words_of(cell) for cell in covering]
@@ -152,7 +149,6 @@ def test_what_resolves_starts_and_what_is_refused_does_not_on_two_ranks(tmp_path
     assert len(cells) >= 50 and refused >= 25
 
 
-@pytest.mark.timeout(600)
 def test_what_resolves_starts_and_what_is_refused_does_not_in_one_process(tmp_path):
     cells = [("ppo_trainer", words, True) for words in ALONE]
     cells += [("ppo_trainer", words, False) for words in ASKED_OTHERWISE]

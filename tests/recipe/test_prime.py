@@ -267,7 +267,7 @@ def test_the_script_spells_settings_that_are_there_as_upstream_does(here, projec
         (["reward_model.model.ref_path=./nowhere"], [f"{IMPLICIT}.ref_path", "no such model folder"]),
         (["reward.reward_model.enable=false"], [f"{RM}.enable", "does not run without its reward model"]),
         (["algorithm.adv_estimator=grpo"], ["algorithm.adv_estimator", "reads no process rewards", "leave_one_out"]),
-        (["trainer.v1.trainer_mode=syn"], ["trainer.v1.trainer_mode", "unknown schedule", "Allowed: sync"]),
+        (["trainer.v1.trainer_mode=syn"], ["trainer.v1.trainer_mode", "unknown schedule", "Did you mean 'sync'?"]),
         (["trainer.v1.trainer_mode=sync"], ["trainer.v1.trainer_mode", "recipe.prime.schedule:PrimeSchedule"]),
         (["actor_rollout_ref.rollout.n=1"], ["actor_rollout_ref.rollout.n", "there must be several"]),
         (["reward_model.mini_batch_size=3"], [f"{IMPLICIT}.mini_batch_size", "a divisor of 4"]),
