@@ -7,8 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+_MODE, _GEN, _TRAIN = "trainer.v1.trainer_mode", "data.gen_batch_size", "data.train_batch_size"
+_HYBRID, _NODES = "actor_rollout_ref.hybrid_engine", "actor_rollout_ref.rollout.nnodes"
 NULL = ("data_loader_seed", "min_lr_ratio")
 """Last names of settings that are null in files of upstream's older releases, and mean their default."""
+QUEUES = ("colocate_async", "separate_async")
+"""Schedules that take prompts one by one out of what is drawn at once, besides fully_async."""
 
 
 @dataclass(frozen=True)
@@ -22,31 +26,40 @@ class Implied:
 
 
 def implied(given: Mapping[str, Any], usual: Callable[[str], Any]) -> Iterator[Implied]:
-    """All of an RL run: without group filtering a step trains on what it samples, so one number says both.
+    """All of an RL run.
 
     Args:
         given: raw value of every setting that somebody set.
         usual: the default of a setting.
     """
-    streamed = _streamed(given, usual)
-    if streamed is not None:
-        if str(given.get("data.train_batch_size")) != str(streamed.value):
-            yield streamed
-        return
-    gen, train, switch = "data.gen_batch_size", "data.train_batch_size", "algorithm.filter_groups.enable"
-    size = given.get(gen)
+    mode = str(given.get(_MODE, usual(_MODE)))
+    if mode == "separate_async":
+        yield from _apart(given, usual)
+    if mode == "fully_async":
+        yield from _streamed(given, usual)
+    elif mode not in QUEUES:
+        yield from _sampled(given, usual)
+
+
+def _sampled(given: Mapping[str, Any], usual: Callable[[str], Any]) -> Iterator[Implied]:
+    """Without group filtering a step trains on what it samples, so one number says both; a queue has the two apart."""
+    size, switch = given.get(_GEN), "algorithm.filter_groups.enable"
     if size is None or "${" in str(size) or not _is_off(given.get(switch, usual(switch))):
         return
-    if str(size) != str(given.get(train, usual(train))):
-        why = f"every step samples and trains on these prompts, without {switch}=true, and {train} has no effect"
-        yield Implied(train, size, gen, why)
+    if str(size) != str(given.get(_TRAIN, usual(_TRAIN))):
+        why = f"every step samples and trains on these prompts, without {switch}=true, and {_TRAIN} has no effect"
+        yield Implied(_TRAIN, size, _GEN, why)
 
 
-def _streamed(given: Mapping[str, Any], usual: Callable[[str], Any]) -> Implied | None:
+def _apart(given: Mapping[str, Any], usual: Callable[[str], Any]) -> Iterator[Implied]:
+    """separate_async: nodes of the samplers are a pool of their own; other schedules also need the switch."""
+    nodes = str(given.get(_NODES, usual(_NODES)))
+    if nodes.isdigit() and int(nodes) > 0 and not _is_off(given.get(_HYBRID, usual(_HYBRID))):
+        yield Implied(_HYBRID, False, _NODES, f"under separate_async they are the samplers' own: {_HYBRID}=false")
+
+
+def _streamed(given: Mapping[str, Any], usual: Callable[[str], Any]) -> Iterator[Implied]:
     """fully_async: what a step trains on; the number of prompts says so in no other schedule."""
-    mode, train = "trainer.v1.trainer_mode", "data.train_batch_size"
-    if str(given.get(mode, usual(mode))) != "fully_async":
-        return None
     factors = (
         "async_training.trigger_parameter_sync_step",
         "async_training.require_batches",
@@ -54,10 +67,11 @@ def _streamed(given: Mapping[str, Any], usual: Callable[[str], Any]) -> Implied 
     )
     numbers = [str(given.get(key, usual(key))) for key in factors]
     if not all(number.isdigit() for number in numbers):
-        return None
+        return
     size = math.prod(int(number) for number in numbers)
-    why = f"a step of fully_async trains on {' x '.join(numbers)} = {size} prompts ({', '.join(factors)})"
-    return Implied(train, size, mode, why)
+    if str(given.get(_TRAIN)) != str(size):
+        why = f"a step of fully_async trains on {' x '.join(numbers)} = {size} prompts ({', '.join(factors)})"
+        yield Implied(_TRAIN, size, _MODE, why)
 
 
 def left_open(given: Mapping[str, Any], usual: Callable[[str], Any]) -> list[str]:

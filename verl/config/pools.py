@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.checks import Problems, in_range, one_of
+from verl.config.node import was_typed
 from verl.config.root import PPOTrainerConfig
 from verl.errors import ConfigError
+from verl.metrics import notice
 
 GLOBAL_POOL, REWARD_POOL, ROLLOUT_POOL = "global_pool", "reward_pool", "rollout_pool"
 POOLED_ROLES = ["critic", "ref", "rm", "rollout"]
@@ -131,6 +133,14 @@ def _own_pool_of_samplers(cfg: PPOTrainerConfig, named: bool) -> Problems:
         fix = f"Set {_A}.hybrid_engine=false for a pool of their own, or leave it out."
         return [ConfigError(message, key=key, got=nodes, allowed=[0], fix=fix)]
     return []
+
+
+def tell(cfg: PPOTrainerConfig) -> None:
+    """A notice of the size of a pool that there is not."""
+    rollout, key = cfg.actor_rollout_ref.rollout, f"{_R}.n_gpus_per_node"
+    shared = rollout.nnodes == 0 and rollout.n_gpus_per_node != cfg.trainer.n_gpus_per_node
+    if shared and was_typed(rollout, "n_gpus_per_node"):
+        notice(key, f"has no effect with {_R}.nnodes=0")
 
 
 def _of_reward_model(cfg: PPOTrainerConfig) -> PoolSpec | None:

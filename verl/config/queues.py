@@ -102,17 +102,13 @@ def _groups(cfg: PPOTrainerConfig) -> Problems:
     if cfg.skip.rollout.enable:
         message = f"skip.rollout replays batches of a step, and {_MODE}={mode} trains from a queue of groups"
         problems.append(ConfigError(message, key="skip.rollout.enable", got=True, fix=f"Set {_MODE}=sync."))
-    if rollout.free_cache_engine and samples_beside(cfg):
-        message = "samplers that work while the trainers train cannot free their memory for them"
-        fix = "Leave it out."
-        problems.append(ConfigError(message, key=f"{_R}.free_cache_engine", got=True, fix=fix))
     return problems
 
 
 def samples_beside(cfg: PPOTrainerConfig) -> bool:
-    """Whether the samplers have processes of their own."""
+    """Whether groups are sampled while the trainers train: there is a queue, and the samplers have a pool of their own."""
     pools = Pools.of(cfg)
-    return pools.of_role("rollout") != pools.of_role("actor")
+    return of_schedule(cfg).queue and pools.of_role("rollout") != pools.of_role("actor")
 
 
 def tell(cfg: PPOTrainerConfig) -> None:
@@ -125,6 +121,9 @@ def tell(cfg: PPOTrainerConfig) -> None:
         shared = ["concurrent_samples_per_replica"] if has_queue else []
         names = [name for name in changed_names(cfg.async_training) if name not in shared]
         _no_effect(_ASYNC, names, f"has no effect with {_MODE}={mode}")
+    if cfg.actor_rollout_ref.rollout.free_cache_engine and samples_beside(cfg):
+        why = f"has no effect: under {_MODE}={mode} samplers in a pool of their own sample while the trainers train"
+        notice(f"{_R}.free_cache_engine", why)
     rules = changed_names(v1.sampler)
     if not has_queue:
         _no_effect(_RULES, rules, f"has no effect with {_MODE}={mode}, which has no queue")

@@ -20,9 +20,12 @@ from safetensors.torch import load_file
 
 from tests.trainer.ppo.small_runs import Seen, prepare, train
 from verl.config import load_config
+from verl.config.pools import Pools, PoolSpec
 from verl.errors import ConfigError, DataError, RolloutError
 from verl.metrics import notices, reset_notices
 from verl.protocol import DataProto
+from verl.single_controller.base import Role
+from verl.trainer.build import worker_arguments
 from verl.trainer.ppo.beside import Beside
 from verl.trainer.ppo.context import RunState, together
 from verl.trainer.ppo.groups import Drawn, carried_groups, check_not_starved
@@ -91,7 +94,8 @@ def test_which_version_draws_what_follows_from_counts(stream):
 
 
 def test_a_batch_of_warm_up_makes_samples_one_version_old_and_another_half_makes_some_two():
-    one = train(*BASE, f"{MODE}=separate_async", "actor_rollout_ref.actor.ppo_mini_batch_size=1")
+    single = ("actor_rollout_ref.actor.ppo_mini_batch_size=1", "data.gen_batch_size=1")
+    one = train(*BASE, f"{MODE}=separate_async", *single)
     assert versions(one) == [[0] * 4, [0] * 4, [1] * 4, [2] * 4]
     more = train(*BASE, f"{MODE}=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=1.5")
     assert versions(more) == [[0] * 4, [0] * 4, [0, 0, 1, 1], [1, 1, 2, 2]]
@@ -285,3 +289,30 @@ def test_the_bounds_that_settings_mean():
     rules = ("trainer.v1.sampler.order=completion", "trainer.v1.sampler.max_off_policy_threshold=3")
     loose = bound(ColocateAsyncSchedule, f"{MODE}=colocate_async", *sized, *rules)
     assert loose == QueueBound(64, 64, 1, staleness=3, in_order=False, overdue="drop") and loose.allowed == 3
+
+
+def test_nodes_of_the_samplers_are_a_pool_of_their_own_under_separate_async_and_keep_their_caches():
+    """And a batch of prompts to draw from says nothing of the batch to train on."""
+    needed = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model", "trainer.runtime=ray"]
+    sized = ["data.train_batch_size=4", "data.gen_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=1"]
+    rollout = "actor_rollout_ref.rollout"
+    pool = [f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=2", f"{rollout}.free_cache_engine=true",
+            f"{rollout}.checkpoint_engine.backend=gloo"]  # fmt: skip
+    reset_notices()
+    config = load_config("ppo_trainer", [*needed, *sized, f"{MODE}=separate_async", *pool])
+    assert Pools.of(config).of_role("rollout") == PoolSpec("rollout_pool", (2,)) and config.data.train_batch_size == 4
+    assert "hybrid_engine=false" in notices()[f"{rollout}.nnodes"]
+    assert "sample while the trainers train" in notices()[f"{rollout}.free_cache_engine"]
+    sampler = worker_arguments(config, Role.Rollout, 1, "cpu")["config"]
+    assert sampler.rollout.free_cache_engine is False and SeparateAsyncSchedule().steps_of(config, 64) == 16
+    with pytest.raises(ConfigError, match="have no nodes of their own to fill"):
+        load_config("ppo_trainer", [*needed, *pool])
+
+
+def test_settings_of_another_schedule_are_worth_a_notice_each():
+    needed = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
+    others = ["trainer.v1.separate_async.parameter_sync_step=3", "trainer.v1.colocate_async.num_warmup_batches=2",
+              "actor_rollout_ref.rollout.n_gpus_per_node=2"]  # fmt: skip
+    reset_notices()
+    load_config("ppo_trainer", [*needed, *others])
+    assert all("has no effect with" in notices()[word.partition("=")[0]] for word in others)

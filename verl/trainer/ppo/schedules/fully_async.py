@@ -29,11 +29,6 @@ class FullyAsyncSchedule(QueueSchedule):
         in_order, overdue = rules.order == "admission", rules.max_off_policy_strategy
         return QueueBound(config.data.train_batch_size, chunk, ahead, in_order=in_order, overdue=overdue)
 
-    def steps_of(self, config: PPOTrainerConfig, batches: int) -> int:
-        """Steps in an epoch of the loader, whose batches are of another size."""
-        return max(1, batches * (config.data.gen_batch_size or config.data.train_batch_size)
-                   // config.data.train_batch_size)  # fmt: skip
-
     def length_of(self, config: PPOTrainerConfig, steps_per_epoch: int) -> int:
         """Ends after ``async_training.total_rollout_steps`` prompts, if not earlier."""
         usual, prompts = super().length_of(config, steps_per_epoch), config.async_training.total_rollout_steps

@@ -51,6 +51,11 @@ class QueueSchedule(SyncSchedule):
         self._details: dict[str, None] = {}
         """What the scorer returned besides the scores, for any group."""
 
+    def steps_of(self, config: PPOTrainerConfig, batches: int) -> int:
+        """Steps in an epoch of the loader, whose batches may be of another size."""
+        return max(1, batches * (config.data.gen_batch_size or config.data.train_batch_size)
+                   // config.data.train_batch_size)  # fmt: skip
+
     def step(self, source: PromptSource, roles: Roles, ctx: StepContext) -> DataProto:
         """One training step, chunk after chunk."""
         self.settle(roles, ctx)
