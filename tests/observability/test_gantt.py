@@ -75,6 +75,21 @@ def test_spans_of_two_threads_are_kept_apart_and_written_at_once(tmp_path, capsy
         assert said in capsys.readouterr().err
 
 
+def test_groups_that_one_thread_samples_at_once_are_lanes_and_no_stages_of_that_thread(tmp_path):
+    spans = Spans()
+    spans.record_in(tmp_path)
+    first, second = spans.apart("gen", 1, "group 0"), spans.apart("gen", 2, "group 1")
+    first.__enter__()
+    second.__enter__()
+    assert spans.open() == []
+    first.__exit__(None, None, None)  # ends before the one that began later
+    second.__exit__(None, None, None)
+    spans.flush()
+    one, other = read_spans(tmp_path)
+    assert (one.thread, one.step, other.thread, other.step) == ("group 0", 1, "group 1", 2)
+    assert one.begin <= other.begin <= one.end <= other.end
+
+
 def test_a_trace_that_cannot_be_written_is_given_up_and_the_run_goes_on(tmp_path, caplog):
     reset_notices()
     spans = Spans()

@@ -77,6 +77,17 @@ class Spans:
         finally:
             self._leave(one)
 
+    @contextmanager
+    def apart(self, stage: str, step: int, lane: str) -> Iterator[None]:
+        """As `span`, of work that shares its thread with other work: ``lane`` is its name, and `open` has it not."""
+        begin = now()
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._path is not None:
+                    self._done.append(Span(stage, step, lane, begin, now()))
+
     def _enter(self, stage: str, step: int) -> Span:
         ident, one = threading.get_ident(), Span(stage, step, threading.current_thread().name, now())
         with self._lock:

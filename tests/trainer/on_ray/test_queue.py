@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from verl.observability.gantt import busy_seconds, by_role
+from verl.observability.spans import read_spans
+
 STREAM = (
     "trainer.v1.trainer_mode=fully_async",
     "async_training.staleness_threshold=0.5",
@@ -28,7 +31,7 @@ def in_turn(train):
 
 def test_groups_that_are_sampled_beside_training_have_the_numbers_of_one_process(train, in_turn):
     """Updates wait for the groups that were admitted, so which version draws what is a matter of counts."""
-    beside = train("stream_beside", 3, *STREAM, *OWN_POOL)
+    beside = train("stream_beside", 3, *STREAM, *OWN_POOL, "trainer.trace=true")
     shown = ("input", "output", "score")
     ours, theirs = ([[tuple(row[name] for name in shown) for row in step] for step in run.samples]
                     for run in (beside, in_turn))  # fmt: skip
@@ -39,3 +42,7 @@ def test_groups_that_are_sampled_beside_training_have_the_numbers_of_one_process
     for name in ("fully_async/staleness/mean", "count/staleness_samples", "actor/grad_norm"):
         assert [step[name] for step in beside.steps] == [step[name] for step in in_turn.steps], name
     assert all(step["fully_async/rollouter/idle_seconds"] > 0 for step in beside.steps)
+    drawn = by_role(read_spans(beside.folder))
+    groups = {f"group {number}" for number in range(12)}
+    assert {one.thread for one in drawn["sampling"]} == {one.thread for one in drawn["scoring"]} == groups
+    assert all(busy_seconds(drawn[role]) > 0 for role in ("sampling", "scoring", "training"))

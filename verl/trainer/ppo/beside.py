@@ -155,7 +155,8 @@ class Beside:
     async def _group(self, number: int, asked: DataProto, half: StepContext) -> None:
         try:
             async with self._slots:
-                made = await self._handle.call("sample_beside", asked)
+                with half.spans.apart("gen", half.step, f"group {number}"):
+                    made = await self._handle.call("sample_beside", asked)
                 samples = stages.with_answers(asked, made, half.metrics)
                 done = await self._loop.run_in_executor(self._scorer, self._scored, number, samples, half)
         except BaseException as error:  # carried over to the thread that trains
@@ -165,7 +166,9 @@ class Beside:
 
     def _scored(self, number: int, samples: DataProto, half: StepContext) -> Done:
         accounting.sampled(samples, half)
-        return judged(number, stages.score(samples, self.roles, half), half)
+        with half.spans.apart("reward", half.step, f"group {number}"):
+            samples = stages.score(samples, self.roles, half)
+        return judged(number, samples, half)
 
     def close(self) -> None:
         if self._thread.is_alive():
