@@ -4,10 +4,15 @@
 
 Every answer of a conversation is followed by an environment that takes log-normal seconds (median 0.2, sigma 1, drawn
 by row and turn, so that each schedule waits equally), without using a CPU. One trainer and one sampler, each with its
-own pool, on Ray. Schedules run in turn, each in its own process. Printed, for each: seconds per trained sample over all
-steps; how many times less than ``sync`` that is, over the whole run and over the steps that have one before and one
-after them; seconds in which the trainer had nothing to do. Beside them the ideal, (sampling + the rest) / the longer of
-the two, from the parts of a synchronous step: no schedule that keeps every batch can be faster.
+own pool, on Ray, ``colocate_async`` too. Every schedule but ``sync`` may sample one step ahead. They run in turn, each
+in its own process. Printed, for each: wall-clock seconds per trained sample over the complete run, how many times less
+than ``sync`` that is, and the seconds per step in which the trainer waited for samples. The first step is in it, since
+what is sampled ahead there would be free otherwise.
+
+Beside them the ideal, from the parts of the synchronous steps: (waiting + computing) / the longer of the two. Waiting
+is sampling, with its environment, and scoring; computing is the rest of the step. Then the same for so many steps,
+whose first sampling and last update have nothing beside them. A schedule that trains on whole batches cannot be faster.
+One that takes them in chunks (``separate_async``, ``fully_async``) begins with a part of a batch, and can, by a little.
 """
 
 from __future__ import annotations
@@ -15,17 +20,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from figures import add_json
+from figures import Figures, add_json
 
 from tests.support import tiny_model_dir, write_prompts
 from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
@@ -35,11 +40,19 @@ from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.callbacks import Callback
 
 MEDIAN, SIGMA, TOKENS = 0.2, 1.0, 8
+MODE, BYPASS = "trainer.v1.trainer_mode", "algorithm.rollout_correction.bypass_mode=true"
 SCHEDULES = {
-    "sync": ("trainer.v1.trainer_mode=sync",),
-    "one_step_off": ("trainer.v1.trainer_mode=one_step_off", "algorithm.rollout_correction.bypass_mode=true"),
+    "sync": (f"{MODE}=sync",),
+    "one_step_off": (f"{MODE}=one_step_off", BYPASS),
+    "colocate_async": (f"{MODE}=colocate_async", BYPASS),
+    "separate_async": (f"{MODE}=separate_async", BYPASS, "trainer.v1.separate_async.parameter_sync_step={chunks}"),
+    "fully_async": (
+        *(f"{MODE}=fully_async", BYPASS, "async_training.staleness_threshold=1", "async_training.partial_rollout=true"),
+        "async_training.trigger_parameter_sync_step={chunks}",
+    ),
 }
-"""Name -> words of the command line."""
+"""Name -> words of the command line; a step is trained on in so many chunks."""
+QUEUES = ("colocate_async", "separate_async", "fully_async")
 COMMON = (
     "algorithm.adv_estimator=grpo",
     "data.train_files=prompts.parquet",
@@ -124,15 +137,18 @@ def run_one(words: list[str]) -> None:
 
 
 def measure(folder: Path, schedule: str, asked: argparse.Namespace) -> dict[str, Any]:
+    mini = max(1, asked.prompts // 4)
+    at_once = [f"async_training.concurrent_samples_per_replica={2 * asked.prompts}"] if schedule in QUEUES else []
     words = [
         *COMMON,
-        *SCHEDULES[schedule],
+        *(word.format(chunks=asked.prompts // mini) for word in SCHEDULES[schedule]),
+        *at_once,
         f"data.train_batch_size={asked.prompts}",
         f"actor_rollout_ref.rollout.n={asked.samples}",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={max(1, asked.prompts // 4)}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}",
         f"data.max_response_length={asked.turns * (TOKENS + 1)}",
         f"actor_rollout_ref.rollout.agent.default_agent_loop={Path(__file__).stem}:WaitingLoop",
-        f"actor_rollout_ref.rollout.max_num_seqs={asked.prompts * asked.samples}",
+        f"actor_rollout_ref.rollout.max_num_seqs={2 * asked.prompts * asked.samples}",
         f"trainer.total_training_steps={asked.steps}",
         f"trainer.default_local_dir={schedule}",
     ]
@@ -145,35 +161,38 @@ def measure(folder: Path, schedule: str, asked: argparse.Namespace) -> dict[str,
 
 
 def figures_of(clock: dict[str, Any], samples: int) -> dict[str, float]:
-    """Seconds per trained sample, of a step amid others, and of its parts."""
+    """Of a run: seconds per trained sample, and per step those of the step, of its sampling, and of its waiting."""
     marks, parts = clock["marks"], clock["parts"]
-    spans = [after - before for before, after in pairwise(marks)]
-    amid = slice(1, len(spans) - 1)
-    sampling = statistics.mean(part.get("gen", 0.0) + part.get("reward", 0.0) for part in parts[amid])
+    steps = len(marks) - 1
+    waits = [part.get("wait_for_samples", 0.0) for part in parts]
+    sampled = [part.get("gen", 0.0) + part.get("reward", 0.0) for part in parts]
     return {
-        "seconds per sample": (marks[-1] - marks[0]) / (samples * len(spans)),
-        "step": statistics.mean(spans[amid]),
-        "sampling": sampling,
-        "idle": statistics.mean(part.get("wait_for_samples", part.get("gen", 0.0)) for part in parts[amid]),
+        "seconds per sample": (marks[-1] - marks[0]) / (samples * steps),
+        "step": (marks[-1] - marks[0]) / steps,
+        "sampling": sum(sampled) / steps,
+        "waits": sum(waits if any(waits) else sampled) / steps,
     }
 
 
-def table(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Means over the rounds, beside ``sync``."""
+def table(runs: dict[str, list[dict[str, float]]], steps: int) -> dict[str, dict[str, float]]:
+    """Means over the rounds, beside ``sync``, and what would be ideal."""
     means = {
         name: {key: statistics.mean(one[key] for one in rounds) for key in rounds[0]} for name, rounds in runs.items()
     }
     base = means["sync"]
-    rest = base["step"] - base["sampling"]
+    waiting, computing = base["sampling"], base["step"] - base["sampling"]
     rows = {
         name: {
-            **own,
-            "times faster": base["seconds per sample"] / own["seconds per sample"],
-            "step, times faster": base["step"] / own["step"],
+            "seconds per sample": own["seconds per sample"],
+            "times less than sync": base["seconds per sample"] / own["seconds per sample"],
+            "trainer waits, s per step": own["waits"],
         }
         for name, own in means.items()
     }
-    return {**rows, "ideal": {"step, times faster": base["step"] / max(base["sampling"], rest)}}
+    longer, whole = max(waiting, computing), waiting + computing
+    rows["ideal"] = {"times less than sync": whole / longer, "waiting, s": waiting, "computing, s": computing}
+    rows[f"ideal of {steps} steps"] = {"times less than sync": steps * whole / (whole + (steps - 1) * longer)}
+    return rows
 
 
 def main() -> None:
@@ -192,9 +211,12 @@ def main() -> None:
         for _ in range(asked.rounds):
             for schedule, measured in runs.items():
                 measured.append(figures_of(measure(folder, schedule, asked), asked.prompts * asked.samples))
-    rows = table(runs)
-    for schedule, row in rows.items():
+    figures = Figures()
+    for schedule, row in table(runs, asked.steps).items():
+        figures.add(schedule, row)
         print(schedule.ljust(16), "  ".join(f"{key} {value:.3f}" for key, value in row.items()))
+    print(f"{os.cpu_count()} cores; load over the last minute, these runs among it: {os.getloadavg()[0]:.1f}")
+    figures.write(asked.json)
 
 
 if __name__ == "__main__":
