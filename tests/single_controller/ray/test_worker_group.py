@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import ray
 import torch
 from tensordict import TensorDict
 
@@ -472,8 +473,13 @@ def test_a_handle_reports_errors_by_worker_and_method(friendly, dice):
         dice.handle(0, max_concurrency=4)
 
 
-def test_a_plain_object_lives_in_a_process_of_its_own_and_its_handle_travels(dice):
+def test_a_plain_object_lives_in_a_process_of_its_own_and_its_handle_travels(dice, tmp_path):
     handle = host_object(ClassWithInitArgs(Counter, start=5), "counter[0]", timeout=20)
+
+    def seconds_of_a_file(path):
+        while not path.exists():
+            time.sleep(0.02)
+        return 0.0
 
     def ask(worker, data):
         value = asyncio.run(worker.handle.call("add", 1))
@@ -485,7 +491,12 @@ def test_a_plain_object_lives_in_a_process_of_its_own_and_its_handle_travels(dic
 
     async def run() -> None:
         assert sorted(await asyncio.gather(*(handle.call("add", 1) for _ in range(3)))) == [6, 7, 8]  # one at a time
-        assert await handle.call("slow", 0.0) == "done"
+        reference = ray.remote(seconds_of_a_file).options(num_cpus=0).remote(tmp_path / "made")
+        later = asyncio.ensure_future(handle.call("slow", reference))
+        assert await handle.call("slow", 0.0) == "done", "what waits for its argument does not hold others up"
+        assert not later.done()
+        (tmp_path / "made").touch()
+        assert await later == "done"
         with pytest.raises(PlainUserError, match="of a plain object"):
             await handle.call("fail")
 

@@ -30,6 +30,11 @@ Request = list[str]
 """What a request of a handle is about: the role and the method."""
 
 
+WARNS = "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"
+"""Ray's warning about a value that is fetched in an actor with an event loop. It does not tell the loop from a thread,
+and all that is fetched here is fetched in threads."""
+
+
 class HostBase:
     """What both kinds of host have in common.
 
@@ -113,6 +118,7 @@ class AsyncWorkerHost(HostBase):
         self, name: str, environment: dict[str, str], folders: list[str], directory: str, num_threads: int = 1
     ):
         super().__init__(name, environment, folders, directory)
+        env.set_default(WARNS, "0")
         self._order = ThreadPoolExecutor(1, thread_name_prefix="verl-calls")
         self._threads = self._order if num_threads == 1 else ThreadPoolExecutor(num_threads, "verl-requests")
         self._call_orders: dict[str, CallOrder] = {}

@@ -84,7 +84,7 @@ class HostedWorker:
         self._active_rng.take(rng)
         with reported(f"{name}.{method}"):
             function = self._method(worker, name, method)
-            args, kwargs = materialized(function, *transfer.opened(args, kwargs))
+            args, kwargs = _fetched(function, args, kwargs)
             arrived = transfer.arrived_tensors(args, kwargs)
             result = function(*args, **kwargs)
             if inspect.iscoroutine(result):
@@ -104,7 +104,8 @@ class HostedWorker:
         name, worker, _ = self._target(target)
         with reported(f"{name}.{method}"):
             function = self._method(worker, name, method)
-            args, kwargs = materialized(function, *transfer.opened(args, kwargs))
+            if transfer.refers(args, kwargs):  # other requests go on while values are fetched
+                args, kwargs = await asyncio.to_thread(_fetched, function, args, kwargs)
             arrived = transfer.arrived_tensors(args, kwargs)
             result = await function(*args, **kwargs)
             transfer.check_untouched(arrived)
@@ -126,6 +127,11 @@ class HostedWorker:
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         assert self.loop is not None, "a class with async methods is hosted by AsyncWorkerHost"
         return self.loop
+
+
+def _fetched(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> transfer.Call:
+    """The arguments as values; waits for them."""
+    return materialized(function, *transfer.opened(args, kwargs))
 
 
 class _ActiveRng:

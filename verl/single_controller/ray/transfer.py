@@ -80,6 +80,11 @@ def share(calls: Sequence[Call]) -> list[Call]:
     return [(tuple(boxed(v) for v in args), {k: boxed(v) for k, v in kwargs.items()}) for args, kwargs in calls]
 
 
+def refers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether some argument is not there yet, but has to be fetched."""
+    return any(isinstance(value, BoxedRef | DataProtoFuture) for value in (*args, *kwargs.values()))
+
+
 def opened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Fetch what `share` put away; all at once, without a copy where it lies on this node."""
     boxes = [value for value in (*args, *kwargs.values()) if isinstance(value, BoxedRef)]
