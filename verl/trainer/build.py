@@ -66,7 +66,7 @@ def worker_arguments(config: PPOTrainerConfig, role: Role | str, total_steps: in
     if named in roles:
         return {"role": roles[named], "context": context}
     if samples_beside(config):  # the batch calls of validation would free caches that groups in flight use
-        policy = replace(policy, **{"rollout.free_cache_engine": False})
+        policy = replace(policy, rollout=replace(policy.rollout, free_cache_engine=False))
     arguments = {"config": policy, "context": context, "data": config.data}
     return {**arguments, "scoring": config} if scores_while_sampling(config) else arguments
 
