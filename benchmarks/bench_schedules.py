@@ -11,8 +11,9 @@ what is sampled ahead there would be free otherwise.
 
 Beside them the ideal, from the parts of the synchronous steps: (waiting + computing) / the longer of the two. Waiting
 is sampling, with its environment, and scoring; computing is the rest of the step. Then the same for so many steps,
-whose first sampling and last update have nothing beside them. A schedule that trains on whole batches cannot be faster.
-One that takes them in chunks (``separate_async``, ``fully_async``) begins with a part of a batch, and can, by a little.
+whose first sampling and last update have nothing beside them. It bounds
+``one_step_off``, which samples one batch at a time. Queues have up to two batches in flight, whose waits overlap each
+other too, so that they can be faster where waiting is the longer part.
 """
 
 from __future__ import annotations
