@@ -8,6 +8,8 @@ import torch
 from verl.observability.gantt import busy_seconds, by_role
 from verl.observability.spans import read_spans
 
+pytestmark = pytest.mark.dist
+
 STREAM = (
     "trainer.v1.trainer_mode=fully_async",
     "async_training.staleness_threshold=0.5",
