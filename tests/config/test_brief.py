@@ -404,9 +404,10 @@ TRACKERS = built(
     registry.TRACKERS, "trainer.logger",
     "console", "file", "tensorboard", "vemlp_wandb", "clearml", "trackio", "rl_insight",
 )  # fmt: skip
-for package in ("wandb", "mlflow", "swanlab"):
+for words in (*(f"trainer.logger={name}" for name in ("wandb", "mlflow", "swanlab")), f"{R}.trace.backend=weave"):
+    package = words.partition("=")[2]
     missing = wrong(f"{package!r} needs the package {package!r}, which is not installed. pip install {package}")
-    TRACKERS[f"trainer.logger={package}"] = (f"trainer.logger={package}", Works() if find_spec(package) else missing)
+    TRACKERS[words] = (words, Works() if find_spec(package) else missing)
 MANAGERS = built(registry.REWARD_MANAGERS, "reward.reward_manager.name", "naive", "dapo", "batch", "prime", "remote")
 NAMES = ESTIMATORS | LOSSES | ENGINES | SAMPLERS | TRACKERS | MANAGERS
 

@@ -59,6 +59,9 @@ READ_ELSEWHERE = {
     "actor_rollout_ref.rollout.n_gpus_per_node",
     "reward.reward_model.n_gpus_per_node",
     "reward.reward_model.nnodes",
+    # Only a run that records traces reads them: tests/agent_loop/test_row_traces.py.
+    *(f"actor_rollout_ref.rollout.trace.{name}" for name in ("token2text", "max_samples_per_step_per_worker")),
+    *(f"actor_rollout_ref.rollout.trace.{name}" for name in ("project_name", "experiment_name")),
     # Only a reward model on a server has one: tests/trainer/ppo/test_reward_model.py.
     "reward.reward_model.rollout.server.url",
     # Only rows whose answers are programs are scored there: tests/rewards/test_programs.py.

@@ -69,6 +69,7 @@ CASES = [
      f"has no effect without {R}.calculate_log_probs=true"),
     ([f"{R}.logprobs_mode=raw_logprobs", f"{R}.repetition_penalty=1.1", "algorithm.rollout_is_threshold=2.0"],
      f"{R}.logprobs_mode", f"the rollout correction does not see that responses are drawn with {R}.repetition_penalty"),
+    ([f"{R}.trace.token2text=true"], f"{R}.trace.token2text", f"has no effect without {R}.trace.backend"),
     ([f"{A}.loss_scale_factor=100"], f"{A}.loss_scale_factor",
      f"has no effect without {A}.loss_agg_mode=seq-mean-token-sum-norm"),
     (["algorithm.norm_adv_by_std_in_grpo=false"], "algorithm.norm_adv_by_std_in_grpo",

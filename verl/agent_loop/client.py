@@ -10,6 +10,7 @@ from typing import Any
 from verl.agent_loop.early_stop import Stop
 from verl.agent_loop.unfinished import part_of, plain_part
 from verl.errors import RolloutError, suggest
+from verl.observability.traces import traced
 from verl.rollout.base import Completion, Request, Sampler, SamplingParams
 from verl.rollout.resume import continued, joined
 
@@ -109,14 +110,18 @@ class SamplerClient:
         parts, self.part = ([] if self.part is None else [self.part]), None
         request = continued(request, parts[0]) if parts else request
         start = time.perf_counter()
-        try:
-            parts.append(self.stop.answer(request) if self.stop.is_set else await self.sampler.generate(request))
-            while self.goes_on and parts[-1].finish_reason == "abort":
-                request = continued(request, parts[-1])
-                parts.append(await self.sampler.generate(request))
-        finally:
-            self.seconds += time.perf_counter() - start
-        done = joined(parts)
+        asked = {"prompt_ids": prompt_ids, "sampling_params": sampling_params, "request_id": request.id}
+        with traced("generate", "llm", asked) as call:
+            try:
+                parts.append(self.stop.answer(request) if self.stop.is_set else await self.sampler.generate(request))
+                while self.goes_on and parts[-1].finish_reason == "abort":
+                    request = continued(request, parts[-1])
+                    parts.append(await self.sampler.generate(request))
+            finally:
+                self.seconds += time.perf_counter() - start
+            done = joined(parts)
+            if call is not None:
+                call.returns({"token_ids": done.token_ids, "finish_reason": done.finish_reason})
         if self.stop.keeps and done.finish_reason == "abort":
             self.left = turn, done
         return done

@@ -12,6 +12,7 @@ from verl.agent_loop.batch import loop_metrics, object_array, to_batch
 from verl.agent_loop.early_stop import Stop, gather_most, gather_prompts
 from verl.agent_loop.failed import check_some_worked
 from verl.agent_loop.overlapped_scoring import OverlappedScoring, ScoreRow
+from verl.agent_loop.row_traces import marked
 from verl.agent_loop.runner import RowRunner, RunsRows, Score
 from verl.agent_loop.unfinished import (
     EARLIER,
@@ -111,7 +112,8 @@ class AgentLoopManager:
         streams, uids = sample_streams(rows, prompts.meta_info), list(prompts.non_tensor_batch.get("uid", ()))
         tasks = []
         places = self._places(rows)
-        for number, (row, stream) in enumerate(zip(rows, streams)):
+        asked = marked(self.config, rows, streams, places, prompts.meta_info)
+        for number, (row, stream) in enumerate(zip(asked, streams)):
             ended = (row.get(EARLIER) or {}).get("ended")
             runner = self._runners[places[number]]
             work = runner.run(number, row, stream, parameters, stop) if ended is None else _again(ended)

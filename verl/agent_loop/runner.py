@@ -12,6 +12,7 @@ from verl.agent_loop.choose import LoopLoader
 from verl.agent_loop.client import SamplerClient
 from verl.agent_loop.early_stop import Stop
 from verl.agent_loop.failed import RunStops, failed
+from verl.agent_loop.row_traces import RowTraces
 from verl.agent_loop.unfinished import EARLIER
 from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import Sampler
@@ -54,6 +55,7 @@ class RowRunner:
         self.config, self.sampler, self.score = config, sampler, score
         self.tokenizer, self.processor, self.data_config = tokenizer, processor, data_config
         self.loops = LoopLoader(config, tokenizer, data_config)
+        self.traces = RowTraces.of(config, tokenizer)
         ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
         self.pad = int(next((number for number in ids if number is not None), 0))
 
@@ -72,6 +74,13 @@ class RowRunner:
         Raises:
             RolloutError: the failure is not the row's alone: the configuration is wrong, or the sampler is gone.
         """
+        if self.traces is None:
+            return await self._run(number, row, stream, parameters, stop)
+        return await self.traces.run(row, parameters, lambda its: self._run(number, its, stream, parameters, stop))
+
+    async def _run(
+        self, number: int, row: Mapping[str, Any], stream: tuple[str, int], parameters: dict[str, Any], stop: Stop
+    ) -> AgentLoopOutput:
         chosen, state = self.loops.of(row), row.get(EARLIER)
         row = {name: value for name, value in row.items() if name != EARLIER}
         waits = stop.keeps and not chosen.loop_class.resumable

@@ -23,6 +23,7 @@ from verl.agent_loop.unfinished import PROCESS
 from verl.errors import DataError, RolloutError, suggest
 from verl.interactions.base import BaseInteraction, load_interactions
 from verl.metrics import notice
+from verl.observability.traces import traced
 from verl.rollout.base import Completion
 from verl.tools.base import BaseTool
 from verl.tools.loading import load_tools
@@ -267,7 +268,12 @@ class ToolAgentLoop(AgentLoopBase):
         """What the simulated user says; nothing where the conversation is over."""
         messages = [plain(message) for message in data.messages]
         user = simulated.user
-        answer = await self._with_user(user, user.generate_response, simulated.instance, messages, **simulated.kwargs)
+        with traced(f"user {user.name}", "user", {"messages": messages}) as call:
+            answer = await self._with_user(
+                user, user.generate_response, simulated.instance, messages, **simulated.kwargs
+            )
+            if call is not None:
+                call.returns(answer)
         try:
             is_over, text, score, metrics = answer
             data.turn_scores.append(float(score))

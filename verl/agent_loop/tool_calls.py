@@ -16,6 +16,7 @@ from verl.agent_loop.parsers import FunctionCall, Malformed
 from verl.errors import suggest
 from verl.json_text import read_json
 from verl.metrics import notice
+from verl.observability.traces import traced
 from verl.tools.base import BaseTool
 from verl.tools.runner import TimeLimit, ToolRunner, runner
 from verl.tools.schemas import ToolResponse
@@ -141,6 +142,13 @@ class ToolCalls:
                 self._tell(data, name, "create", error)
 
     async def _answer(self, data: AgentData, item: Any, names: Sequence[str], form: str) -> ToolReply:
+        with traced(f"tool {getattr(item, 'name', '')}".strip(), "tool", {"call": item}) as call:
+            reply = await self._reply(data, item, names, form)
+            if call is not None:
+                call.returns(reply.entry())
+        return reply
+
+    async def _reply(self, data: AgentData, item: Any, names: Sequence[str], form: str) -> ToolReply:
         start = time.perf_counter()
         name = item.name if isinstance(item, FunctionCall) else ""
         call_id = item.tool_call_id if isinstance(item, FunctionCall) else None

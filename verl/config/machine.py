@@ -42,6 +42,12 @@ def trackers(cfg: Any) -> Problems:
     return problems
 
 
+def traces(cfg: PPOTrainerConfig) -> Problems:
+    """A backend of rollout traces whose package is not installed."""
+    name, key = cfg.actor_rollout_ref.rollout.trace.backend, "actor_rollout_ref.rollout.trace.backend"
+    return [] if name is None else missing_package(key, name, name)
+
+
 def is_installed(package: str) -> bool:
     """Whether a package can be imported; it is not."""
     return importlib.util.find_spec(package) is not None

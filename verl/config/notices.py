@@ -56,6 +56,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
         pools.tell,
         queues.tell,
         _conversations,
+        _traces,
         _resume,
         validate_megatron.tell,
     ):
@@ -84,6 +85,12 @@ def _conversations(cfg: PPOTrainerConfig) -> None:
         beside = f"; so has {', '.join(changed[1:])}" if changed[1:] else ""
         text = f"has effect only for rows with agent_name=tool_agent, unless {_R}.multi_turn.enable=true"
         notice(f"{_R}.multi_turn.{changed[0]}", text + beside)
+
+
+def _traces(cfg: PPOTrainerConfig) -> None:
+    section = cfg.actor_rollout_ref.rollout.trace
+    for name in changed_names(section) if section.backend is None else ():
+        notice(f"{_R}.trace.{name}", f"has no effect without {_R}.trace.backend")
 
 
 def _kl(cfg: PPOTrainerConfig) -> None:

@@ -17,7 +17,6 @@ INSTEAD: dict[str, str] = {
     "a command after profiling": "Leave it out; recordings lie in global_profiler.save_path.",
     "chat templates by function": "Set actor_rollout_ref.model.custom_chat_template, or a class with its own "
     "build_messages as data.custom_cls.",
-    "rollout traces": "Leave it out; trainer.rollout_data_dir writes every rollout to JSON lines.",
     "replay of rollouts by the transfer queue's trainer": "Set skip.rollout, with the same settings.",
     "replay of rollouts by the asynchronous trainer": "Set skip.rollout, with the same settings.",
     "a sampler of batches of your own": "Leave it out; trainer.v1.trainer_mode takes a schedule of your own.",

@@ -120,6 +120,7 @@ def _replay(cfg: PPOTrainerConfig) -> Problems:
 def _sampling(cfg: PPOTrainerConfig) -> Problems:
     rollout, val = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.rollout.val_kwargs
     problems = _at_least(_R, rollout, 1, "n") + engine_limits(_R, rollout)
+    problems += _at_least(f"{_R}.trace", rollout.trace, 1, "max_samples_per_step_per_worker")
     problems += _at_least(f"{_R}.val_kwargs", val, 1, "n") + _at_least(f"{_R}.val_kwargs", val, 0, "temperature")
     problems += in_range(
         f"{_R}.temperature",

@@ -169,6 +169,24 @@ class ServerConfig(ConfigNode):
 
 
 @dataclass(frozen=True)
+class RolloutTraceSection(ConfigNode):
+    """Traces of conversations with their calls, in a tool that shows them."""
+
+    backend: str | None = setting(
+        None,
+        "where traces go: mlflow, weave or trackio; null: none are recorded",
+        choices=("mlflow", "weave", "trackio"),
+    )
+    token2text: bool = setting(False, "put the text of tokens beside them in traces")
+    max_samples_per_step_per_worker: int | None = setting(
+        None,
+        "prompts per step, drawn for each process that runs agent loops, of which all samples are traced; null: all",
+    )
+    project_name: str | None = setting(None, "project of the traces", follows="trainer.project_name")
+    experiment_name: str | None = setting(None, "name of the run in them", follows="trainer.experiment_name")
+
+
+@dataclass(frozen=True)
 class RolloutConfig(ConfigNode):
     """Sampling of responses."""
 
@@ -321,6 +339,7 @@ class RolloutConfig(ConfigNode):
     multi_turn: MultiTurnConfig = section(MultiTurnConfig)
     calculate_log_probs: bool = setting(True, "keep the log-probs of sampled tokens (rollout_log_probs)")
     agent: AgentLoopConfig = section(AgentLoopConfig)
+    trace: RolloutTraceSection = section(RolloutTraceSection)
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig)
     skip_tokenizer_init: bool = setting(
         True,

@@ -56,6 +56,7 @@ def validate(cfg: PPOTrainerConfig, served: bool = False) -> None:
     """
     here = (
         machine.trackers,
+        machine.traces,
         machine.rollout_engine,
         machine.hardware,
         machine.files,

@@ -8,6 +8,7 @@ its call is given up, and if it blocks the whole loop, a new loop takes its plac
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -124,7 +125,8 @@ async def in_thread(function: Callable[..., T], *arguments: Any, **named: Any) -
             return
         loop.call_soon_threadsafe(deliver, returned, None)
 
-    threading.Thread(target=target, name="tool call", daemon=True).start()
+    context = contextvars.copy_context()  # a function that is traced belongs to the call that runs it
+    threading.Thread(target=context.run, args=(target,), name="tool call", daemon=True).start()
     return await result
 
 

@@ -1,19 +1,3 @@
-"""Upstream's marks for traces of a rollout.
+"""Upstream's marks for traces of a rollout."""
 
-Here a conversation's record (its turns, tool calls and rewards) is a column of the dump (``trainer.rollout_data_dir``).
-"""
-
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
-
-def rollout_trace_op(func: Any) -> Any:
-    """Decorator: the function as it is."""
-    return func
-
-
-@contextmanager
-def rollout_trace_attr(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """What runs inside belongs to one sample; its dump says which."""
-    yield
+from verl.observability.user_traces import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op

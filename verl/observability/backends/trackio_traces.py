@@ -1,0 +1,80 @@
+"""Traces in Trackio: one per conversation, in the run named after the experiment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from typing import Any
+
+from verl.errors import MissingDependencyError
+from verl.observability.traced_call import KEY, TraceBackend, TracedCall
+
+KINDS = {"llm": "generation", "tool": "tool"}
+
+
+class TrackioTraces(TraceBackend):
+    """Trackio's own settings apply (TRACKIO_DIR, TRACKIO_SPACE_ID, TRACKIO_SERVER_URL)."""
+
+    def __init__(self, project: str, experiment: str):
+        super().__init__(project, experiment)
+        try:
+            import trackio
+        except ImportError as error:
+            raise MissingDependencyError(
+                "the package trackio is not installed",
+                key=KEY,
+                got="trackio",
+                fix="pip install trackio, or leave it out.",
+            ) from error
+        self.client = trackio
+        self._run: Any = None
+
+    def write(self, trace: TracedCall) -> None:
+        if self._run is None:
+            # Every process that samples writes to the one run.
+            self._run = self.client.init(project=self.project, name=self.experiment, resume="allow", embed=False)
+        spans = list(_spans(trace, None, "0"))
+        record = self.client.Trace(
+            messages=_messages(trace), metadata={"name": trace.name, **trace.attributes}, spans=spans
+        )
+        self._run.log({f"rollout_trace/{trace.name}": record}, step=trace.attributes.get("step"))
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+
+def _messages(trace: TracedCall) -> list[dict[str, Any]]:
+    """The conversation: the messages that it began with, and its answer, as text where there is one."""
+    given = trace.inputs.get("raw_prompt")
+    known = isinstance(given, list) and all(isinstance(one, dict) and "role" in one for one in given)
+    messages = list(given) if known and given else [{"role": "user", "content": _text(trace.inputs)}]
+    outputs = trace.outputs if isinstance(trace.outputs, dict) else {"output": trace.outputs}
+    answer = trace.error or outputs.get("response_text") or _text(outputs)
+    return [*messages, {"role": "assistant", "content": answer}]
+
+
+def _text(values: Any) -> str:
+    return json.dumps(values, ensure_ascii=False)
+
+
+def _spans(call: TracedCall, parent: str | None, name: str) -> Iterator[dict[str, Any]]:
+    span = {
+        "id": name,
+        "name": call.name,
+        "kind": KINDS.get(call.kind, "span"),
+        "start_time": _moment(call.begin),
+        "end_time": _moment(call.end),
+        "status": "error" if call.error else "ok",
+        "input": call.inputs,
+        "output": call.outputs,
+    }
+    yield {**span, **({"parent_id": parent} if parent else {}), **({"error": call.error} if call.error else {})}
+    for number, inner in enumerate(call.calls):
+        yield from _spans(inner, name, f"{name}.{number}")
+
+
+def _moment(nanoseconds: int) -> str:
+    return datetime.fromtimestamp(nanoseconds / 1e9, tz=timezone.utc).isoformat()
