@@ -111,6 +111,7 @@ def _machine(folder: Path) -> Iterator[None]:
         (device, "device_count", lambda kind: DEVICES),
         (machine, "files", lambda cfg: []),
         (machine, "sft_files", lambda cfg: []),
+        (machine, "nsys", lambda cfg: []),
         (reward_model, "bad_model_folder", lambda *arguments: []),
         (main_generation_server, "missing_folder", lambda key, path: []),
         (loading, "_check_whole", checked),

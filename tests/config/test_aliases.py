@@ -150,6 +150,9 @@ WORKS = [
     ("reward_model.megatron.tensor_model_parallel_size", "2", f"{RM}.megatron.tensor_model_parallel_size", 2),
     ("actor_rollout_ref.profiler.all_ranks", "true", f"{A}.profiler.all_ranks", True),
     ("actor_rollout_ref.profiler.ranks", "[0]", f"{REF}.profiler.ranks", [0]),
+    ("actor_rollout_ref.profiler.discrete", "true", f"{NSYS}.discrete", True),
+    ("critic.profiler.discrete", "true", "critic.profiler.tool_config.nsys.discrete", True),
+    ("trainer.worker_nsight_options.trace", "cuda", f"{NSYS}.worker_nsight_options", {"trace": "cuda"}),
     ("trainer.profile_steps", "[1,2]", "global_profiler.steps", [1, 2]),
     ("reward_model.sandbox_fusion.url", "http://s", "reward.sandbox_fusion.url", "http://s"),
     *(
@@ -203,10 +206,7 @@ OPEN = [
 IDLE = [
     (f"{REF}.router_replay.record_file", "/f", f"{REF}.megatron.router_replay.record_file", "router replay"),
     ("reward_model.rollout.prompt_length", "64", f"{RM}.rollout.prompt_length", "not built"),
-    ("actor_rollout_ref.profiler.discrete", "true", f"{NSYS}.discrete", "Nsight Systems"),
-    ("critic.profiler.discrete", "true", "critic.profiler.tool_config.nsys.discrete", "Nsight Systems"),
-    ("trainer.controller_nsight_options.trace", "cuda", f"{NSYS}.controller_nsight_options", "Nsight Systems"),
-    ("trainer.worker_nsight_options.trace", "cuda", f"{NSYS}.worker_nsight_options", "Nsight Systems"),
+    ("trainer.controller_nsight_options.trace", "cuda", f"{NSYS}.controller_nsight_options", "nsys profile"),
     (f"{A}.veomni.moe_implementation", "eager", f"{A}.veomni", "VeOmni"),
     (f"{A}.torchtitan.attn_type", "sdpa", f"{A}.torchtitan", "TorchTitan"),
     (f"{A}.automodel.tp_size", "2", f"{A}.automodel", "AutoModel"),

@@ -76,6 +76,7 @@ READ_ELSEWHERE = {
     ),
     *(f"profiler.tool_config.{name}" for name in PROFILER_TOOLS),
     "global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries",
+    *(f"global_profiler.global_tool_config.nsys.{name}" for name in ("discrete", "worker_nsight_options")),
     # The loader copies them into the sections of the roles; tests/trainer/test_profiling.py shows that they arrive.
     "global_profiler.tool",
     "global_profiler.save_path",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,11 +15,13 @@ import torch
 
 from tests.support import tiny_model_dir, write_prompts
 from verl.config import ProfilerConfig, load_config
+from verl.config.loading import read_config
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notices, reset_notices
 from verl.observability import profiler as profiling
 from verl.observability.profiler import ProfiledSteps, RoleProfiler, mini_batch_done
-from verl.trainer import main_ppo, sft_trainer
+from verl.trainer import main_ppo, runtime, sft_trainer
+from verl.trainer.placement import topology_of
 
 SCORER = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str)\n"
 RUN = [
@@ -168,12 +171,70 @@ def test_a_memory_history_is_begun_written_and_ended(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("discrete", [False, True])
+def test_nsight_captures_a_step_or_each_call_under_the_names_of_its_ranges(monkeypatch, discrete):
+    calls: list[str] = []
+    cuda = SimpleNamespace(start=lambda: calls.append("start"), stop=lambda: calls.append("stop"))
+    monkeypatch.setattr(torch.cuda, "profiler", cuda)  # there is no CUDA device here
+    monkeypatch.setattr(torch.cuda, "nvtx", SimpleNamespace(range=lambda name: nullcontext(calls.append(name))))
+    config = ProfilerConfig(enable=True, tool="nsys", tool_config={"nsys": {"discrete": discrete}})
+    profiler = RoleProfiler("actor", config, 0)
+    profiler.begin("step_4")
+    for method in ("infer", "train"):
+        with profiler.phase(method):
+            mini_batch_done()
+    profiler.end()
+    with profiler.phase("train"):
+        pass
+    apart = ["start", "actor/infer", "stop", "start", "actor/train", "stop"]
+    assert calls == (apart if discrete else ["start", "actor/infer", "actor/train", "stop"])
+
+
+def test_the_options_of_nsight_reach_the_options_of_rays_actors(here, monkeypatch):
+    runtime_env = pytest.importorskip("ray.runtime_env")
+    from verl.single_controller import ray as cluster
+    from verl.single_controller.ray import worker_group
+    from verl.single_controller.ray.class_with_args import RayClassWithInitArgs
+    from verl.single_controller.ray.cluster import devices_per_node
+    from verl.single_controller.ray.launch import actor_options
+
+    key = "global_profiler.global_tool_config.nsys.worker_nsight_options"
+    chosen = [
+        "global_profiler.tool=nsys",
+        "global_profiler.steps=[2,5]",
+        f"{key}.trace=[cuda,nvtx]",
+        f"{key}.cuda-memory-usage=false",
+        f"{key}.kill=null",
+        f"{ACTOR}.enable=true",
+    ]
+    config = read_config("ppo_trainer", [*RUN, *chosen, "trainer.runtime=ray"])
+    options = {
+        "trace": "cuda,nvtx", "cuda-memory-usage": "false", "cuda-graph-trace": "graph",
+        "capture-range": "cudaProfilerApi", "capture-range-end": "repeat-shutdown:12",
+    }  # fmt: skip
+    plans = []
+    monkeypatch.setattr(cluster, "start", lambda *_, **__: SimpleNamespace(device="cpu", nodes=[], own=True))
+    monkeypatch.setattr(f"{devices_per_node.__module__}.devices_per_node", lambda device: 1)
+    monkeypatch.setattr(worker_group, "launch", lambda plan, slots: plans.append(plan) or 1 / 0)
+    worker = RayClassWithInitArgs(SimpleNamespace)
+    worker.update_options({"runtime_env": {"env_vars": {"A": "1"}}})
+    off = read_config("ppo_trainer", [*RUN, "global_profiler.steps=[2]", f"{key}.trace=cuda", "trainer.runtime=ray"])
+    for one in (config, off):
+        with pytest.raises(ZeroDivisionError):
+            runtime._on_ray(one, topology_of(one)).group_class(None, worker)
+    asked = [actor_options(plan, "worker[0]", None)["runtime_env"] for plan in plans]
+    assert runtime_env.RuntimeEnv(**asked[0])  # Ray takes them
+    assert asked == [{"env_vars": {"A": "1"}, "nsight": options}, {"env_vars": {"A": "1"}}]
+
+
 @pytest.mark.parametrize(
     "changes, error, told",
     [
         (["global_profiler.steps=[0]", f"{ACTOR}.enable=true"], ConfigError, "counted from 1"),
         ([f"{ACTOR}.tool_config.torch.contents=[cpus]", f"{ACTOR}.enable=true"], ConfigError, "cpu.*cuda.*memory"),
-        (["global_profiler.tool=nsys", f"{ACTOR}.enable=true"], NotBuiltError, "Nsight.*tool=torch"),
+        (["global_profiler.tool=nsys", f"{ACTOR}.enable=true"], ConfigError, "(CUDA devices only|no program 'nsys')"),
+        ([f"{ACTOR}.tool=nsys", f"{ACTOR}.enable=true"], ConfigError, "all workers, and a role alone asks"),
+        (["global_profiler.tool=npu", f"{ACTOR}.enable=true"], NotBuiltError, "Ascend.*tool=torch"),
         (["global_profiler.tool=torch_memory", f"{ACTOR}.enable=true"], ConfigError, "CUDA devices only"),
         (["global_profiler.tool=null", f"{ACTOR}.enable=true"], ConfigError, "by no tool"),
         (

@@ -15,16 +15,16 @@ from verl.observability.traces import Traces
 
 TRACED = "__trace__"
 """Key of a row that is recorded, with what the batch says of it; it is for its runner, the loop does not see it."""
-Run = Callable[[Mapping[str, Any]], Awaitable[AgentLoopOutput]]
+Run = Callable[[dict[str, Any]], Awaitable[AgentLoopOutput]]
 
 
 def marked(
     config: Any,
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[dict[str, Any]],
     streams: Sequence[tuple[str, int]],
     places: Sequence[int],
     about: Any,
-) -> list[Mapping[str, Any]]:
+) -> list[dict[str, Any]]:
     """The rows, with a mark on those that are recorded.
 
     Args:

@@ -79,7 +79,7 @@ class RowRunner:
         return await self.traces.run(row, parameters, lambda its: self._run(number, its, stream, parameters, stop))
 
     async def _run(
-        self, number: int, row: Mapping[str, Any], stream: tuple[str, int], parameters: dict[str, Any], stop: Stop
+        self, number: int, row: dict[str, Any], stream: tuple[str, int], parameters: dict[str, Any], stop: Stop
     ) -> AgentLoopOutput:
         chosen, state = self.loops.of(row), row.get(EARLIER)
         row = {name: value for name, value in row.items() if name != EARLIER}

@@ -21,6 +21,7 @@ from verl.config.checks import (
 )
 from verl.config.model import HFModelConfig
 from verl.config.node import ConfigNode, was_typed
+from verl.config.nsight import worker_nsight_options
 from verl.config.pools import Pools
 from verl.config.root import PPOTrainerConfig, uses_critic, uses_reward_model
 from verl.config.sft import SFTTrainerConfig
@@ -46,6 +47,14 @@ def traces(cfg: PPOTrainerConfig) -> Problems:
     """A backend of rollout traces whose package is not installed."""
     name, key = cfg.actor_rollout_ref.rollout.trace.backend, "actor_rollout_ref.rollout.trace.backend"
     return [] if name is None else missing_package(key, name, name)
+
+
+def nsys(cfg: PPOTrainerConfig) -> Problems:
+    """No program nsys, where a cluster of this machine's own is to start it; other machines are not asked."""
+    if not worker_nsight_options(cfg) or _joins_cluster(cfg) or shutil.which("nsys") is not None:
+        return []
+    fix = "Install Nsight Systems (the package nsight-systems-cli), or set global_profiler.tool=torch."
+    return [ConfigError("there is no program 'nsys' here", key="global_profiler.tool", got="nsys", fix=fix)]
 
 
 def is_installed(package: str) -> bool:

@@ -11,7 +11,6 @@ from verl.metrics import notice
 
 INSTEAD: dict[str, str] = {
     "Megatron's own LoRA settings": "Set actor_rollout_ref.model.lora_rank, lora_alpha and target_modules.",
-    "profiling with Nsight Systems": "Set global_profiler.tool=torch: its traces show kernels, too.",
     "profiling on Ascend": "Leave it out; global_profiler.tool=torch shows what the host does.",
     "the msprobe precision debugger": "Leave it out.",
     "a command after profiling": "Leave it out; recordings lie in global_profiler.save_path.",

@@ -44,9 +44,21 @@ class ProfilerToolTorchMemoryConfig(ConfigNode):
 
 
 @dataclass(frozen=True)
+class ProfilerToolNsysConfig(ConfigNode):
+    """Nsight Systems."""
+
+    discrete: bool = setting(
+        False,
+        "capture every call of this role's methods alone",
+        follows="global_profiler.global_tool_config.nsys.discrete",
+    )
+
+
+@dataclass(frozen=True)
 class ProfilerToolConfigConfig(ConfigNode):
     """Settings of the tools."""
 
+    nsys: ProfilerToolNsysConfig = section(ProfilerToolNsysConfig)
     torch: ProfilerToolTorchConfig = section(ProfilerToolTorchConfig)
     torch_memory: ProfilerToolTorchMemoryConfig = section(ProfilerToolTorchMemoryConfig)
 
@@ -71,9 +83,28 @@ class GlobalProfilerGlobalToolTorchMemoryConfig(ConfigNode):
 
 
 @dataclass(frozen=True)
+class GlobalProfilerGlobalToolNsysConfig(ConfigNode):
+    """Nsight Systems, which Ray starts around every worker process."""
+
+    discrete: bool = setting(False, "capture every call of a role's methods alone instead of whole steps")
+    controller_nsight_options: dict = setting(
+        {},
+        "options of nsys for the controller",
+        no_effect="the controller is the program itself: start it with `nsys profile`",
+    )
+    worker_nsight_options: dict = setting(
+        {},
+        "options of nsys for the workers, such as trace or cuda-graph-trace; they come on top of trace=cuda,nvtx,cublas,ucx, "
+        "cuda-memory-usage=true, cuda-graph-trace=graph, capture-range=cudaProfilerApi, kill=none and "
+        "capture-range-end=repeat-shutdown:n, n = 6 times the number of steps",
+    )
+
+
+@dataclass(frozen=True)
 class GlobalProfilerGlobalToolConfigConfig(ConfigNode):
     """Settings of the tools; the default of every role."""
 
+    nsys: GlobalProfilerGlobalToolNsysConfig = section(GlobalProfilerGlobalToolNsysConfig)
     torch_memory: GlobalProfilerGlobalToolTorchMemoryConfig = section(GlobalProfilerGlobalToolTorchMemoryConfig)
 
 
@@ -81,7 +112,11 @@ class GlobalProfilerGlobalToolConfigConfig(ConfigNode):
 class GlobalProfilerConfig(ConfigNode):
     """Profiling of the whole run."""
 
-    tool: str | None = setting(None, "torch: traces; torch_memory: CUDA's allocations; null: none", choices=TOOLS)
+    tool: str | None = setting(
+        None,
+        "torch: traces; torch_memory: CUDA's allocations; nsys: Nsight Systems, by Ray; null: none",
+        choices=TOOLS,
+    )
     steps: list | None = setting(None, "step numbers to profile")
     profile_continuous_steps: bool = setting(False, "record consecutive steps into one file")
     save_path: str = setting("outputs/profile", "folder of the results", path=True)

@@ -57,6 +57,7 @@ def validate(cfg: PPOTrainerConfig, served: bool = False) -> None:
     here = (
         machine.trackers,
         machine.traces,
+        machine.nsys,
         machine.rollout_engine,
         machine.hardware,
         machine.files,

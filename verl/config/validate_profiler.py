@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+from verl.config import topology
 from verl.config.checks import Problems
+from verl.config.nsight import profiled_roles, worker_nsight_options
 from verl.config.planned import INSTEAD
 from verl.config.profiler import ProfilerConfig
-from verl.config.root import PPOTrainerConfig, uses_critic, uses_reference
+from verl.config.root import PPOTrainerConfig
 from verl.config.sft import SFTTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 
 LATER = {
-    "nsys": "profiling with Nsight Systems",
     "npu": "profiling on Ascend",
     "precision_debugger": "the msprobe precision debugger",
 }
-_STEPS, _A = "global_profiler.steps", "actor_rollout_ref"
+_STEPS = "global_profiler.steps"
+_NSYS = "`nsys profile --capture-range=cudaProfilerApi --capture-range-end=repeat-shutdown:n python ...`"
 
 
 def problems(cfg: PPOTrainerConfig) -> Problems:
     """Of ``global_profiler`` and the roles' sections ``profiler``."""
-    settings, roles = cfg.global_profiler, dict(_roles(cfg))
+    settings, roles = cfg.global_profiler, dict(profiled_roles(cfg))
     steps, enabled = settings.steps or [], [key for key, section in roles.items() if section.enable]
     problems = [problem for key in enabled for problem in _of_role(key, roles[key], cfg.trainer.device)]
     if any(not isinstance(step, int) or step < 1 for step in steps):
@@ -30,6 +30,8 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
     if steps and not enabled:
         switches = ", ".join(f"{key}.enable" for key in roles)
         notice(_STEPS, f"nothing is profiled without one of {switches}")
+    if any(roles[key].tool == "nsys" for key in enabled):
+        problems += _nsys(cfg)
     if enabled and not steps:
         notice(f"{enabled[0]}.enable", f"nothing is profiled without {_STEPS}, for instance {_STEPS}=[2]")
     return problems
@@ -49,17 +51,9 @@ def sft_problems(cfg: SFTTrainerConfig) -> Problems:
         return []
     if not asked:
         notice("profiler.enable", f"nothing is profiled without {key}, for instance {key}=[2,2]")
+    if cfg.profiler.tool == "nsys":
+        notice("profiler.tool", f"nothing starts Nsight Systems here: start every process with {_NSYS}")
     return _of_role("profiler", cfg.profiler, cfg.trainer.device)
-
-
-def _roles(cfg: PPOTrainerConfig) -> Iterator[tuple[str, ProfilerConfig]]:
-    policy = cfg.actor_rollout_ref
-    yield f"{_A}.actor.profiler", policy.actor.profiler
-    yield f"{_A}.rollout.profiler", policy.rollout.profiler
-    if uses_reference(cfg):
-        yield f"{_A}.ref.profiler", policy.ref.profiler
-    if uses_critic(cfg):
-        yield "critic.profiler", cfg.critic.profiler
 
 
 def _of_role(key: str, section: ProfilerConfig, device: str | None) -> Problems:
@@ -69,12 +63,27 @@ def _of_role(key: str, section: ProfilerConfig, device: str | None) -> Problems:
     if tool in LATER:
         later = LATER[tool]
         return [NotBuiltError(f"not built yet: {later}", key=f"{key}.tool", got=tool, fix=INSTEAD[later])]
+    if tool == "nsys" and _resolved(device) != "cuda":
+        message = "Nsight Systems is started by what runs on CUDA devices only"
+        return [ConfigError(message, key=f"{key}.tool", got=tool, fix="Set it to torch: its traces show the host.")]
     if tool == "torch_memory" and _resolved(device) != "cuda":
         message = "torch remembers the allocations of CUDA devices only"
         return [ConfigError(message, key=f"{key}.tool", got=tool, fix="Set it to torch, with contents=[cpu,memory].")]
     if tool == "torch" and section.tool_config.torch.discrete and plan.active > 0:
         message = "a schedule counts the mini-batches of a step, and discrete files have one call each"
         return [ConfigError(message, key=f"{key}.tool_config.torch.discrete", fix="Leave one of the two out.")]
+    return []
+
+
+def _nsys(cfg: PPOTrainerConfig) -> Problems:
+    """Ray starts nsys around the workers, for the run as a whole; a run of one process is started by nsys itself."""
+    key, counted = "global_profiler.tool", worker_nsight_options(cfg).get("capture-range-end")
+    if cfg.global_profiler.tool != "nsys":
+        message = "Nsight Systems is started around all workers, and a role alone asks for it"
+        return [ConfigError(message, key=key, got=cfg.global_profiler.tool, fix=f"Set {key}=nsys.")]
+    if counted and topology.Topology.of(cfg).runtime == "local":
+        number = counted.rpartition(":")[2]
+        notice(key, f"this run is one process, which Ray does not start: start it with {_NSYS}, n={number}")
     return []
 
 

@@ -1,4 +1,4 @@
-"""Recordings of what a process computes in a step: traces of the torch profiler, or CUDA's history of memory.
+"""Recordings of what a process computes in a step: by the torch profiler, CUDA's history of memory, Nsight Systems.
 
 A trace opens in https://ui.perfetto.dev or chrome://tracing, a memory snapshot in https://pytorch.org/memory_viz. torch
 records one trace at a time in a process, so colocated roles share the recording that the first of them began; ranges
@@ -8,7 +8,7 @@ named ``<role>/<method>`` tell them apart. With ``discrete`` every call of a rol
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -91,6 +91,19 @@ class MemoryHistory:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
+class NsightCapture:
+    """A stretch that Nsight Systems captures, if it has started this process with ``capture-range=cudaProfilerApi``."""
+
+    def __init__(self) -> None:
+        torch.cuda.profiler.start()
+
+    def mini_batch_done(self) -> None:
+        """It has no schedule."""
+
+    def end(self) -> None:
+        torch.cuda.profiler.stop()
+
+
 class RoleProfiler:
     """Profiling of one role on one process.
 
@@ -146,7 +159,7 @@ class RoleProfiler:
             yield
             return
         try:
-            with record_function(f"{self.role}/{name}"):
+            with _range(f"{self.role}/{name}"):
                 yield
         finally:
             if own is not None:
@@ -154,7 +167,8 @@ class RoleProfiler:
 
     @property
     def _is_discrete(self) -> bool:
-        return self.config.tool == "torch" and self.config.tool_config.torch.discrete
+        tools = self.config.tool_config
+        return {"torch": tools.torch.discrete, "nsys": tools.nsys.discrete}.get(str(self.config.tool), False)
 
     def _begin(self, name: str) -> Recording | None:
         """The recording of this process, unless one runs already."""
@@ -165,6 +179,8 @@ class RoleProfiler:
         tools = self.config.tool_config
         if self.config.tool == "torch":
             _running = Trace(path, tools.torch)
+        elif self.config.tool == "nsys":
+            _running = NsightCapture()
         else:
             _running = MemoryHistory(path, tools.torch_memory.trace_alloc_max_entries)
         return _running
@@ -199,6 +215,11 @@ def mini_batch_done() -> None:
     """Tell the recording of this process, if one runs, that a mini-batch was trained."""
     if _running is not None:
         _running.mini_batch_done()
+
+
+def _range(name: str) -> AbstractContextManager[None]:
+    """A named range of the recording that runs."""
+    return torch.cuda.nvtx.range(name) if isinstance(_running, NsightCapture) else record_function(name)
 
 
 def _end(recording: Recording) -> None:

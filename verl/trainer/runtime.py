@@ -16,6 +16,7 @@ from verl import device, env
 from verl.checkpoint import RemoteCheckpoints, RunLock
 from verl.config import PPOTrainerConfig, save_config, to_dict
 from verl.config.loading import writable
+from verl.config.nsight import worker_nsight_options
 from verl.config.validate_megatron import refuse_without_cuda, roles
 from verl.metrics import notice, start_logging
 from verl.trainer.placement import Place, topology_of
@@ -120,6 +121,8 @@ def _on_ray(config: PPOTrainerConfig, topology: Topology) -> Place:
             device_name=started.device,
             use_gpu=on_device,
             ray_wait_register_center_timeout=config.trainer.ray_wait_register_center_timeout,
+            profile_steps=config.global_profiler.steps,
+            worker_nsight_options=worker_nsight_options(config),
         ),
         pool_class=partial(cluster.RayResourcePool, use_gpu=on_device),
         devices_per_node=devices_per_node(started.device),

@@ -41,6 +41,7 @@ class LaunchPlan:
         share: part of a slot's device that each process takes, so that several groups may share the slot.
         detached: the processes outlive the controller and are found again by name.
         environment: variables besides the forwarded ones.
+        nsight: options with which Ray starts Nsight Systems around each process; none: it does not.
         ports: range (first, last) of the port of rank 0.
         register_seconds: how long the processes may take to come up.
         num_threads: threads for plain methods of an object behind a handle.
@@ -53,6 +54,7 @@ class LaunchPlan:
     share: float = 1.0
     detached: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
+    nsight: Mapping[str, str] = field(default_factory=dict)
     ports: tuple[int, int] | None = None
     register_seconds: float = REGISTER_SECONDS
     num_threads: int = 1
@@ -100,9 +102,12 @@ def has_async_methods(cls: Any) -> bool:
     return any(inspect.iscoroutinefunction(method) for method in methods)
 
 
-def _actor(recipe: LaunchPlan, rank: int, slot: ProcessSlot | None) -> Any:
-    kind = host.AsyncWorkerHost if recipe.concurrent else host.WorkerHost
-    name = worker_names(recipe.role, rank + 1)[rank]
+def actor_options(recipe: LaunchPlan, name: str, slot: ProcessSlot | None) -> dict[str, Any]:
+    """Ray's options of a process.
+
+    Args:
+        name: the process's, by which one that is detached is looked up again.
+    """
     options: dict[str, Any] = {"num_cpus": 0, "resources": dict(recipe.class_with_init.additional_resource)}
     if recipe.concurrent:
         options["max_concurrency"] = MAX_REQUESTS
@@ -115,6 +120,15 @@ def _actor(recipe: LaunchPlan, rank: int, slot: ProcessSlot | None) -> Any:
     if recipe.detached:
         options |= {"name": name, "lifetime": "detached"}
     options |= recipe.class_with_init.options
+    if recipe.nsight:
+        options["runtime_env"] = {"nsight": dict(recipe.nsight), **options.get("runtime_env", {})}
+    return options
+
+
+def _actor(recipe: LaunchPlan, rank: int, slot: ProcessSlot | None) -> Any:
+    kind = host.AsyncWorkerHost if recipe.concurrent else host.WorkerHost
+    name = worker_names(recipe.role, rank + 1)[rank]
+    options = actor_options(recipe, name, slot)
     actor_class: Any = ray.remote(_named(kind, recipe.class_with_init.cls)).options(**options)
     extra = {"num_threads": recipe.num_threads} if recipe.concurrent else {}
     try:

@@ -11,7 +11,8 @@ from typing import Any
 
 import ray
 
-from verl.errors import NotBuiltError, WorkerError, suggest
+from verl.config.nsight import nsight_options
+from verl.errors import WorkerError, suggest
 from verl.single_controller.base.colocated import ColocatedWorker
 from verl.single_controller.base.resources import ClassWithInitArgs, ResourcePool
 from verl.single_controller.base.worker_group import WorkerGroup
@@ -36,6 +37,7 @@ class RayWorkerGroup(WorkerGroup):
         worker_names, worker_handles: attach to workers that exist (see `from_detached`).
         ray_wait_register_center_timeout: seconds that the processes may take to come up.
         device_name: ``cuda``, ``npu`` or ``cpu``; None takes what the pool has.
+        profile_steps, worker_nsight_options: with options, Ray starts Nsight Systems around every worker.
         worker_env: more environment variables for the workers.
         master_port_range: first and last port that rank 0 may offer for process groups.
         use_gpu: False overrides the pool's.
@@ -74,8 +76,6 @@ class RayWorkerGroup(WorkerGroup):
         given = ray_cls_with_init or class_with_init
         if given is None:
             raise WorkerError("a worker group needs a class", fix="Pass RayClassWithInitArgs(MyWorker, ...).")
-        if profile_steps or worker_nsight_options:
-            raise NotBuiltError("profiling workers with Nsight is not built yet", key="global_profiler.tool")
         ray_cls = RayClassWithInitArgs.of(given)
         role = name_prefix or ray_cls.cls.__name__
         if worker_names or worker_handles:
@@ -92,6 +92,7 @@ class RayWorkerGroup(WorkerGroup):
                 share=1 / resource_pool.max_colocate_count if resource_pool is not None else 1.0,
                 detached=detached,
                 environment=worker_env or {},
+                nsight=nsight_options(worker_nsight_options or {}, profile_steps),
                 ports=(master_port_range[0], master_port_range[1]) if master_port_range else None,
                 register_seconds=ray_wait_register_center_timeout,
             )
