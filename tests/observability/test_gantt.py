@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from xml.etree import ElementTree
 
 from verl.metrics import reset_notices
@@ -80,6 +81,7 @@ def test_groups_that_one_thread_samples_at_once_are_lanes_and_no_stages_of_that_
     spans.record_in(tmp_path)
     first, second = spans.apart("gen", 1, "group 0"), spans.apart("gen", 2, "group 1")
     first.__enter__()
+    time.sleep(1e-4)  # times are written in microseconds
     second.__enter__()
     assert spans.open() == []
     first.__exit__(None, None, None)  # ends before the one that began later
