@@ -69,6 +69,8 @@ def two_nodes(own_ray_folder: str) -> Iterator[str]:
     cluster = Cluster(initialize_head=True, head_node_args=node)
     try:
         cluster.add_node(**node)
+        # The cluster lives to the end of all tests; a run that is given no address starts one of its own beside it.
+        Path(own_ray_folder, "ray", "ray_current_cluster").unlink(missing_ok=True)
         yield cluster.address
     finally:
         cluster.shutdown()

@@ -104,7 +104,7 @@ def kept_processes(largest: int) -> Iterator[Kept]:
         kept.reserved.extend(made)
         return made
 
-    runtime.start([largest])
+    runtime.start([largest], ray_init={"address": "local"})
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "_actor", kept.give)
