@@ -154,7 +154,7 @@ def test_groups_that_were_left_out_before_a_resume_do_not_starve_the_queue_after
     queue.admit(DataProto.from_dict(tensors={"prompts": torch.ones(1, 2)}))
     schedule = FullyAsyncSchedule()
     schedule.carry_on(carried_groups(queue, drawn, ()), state)
-    check_not_starved(schedule._queue, schedule._lost, state.open(6))
+    check_not_starved(schedule._filling.queue, schedule._filling.lost, state.open(6))
 
 
 def test_groups_of_which_one_tells_more_than_another_are_one_batch():

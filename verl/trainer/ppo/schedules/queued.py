@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 
 import numpy as np
 
@@ -20,11 +19,12 @@ from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.single_controller.base import Roles
 from verl.trainer.placement import topology_of
-from verl.trainer.ppo import accounting, stages, staleness
+from verl.trainer.ppo import accounting, staleness
 from verl.trainer.ppo.beside import Beside, InTurn, Sampling
 from verl.trainer.ppo.context import RunState, StepContext, together
-from verl.trainer.ppo.groups import Drawn, Report, carried_groups, check_in_time, check_not_starved, groups_carried
-from verl.trainer.ppo.queue import GroupQueue, QueueBound, QueuedGroup
+from verl.trainer.ppo.filling import Filling
+from verl.trainer.ppo.groups import Report
+from verl.trainer.ppo.queue import GroupQueue, QueueBound
 from verl.trainer.ppo.schedules.sync import AHEAD, RESUMED, SyncSchedule
 from verl.trainer.ppo.stages import PromptSource
 from verl.trainer.ppo.step import learn
@@ -43,13 +43,7 @@ class QueueSchedule(SyncSchedule):
 
     def __init__(self) -> None:
         super().__init__()
-        self._queue: GroupQueue | None = None
-        self._sampling: Sampling | None = None
-        self._drawn, self._again = Drawn(), list[int]()
-        self._run: RunState | None = None
-        self._lost = 0
-        self._details: dict[str, None] = {}
-        """What the scorer returned besides the scores, for any group."""
+        self._filling: Filling | None = None
 
     def steps_of(self, config: PPOTrainerConfig, batches: int) -> int:
         """Steps in an epoch of the loader, whose batches may be of another size."""
@@ -59,49 +53,48 @@ class QueueSchedule(SyncSchedule):
     def step(self, source: PromptSource, roles: Roles, ctx: StepContext) -> DataProto:
         """One training step, chunk after chunk."""
         self.settle(roles, ctx)
-        queue, sampling = self._opened(roles, ctx)
+        filling, sampling = self._opened(roles, ctx)
+        queue, bound, parts = filling.queue, filling.queue.bound, list[DataProto]()
         queue.publish(ctx.step - 1)
-        report, parts, bound = Report(queue, self.prefix, sampling.idle_seconds), list[DataProto](), queue.bound
+        report = Report(queue, self.prefix, sampling.idle_seconds)
         for left in reversed(range(bound.groups // bound.chunk)):
             ctx.goes_on = left > 0
             # Nothing is saved between two chunks: once the first one changed the weights, the step goes on to its end.
-            taken = self._next_chunk(source, queue, sampling, ctx, may_stop=not parts)
+            taken = filling.next_chunk(source, sampling, ctx, may_stop=not parts)
             report.trained(taken, ctx.step - 1)
             chunk = together([entry.samples for entry in taken])
             accounting.batched(chunk, ctx)
             staleness.check(chunk, ctx, bound.enforced)
             parts.append(learn(chunk, roles, ctx, self.stages))
         report.add_to(ctx, sampling.idle_seconds)
-        ctx.sample_info = {name: [] for name in self._details}
+        ctx.sample_info = {name: [] for name in filling.details}
         return parts[0] if len(parts) == 1 else together(parts)
 
     def publish(self, roles: Roles, ctx: StepContext) -> None:
         """The sampler generates with the updated policy from here on."""
         # After the last step only groups that were dropped meanwhile are in flight, and the ledger hears of their end.
         waits, is_last = ctx.config.actor_rollout_ref.rollout.requests_at_update == "wait", ctx.step >= ctx.total_steps
-        if self._queue is not None and self._sampling is not None and (waits or is_last):
-            while self._sampling.in_flight and (is_last or not ctx.stop.requested):
-                self._take_in(self._queue, self._sampling, ctx, wait=True, may_stop=not is_last)
+        filling = self._filling
+        if filling is not None and filling.sampling is not None and (waits or is_last):
+            while filling.sampling.in_flight and (is_last or not ctx.stop.requested):
+                filling.take_in(filling.sampling, ctx, wait=True, may_stop=not is_last)
         super().publish(roles, ctx)
 
     def close(self) -> None:
         """End what is in flight."""
-        if self._sampling is not None:
-            self._sampling.close()
+        if self._filling is not None and self._filling.sampling is not None:
+            self._filling.sampling.close()
 
-    def _opened(self, roles: Roles, ctx: StepContext) -> tuple[GroupQueue, Sampling]:
+    def _opened(self, roles: Roles, ctx: StepContext) -> tuple[Filling, Sampling]:
         """At the first step of a run the queue is made, or what a checkpoint had in flight is sampled again."""
-        if self._queue is None:
+        filling = self._filling
+        if filling is None:
             bound = self.bound(ctx.config)
-            self._queue = GroupQueue(bound, ctx.step - 1, (ctx.step - 1) * bound.groups)
-        if self._sampling is None:
-            self._run, self._sampling = ctx.run, self._started(roles, ctx)
-            prompts = {entry.number: entry.prompt for entry in self._queue}
-            self._sampling.begin({number: prompts[number] for number in self._again}, ctx)
-            self._again = []
-        return self._queue, self._sampling
+            queue = GroupQueue(bound, ctx.step - 1, (ctx.step - 1) * bound.groups)
+            filling = self._filling = Filling(queue, ctx.run)
+        return filling, filling.sampling or filling.start(self._sampling(roles, ctx), ctx)
 
-    def _started(self, roles: Roles, ctx: StepContext) -> Sampling:
+    def _sampling(self, roles: Roles, ctx: StepContext) -> Sampling:
         if roles["rollout"].group.shares_processes(roles["actor"].group):
             return InTurn(roles)
         if ctx.needs_reward_baselines:
@@ -111,57 +104,13 @@ class QueueSchedule(SyncSchedule):
         each = ctx.config.async_training.concurrent_samples_per_replica
         return Beside(roles, limit=each * len(topology_of(ctx.config).replicas))
 
-    def _next_chunk(
-        self, source: PromptSource, queue: GroupQueue, sampling: Sampling, ctx: StepContext, may_stop: bool
-    ) -> list[QueuedGroup]:
-        """The groups that the step trains on next; samples, or waits for them."""
-        with ctx.stop.droppable() if may_stop else nullcontext():
-            while not (may_stop and ctx.stop.requested):
-                self._admit(source, queue, sampling, ctx)
-                self._take_in(queue, sampling, ctx, wait=False)
-                for late in queue.drop_overdue():
-                    if late.is_complete:  # the others are dropped when they end
-                        accounting.drop(late.samples, "stale", ctx)
-                if queue.is_ready():
-                    break
-                check_not_starved(queue, self._lost, ctx)
-                self._take_in(queue, sampling, ctx, wait=True, may_stop=may_stop)
-        self._lost = queue.lost
-        return queue.take()
-
-    def _admit(self, source: PromptSource, queue: GroupQueue, sampling: Sampling, ctx: StepContext) -> None:
-        """Begin as many groups as the bound admits and the rest of the run needs."""
-        needed = ctx.total_steps * queue.bound.groups - queue.trained - len(queue)
-        prompts = [self._drawn.next(source) for _ in range(min(queue.room(), needed))]
-        sampling.begin({queue.admit(prompt): prompt for prompt in prompts}, ctx)
-
-    def _take_in(
-        self, queue: GroupQueue, sampling: Sampling, ctx: StepContext, wait: bool, may_stop: bool = True
-    ) -> None:
-        """Enter groups that ended since the last time."""
-        ended = sampling.results(ctx, wait, may_stop)
-        self._details |= dict.fromkeys(ctx.sample_info)
-        for done in ended:
-            if done.why:
-                queue.lose(done.number, done.why)
-                if done.why == "failed":
-                    accounting.drop(done.samples, "failed_loop", ctx)
-            elif not queue.complete(done.number, done.samples, done.oldest):
-                accounting.drop(done.samples, "stale", ctx)
-
     def held_samples(self) -> Iterable[DataProto]:
         """Of groups that are complete, and of those that are in flight."""
-        for entry in self._queue or ():
-            if entry.is_complete:
-                yield entry.samples
-            elif entry.number not in self._again and self._run is not None:
-                yield stages.rows_of(entry.prompt, self._run.samples_per_prompt)
+        return () if self._filling is None else self._filling.held_samples()
 
     def carried(self) -> dict[str, DataProto]:
         """Finished groups, and the prompts of the others and of those that were drawn and not admitted."""
-        if self._queue is None or self._run is None:
-            return {}
-        return carried_groups(self._queue, self._drawn, list(self._details))
+        return {} if self._filling is None else self._filling.carried()
 
     def carry_on(self, parts: Mapping[str, DataProto], run: RunState) -> None:
         """Continue with what `carried` returned: unfinished groups are sampled from their prompts again."""
@@ -171,8 +120,5 @@ class QueueSchedule(SyncSchedule):
             why = f"{waiting} samples that waited for the next step are dropped: no queue admitted them"
             notice(RESUMED, f"{why}; a step under trainer.v1.trainer_mode=sync would train on them")
             run.pool.keep_only(np.arange(0))
-        self._queue, self._run = GroupQueue(bound, run.step, run.step * bound.groups), run
-        self._again, details = groups_carried(parts, self._queue, self._drawn)
-        self._queue.trained = run.step * bound.groups  # the steps of the run before may have had another size
-        check_in_time(self._queue)
-        self._lost, self._details = self._queue.lost, dict.fromkeys(details)
+        self._filling = Filling(GroupQueue(bound, run.step, run.step * bound.groups), run)
+        self._filling.carry_on(parts)

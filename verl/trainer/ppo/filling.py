@@ -1,0 +1,103 @@
+"""A queue being filled and emptied: prompts are admitted as far as its bound allows, sampled, entered, and taken.
+
+This is the half of the schedules with a queue that comes before training, and what a checkpoint keeps of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+
+from verl.protocol import DataProto
+from verl.trainer.ppo import accounting, stages
+from verl.trainer.ppo.beside import Sampling
+from verl.trainer.ppo.context import RunState, StepContext
+from verl.trainer.ppo.groups import Drawn, carried_groups, check_in_time, check_not_starved, groups_carried
+from verl.trainer.ppo.queue import GroupQueue, QueuedGroup
+from verl.trainer.ppo.stages import PromptSource
+
+
+class Filling:
+    """The groups of a run between its prompts and training.
+
+    Args:
+        queue: admission follows its bound.
+        run: its state; groups that a checkpoint had unfinished are sampled from their prompts again.
+
+    Attributes:
+        details: columns that the scorer returned besides the scores, for any group.
+        lost: groups that had come to nothing when the last chunk was taken.
+    """
+
+    def __init__(self, queue: GroupQueue, run: RunState):
+        self.queue, self.run = queue, run
+        self.sampling: Sampling | None = None
+        self.details: dict[str, None] = {}
+        self.lost = 0
+        self._drawn, self._again = Drawn(), list[int]()
+
+    def start(self, sampling: Sampling, ctx: StepContext) -> Sampling:
+        """Groups are sampled there from here on; first those that a checkpoint had in flight."""
+        self.sampling = sampling
+        prompts = {entry.number: entry.prompt for entry in self.queue}
+        sampling.begin({number: prompts[number] for number in self._again}, ctx)
+        self._again = []
+        return sampling
+
+    def next_chunk(
+        self, source: PromptSource, sampling: Sampling, ctx: StepContext, may_stop: bool
+    ) -> list[QueuedGroup]:
+        """The groups that the step trains on next; samples, or waits for them."""
+        queue = self.queue
+        with ctx.stop.droppable() if may_stop else nullcontext():
+            while not (may_stop and ctx.stop.requested):
+                self._admit(source, sampling, ctx)
+                self.take_in(sampling, ctx, wait=False)
+                for late in queue.drop_overdue():
+                    if late.is_complete:  # the others are dropped when they end
+                        accounting.drop(late.samples, "stale", ctx)
+                if queue.is_ready():
+                    break
+                check_not_starved(queue, self.lost, ctx)
+                self.take_in(sampling, ctx, wait=True, may_stop=may_stop)
+        self.lost = queue.lost
+        return queue.take()
+
+    def _admit(self, source: PromptSource, sampling: Sampling, ctx: StepContext) -> None:
+        """Begin as many groups as the bound admits and the rest of the run needs."""
+        queue = self.queue
+        needed = ctx.total_steps * queue.bound.groups - queue.trained - len(queue)
+        prompts = [self._drawn.next(source) for _ in range(min(queue.room(), needed))]
+        sampling.begin({queue.admit(prompt): prompt for prompt in prompts}, ctx)
+
+    def take_in(self, sampling: Sampling, ctx: StepContext, wait: bool, may_stop: bool = True) -> None:
+        """Enter groups that ended since the last time."""
+        ended = sampling.results(ctx, wait, may_stop)
+        self.details |= dict.fromkeys(ctx.sample_info)
+        for done in ended:
+            if done.why:
+                self.queue.lose(done.number, done.why)
+                if done.why == "failed":
+                    accounting.drop(done.samples, "failed_loop", ctx)
+            elif not self.queue.complete(done.number, done.samples, done.oldest):
+                accounting.drop(done.samples, "stale", ctx)
+
+    def held_samples(self) -> Iterable[DataProto]:
+        """Of groups that are complete, and of those that are in flight."""
+        for entry in self.queue:
+            if entry.is_complete:
+                yield entry.samples
+            elif entry.number not in self._again:
+                yield stages.rows_of(entry.prompt, self.run.samples_per_prompt)
+
+    def carried(self) -> dict[str, DataProto]:
+        """Finished groups, and the prompts of the others and of those that were drawn and not admitted."""
+        return carried_groups(self.queue, self._drawn, list(self.details))
+
+    def carry_on(self, parts: Mapping[str, DataProto]) -> None:
+        """Continue with what `carried` returned."""
+        queue = self.queue
+        self._again, details = groups_carried(parts, queue, self._drawn)
+        queue.trained = self.run.step * queue.bound.groups  # the steps of the run before may have had another size
+        check_in_time(queue)
+        self.lost, self.details = queue.lost, dict.fromkeys(details)
