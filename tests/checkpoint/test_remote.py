@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.checkpoint.builders import assert_holds, save
 from verl.checkpoint import BackgroundCopies, CheckpointWriter, RemoteCheckpoints, find_or_fetch
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.manifest import Manifest
+from verl.config import SFTRunConfig
 from verl.errors import CheckpointError, DataError
 from verl.metrics import notices, reset_notices
 
@@ -143,6 +145,25 @@ def test_a_place_without_access_is_refused_before_the_run(tmp_path):
         RemoteCheckpoints("tape://archive")
     with pytest.raises(CheckpointError, match=r"Allowed: \.\.\./global_step_N"):
         find_or_fetch(tmp_path, "resume_path", "s3://bucket/run/newest")
+
+
+def test_two_runs_cannot_copy_into_one_folder(places):
+    first, second = (RemoteCheckpoints(f"file://{places[1]}", run=f"math/{name}") for name in ("first", "second"))
+    first.check()
+    second.check()  # nothing is there yet
+    with CheckpointWriter(places[0], copies=BackgroundCopies(first)) as run:
+        save(run, 1)
+    first.check()
+    remote(places[1]).check()  # a run that saves nothing may read what is there
+    said = r"has the checkpoints of the run 'math/first', and 'math/second' would replace.*remote/math/second"
+    with pytest.raises(CheckpointError, match=said):
+        second.check()
+    with_url = SFTRunConfig(default_hdfs_dir=second.place.url, project_name="math", experiment_name="second")
+    saving = replace(with_url, save_freq="after_each_epoch", remote_timeout=7.0)
+    reads, saves = RemoteCheckpoints.of(with_url), RemoteCheckpoints.of(saving)
+    assert (reads.run, saves.run, saves.place.seconds) == (None, "math/second", 7.0)
+    with pytest.raises(CheckpointError, match=said):  # of two runs that began at once
+        second.copy(places[0] / "global_step_1")
 
 
 def test_a_manifest_elsewhere_cannot_lead_out_of_its_folder(places):

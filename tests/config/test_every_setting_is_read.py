@@ -55,6 +55,8 @@ READ_ELSEWHERE = {
     *(f"ray_kwargs.ray_init.runtime_env.{name}" for name in ("py_executable", "further")),
     "ray_kwargs.timeline_json_file",
     "trainer.ray_wait_register_center_timeout",
+    # Only a run with a remote folder has one: tests/checkpoint/test_remote.py.
+    "trainer.remote_timeout",
     # Only samplers and a reward model with a pool of their own have these: tests/config/test_topology.py.
     "actor_rollout_ref.rollout.n_gpus_per_node",
     "reward.reward_model.n_gpus_per_node",

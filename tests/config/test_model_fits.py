@@ -114,6 +114,9 @@ def test_what_vllm_takes_passes(run, monkeypatch):
     monkeypatch.setattr(machine, "is_installed", lambda name: True)
     vllm = [*EIGHT, f"{R}.name=vllm"]
     run(LONG, *vllm, f"{R}.max_model_len=4096", f"{M}.lora_rank=512")
+    of_kinds = {"sliding_attention": {"rope_type": "default"}, "full_attention": LONG["rope_scaling"]}
+    run({**SHORT, "rope_parameters": of_kinds}, *vllm, f"{R}.max_model_len=4096")
+    run({**SHORT, "rope_scaling": ["yarn"]}, *vllm, f"{R}.max_model_len=4096")  # damaged, which vLLM says itself
     run(SHORT, *vllm, f"{R}.max_model_len=2048", f"{M}.lora_rank=1024", f"{M}.lora.merge=true")
     few = [f"{R}.max_num_seqs=512", f"{R}.max_num_batched_tokens=256"]
     run(SHORT, *vllm, *few, f"{R}.enable_chunked_prefill=false")  # a step has room for the longest sequence then

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import threading
+import time
+from pathlib import Path
+
 import pytest
 
 from verl.errors import DataError, MissingDependencyError
@@ -55,6 +59,30 @@ def test_a_place_that_cannot_be_used_says_why(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MissingDependencyError, match="needs the command 'hdfs'"):
         remote_folder("hdfs://cluster/run").names()
+
+
+def test_a_place_that_hangs_ends_a_request_after_its_time(tmp_path, monkeypatch, fake_hdfs):
+    script = tmp_path / "bin" / "hdfs"
+    script.write_text("#!/bin/sh\nsleep 60 & echo $! > $(dirname $0)/pid; wait\n")
+    with pytest.raises(DataError, match=r"'hdfs dfs -test -e hdfs://cluster/run' was ended: .* within 1 s"):
+        remote_folder("hdfs://cluster/run", seconds=1).names()
+    started = int((tmp_path / "bin" / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while is_running(started) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(started)
+    released = threading.Event()
+    folder = remote_folder(f"memory://{tmp_path.name}", seconds=0.2)
+    monkeypatch.setattr(folder._files, "put_file", lambda *paths: released.wait(60))
+    (tmp_path / "weights").write_bytes(bytes(2_000_000))
+    with pytest.raises(DataError, match=rf"gave no answer within 0\.4 s. Got 'memory://{tmp_path.name}'"):
+        folder.put(tmp_path / "weights", "weights")  # 0.2 s more, as 10 MB may take a second
+    released.set()
+
+
+def is_running(process: int) -> bool:
+    stat = Path(f"/proc/{process}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_a_cluster_that_does_not_answer_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):

@@ -18,12 +18,15 @@ from verl.checkpoint.find import TRACKER, find_checkpoint, list_checkpoints, ste
 from verl.checkpoint.manifest import MANIFEST, Manifest
 from verl.checkpoint.reader import TRAINER
 from verl.checkpoint.writer import WRITING, put_in_place
+from verl.config import SFTRunConfig, TrainerConfig
 from verl.errors import CheckpointError, VerlError
 from verl.metrics import notice
 from verl.storage import remote_folder
+from verl.storage.paths import ANSWER_SECONDS
 
 KEY = "trainer.default_hdfs_dir"
-PROBE = ".writable"
+PROBE, OWNER = ".writable", "run.txt"
+"""A file that is written to see whether one may; the name of the run whose checkpoints are there."""
 _STEP = re.compile(r"global_step_(\d+)")
 
 
@@ -33,36 +36,71 @@ class RemoteCheckpoints:
     Args:
         url: of the folder in which the step folders are (``trainer.default_hdfs_dir``).
         key: the setting that names it, for messages.
+        run: the name of the one that copies its checkpoints there; no other one may.
+        seconds: which one request may take; a file's copy may take longer by its size.
 
     Raises:
         CheckpointError: its kind of place is unknown, or a package or command for it is missing.
     """
 
-    def __init__(self, url: str, key: str = KEY):
-        self.key = key
+    def __init__(self, url: str, key: str = KEY, run: str | None = None, seconds: float = ANSWER_SECONDS):
+        self.key, self.run = key, run
         try:
-            self.place = remote_folder(url)
+            self.place = remote_folder(url, seconds)
         except VerlError as error:
             raise self._failure("cannot be used", error) from error
+
+    @classmethod
+    def of(cls, trainer: TrainerConfig | SFTRunConfig) -> RemoteCheckpoints | None:
+        """Those of a run with these settings; None: it copies its checkpoints nowhere."""
+        if not trainer.default_hdfs_dir:
+            return None
+        run = f"{trainer.project_name}/{trainer.experiment_name}"
+        return cls(
+            trainer.default_hdfs_dir, run=None if trainer.save_freq in (-1, 0) else run, seconds=trainer.remote_timeout
+        )
 
     def check(self) -> None:
         """Write and delete a small file, so that a run without access ends before it begins.
 
         Raises:
-            CheckpointError: the place does not answer, or refuses.
+            CheckpointError: the place does not answer, or refuses, or has the checkpoints of another run.
         """
         try:
             self.place.put_text("", PROBE)
             self.place.remove(PROBE)
+            owner = self._owner()
         except VerlError as error:
             raise self._failure("cannot be written", error) from error
+        self._check_owner(owner)
+
+    def _owner(self) -> str:
+        """The run whose checkpoints are there; empty: none's."""
+        return (self.place.read(OWNER) or "").strip()
+
+    def _check_owner(self, owner: str) -> None:
+        if self.run is None or owner in ("", self.run):
+            return
+        raise CheckpointError(
+            f"the remote folder has the checkpoints of the run {owner!r}, and {self.run!r} would replace its steps",
+            key=self.key,
+            got=self.place.url,
+            fix=f"Set {self.key}={self.place.url}/{self.run}. Is it the same run under another name? Then delete the "
+            f"file {OWNER} there.",
+        )
 
     def copy(self, folder: Path) -> None:
         """Copy a complete local checkpoint; nothing happens if it is there already.
 
         Raises:
-            VerlError: the place does not answer, or a file arrived with another size.
+            VerlError: the place does not answer, another run's checkpoints are there, or a file arrived with another
+                size.
         """
+        if self.run is not None:
+            owner = self._owner()
+            self._check_owner(owner)
+            if not owner:
+                self.place.put_text(f"{self.run}\n", OWNER)
         manifest, name = Manifest.read(folder), folder.name
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         if self.place.read(f"{name}/{MANIFEST}") == text:

@@ -17,7 +17,7 @@ from verl.config.recipes import Recipe
 from verl.config.reward import RewardConfig
 from verl.config.rollout import RolloutConfig, SamplingConfig
 from verl.config.root import ActorRolloutRefConfig, PPOTrainerConfig
-from verl.config.sft import SFTDataConfig, SFTTrainerConfig
+from verl.config.sft import SFTDataConfig, SFTRunConfig, SFTTrainerConfig
 from verl.config.trainer import TrainerConfig
 
 FSDPOptimizerConfig = OptimizerConfig
@@ -48,6 +48,7 @@ __all__ = [
     "RolloutConfig",
     "RolloutCorrectionConfig",
     "SFTDataConfig",
+    "SFTRunConfig",
     "SFTTrainerConfig",
     "SamplingConfig",
     "TrainerConfig",

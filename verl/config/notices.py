@@ -293,6 +293,8 @@ def _reward(cfg: PPOTrainerConfig) -> None:
 
 
 def _resume(cfg: Any) -> None:
+    if not cfg.trainer.default_hdfs_dir and "remote_timeout" in changed_names(cfg.trainer):
+        notice("trainer.remote_timeout", "has no effect without trainer.default_hdfs_dir")
     if cfg.trainer.resume_from_path and cfg.trainer.resume_mode != "resume_path":
         notice("trainer.resume_from_path", "has no effect without trainer.resume_mode=resume_path")
     if cfg.trainer.save_freq in (-1, 0):

@@ -224,6 +224,7 @@ def _run(trainer: Any) -> Problems:
         "trainer", trainer, 0, "critic_warmup", "esi_redundant_time", "log_train_generations", "log_val_generations"
     )
     problems += _at_least("trainer", trainer, 1, "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")
+    problems += _above_zero("trainer", trainer, "remote_timeout")
     if "hang_seconds" in trainer:
         problems += _above_zero("trainer", trainer, "hang_seconds")
     return problems + _steps(trainer)

@@ -118,6 +118,11 @@ class SFTRunConfig(ConfigNode):
         "resume_mode=auto takes the newer of the two; null: none",
         path=True,
     )
+    remote_timeout: float = setting(
+        300.0,
+        "time limit of one request to default_hdfs_dir, in seconds; the copy of a file has a second more for each 10 MB",
+        upstream=ABSENT,
+    )
     project_name: str = setting("gsm8k-sft", "project of the run, for trackers and folders")
     experiment_name: str = setting("test", "name of the run, for trackers and folders")
     total_epochs: int = setting(4, "passes over the training data")

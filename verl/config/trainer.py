@@ -177,6 +177,11 @@ class TrainerConfig(ConfigNode):
         "resume_mode=auto takes the newer of the two; null: none",
         path=True,
     )
+    remote_timeout: float = setting(
+        300.0,
+        "time limit of one request to default_hdfs_dir, in seconds; the copy of a file has a second more for each 10 MB",
+        upstream=ABSENT,
+    )
     del_local_ckpt_after_load: bool = setting(
         False, "delete the checkpoint that was resumed from, once a newer one is complete or its remote copy is"
     )

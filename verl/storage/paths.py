@@ -5,15 +5,22 @@ Fetching something once into a cache is in `verl.storage.fetch`.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 import subprocess
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 from verl import env
 from verl.errors import DataError, MissingDependencyError, VerlError, suggest
+from verl.metrics import log
 
 HDFS = "hdfs://"
+ANSWER_SECONDS = 300.0
+"""How long a place may take to answer a question, unless a setting says otherwise."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -61,7 +68,7 @@ def exists(path: str | Path) -> bool:
     """Whether a local or HDFS path exists."""
     text = expand(path)
     if text.startswith(HDFS):
-        return run_hdfs("-test", "-e", text, check=False).returncode == 0
+        return run_hdfs("-test", "-e", text, check=False, seconds=ANSWER_SECONDS).returncode == 0
     return Path(text.removeprefix("file://")).exists()
 
 
@@ -108,8 +115,12 @@ def check_scheme(path: str) -> None:
         )
 
 
-def run_hdfs(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run ``hdfs dfs ...``; a failure is a `DataError` that shows what the command printed."""
+def run_hdfs(*arguments: str, check: bool = True, seconds: float | None = None) -> subprocess.CompletedProcess[str]:
+    """Run ``hdfs dfs ...``; a failure is a `DataError` that shows what the command printed.
+
+    Args:
+        seconds: after which it is ended, with an error; None: it may take as long as it needs, which the log says.
+    """
     command = shutil.which("hdfs")
     if command is None:
         raise MissingDependencyError(
@@ -117,12 +128,33 @@ def run_hdfs(*arguments: str, check: bool = True) -> subprocess.CompletedProcess
             got=arguments[-1],
             fix="Install the Hadoop client, or copy the files to this machine first.",
         )
-    done = subprocess.run([command, "dfs", *arguments], capture_output=True, text=True, check=False)
+    done = _run([command, "dfs", *arguments], f"'hdfs dfs {' '.join(arguments)}'", seconds)
     if check and done.returncode != 0:
         raise DataError(
             f"'hdfs dfs {' '.join(arguments)}' failed with code {done.returncode}: {done.stderr.strip()[-500:]}"
         )
     return done
+
+
+def _run(command: list[str], shown: str, seconds: float | None) -> subprocess.CompletedProcess[str]:
+    # A session of its own: the command is a script, and what it starts would hold the pipes open after its end.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as running:
+        try:
+            for waited in count(1):
+                try:
+                    output, errors = running.communicate(timeout=seconds or ANSWER_SECONDS)
+                    return subprocess.CompletedProcess(command, running.returncode, output, errors)
+                except subprocess.TimeoutExpired:
+                    if seconds is not None:
+                        raise DataError(f"{shown} was ended: it gave no answer within {seconds:g} s") from None
+                    log.warning("%s has been running for %.0f s", shown, waited * ANSWER_SECONDS)
+        finally:
+            if running.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(running.pid, signal.SIGKILL)
+    raise AssertionError("unreachable")
 
 
 def _copy_local(source: Path, target: Path, overwrite: bool) -> Path:

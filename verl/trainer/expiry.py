@@ -53,5 +53,5 @@ def should_save_ckpt_esi(
         return False
     left = until - clock()
     if left < 0:
-        notice("ESI", "the machine's time is over already")
+        notice("trainer.esi_redundant_time", "the machine's time is over already")
     return left <= max_steps_duration + save_ckpt_duration + redundant_time

@@ -86,8 +86,9 @@ def check_folder(config: Any) -> None:
     with writable(folder):
         if (folder / ".lock").is_file():
             RunLock(folder).release()
-    if config.trainer.default_hdfs_dir:
-        RemoteCheckpoints(config.trainer.default_hdfs_dir).check()
+    remote = RemoteCheckpoints.of(config.trainer)
+    if remote is not None:
+        remote.check()
 
 
 def write_config(config: Any) -> None:

@@ -147,13 +147,9 @@ class SupervisedTrainer:
                 self.writer.close()
 
     def _make_writer(self) -> CheckpointWriter:
-        trainer, remote = self.config.trainer, self._remote()
+        trainer, remote = self.config.trainer, RemoteCheckpoints.of(self.config.trainer)
         copies = None if remote is None else BackgroundCopies(remote)
         return CheckpointWriter(trainer.default_local_dir, keep={"model": trainer.max_ckpt_to_keep}, copies=copies)
-
-    def _remote(self) -> RemoteCheckpoints | None:
-        url = self.config.trainer.default_hdfs_dir
-        return RemoteCheckpoints(url) if url else None
 
     def _run_steps(self, tracking: Tracking, stop: StopSignals) -> None:
         batches, watch, before = self._batches(), Watch(), None
@@ -253,7 +249,10 @@ class SupervisedTrainer:
 
         def find() -> CheckpointReader | None:
             folder = find_or_fetch(
-                trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path, self._remote()
+                trainer.default_local_dir,
+                trainer.resume_mode,
+                trainer.resume_from_path,
+                RemoteCheckpoints.of(trainer),
             )
             if self.writer is not None and self.writer.copies is not None:
                 self.writer.copies.catch_up(self.writer.root)

@@ -106,14 +106,16 @@ def kept_processes(largest: int) -> Iterator[Kept]:
 
     runtime.start([largest], ray_init={"address": "local"})
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "_actor", kept.give)
-        patch.setattr(launch.LaunchPlan, "concurrent", True)
-        patch.setattr(ray, "kill", kept.take)
-        patch.setattr(resource_pool, "_reserve", noted)
-        patch.setattr(runtime, "stop", kept.end_of_run)
-        try:
-            yield kept
-        finally:
-            kept.end_of_run()
-    runtime.stop()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch, "_actor", kept.give)
+            patch.setattr(launch.LaunchPlan, "concurrent", True)
+            patch.setattr(ray, "kill", kept.take)
+            patch.setattr(resource_pool, "_reserve", noted)
+            patch.setattr(runtime, "stop", kept.end_of_run)
+            try:
+                yield kept
+            finally:
+                kept.end_of_run()
+    finally:
+        runtime.stop()

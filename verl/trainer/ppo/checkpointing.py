@@ -104,7 +104,7 @@ class RunCheckpoints:
         """The checkpoint that was resumed from, if it is to be deleted."""
         self._saved: tuple[int, Path] | None = None
         self._reference_moves = config.trainer.ref_update_freq is not None and REFERENCE in roles
-        self.remote = RemoteCheckpoints(trainer.default_hdfs_dir) if trainer.default_hdfs_dir else None
+        self.remote = RemoteCheckpoints.of(trainer)
         self.copies: BackgroundCopies | None = None
         if trainer.save_freq > 0:
             self.copies = None if self.remote is None else BackgroundCopies(self.remote)
