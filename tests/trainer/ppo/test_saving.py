@@ -10,11 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from tests.trainer.ppo.small_runs import prepare, train
-from verl.errors import CheckpointError, ConfigError, DataError
+from verl.errors import CheckpointError, ConfigError, DataError, RolloutError
+from verl.json_text import read_json
 from verl.metrics import notices, reset_notices
+from verl.observability.account import Account
+from verl.observability.ledger_reader import fill
 from verl.storage.remote import FsspecFolder
 from verl.trainer import expiry
-from verl.trainer.ppo.callbacks import SaveCheckpoint
+from verl.trainer.ppo.callbacks import Callback, SaveCheckpoint
 from verl.trainer.ppo.checkpoint_callback import CheckpointCallback, build_checkpoint_callback
 
 told: list[tuple[int, str, bool]] = []
@@ -45,6 +48,7 @@ SAVES = ("trainer.save_freq=1", "trainer.resume_mode=auto", "trainer.default_loc
 def here(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("saving"))
+        patch.setenv("VERL_FILE_LOGGER_ROOT", "logs")
         prepare()
         yield Path.cwd()
 
@@ -73,6 +77,24 @@ def test_a_class_that_fails_ends_the_run_and_the_checkpoint_stays(here):
     with pytest.raises(CheckpointError, match=r"checkpoint_callback_class: on_save failed.*no registry.*is complete"):
         train(*saves, f"trainer.checkpoint_callback_class={__name__}:Failing")
     assert Path("failing/global_step_1/manifest.json").is_file()
+
+
+def test_an_error_after_a_save_leaves_the_metrics_and_the_account_of_the_step_that_is_saved(here):
+    class Fails(Callback):
+        def on_step_end(self, trainer, batch):
+            if trainer.ctx.step == 2:
+                raise RolloutError("the sampler is gone")
+
+    words = (*SAVES[:2], "trainer.default_local_dir=ended", "trainer.experiment_name=ended")
+    words = (*words, "trainer.total_training_steps=3")
+    with pytest.raises(RolloutError, match="the sampler is gone"):
+        train(*words, watch=Fails())
+    assert len(train(*words).batches) == 1, "step 2 is not repeated"
+    (log,) = Path("logs").rglob("ended.jsonl")
+    assert [read_json(line)["step"] for line in log.read_text().splitlines()] == [1, 2, 3]
+    account = Account()
+    fill(account, Path("ended/ledger.jsonl"))
+    assert account.trained == 3 * 4 * 4 and not account.faults
 
 
 def test_the_last_checkpoint_is_told_though_its_copy_fails(here, monkeypatch):

@@ -116,10 +116,14 @@ class RunCheckpoints:
         """Write ``global_step_<step>``, which `end_step` puts in place; earlier checkpoints stay if it fails."""
         return self._save(self._here())
 
+    def has_saved(self, step: int) -> bool:
+        """Whether a checkpoint of this step was made."""
+        return self._saved is not None and self._saved[0] == step
+
     def end_step(self) -> None:
         """After a step was logged: its checkpoint, if there is one, may be found; a dropped step goes back to here."""
         if self.run.ledger is not None:
-            self.run.ledger.end(self.run.step, saved=self._saved is not None and self._saved[0] == self.run.step)
+            self.run.ledger.end(self.run.step, saved=self.has_saved(self.run.step))
         if self.writer is not None:
             self.writer.release()
         self.remember()
@@ -138,7 +142,7 @@ class RunCheckpoints:
         boundary = self._boundary
         if boundary is None or boundary.step == 0:
             return "stopped before the first step was complete; there is nothing to save"
-        if self._saved is None or self._saved[0] != boundary.step:
+        if not self.has_saved(boundary.step):
             self._save(boundary)
         self.writer.wait()
         self._tell_saved()

@@ -277,17 +277,33 @@ class RayPPOTrainer:
         for step in range(first, self.total_training_steps + 1):
             self.state.step = step
             ctx = self.ctx = self.state.open(step)
-            with ctx.timed("step"):
-                self._notify("on_step_begin")
-                batch = self.schedule.step(self.source, self.roles, ctx)
-                updated = "critic" in self.roles or step >= self.config.trainer.critic_warmup
-                accounting.trained(batch, ctx, updated)
-                self._notify("on_step_end", batch)
-            self.log(self._step_metrics(batch), step)
-            self.checkpoints.end_step()
-            self.state.spans.flush()
+            batch: DataProto | None = None
+            try:
+                with ctx.timed("step"):
+                    self._notify("on_step_begin")
+                    batch = self.schedule.step(self.source, self.roles, ctx)
+                    updated = "critic" in self.roles or step >= self.config.trainer.critic_warmup
+                    accounting.trained(batch, ctx, updated)
+                    self._notify("on_step_end", batch)
+            except BaseException:
+                if batch is not None and self.checkpoints.has_saved(step):
+                    self._end_saved_step(batch)
+                raise
+            self._end_step(batch)
             if ctx.stop.requested and step < self.total_training_steps:
                 raise StepDropped
+
+    def _end_step(self, batch: DataProto) -> None:
+        self.log(self._step_metrics(batch), self.ctx.step)
+        self.checkpoints.end_step()
+        self.state.spans.flush()
+
+    def _end_saved_step(self, batch: DataProto) -> None:
+        """What failed came after the save, which stands: metrics and ledger have the step, too. Its error goes on."""
+        try:
+            self._end_step(batch)
+        except Exception as second:  # boundary: a tracker, a disk; the first error is the one that is told
+            notice("trainer.save_freq", f"step {self.ctx.step} was saved, and its records are not complete: {second}")
 
     def _notify(self, hook: str, *arguments: Any) -> None:
         for callback in self.callbacks:
