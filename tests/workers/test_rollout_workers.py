@@ -12,6 +12,7 @@ import pytest
 
 from tests.support import tiny_model_dir, write_prompts
 from verl.agent_loop import AgentLoopManager
+from verl.agent_loop.runner import RunnerLostError
 from verl.config import load_config, replace
 from verl.data import tokenizer_of
 from verl.errors import ConfigError, RolloutError, WorkerError
@@ -143,10 +144,26 @@ def test_rows_that_all_fail_and_a_loop_that_there_is_not_stop_the_run_as_in_one_
             group.generate_sequences(unknown)
 
 
-def test_a_process_of_agent_loops_that_is_killed_ends_the_call_with_the_row_that_it_had(apart):
-    os.kill(apart.loops[1]._fleet.members[1].pid, signal.SIGKILL)
-    with pytest.raises(RolloutError, match=r"the process that ran the agent loop of row [23] of the batch.* is lost"):
-        apart.generate_sequences(batch(["fine"] * 4, validate=True))
+def test_rows_of_a_process_of_agent_loops_that_is_killed_are_run_by_the_others_with_the_same_result(here, apart):
+    asked = batch(["fine"] * 4, validate=True)
+    expected = here.generate_sequences(asked).batch["responses"]
+    for process in apart.loops[1]._fleet.members:  # after the second one they run beside the sampler
+        os.kill(process.pid, signal.SIGKILL)
+        got = apart.generate_sequences(asked)
+        assert got.batch["responses"].equal(expected)
+        assert "abort" not in got.non_tensor_batch["finish_reason"]
+
+
+def test_a_row_whose_second_process_is_lost_too_ends_the_call(config):
+    class Lost:
+        async def run(self, number, *rest):
+            raise RunnerLostError(f"the process that ran row {number} is lost")
+
+    policy = config.actor_rollout_ref
+    manager = AgentLoopManager(policy.rollout, None, tokenizer_of(policy.model))
+    manager.run_in([Lost(), Lost()])
+    with pytest.raises(RunnerLostError, match="the process that ran row 0 is lost"):
+        asyncio.run(manager.generate(batch(["fine"])))
 
 
 def test_what_an_external_library_registers_is_known_where_agent_loops_run(config, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from verl.agent_loop.early_stop import Stop, gather_most, gather_prompts
 from verl.agent_loop.failed import check_some_worked
 from verl.agent_loop.overlapped_scoring import OverlappedScoring, ScoreRow
 from verl.agent_loop.row_traces import marked
-from verl.agent_loop.runner import RowRunner, RunsRows, Score
+from verl.agent_loop.runner import RowRunner, RunnerLostError, RunsRows, Score
 from verl.agent_loop.unfinished import (
     EARLIER,
     ENOUGH,
@@ -26,9 +26,12 @@ from verl.agent_loop.unfinished import (
 )
 from verl.data.settings import read, read_number
 from verl.errors import RolloutError
+from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.rollout.base import Completion, Request, Sampler
 from verl.rollout.from_sync import run_now
+
+LOOPS = "actor_rollout_ref.rollout.agent.num_workers"
 
 
 class AgentLoopManager:
@@ -63,6 +66,7 @@ class AgentLoopManager:
         self.config, self.sampler, self.score_row = config, sampler, score_row
         self.here = RowRunner(config, sampler, tokenizer, processor, score, data_config)
         self._runners: Sequence[RunsRows] = [self.here]
+        self._lost: set[int] = set()
         self._stop = Stop()
         self._shortest = read_number(data_config, "min_response_length", 0)
 
@@ -74,7 +78,7 @@ class AgentLoopManager:
         """
         if runners and self.here.score is not None:
             raise RolloutError("score runs with the loops, and only in this process", fix="Pass score_row instead.")
-        self._runners = list(runners) or [self.here]
+        self._runners, self._lost = list(runners) or [self.here], set()
 
     async def serve(self, request: Request) -> Completion:
         """The answer to a loop in another process; it is empty once enough trajectories of the batch are done.
@@ -115,8 +119,7 @@ class AgentLoopManager:
         asked = marked(self.config, rows, streams, places, prompts.meta_info)
         for number, (row, stream) in enumerate(zip(asked, streams)):
             ended = (row.get(EARLIER) or {}).get("ended")
-            runner = self._runners[places[number]]
-            work = runner.run(number, row, stream, parameters, stop) if ended is None else _again(ended)
+            work = self._run(places[number], number, row, stream, parameters, stop) if ended is None else _again(ended)
             tasks.append(asyncio.ensure_future(_scored(number, work, None if stop.keeps else beside)))
         try:
             if enough is None:
@@ -167,6 +170,35 @@ class AgentLoopManager:
         places = [number * count // len(rows) for number in range(len(rows))]
         before = [(row.get(EARLIER) or {}).get("runner", count) for row in rows]
         return [known if known < count else place for known, place in zip(before, places)]
+
+    async def _run(
+        self, place: int, number: int, row: dict[str, Any], stream: tuple[str, int], parameters: dict[str, Any],
+        stop: Stop,
+    ) -> AgentLoopOutput:  # fmt: skip
+        """The trajectory of a row. If its process is lost, another one runs the loop anew: tools went with the first.
+
+        Raises:
+            RunnerLostError: so is the second; it may be the loop that ends them.
+        """
+        chosen = self._living(place)
+        try:
+            return await self._runner_at(chosen).run(number, row, stream, parameters, stop)
+        except RunnerLostError as error:
+            if chosen is None:
+                raise
+            self._lost.add(chosen)
+            notice(LOOPS, f"{error}. Its rows are run again, from their prompts, by the others of the "
+                   f"{len(self._runners)} processes, or beside the sampler if none is left")  # fmt: skip
+        row = {name: value for name, value in row.items() if name != EARLIER}
+        return await self._runner_at(self._living(chosen)).run(number, row, stream, parameters, stop)
+
+    def _living(self, place: int) -> int | None:
+        """The place, or the next one that is not lost; None: all are."""
+        order = [(place + step) % len(self._runners) for step in range(len(self._runners))]
+        return next((each for each in order if each not in self._lost), None)
+
+    def _runner_at(self, place: int | None) -> RunsRows:
+        return self.here if place is None else self._runners[place]
 
     async def _end_batch(self) -> None:
         """Enough trajectories are done. Loops in other processes hear of it before their requests come back empty."""

@@ -21,8 +21,12 @@ from verl.rollout.lost import EngineLostError
 Score = Callable[[dict[str, Any], AgentLoopOutput], Awaitable[float]]
 
 
+class RunnerLostError(RolloutError):
+    """The process that ran the loop of a row is gone."""
+
+
 class RunsRows(Protocol):
-    """What runs the loops of rows, in this process or another."""
+    """What runs the loops of rows, in this process or another; `RunnerLostError` says that it does so no more."""
 
     async def run(
         self, number: int, row: dict[str, Any], stream: tuple[str, int], parameters: dict[str, Any], stop: Stop

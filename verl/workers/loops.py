@@ -8,10 +8,10 @@ from typing import Any
 
 from verl.agent_loop.base import AgentLoopOutput
 from verl.agent_loop.early_stop import Stop
-from verl.agent_loop.runner import RowRunner
+from verl.agent_loop.runner import RowRunner, RunnerLostError
 from verl.config import ActorRolloutRefConfig, DataConfig
 from verl.data import tokenizer_of
-from verl.errors import RolloutError, WorkerError, portable
+from verl.errors import WorkerError, portable
 from verl.models.config import import_external
 from verl.rollout.hosted import RemoteSampler
 from verl.single_controller.base.handle import Handle
@@ -80,7 +80,7 @@ class RemoteRunner:
             )
         except WorkerError as error:
             where = f"row {number} of the batch, uid {stream[0]}"
-            raise RolloutError(f"the process that ran the agent loop of {where} is lost: {error}") from error
+            raise RunnerLostError(f"the process that ran the agent loop of {where} is lost: {error}") from error
         return output
 
     async def end(self, stop: Stop) -> None:
