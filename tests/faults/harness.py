@@ -139,11 +139,14 @@ class Run:
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
+    def lives(self) -> bool:
+        """It has not ended yet; a run that has is there until `wait`."""
+        return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
+
     def _until(self, otherwise: str, condition: Callable[[], bool]) -> None:
-        end, process = time.monotonic() + HANGS, psutil.Process(self.pid)
+        end = time.monotonic() + HANGS
         while not condition():
-            lives = process.status() != psutil.STATUS_ZOMBIE
-            assert (lives and time.monotonic() < end) or condition(), f"{otherwise}\n{self._output()[-3000:]}"
+            assert (self.lives() and time.monotonic() < end) or condition(), f"{otherwise}\n{self._output()[-3000:]}"
             time.sleep(0.02)
 
     def _output(self) -> str:
@@ -197,9 +200,14 @@ def samples(folder: Path) -> dict[str, str]:
     return {p.name: p.read_text() for p in sorted(newest(list(folder.glob("samples*"))).glob("*.jsonl"))}
 
 
+def ledgers(folder: Path) -> list[Path]:
+    """The ledgers of the runs in a folder, without what was repeated."""
+    return [p for p in (folder / "run").glob("ledger*.jsonl") if ".replaced" not in p.name]
+
+
 def ledger(folder: Path) -> list[str]:
     """The entries about samples and steps; those that say when the run began and went on are not compared."""
-    file = newest([p for p in (folder / "run").glob("ledger*.jsonl") if ".replaced" not in p.name])
+    file = newest(ledgers(folder))
     return [line for line in file.read_text().splitlines() if not line.startswith('{"event":"run"')]
 
 

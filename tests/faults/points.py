@@ -6,8 +6,10 @@ nothing of it. ``VERL_TEST_FAULT=<point>:<n>:<SIGNAL>`` hits at the n-th time th
 ``FULL`` limits the size of files, ``AWAY`` puts a file in the place of the run's folder, ``SLOW`` delays from there on
 and adds a byte to the file ``slow`` each time.
 
-Points of a step: generation, scoring, backward, optimizer_begin, optimizer_end. Of a save: begin, shard (after every
-tensor), files, manifest, published, tracker, retention:renamed.
+Points of a step: generation, loop (of an agent), scoring, backward, optimizer_begin, optimizer_end. Of a save: begin,
+shard (after every tensor), files, manifest, published, tracker, retention:renamed. Of new weights: send (a rank of the
+actor), take (a sampler, after every bucket). Of the ledger: ledger (before a line), torn (in the middle of it). A
+process that is killed at its point writes the line "<process> <point>" into the file ``hits`` before.
 """
 
 from __future__ import annotations
@@ -60,6 +62,8 @@ class Fault:
         elif self.action == "PAUSE":
             self._pause()
         else:
+            with open("hits", "a") as hits:
+                hits.write(f"{os.getpid()} {self.point}\n")
             os.kill(os.getpid(), signal.Signals[f"SIG{self.action}"])
 
     def _pause(self) -> None:
@@ -72,13 +76,19 @@ class Fault:
 
 def install(fault: Fault) -> None:
     """Wrap the methods behind the points in this process."""
+    from verl.agent_loop.runner import RowRunner
     from verl.checkpoint import part, writer
     from verl.engines.torch_engine import TorchEngine
     from verl.rewards.managers.base import RewardManager
     from verl.rollout.hf.sampler import HFSampler
+    from verl.workers.sending import WeightSender
 
     _before(HFSampler, "_step", lambda: fault.reach("generation"))
+    _before(RowRunner, "run", lambda: fault.reach("loop"))
     _before(RewardManager, "__call__", lambda: fault.reach("scoring"))
+    _before(WeightSender, "send", lambda: fault.reach("send"))
+    _inside_weights(fault)
+    _inside_ledger(fault)
     _inside_backward(fault)
     register_optimizer_step_pre_hook(lambda *_: fault.reach("optimizer_begin"))
     register_optimizer_step_post_hook(lambda *_: fault.reach("optimizer_end"))
@@ -122,6 +132,53 @@ def _inside_backward(fault: Fault) -> None:
         original(self, *args, **kwargs)
 
     torch.Tensor.backward = backward
+
+
+def _inside_weights(fault: Fault) -> None:
+    """Reach ``take`` when a sampler has a bucket of a new version, and may have none of the others."""
+    from verl.rollout.hf.sampler import HFSampler
+
+    original = HFSampler.update_weights
+
+    async def update_weights(self: Any, chunks: Any, version: int) -> None:
+        def watched() -> Any:
+            for chunk in chunks:
+                yield chunk
+                fault.reach("take")
+
+        await original(self, watched(), version)
+
+    HFSampler.update_weights = update_weights
+
+
+def _inside_ledger(fault: Fault) -> None:
+    """Reach ``ledger`` before entries are written, and ``torn`` once half of their bytes are in the file."""
+    from verl.observability.ledger import Ledger
+
+    class Torn:
+        def __init__(self, file: Any):
+            self._file = file
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+        def write(self, data: bytes) -> int:
+            fault.reach("ledger")
+            if fault.point != "torn":
+                return self._file.write(data)
+            half = len(data) // 2
+            written = self._file.write(data[:half])
+            fault.reach("torn")
+            return written + self._file.write(data[half:])
+
+    begin = Ledger.__init__
+
+    @functools.wraps(begin)
+    def opened(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        self._file = Torn(self._file)
+
+    Ledger.__init__ = opened
 
 
 _fault = Fault(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
