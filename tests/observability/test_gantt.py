@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from xml.etree import ElementTree
@@ -95,9 +96,27 @@ def test_groups_that_one_thread_samples_at_once_are_lanes_and_no_stages_of_that_
 def test_a_trace_that_cannot_be_written_is_given_up_and_the_run_goes_on(tmp_path, caplog):
     reset_notices()
     spans = Spans()
-    spans.record_in(tmp_path / "gone")
+    assert spans.record_in(tmp_path).name == NAME
+    shutil.rmtree(tmp_path)
     for step in (1, 2):
         with spans.span("gen", step):
             pass
         spans.flush()
     assert caplog.text.count("cannot be written") == 1
+    tmp_path.write_text("in the way")
+    reset_notices()
+    assert Spans().record_in(tmp_path) is None and caplog.text.count("cannot be written") == 2
+
+
+def test_each_run_has_a_trace_of_its_own_and_the_newest_is_read(tmp_path):
+    def run(step: int, *of_before) -> str:
+        spans = Spans()
+        path = spans.record_in(tmp_path, *of_before)
+        with spans.span("gen", step):
+            pass
+        spans.flush()
+        return path.name
+
+    assert [run(1), run(2), run(3, True, "trace-2.jsonl")] == [NAME, "trace-2.jsonl", "trace-2.jsonl"]
+    assert [one.step for one in read_spans(tmp_path)] == [2, 3]
+    assert [one.step for one in read_spans(tmp_path / NAME)] == [1]

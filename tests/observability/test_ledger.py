@@ -45,6 +45,9 @@ def test_a_question_about_a_step_a_prompt_and_a_reason_is_answered_from_the_file
     assert [(one.row, one.facts["tokens"], one.facts["score"]) for one in history.samples[:3]] == [
         (7, 5, 0.5), (7, 6, None), (9, 7, 0.0)
     ]  # fmt: skip
+    kept = ledger_reader.History.of(book.path, ledger_reader.asked_for(None, "b", None))
+    assert [(one.uid, one.sample) for one in kept.samples] == [("b", 0), ("b", 1)]
+    assert len(kept.open) == 2, "of all others only those in flight are held"
     assert ledger_reader.main([str(tmp_path)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in shown[1:6]] == [

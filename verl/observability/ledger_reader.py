@@ -7,33 +7,53 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from verl.errors import DataError, VerlError, printable, suggest
-from verl.observability.account import REASONS, Account, Entry, SampleRecord, numbers_in
+from verl.observability.account import REASONS, Account, Entry, Key, SampleRecord, numbers_in
 from verl.observability.ledger import NAME, lines_of
+from verl.observability.places import newest_file
 
 COLUMNS = ("uid", "sample", "row", "attempt", "asked in", "turns", "tokens", "end", "versions", "score", "batch of")
 SHOWN = 40
 WAITING = ("asked", "sampled", "scored", "batch")
 
 
-class History(Account):
-    """All samples of a run with what is known of each, in the order in which they were asked for."""
+Choice = Callable[[SampleRecord], bool]
 
-    def __init__(self) -> None:
+
+class History(Account):
+    """The samples of a run with what is known of each; memory is taken by those in flight and those that are kept.
+
+    Args:
+        keeps: which samples are kept once it is known what became of them; None: all.
+
+    Attributes:
+        steps: first and last one that has a batch.
+    """
+
+    def __init__(self, keeps: Choice | None = None) -> None:
         super().__init__()
-        self.samples: list[SampleRecord] = []
-        self._attempts: dict[tuple[str, int], int] = {}
+        self.steps: tuple[int, int] | None = None
+        self._keeps, self._settled = keeps, list[SampleRecord]()
+        self._attempts: Counter[Key] = Counter()
+        """Of keys that may come again: what was trained on does not."""
 
     @classmethod
-    def of(cls, path: Path) -> History:
+    def of(cls, path: Path, keeps: Choice | None = None) -> History:
         """The history in a ledger; raises as `fill`."""
-        made = cls()
+        made = cls(keeps)
         fill(made, path)
         return made
+
+    @property
+    def samples(self) -> list[SampleRecord]:
+        """Those that are kept, and of those in flight the ones like them, in the order in which they were asked for."""
+        in_flight = (one for one in self.open.values() if self._keeps is None or self._keeps(one))
+        return sorted([*self._settled, *in_flight], key=lambda one: one.id)
 
     def fate(self, one: SampleRecord) -> str:
         """What became of a sample, in a sentence."""
@@ -52,12 +72,14 @@ class History(Account):
         super()._ask(entry, step)
         for number in sorted(self.open.keys() - before):
             one = self.open[number]
-            attempt = self._attempts[one.uid, one.sample] = self._attempts.get((one.uid, one.sample), 0) + 1
-            one.facts["attempt"] = attempt
-            self.samples.append(one)
+            self._attempts[one.uid, one.sample] += 1
+            one.facts["attempt"] = self._attempts[one.uid, one.sample]
 
     def _note(self, kind: str, entry: Entry, step: int) -> None:
         super()._note(kind, entry, step)
+        if kind == "batch":
+            first, last = self.steps or (step, step)
+            self.steps = min(first, step), max(last, step)
         columns = {name: value for name, value in entry.items() if name not in ("event", "step", "ids", "unknown")}
         for place, number in enumerate(numbers_in(entry["ids"])):
             facts = self.open[number].facts
@@ -66,11 +88,15 @@ class History(Account):
                 facts[name] = value[place] if isinstance(value, list) else value
 
     def _settle(self, kind: str, entry: Entry, step: int) -> None:
-        for number in numbers_in(entry["ids"]):
-            facts = self.open[number].facts
-            facts["settled"] = step
-            facts |= {name: entry[name] for name in ("reason", "version") if name in entry}
+        ended = [self.open[number] for number in numbers_in(entry["ids"])]
         super()._settle(kind, entry, step)
+        for one in ended:
+            one.facts["settled"] = step
+            one.facts |= {name: entry[name] for name in ("reason", "version") if name in entry}
+            if kind == "trained":
+                del self._attempts[one.uid, one.sample]
+            if self._keeps is None or self._keeps(one):
+                self._settled.append(one)
 
 
 def fill(account: Account, path: Path) -> None:
@@ -94,11 +120,11 @@ def ledger_in(place: Path) -> Path:
     """
     if place.is_file():
         return place
-    made = [p for p in place.glob("ledger*.jsonl") if ".replaced" not in p.name]
-    if not made:
+    newest = newest_file(place / NAME)
+    if newest is None:
         raise DataError("there is no ledger", got=str(place), fix=f"trainer.ledger=true writes {NAME} into "
                         "trainer.default_local_dir.")  # fmt: skip
-    return max(made, key=lambda path: (path.stat().st_mtime_ns, path.name))
+    return newest
 
 
 def account_table(history: Account) -> str:
@@ -145,17 +171,18 @@ def one_line(value: Any) -> str:
     return printable(str(value)).replace("\n", "\\n").replace("\t", "\\t")
 
 
-def chosen(history: History, step: int | None, uid: str | None, dropped: str | None) -> Iterator[SampleRecord]:
+def asked_for(step: int | None, uid: str | None, dropped: str | None) -> Choice:
     """The samples that a question is about: those of a step's batch, of a prompt, dropped for a reason (any: "")."""
-    for one in history.samples:
-        facts = one.facts
-        if step is not None and facts.get("batch") != step:
-            continue
-        if uid is not None and one.uid != uid:
-            continue
-        if dropped is not None and (one.stage != "dropped" or dropped not in ("", facts["reason"])):
-            continue
-        yield one
+
+    def is_meant(one: SampleRecord) -> bool:
+        is_dropped = one.stage == "dropped" and dropped in ("", one.facts["reason"])
+        return (
+            (step is None or one.facts.get("batch") == step)
+            and (uid is None or one.uid == uid)
+            and (dropped is None or is_dropped)
+        )
+
+    return is_meant
 
 
 def answer(place: Path, step: int | None, uid: str | None, dropped: str | None, limit: int) -> str:
@@ -171,14 +198,14 @@ def answer(place: Path, step: int | None, uid: str | None, dropped: str | None, 
         account = Account()  # holds the open samples alone, where a history holds all
         fill(account, path)
         return account_table(account)
-    history = History.of(path)
-    samples = list(chosen(history, step, uid, dropped))
+    history = History.of(path, asked_for(step, uid, dropped))
+    samples = history.samples
     if not samples and uid is not None:
-        known = sorted({one.uid for one in history.samples})
-        raise DataError("the ledger knows no such prompt", key="--uid", got=uid, fix=suggest(uid, known))
+        known = {str(name) for entry in lines_of(path) if entry["event"] == "asked" for name in entry["uid"]}
+        if uid not in known:
+            raise DataError("the ledger knows no such prompt", key="--uid", got=uid, fix=suggest(uid, sorted(known)))
     if not samples and step is not None:
-        steps = sorted({one.facts["batch"] for one in history.samples if "batch" in one.facts})
-        known_steps = f"{steps[0]} to {steps[-1]}" if steps else "none"
+        known_steps = f"{history.steps[0]} to {history.steps[1]}" if history.steps else "none"
         raise DataError("no batch of this step is in the ledger", key="--step", got=step, allowed=known_steps)
     return samples_table(history, samples, limit)
 

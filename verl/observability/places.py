@@ -23,10 +23,19 @@ def folder_of_run(wanted: Path, goes_on: bool = False, before: str | None = None
     return _of_run(wanted, goes_on, before, _new_folder)
 
 
+def newest_file(wanted: Path) -> Path | None:
+    """Of the files that `file_of_run` gave to several runs, the one that was written to last; None: there is none."""
+    made = [place for place in wanted.parent.glob(f"{wanted.stem}*{wanted.suffix}") if _numbered(wanted, place.name)]
+    return max(made, key=lambda place: (place.stat().st_mtime_ns, place.name), default=None)
+
+
+def _numbered(wanted: Path, name: str) -> bool:
+    return re.fullmatch(rf"{re.escape(wanted.stem)}(-\d+)?{re.escape(wanted.suffix)}", name) is not None
+
+
 def _of_run(wanted: Path, goes_on: bool, before: str | None, take: Callable[[Path], bool]) -> Path:
     wanted.parent.mkdir(parents=True, exist_ok=True)
-    numbered = rf"{re.escape(wanted.stem)}(-\d+)?{re.escape(wanted.suffix)}"
-    if goes_on and (before is None or re.fullmatch(numbered, before)):
+    if goes_on and (before is None or _numbered(wanted, before)):
         return wanted.with_name(before or wanted.name)
     for number in count(1):
         place = wanted if number == 1 else wanted.with_name(f"{wanted.stem}-{number}{wanted.suffix}")

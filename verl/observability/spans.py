@@ -18,6 +18,7 @@ from typing import Any
 from verl.errors import DataError
 from verl.json_text import read_json
 from verl.metrics import notice
+from verl.observability.places import file_of_run, newest_file
 
 KEY, NAME = "trainer.trace", "trace.jsonl"
 _START = time.time() - time.perf_counter()
@@ -119,9 +120,19 @@ class Spans:
         with self._lock:
             return [Activity(one.ident, list(one.stages), one.progress) for one in self._open.values()]
 
-    def record_in(self, folder: Path) -> None:
-        """Append finished stages to the file of a run's folder, at every `flush`."""
-        self._path = folder / NAME
+    def record_in(self, folder: Path, goes_on: bool = False, before: str | None = None) -> Path | None:
+        """Append finished stages at every `flush` to a file of this run, which is returned; None: none can be written.
+
+        Args:
+            folder: the run's.
+            goes_on: the run goes on, and so does its file.
+            before: the name of that file, where the checkpoint knows it.
+        """
+        try:
+            self._path = file_of_run(folder / NAME, goes_on, before)
+        except OSError as error:
+            self._give_up(folder / NAME, error)
+        return self._path
 
     def flush(self) -> None:
         """Write what has ended since; a file that cannot be written is given up with a notice, the run goes on."""
@@ -134,18 +145,21 @@ class Spans:
             with path.open("a", encoding="utf-8") as file:
                 file.write(lines)
         except OSError as error:
-            self._path = None
-            notice(KEY, f"{path} cannot be written ({error.strerror}), so no more is recorded")
+            self._give_up(path, error)
+
+    def _give_up(self, path: Path, error: OSError) -> None:
+        self._path = None
+        notice(KEY, f"{path} cannot be written ({error.strerror}), so no more is recorded")
 
 
 def read_spans(place: Path) -> list[Span]:
-    """The spans of a run's folder or file, in the order of their beginnings; a last line that was cut off is left out.
+    """The spans of a file, or of the newest run in a folder, by their beginnings; a last line cut off is left out.
 
     Raises:
         DataError: there is no such file, or it holds something else.
     """
-    path = place / NAME if place.is_dir() else place
-    if not path.is_file():
+    path = newest_file(place / NAME) if place.is_dir() else place
+    if path is None or not path.is_file():
         raise DataError("there is no trace", got=str(place), fix=f"{KEY}=true writes {NAME} into "
                         "trainer.default_local_dir.")  # fmt: skip
     spans, lines = [], path.read_text(encoding="utf-8").splitlines(keepends=True)

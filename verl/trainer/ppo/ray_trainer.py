@@ -235,11 +235,13 @@ class RayPPOTrainer:
 
     def _open_records(self) -> None:
         trainer, places = self.config.trainer, self.checkpoints.places
+        folder, step = Path(trainer.default_local_dir), self.state.step
         if trainer.trace and not trainer.val_only:
-            self.state.spans.record_in(Path(trainer.default_local_dir))
+            trace = self.state.spans.record_in(folder, step > 0, places.get("trace"))
+            if trace is not None:
+                places["trace"] = trace.name
         if trainer.ledger and not trainer.val_only:
-            step, waiting = self.state.step, self._waiting()
-            ledger = Ledger(Path(trainer.default_local_dir), step, places.get("ledger"), waiting)
+            ledger = Ledger(folder, step, places.get("ledger"), self._waiting())
             self.state.ledger, places["ledger"] = ledger, ledger.path.name
 
     def _look_at_workers(self) -> list[Process]:
