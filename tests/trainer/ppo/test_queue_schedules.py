@@ -93,6 +93,21 @@ def test_which_version_draws_what_follows_from_counts(stream):
     assert [step["training/off_policy/trajectory_staleness/max"] for step in stream.metrics] == [0, 1, 1, 1]
 
 
+def test_a_step_in_chunks_reports_what_a_step_at_once_does():
+    """Without a learning rate both have the same samples and log-probs, so that every number is one of the batch."""
+    same_batch = ("trainer.total_training_steps=1", "actor_rollout_ref.actor.optim.lr=0.0", "trainer.save_freq=-1")
+    weighed = ("algorithm.rollout_is_threshold=2", "actor_rollout_ref.rollout.dtype=bfloat16")
+    chunks = (*STREAM[:1], *HALVES, "async_training.staleness_threshold=0")
+    at_once, in_chunks = (
+        train(*BASE, *same_batch, *weighed, "trainer.skip_old_log_prob=false", *words).metrics[0]
+        for words in (HALVES[1:], chunks)
+    )
+    assert at_once["mismatch/rollout_is_p95"] > 1.0005, "the two policies differ"
+    varies = ("timing", "perf/", "training/num_gen")
+    names = [name for name in at_once if not name.startswith(varies) or name == "perf/total_num_tokens"]
+    assert {name: in_chunks.get(name) for name in names} == pytest.approx({name: at_once[name] for name in names})
+
+
 def test_a_batch_of_warm_up_makes_samples_one_version_old_and_another_half_makes_some_two():
     single = ("actor_rollout_ref.actor.ppo_mini_batch_size=1", "data.gen_batch_size=1")
     one = train(*BASE, f"{MODE}=separate_async", *single)

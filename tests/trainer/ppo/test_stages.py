@@ -320,6 +320,18 @@ def test_tokens_are_counted_for_each_data_parallel_rank():
         "mean": 14,
     }
 
+    # Then four more rows of the step: 24 tokens in the first half of all twelve, 18 in the second.
+    stages.measure_balance(batch([0.0] * 4, list("ijkl"), [4, 4, 1, 1]), roles, ctx)
+    assert balance_of(ctx) == {
+        "min": 18,
+        "max": 24,
+        "minmax_diff": 6,
+        "balanced_min": 21,
+        "balanced_max": 21,
+        "mean": 21,
+    }
+    assert ctx.metrics.values()["perf/total_num_tokens"] == 42
+
     ctx = context(**{"actor_rollout_ref.rollout.n": 1})
     stages.measure_balance(batch([0.0] * 4, list("abcd"), [4, 4, 1, 1]), roles, ctx)
     assert balance_of(ctx) == {"min": 4, "max": 10, "minmax_diff": 6, "balanced_min": 7, "balanced_max": 7, "mean": 7}

@@ -213,6 +213,7 @@ class StepContext:
         sample_info: what the scorer returned besides the scores of this step's samples, by name.
         gen_batches: batches of prompts that were sampled for this step.
         learned_from: the samples that the update learns from, where a method selects them; None: all of the batch.
+        lengths, shares: tokens of the rows that were learned from so far; which of them each rank of the actor had.
         goes_on: this step learns from more batches after this one, so what happens once per step does not happen yet.
     """
 
@@ -223,6 +224,8 @@ class StepContext:
         self.sample_info: dict[str, list[Any]] = {}
         self.gen_batches = 0
         self.learned_from: set[Key] | None = None
+        self.lengths: list[int] = []
+        self.shares: list[list[int]] = []
         self.goes_on = False
 
     config: PPOTrainerConfig = _of_run("config")

@@ -42,9 +42,9 @@ def pair_up(batch: DataProto, samples_per_prompt: int, metrics: MetricSet) -> Da
 
     kept = torch.from_numpy(better)
     pairs.tensors["response_mask"] = torch.where(kept.repeat_interleave(2)[:, None], pairs.tensors["response_mask"], 0)
-    metrics.add("training/pairs", int(better.sum()), "last")
-    metrics.add("training/tied_prompts", 1.0 - float(better.mean()), "last")
+    metrics.add("training/pairs", int(better.sum()), "sum")
+    metrics.add("training/tied_prompts", 1.0 - float(better.mean()), weight=len(better))
     if better.any():
         scores = pairs.tensors["token_level_scores"].double().sum(-1).view(-1, 2)[kept]
-        metrics.add("training/pair_score_gap", (scores[:, 0] - scores[:, 1]).mean().item(), "last")
+        metrics.add("training/pair_score_gap", (scores[:, 0] - scores[:, 1]).mean().item(), weight=len(scores))
     return pairs

@@ -244,21 +244,22 @@ def take_batch(ctx: StepContext) -> DataProto:
 
 
 def measure_balance(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
-    """Tokens of each of the actor's data-parallel ranks: ``global_seqlen/*``.
+    """Tokens of each of the actor's data-parallel ranks: ``global_seqlen/*``, over all batches of the step so far.
 
     ``min`` and ``max`` are those of the batch cut as it is, as passes without gradient are; ``balanced_*`` those of the
     mini-batches of one epoch, as updates split them.
     """
     lengths = batch.tensors["attention_mask"].sum(-1).tolist()
-    ctx.metrics.add("perf/total_num_tokens", sum(lengths), "last")
-    role = roles["actor"]
+    ctx.metrics.add("perf/total_num_tokens", sum(lengths), "sum")
+    role, seen = roles["actor"], len(ctx.lengths)
     rows, groups = role.mini_batch_size * ctx.samples_per_prompt, _groups(batch, ctx, together=1)
-    shares: list[list[int]] = [[] for _ in range(role.num_parts)]
+    ctx.shares = ctx.shares or [[] for _ in range(role.num_parts)]
     for members in mini_batches(len(batch), rows, 1, role.shuffle, role.seed + ctx.step):
-        order = _in_rank_order(members, lengths, groups, len(shares), ctx)
-        for share, piece in zip(shares, np.array_split(order, len(shares))):
-            share += piece.tolist()
-    for name, value in log_seqlen_unbalance(lengths, shares, "global_seqlen").items():
+        order = _in_rank_order(members, lengths, groups, role.num_parts, ctx)
+        for share, piece in zip(ctx.shares, np.array_split(order, role.num_parts)):
+            share += (piece + seen).tolist()
+    ctx.lengths += lengths
+    for name, value in log_seqlen_unbalance(ctx.lengths, ctx.shares, "global_seqlen").items():
         ctx.metrics.add(name, value, "last")
 
 
@@ -279,12 +280,10 @@ def add_old_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
     if ctx.charges_exact_kl:
         batch.tensors["ref_kl"] = made["full_kl"]
     if "entropy" in made.keys():
-        mean = masked_mean(made["entropy"], batch.tensors["response_mask"]).item()
-        ctx.metrics.add("actor/entropy", mean, "last")
+        mask = batch.tensors["response_mask"]
+        ctx.metrics.add("actor/entropy", masked_mean(made["entropy"], mask).item(), weight=int(mask.sum()))
     batch.tensors["old_log_probs"] = made["log_probs"]
-    if "rollout_log_probs" in batch.tensors.keys():
-        for name, value in rollout_difference(batch).items():
-            ctx.metrics.add(name, value, "last")
+    measure_sampler(batch, ctx)
 
 
 def add_ref_log_prob(batch: DataProto, roles: Roles) -> None:
@@ -295,6 +294,20 @@ def add_ref_log_prob(batch: DataProto, roles: Roles) -> None:
 def add_values(batch: DataProto, roles: Roles) -> None:
     """Adds values (B, T), the critic's estimates before each response token."""
     batch.tensors["values"] = roles["critic"].infer(batch, InferOptions(("values",))).tensors["values"]
+
+
+def measure_sampler(batch: DataProto, ctx: StepContext) -> None:
+    """How far the sampler's log-probs are from the recomputed ones, where there are both."""
+    if "rollout_log_probs" in batch.tensors.keys():
+        for name, value in rollout_difference(batch).items():
+            ctx.metrics.add(name, value, "last")
+
+
+def measure_chunks(batch: DataProto, ctx: StepContext) -> None:
+    """The spreads and quantiles of a step that learned from several batches: over all their samples, not the last."""
+    if ctx.needs_old_log_prob:
+        measure_sampler(batch, ctx)
+    correct_rollout(batch.select(), ctx)  # what was trained on has its weights
 
 
 def rollout_difference(batch: DataProto) -> dict[str, float]:
@@ -325,15 +338,19 @@ def add_advantages(batch: DataProto, ctx: StepContext) -> None:
     """Adds token_level_rewards, advantages and returns; unscorable samples get zeros and are in no baseline."""
     algorithm = ctx.config.algorithm
     if algorithm.use_kl_in_reward:
-        for name, value in charge_kl(batch, ctx.kl_controller, algorithm.kl_penalty).items():
+        charged = charge_kl(batch, ctx.kl_controller, algorithm.kl_penalty)
+        filled = int(batch.tensors["response_mask"].bool().any(-1).sum())
+        ctx.metrics.add("actor/reward_kl_penalty", charged.pop("actor/reward_kl_penalty"), weight=filled)
+        for name, value in charged.items():
             ctx.metrics.add(name, value, "last")
     else:
         batch.tensors["token_level_rewards"] = batch.tensors["token_level_scores"]
     compute_advantage(batch, ctx.estimator, algorithm)
     if ctx.config.actor_rollout_ref.actor.positive_lm_coef:
         batch.tensors["positive"] = positive.marks(batch)
-        ctx.metrics.add("training/positive_samples", batch.tensors["positive"].mean().item(), "last")
-    ctx.metrics.add("training/zero_advantage_groups", group_filter.share_without_advantage(batch), "last")
+        ctx.metrics.add("training/positive_samples", batch.tensors["positive"].mean().item(), weight=len(batch))
+    number = int(group_filter.group_numbers(batch).max()) + 1
+    ctx.metrics.add("training/zero_advantage_groups", group_filter.share_without_advantage(batch), weight=number)
 
 
 def charge_kl(batch: DataProto, controller: Any, kind: str = "kl") -> dict[str, float]:
@@ -390,7 +407,7 @@ def resample(batch: DataProto, ctx: StepContext) -> DataProto:
     """Policy filtration (PF-PPO, arXiv 2409.06957): rows drawn with replacement, by the run's seed and the step."""
     rule, scores = ctx.config.algorithm.pf_ppo, batch.tensors["token_level_scores"].sum(-1)
     rows = resampled_rows(scores, rule.reweight_method, rule.weight_pow, seed=ctx.config.trainer.seed + ctx.step)
-    ctx.metrics.add("training/pf_ppo/distinct_rows", len(rows.unique()) / len(rows), "last")
+    ctx.metrics.add("training/pf_ppo/distinct_rows", len(rows.unique()) / len(rows), weight=len(rows))
     return batch.select_idxs(rows)
 
 

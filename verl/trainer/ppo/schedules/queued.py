@@ -19,7 +19,7 @@ from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.single_controller.base import Roles
 from verl.trainer.placement import topology_of
-from verl.trainer.ppo import accounting, staleness
+from verl.trainer.ppo import accounting, stages, staleness
 from verl.trainer.ppo.beside import Beside, InTurn, Sampling
 from verl.trainer.ppo.context import RunState, StepContext, together
 from verl.trainer.ppo.filling import Filling
@@ -68,7 +68,11 @@ class QueueSchedule(SyncSchedule):
             parts.append(learn(chunk, roles, ctx, self.stages))
         report.add_to(ctx, sampling.idle_seconds)
         ctx.sample_info = {name: [] for name in filling.details}
-        return parts[0] if len(parts) == 1 else together(parts)
+        if len(parts) == 1:
+            return parts[0]
+        batch = together(parts)
+        stages.measure_chunks(batch, ctx)
+        return batch
 
     def publish(self, roles: Roles, ctx: StepContext) -> None:
         """The sampler generates with the updated policy from here on."""
