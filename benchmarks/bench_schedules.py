@@ -1,19 +1,25 @@
 """Schedules beside each other where sampling waits for an environment: wall clock per trained sample.
 
-    PYTHONPATH=. python benchmarks/bench_schedules.py [--prompts 64] [--samples 4] [--turns 4] [--steps 6] [--rounds 1]
+    python benchmarks/bench_schedules.py [--prompts 64] [--samples 4] [--turns 4] [--tokens 32] [--steps 7] [--rounds 1]
 
-Every answer of a conversation is followed by an environment that takes log-normal seconds (median 0.2, sigma 1, drawn
-by row and turn, so that each schedule waits equally), without using a CPU. One trainer and one sampler, each with its
-own pool, on Ray, ``colocate_async`` too. Every schedule but ``sync`` may sample one step ahead. They run in turn, each
-in its own process. Printed, for each: wall-clock seconds per trained sample over the complete run, how many times less
-than ``sync`` that is, and the seconds per step in which the trainer waited for samples. The first step is in it, since
-what is sampled ahead there would be free otherwise.
+The quickstart's model samples conversations: every answer of ``--tokens`` tokens is followed by an environment that
+takes log-normal seconds (median 0.2, sigma 1, drawn by row and turn, so that each schedule waits equally), without
+using a CPU. One trainer and one sampler, each with its own pool and one thread, on Ray, ``colocate_async`` too. Every
+schedule but ``sync`` may sample one step ahead. They run in turn, each in its own process.
 
-Beside them the ideal, from the parts of the synchronous steps: (waiting + computing) / the longer of the two. Waiting
-is sampling, with its environment, and scoring; computing is the rest of the step. Then the same for so many steps,
-whose first sampling and last update have nothing beside them. It bounds
-``one_step_off``, which samples one batch at a time. Queues have up to two batches in flight, whose waits overlap each
-other too, so that they can be faster where waiting is the longer part.
+Printed as a Markdown table, for each schedule:
+
+- wall-clock seconds per trained sample in a median step, the first and the last left out: in between as many samples
+  are drawn as are trained on, and as many are ahead after a step as before it;
+- how many times less than ``sync`` that is, and the same of the complete run, in which nothing is ahead at first and
+  nothing is sampled beside the last update;
+- idle: seconds per median step in which the trainer waited for samples;
+- CPU: seconds per median step of all processes, and which share of the machine's cores that is.
+
+Below it the ideal, from the parts of the median synchronous step: (waiting + computing) / the longer of the two.
+Waiting is sampling, with its environment, and scoring; computing is the rest of the step. It bounds ``one_step_off``,
+which samples one batch at a time. Queues have up to two batches in flight, whose waits overlap each other too, so they
+are bounded by half the waiting, by computing, and by the processor's seconds on the machine's cores.
 """
 
 from __future__ import annotations
@@ -28,32 +34,37 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from figures import Figures, add_json
+from figures import ROOT, Figures, add_json
 
-from tests.support import tiny_model_dir, write_prompts
+sys.path.insert(0, str(ROOT))
+import psutil
+
 from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from verl.agent_loop.batch import NO_VERSION
 from verl.config import load_config
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.callbacks import Callback
 
-MEDIAN, SIGMA, TOKENS = 0.2, 1.0, 8
+MEDIAN, SIGMA = 0.2, 1.0
+GOALS = {"one_step_off": 1.3, "fully_async": 1.8}
 MODE, BYPASS = "trainer.v1.trainer_mode", "algorithm.rollout_correction.bypass_mode=true"
+FULLY = (
+    *(f"{MODE}=fully_async", BYPASS, "async_training.staleness_threshold=1", "async_training.partial_rollout=true"),
+    "async_training.trigger_parameter_sync_step={chunks}",
+)
 SCHEDULES = {
     "sync": (f"{MODE}=sync",),
     "one_step_off": (f"{MODE}=one_step_off", BYPASS),
     "colocate_async": (f"{MODE}=colocate_async", BYPASS),
     "separate_async": (f"{MODE}=separate_async", BYPASS, "trainer.v1.separate_async.parameter_sync_step={chunks}"),
-    "fully_async": (
-        *(f"{MODE}=fully_async", BYPASS, "async_training.staleness_threshold=1", "async_training.partial_rollout=true"),
-        "async_training.trigger_parameter_sync_step={chunks}",
-    ),
+    "fully_async": FULLY,
+    "fully_async, completion": (*FULLY, "trainer.v1.sampler.order=completion"),
 }
 """Name -> words of the command line; a step is trained on in so many chunks."""
-QUEUES = ("colocate_async", "separate_async", "fully_async")
 COMMON = (
     "algorithm.adv_estimator=grpo",
     "data.train_files=prompts.parquet",
@@ -76,19 +87,17 @@ REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_inf
 
 
 class WaitingLoop(AgentLoopBase):
-    """Answers of a few tokens, each followed by an environment that waits and says one token."""
-
-    turns = 4
+    """Answers of equal length, each followed by an environment that waits and says one token."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        prompt = await self.prompt_ids(kwargs)
+        prompt, job = await self.prompt_ids(kwargs), kwargs["extra_info"]
         rng = random.Random(f"{kwargs['uid']}:{kwargs['sample_index']}")
         ids: list[int] = []
         mask: list[int] = []
         log_probs: list[float] = []
         versions: list[int] = []
-        asked = {**sampling_params, "max_tokens": TOKENS}
-        for _ in range(self.turns):
+        asked = {**sampling_params, "max_tokens": job["tokens"]}
+        for _ in range(job["turns"]):
             answer = await self.server_manager.generate(
                 kwargs["uid"], prompt_ids=[*prompt, *ids], sampling_params=asked
             )
@@ -103,24 +112,29 @@ class WaitingLoop(AgentLoopBase):
             response_mask=mask,
             response_logprobs=log_probs,
             token_versions=versions,
-            num_turns=2 * self.turns,
+            num_turns=2 * job["turns"],
             metrics=AgentLoopMetrics(),
         )
 
 
 class Clock(Callback):
-    """When each step ended, and what it says of its own parts."""
+    """When each step ended, what all processes had computed by then, and what a step says of its own parts."""
 
     def __init__(self) -> None:
-        self.marks: list[float] = []
+        self.marks: list[tuple[float, float]] = []
         self.parts: list[dict[str, float]] = []
 
     def on_fit_begin(self, trainer: Any) -> None:
-        self.marks.append(time.perf_counter())
+        self._mark()
 
     def on_step_end(self, trainer: Any, batch: Any) -> None:
-        self.marks.append(time.perf_counter())
+        self._mark()
         self.parts.append(dict(trainer.ctx.timers.seconds))
+
+    def _mark(self) -> None:
+        own = psutil.Process()
+        times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+        self.marks.append((time.perf_counter(), sum(one.user + one.system for one in times)))
 
 
 def run_one(words: list[str]) -> None:
@@ -137,86 +151,136 @@ def run_one(words: list[str]) -> None:
     print("CLOCK " + json.dumps({"marks": clock.marks, "parts": clock.parts}))
 
 
+def make_inputs(folder: Path, asked: argparse.Namespace) -> None:
+    """The quickstart's model, untrained, and prompts that say how long a conversation is."""
+    import pandas
+
+    examples = ROOT / "examples"
+    call([str(examples / "quickstart" / "model.py"), "model"], folder)
+    data = [str(examples / "data_preprocess" / "arithmetic.py"), "--local_save_dir", "data"]
+    call([*data, "--train_size", str(2 * asked.prompts), "--val_size", "1", "--sft_size", "1"], folder)
+    rows = pandas.read_parquet(folder / "data" / "train.parquet")
+    rows["extra_info"] = [{**row, "turns": asked.turns, "tokens": asked.tokens} for row in rows["extra_info"]]
+    rows.to_parquet(folder / "prompts.parquet")
+    (folder / "reward.py").write_text(REWARD)
+
+
+def call(words: list[str], folder: Path) -> str:
+    """What a Python program prints.
+
+    Raises:
+        SystemExit: it failed; with the end of its output.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
 def measure(folder: Path, schedule: str, asked: argparse.Namespace) -> dict[str, Any]:
     mini = max(1, asked.prompts // 4)
-    at_once = [f"async_training.concurrent_samples_per_replica={2 * asked.prompts}"] if schedule in QUEUES else []
+    is_queue = "async" in schedule
     words = [
         *COMMON,
         *(word.format(chunks=asked.prompts // mini) for word in SCHEDULES[schedule]),
-        *at_once,
+        *([f"async_training.concurrent_samples_per_replica={2 * asked.prompts}"] if is_queue else []),
         f"data.train_batch_size={asked.prompts}",
         f"actor_rollout_ref.rollout.n={asked.samples}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}",
-        f"data.max_response_length={asked.turns * (TOKENS + 1)}",
+        f"data.max_response_length={asked.turns * (asked.tokens + 1)}",
         f"actor_rollout_ref.rollout.agent.default_agent_loop={Path(__file__).stem}:WaitingLoop",
         f"actor_rollout_ref.rollout.max_num_seqs={2 * asked.prompts * asked.samples}",
         f"trainer.total_training_steps={asked.steps}",
-        f"trainer.default_local_dir={schedule}",
+        f"trainer.default_local_dir={schedule.replace(', ', '-')}",
     ]
-    command = [sys.executable, __file__, "--one", *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("CLOCK ")]
-    if done.returncode or not lines:
-        raise SystemExit(f"{schedule} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return json.loads(lines[-1].removeprefix("CLOCK "))
+    printed = call([__file__, "--one", *words], folder)
+    return json.loads(next(line for line in printed.splitlines() if line.startswith("CLOCK "))[len("CLOCK ") :])
 
 
-def figures_of(clock: dict[str, Any], samples: int) -> dict[str, float]:
-    """Of a run: seconds per trained sample, and per step those of the step, of its sampling, and of its waiting."""
-    marks, parts = clock["marks"], clock["parts"]
-    steps = len(marks) - 1
-    waits = [part.get("wait_for_samples", 0.0) for part in parts]
-    sampled = [part.get("gen", 0.0) + part.get("reward", 0.0) for part in parts]
+def figures_of(clocks: list[dict[str, Any]], samples: int) -> dict[str, float]:
+    """Of the runs of a schedule: medians of a step and its parts, and the mean step of the complete runs."""
+    walls, cpus, parts, complete = list[float](), list[float](), list[dict[str, float]](), list[float]()
+    for clock in clocks:
+        steps = [(end - start, after - before) for (start, before), (end, after) in pairwise(clock["marks"])]
+        complete.append(statistics.mean(wall for wall, _ in steps))
+        walls += [wall for wall, _ in steps[1:-1]]
+        cpus += [cpu for _, cpu in steps[1:-1]]
+        parts += clock["parts"][1:-1]
+    step, cpu = statistics.median(walls), statistics.median(cpus)
+    sampling = statistics.median(part.get("gen", 0.0) + part.get("reward", 0.0) for part in parts)
+    waits = statistics.median(part.get("wait_for_samples", 0.0) for part in parts)
     return {
-        "seconds per sample": (marks[-1] - marks[0]) / (samples * steps),
-        "step": (marks[-1] - marks[0]) / steps,
-        "sampling": sum(sampled) / steps,
-        "waits": sum(waits if any(waits) else sampled) / steps,
+        "ms per sample": step / samples * 1e3,
+        "step, s": step,
+        "sampling, s": sampling,
+        "trainer idle, s": waits if waits else sampling,
+        "CPU, s": cpu,
+        "share of the cores": cpu / (os.cpu_count() or 1) / step,
+        "complete run, ms per sample": statistics.mean(complete) / samples * 1e3,
     }
 
 
-def table(runs: dict[str, list[dict[str, float]]], steps: int) -> dict[str, dict[str, float]]:
-    """Means over the rounds, beside ``sync``, and what would be ideal."""
-    means = {
-        name: {key: statistics.mean(one[key] for one in rounds) for key in rounds[0]} for name, rounds in runs.items()
-    }
-    base = means["sync"]
-    waiting, computing = base["sampling"], base["step"] - base["sampling"]
-    rows = {
-        name: {
-            "seconds per sample": own["seconds per sample"],
-            "times less than sync": base["seconds per sample"] / own["seconds per sample"],
-            "trainer waits, s per step": own["waits"],
-        }
-        for name, own in means.items()
-    }
-    longer, whole = max(waiting, computing), waiting + computing
-    rows["ideal"] = {"times less than sync": whole / longer, "waiting, s": waiting, "computing, s": computing}
-    rows[f"ideal of {steps} steps"] = {"times less than sync": steps * whole / (whole + (steps - 1) * longer)}
+def compared(runs: dict[str, list[dict[str, Any]]], samples: int) -> dict[str, dict[str, float]]:
+    """Figures by schedule, each beside ``sync``, and what would be ideal."""
+    rows = {name: figures_of(clocks, samples) for name, clocks in runs.items()}
+    base, complete = rows["sync"], "complete run, ms per sample"
+    for own in rows.values():
+        own["times less than sync"] = base["ms per sample"] / own["ms per sample"]
+        own["times less, complete run"] = base[complete] / own[complete]
+    waiting = base["sampling, s"]
+    computing = base["step, s"] - waiting
+    ideal, queues = max(waiting, computing), max(waiting / 2, computing, base["CPU, s"] / (os.cpu_count() or 1))
+    rows["ideal"] = {"step, s": ideal, "times less than sync": base["step, s"] / ideal}
+    rows["ideal of two batches in flight"] = {"step, s": queues, "times less than sync": base["step, s"] / queues}
+    rows["ideal"] |= {"waiting, s": waiting, "computing, s": computing}
     return rows
+
+
+COLUMNS = {
+    "ms per sample": ".1f", "times less than sync": ".2f", "times less, complete run": ".2f", "step, s": ".2f",
+    "trainer idle, s": ".2f", "CPU, s": ".2f", "share of the cores": ".0%",
+}  # fmt: skip
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    lines = ["| | " + " | ".join(COLUMNS) + " |", "| --- |" + " ---: |" * len(COLUMNS)]
+    for name, row in rows.items():
+        cells = [format(row[key], shape) if key in row else "" for key, shape in COLUMNS.items()]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, usual in (("prompts", 64), ("samples", 4), ("turns", 4), ("steps", 6), ("rounds", 1), ("hidden", 64)):
-        parser.add_argument(f"--{name}", type=int, default=usual)
+    usual = {"prompts": 64, "samples": 4, "turns": 4, "tokens": 32, "steps": 7, "rounds": 1}
+    for name, number in usual.items():
+        parser.add_argument(f"--{name}", type=int, default=number)
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
     add_json(parser)
     asked = parser.parse_args()
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in dict.fromkeys(["sync", *asked.schedules])}
+    if asked.steps < 3:
+        parser.error("--steps must be at least 3: the first and the last one are left out of the medians")
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in dict.fromkeys(["sync", *asked.schedules])}
+    begun = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        tiny_model_dir(folder / "model", hidden=asked.hidden, layers=2)
-        write_prompts(folder / "prompts.parquet", asked.prompts * 2)
-        (folder / "reward.py").write_text(REWARD)
+        make_inputs(Path(name), asked)
         for _ in range(asked.rounds):
-            for schedule, measured in runs.items():
-                measured.append(figures_of(measure(folder, schedule, asked), asked.prompts * asked.samples))
-    figures = Figures()
-    for schedule, row in table(runs, asked.steps).items():
+            for schedule, clocks in runs.items():
+                clocks.append(measure(Path(name), schedule, asked))
+    figures, rows = Figures(), compared(runs, asked.prompts * asked.samples)
+    for schedule, row in rows.items():
         figures.add(schedule, row)
-        print(schedule.ljust(16), "  ".join(f"{key} {value:.3f}" for key, value in row.items()))
-    print(f"{os.cpu_count()} cores; load over the last minute, these runs among it: {os.getloadavg()[0]:.1f}")
+    print(table(rows))
+    parts = "In the median synchronous step waiting takes {waiting, s:.2f} s, computing {computing, s:.2f} s."
+    print(f"\n{parts.format_map(rows['ideal'])}")
+    for schedule, goal in GOALS.items():
+        if schedule in rows:
+            value = rows[schedule]["times less than sync"]
+            print(f"{schedule}: goal {goal} x, {'met' if value >= goal else 'missed'} ({value:.2f} x)")
+    print(f"{os.cpu_count()} cores; load over the last minute, these runs among it: {os.getloadavg()[0]:.1f}; "
+          f"{time.monotonic() - begun:.0f} s in all")  # fmt: skip
     figures.write(asked.json)
 
 
