@@ -240,6 +240,35 @@ def test_groups_without_signal_make_room_for_others_and_a_queue_of_them_alone_is
     assert error.value.key == "algorithm.filter_groups.max_num_gen_batches"
 
 
+def test_a_queue_that_keeps_one_group_of_many_goes_on_with_a_notice_and_one_that_keeps_none_ends_the_run():
+    needed = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model", "data.train_batch_size=4"]
+    filters = ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc"]
+    ctx = RunState(load_config("ppo_trainer", [*needed, *STREAM, *filters]), reward=lambda batch: {}, total_steps=9)
+    queue = GroupQueue(QueueBound(groups=4, chunk=2))
+
+    def filtered(groups: int) -> None:
+        for _ in range(groups):
+            queue.lose(queue.admit("a prompt"), "filtered")
+
+    filtered(30)
+    queue.complete(queue.admit("a prompt"), "its samples")
+    reset_notices()
+    filtered(49)
+    check_not_starved(queue, 0, ctx.open(3))
+    assert not notices()
+    filtered(1)
+    check_not_starved(queue, 0, ctx.open(3))
+    said = notices()["algorithm.filter_groups.max_num_gen_batches"]
+    assert "80 groups of samples were left out" in said
+    assert "in acc, 0 because sampling failed), and 1 of the 2 that are trained on at once are there" in said
+    assert "max_num_gen_batches=20 the run ends here" in said and "change the data, or the filter" in said
+    hopeless = GroupQueue(QueueBound(groups=4, chunk=2))
+    for _ in range(80):
+        hopeless.lose(hopeless.admit("a prompt"), "filtered")
+    with pytest.raises(DataError, match=r"starves: since the last update 80 groups .* in acc, .* 0 of the 2"):
+        check_not_starved(hopeless, 0, ctx.open(3))
+
+
 def test_a_rule_that_admits_too_much_is_caught_on_the_groups_and_on_the_tokens(monkeypatch):
     room = GroupQueue.room
     monkeypatch.setattr(GroupQueue, "room", lambda self: room(self) + self.bound.groups)

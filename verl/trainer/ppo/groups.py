@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from verl.errors import ConfigError, DataError
+from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.protocol.fields import declared_field
 from verl.trainer.ppo import stages
@@ -20,6 +21,8 @@ FINISHED, PROMPTS = "queue", "queue_prompts"
 STATE = "queue"
 MANY_LOST = 20
 """Batches of groups of which none is kept: a run without a limit of its own ends there."""
+LIMIT = "algorithm.filter_groups.max_num_gen_batches"
+CHANGE = "The task is too easy or too hard for this model: change the data, or the filter (algorithm.filter_groups)."
 
 
 class Drawn:
@@ -89,26 +92,36 @@ def trimmed(samples: DataProto) -> DataProto:
 
 
 def check_not_starved(queue: GroupQueue, lost_before: int, ctx: StepContext) -> None:
-    """Stop where groups are sampled on and on, and none is kept.
+    """Stop where groups are sampled on and on, and none is kept; say so where few are.
 
     Args:
         lost_before: groups that were lost when the last chunk was taken.
 
     Raises:
-        DataError: with the numbers.
+        DataError: with the numbers: so many batches as ``algorithm.filter_groups.max_num_gen_batches`` says gave no
+            chunk or, without such a limit, `MANY_LOST` batches gave no group.
     """
-    limit = ctx.config.algorithm.filter_groups.max_num_gen_batches
-    lost = queue.lost - lost_before
-    waiting = queue.complete_groups
-    if lost >= (limit if limit > 0 else MANY_LOST) * queue.bound.groups and (limit > 0 or not waiting):
-        raise DataError(
-            f"the queue starves: since the last update {lost} groups of samples were left out "
-            f"({queue.counts['filtered']} in the run because all samples of a prompt came out the same, "
-            f"{queue.counts['failed']} because sampling failed), and {waiting} of {queue.bound.chunk} are there",
-            key="algorithm.filter_groups.max_num_gen_batches" if limit > 0 else "algorithm.filter_groups.enable",
-            got=limit if limit > 0 else ctx.config.algorithm.filter_groups.enable,
-            fix="The task is too easy or too hard for this model: change the data, or the filter.",
-        )
+    rule, lost, waiting = ctx.config.algorithm.filter_groups, queue.lost - lost_before, queue.complete_groups
+    limit = rule.max_num_gen_batches
+    if lost < (limit if limit > 0 else MANY_LOST) * queue.bound.groups:
+        return
+    because = f"{queue.counts['filtered']} in the run because all samples of a prompt came out the same"
+    if rule.enable:
+        because += f" in {rule.metric or 'the reward'}"
+    text = (
+        f"since the last update {lost} groups of samples were left out ({because}, {queue.counts['failed']} because "
+        f"sampling failed), and {waiting} of the {queue.bound.chunk} that are trained on at once are there"
+    )
+    if limit <= 0 and waiting:
+        notice(LIMIT, f"step {ctx.step}: the queue is nearly starved: {text}. Without a limit it goes on until the "
+               f"others are there; with {LIMIT}={MANY_LOST} the run ends here. {CHANGE}")  # fmt: skip
+        return
+    raise DataError(
+        f"the queue starves: {text}",
+        key=LIMIT if limit > 0 else "algorithm.filter_groups.enable",
+        got=limit if limit > 0 else rule.enable,
+        fix=CHANGE,
+    )
 
 
 def carried_groups(queue: GroupQueue, drawn: Drawn, details: Sequence[str]) -> dict[str, DataProto]:
