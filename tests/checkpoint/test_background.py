@@ -52,6 +52,16 @@ def test_closing_puts_a_held_save_in_place(tmp_path):
     assert steps(tmp_path) == [1]
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_a_held_save_that_is_discarded_leaves_the_checkpoint_before(tmp_path, background):
+    with CheckpointWriter(tmp_path, background=background) as writer:
+        save(writer, 1)
+        assert not writer.discard(), "it is released"
+        writer.save(2, {"actor": state(2)}, hold=True)
+        assert writer.discard()
+    assert steps(tmp_path) == [1] and not list(tmp_path.glob(".writing*"))
+
+
 def test_advance_puts_a_background_save_in_place_once_it_is_written(tmp_path):
     gate = threading.Event()
 

@@ -3,7 +3,8 @@
 A worker imports this module through ``external_lib``, the controller before its program starts, so the library knows
 nothing of it. ``VERL_TEST_FAULT=<point>:<n>:<SIGNAL>`` hits at the n-th time that a process reaches the point;
 ``PAUSE`` instead of a signal writes the process's number into the file ``paused`` and waits until that is removed,
-``FULL`` limits the size of files, ``AWAY`` puts a file in the place of the run's folder, ``SLOW`` delays from there on
+``FULL`` limits the size of files, ``ENOSPC`` takes the room of the disk
+below the ledger, ``AWAY`` puts a file in the place of the run's folder, ``SLOW`` delays from there on
 and adds a byte to the file ``slow`` each time.
 
 Points of a step: generation, loop (of an agent), scoring, backward, optimizer_begin, optimizer_end. Of a save: begin,
@@ -32,6 +33,10 @@ SLOW_SECONDS = 0.01
 FULL_BYTES = 24000
 
 
+class NoRoom(Exception):
+    """The file that is written is to get no further byte."""
+
+
 class Fault:
     """What is to happen, where, and how often that place has been passed."""
 
@@ -51,6 +56,8 @@ class Fault:
     def _happen(self) -> None:
         if self.action == "FULL":
             resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, FULL_BYTES))
+        elif self.action == "ENOSPC":
+            raise NoRoom
         elif self.action == "AWAY":
             os.rename("run", "run.away")
             Path("run").write_text("a file is here now")
@@ -163,7 +170,11 @@ def _inside_ledger(fault: Fault) -> None:
             return getattr(self._file, name)
 
         def write(self, data: bytes) -> int:
-            fault.reach("ledger")
+            try:
+                fault.reach("ledger")
+            except NoRoom:
+                self._file.write(data[: len(data) // 2])
+                os.dup2(os.open("/dev/full", os.O_WRONLY), self._file.fileno())
             if fault.point != "torn":
                 return self._file.write(data)
             half = len(data) // 2

@@ -61,6 +61,21 @@ def test_a_disk_that_fails_in_the_background_ends_the_run_with_one_error_at_a_la
     assert newest_step(folder) == 2
 
 
+def test_a_disk_that_is_full_while_the_ledger_writes_ends_the_run_with_one_error_and_nothing_is_lost(
+    server: Server, whole, folder
+):
+    """After half a line of step 3."""
+    ended = server.start(folder, grpo(), "ledger:13:ENOSPC").wait()
+    assert ended.status == 2, ended.output[-2000:]
+    (told,) = errors(ended.output)
+    assert "trainer.ledger: the ledger of the samples cannot be written: No space left on device" in told
+    assert "Make room" in told and "it goes on from its last checkpoint" in told
+    assert "Traceback" not in ended.output
+    assert newest_step(folder) == 2
+    finish(server, folder, grpo())
+    assert_same_end(whole, folder)
+
+
 def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_loaded(server: Server, folder):
     ended = server.start(folder, [*grpo(), "trainer.default_local_dir=/proc/run"]).wait()
     assert ended.status == 2, ended.output[-2000:]

@@ -186,6 +186,13 @@ class CheckpointWriter:
             self._save.released = True
             self.advance()
 
+    def discard(self) -> bool:
+        """Drop the newest save if it is held and not released; whether there was one."""
+        if self._save is None or self._save.released or self._finishing is not None:
+            return False
+        self._give_up(CheckpointError("it is dropped"))
+        return True
+
     def advance(self) -> None:
         """Without waiting: put a save in the background into place if it is written and released.
 

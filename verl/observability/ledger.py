@@ -42,6 +42,7 @@ class Ledger:
     def __init__(self, folder: Path, step: int = 0, before: str | None = None, waiting: Sequence[Key] = ()):
         self.account = Account()
         self._next = 0
+        self._broken: OSError | None = None
         # Callers are the threads of the controller: one may sample for a step while another one trains the one before.
         self._lock = threading.Lock()
         self.path = folder / NAME
@@ -104,7 +105,10 @@ class Ledger:
         with self._lock:
             self._add({"event": "end", "step": step})
             if saved:
-                os.fsync(self._file.fileno())
+                try:
+                    os.fsync(self._file.fileno())
+                except OSError as error:
+                    raise self._failed(error) from error
 
     def check(self, waiting: Sequence[Key]) -> None:
         """At the end of a run: sampled = trained + dropped + waiting, none is lost, and none was trained twice.
@@ -155,10 +159,13 @@ class Ledger:
 
     def _write(self, entries: Iterable[Entry]) -> None:
         lines = "".join(json.dumps(entry, separators=(",", ":")) + "\n" for entry in entries).encode()
+        if self._broken is not None:  # half a line may be the last thing in the file
+            raise self._failed(self._broken)
         try:
             while lines:
                 lines = lines[self._file.write(lines) :]
         except OSError as error:
+            self._broken = error
             raise self._failed(error) from error
 
     def _failed(self, error: OSError) -> DataError:

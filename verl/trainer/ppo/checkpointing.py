@@ -130,6 +130,10 @@ class RunCheckpoints:
         self._tell_saved()
         self._delete_loaded()
 
+    def discard(self) -> bool:
+        """Drop a checkpoint whose step could not be logged, so that a run goes on from the one before."""
+        return self.writer is not None and self.writer.discard()
+
     def remember(self) -> None:
         """Record the controller's state for `save_boundary`."""
         if self.writer is not None:

@@ -301,11 +301,12 @@ class RayPPOTrainer:
         self.state.spans.flush()
 
     def _end_saved_step(self, batch: DataProto) -> None:
-        """What failed came after the save, which stands: metrics and ledger have the step, too. Its error goes on."""
+        """What failed came after the save, which stands if metrics and ledger can have the step. Its error goes on."""
         try:
             self._end_step(batch)
         except Exception as second:  # boundary: a tracker, a disk; the first error is the one that is told
-            notice("trainer.save_freq", f"step {self.ctx.step} was saved, and its records are not complete: {second}")
+            dropped = ", and its checkpoint is dropped" if self.checkpoints.discard() else ""
+            notice("trainer.save_freq", f"the records of step {self.ctx.step} are not complete{dropped}: {second}")
 
     def _notify(self, hook: str, *arguments: Any) -> None:
         for callback in self.callbacks:
