@@ -47,6 +47,7 @@ from tests.faults.harness import (
 from tests.support import tiny_model_dir, write_prompts
 from verl.json_text import read_json
 from verl.observability.ledger_reader import History
+from verl.observability.spans import read_spans
 
 PROMPTS, SAMPLES, GROUPS, LENGTH = 24, 4, 8, 8
 """Prompts of the data set, answers to each, prompts of a step, tokens of an answer."""
@@ -288,6 +289,7 @@ def check(case: Case, folder: Path, whole: Path) -> None:
     assert {*Counter(row["input"] for row in dumped).values()} == {each}
     assert len(dumped) == history.trained and len(samples(folder)) == case.steps
     assert [row["step"] for row in metrics(folder)] == list(range(1, case.steps + 1))
+    assert {one.step for one in read_spans(folder / "run")} >= set(range(1, case.steps + 1))
     ours, theirs = accuracy(folder), accuracy(whole)
     print(f"{folder.name}: accuracy {ours:.3f}, undisturbed {theirs:.3f}", flush=True)
     assert abs(ours - theirs) < 0.1, (ours, theirs)

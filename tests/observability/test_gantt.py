@@ -93,6 +93,18 @@ def test_groups_that_one_thread_samples_at_once_are_lanes_and_no_stages_of_that_
     assert one.begin <= other.begin <= one.end <= other.end
 
 
+def test_half_a_line_of_a_run_that_was_killed_is_cut_off_before_it_goes_on(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    for kept in ('{"step": 1, "stage": "gen", "thread": "a", "begin": 1.0, "end": 2.0}\n', ""):
+        path.write_text(kept + '{"step": 2, "sta')
+        spans = Spans()
+        assert spans.record_in(tmp_path, goes_on=True, before="trace.jsonl") == path
+        with spans.span("gen", 3):
+            pass
+        spans.flush()
+        assert [one.step for one in read_spans(tmp_path)] == ([1, 3] if kept else [3])
+
+
 def test_a_trace_that_cannot_be_written_is_given_up_and_the_run_goes_on(tmp_path, caplog):
     reset_notices()
     spans = Spans()

@@ -7,6 +7,7 @@ stages here through `StepContext.timed`. Times are seconds since 1970, measured 
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from verl.metrics import notice
 from verl.observability.places import file_of_run, newest_file
 
 KEY, NAME = "trainer.trace", "trace.jsonl"
+LONGEST_LINE = 1 << 16  # bytes, far more than a line has
 _START = time.time() - time.perf_counter()
 
 
@@ -130,6 +132,8 @@ class Spans:
         """
         try:
             self._path = file_of_run(folder / NAME, goes_on, before)
+            if self._path.is_file():
+                _end_line(self._path)
         except OSError as error:
             self._give_up(folder / NAME, error)
         return self._path
@@ -175,6 +179,14 @@ def read_spans(place: Path) -> list[Span]:
     if not spans:
         raise DataError("the trace is empty", got=str(path))
     return sorted(spans, key=lambda one: (one.begin, -one.end))
+
+
+def _end_line(path: Path) -> None:
+    """Cut off half a line, which a run that was killed has left, before it goes on."""
+    with path.open("r+b") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - LONGEST_LINE)
+        file.seek(start)
+        file.truncate(start + file.read().rfind(b"\n") + 1)
 
 
 def _line(one: Span) -> dict[str, Any]:
