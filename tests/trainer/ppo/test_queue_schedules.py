@@ -21,13 +21,15 @@ from safetensors.torch import load_file
 from tests.trainer.ppo.small_runs import Seen, prepare, train
 from verl.config import load_config
 from verl.config.pools import Pools, PoolSpec
-from verl.errors import ConfigError, DataError, RolloutError
+from verl.errors import ConfigError, DataError, RewardError, RolloutError
 from verl.metrics import notices, reset_notices
 from verl.protocol import DataProto
-from verl.single_controller.base import Role
+from verl.single_controller.base import Role, interrupts
 from verl.trainer.build import worker_arguments
+from verl.trainer.ppo import stages
 from verl.trainer.ppo.beside import Beside
 from verl.trainer.ppo.context import RunState, together
+from verl.trainer.ppo.filling import Filling
 from verl.trainer.ppo.groups import Drawn, carried_groups, check_not_starved
 from verl.trainer.ppo.queue import BoundBroken, GroupQueue, QueueBound
 from verl.trainer.ppo.schedules.colocate_async import ColocateAsyncSchedule
@@ -224,6 +226,33 @@ def test_groups_in_flight_are_waited_for_amid_a_step_even_after_a_signal_and_can
     time.sleep(0.1)
     beside.close()
     assert slow.cancelled == 1 and not [one for one in threading.enumerate() if one.name == "verl-groups"]
+
+
+def test_an_error_of_a_group_that_is_scored_beside_training_ends_the_waiting_for_the_update(monkeypatch):
+    """As a call of workers does, the update here looks now and then whether it is still waited for."""
+    config = load_config("ppo_trainer", ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"])
+    ctx = RunState(config, reward=lambda batch: {}, total_steps=9).open(3)
+    prompt = DataProto.from_dict(non_tensors={"uid": np.array(["a"], dtype=object)})
+
+    def training():
+        for _ in range(1000):
+            interrupts.current().check()
+            time.sleep(0.02)
+
+    def broken(*_):
+        raise RewardError("rewards.py, line 3: it failed on row 7")
+
+    monkeypatch.setattr(Beside, "_scored", broken)
+    monkeypatch.setattr(stages, "with_answers", lambda asked, made, metrics: made)
+    answering = SimpleNamespace(call=lambda method, asked: asyncio.sleep(0.1, asked))
+    beside = Beside({"rollout": SimpleNamespace(group=SimpleNamespace(handle=lambda rank: answering))}, limit=2)
+    filling = Filling(GroupQueue(QueueBound(groups=1, chunk=1)), ctx.run)
+    beside.begin({0: prompt}, ctx)
+    begun = time.monotonic()
+    with pytest.raises(RewardError, match="it failed on row 7"):
+        filling.beside(training, beside, ctx)
+    assert time.monotonic() - begun < 10
+    beside.close()
 
 
 def test_groups_without_signal_make_room_for_others_and_a_queue_of_them_alone_is_one_error(tmp_path, monkeypatch):

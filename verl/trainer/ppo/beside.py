@@ -18,6 +18,7 @@ from typing import Protocol
 from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.single_controller.base import Roles
+from verl.single_controller.base.interrupts import Interrupt
 from verl.trainer.ppo import accounting, stages
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.groups import Done, judged
@@ -30,7 +31,13 @@ CLOSE_SECONDS = 5.0
 
 
 class Sampling(Protocol):
-    """Where groups are sampled."""
+    """Where groups are sampled.
+
+    Attributes:
+        failed: is set once `results` would raise; who trains meanwhile need not wait for its workers any longer.
+    """
+
+    failed: Interrupt
 
     @property
     def in_flight(self) -> int:
@@ -61,7 +68,7 @@ class InTurn:
     in_flight, idle_seconds = 0, 0.0
 
     def __init__(self, roles: Roles):
-        self.roles = roles
+        self.roles, self.failed = roles, Interrupt()
         self._done: list[Done] = []
 
     def begin(self, prompts: Mapping[int, DataProto], ctx: StepContext) -> None:
@@ -106,7 +113,7 @@ class Beside:
         self._thread = threading.Thread(target=self._loop.run_forever, name="verl-groups", daemon=True)
         self._thread.start()
         self.in_flight, self._idle, self._since = 0, 0.0, time.monotonic()
-        self._failed_in_a_row = 0
+        self.failed, self._failed_in_a_row = Interrupt(), 0
 
     @property
     def idle_seconds(self) -> float:
@@ -161,6 +168,8 @@ class Beside:
                 done = await self._loop.run_in_executor(self._scorer, self._scored, number, samples, half)
         except BaseException as error:  # carried over to the thread that trains
             self._done.put((Done(number, asked, why="failed"), half, error))
+            if not isinstance(error, RolloutError):
+                self.failed.set()
         else:
             self._done.put((done, half, None))
 

@@ -5,10 +5,11 @@ This is the half of the schedules with a queue that comes before training, and w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext, suppress
 
 from verl.protocol import DataProto
+from verl.single_controller.base.interrupts import Interrupted, interruptible
 from verl.trainer.ppo import accounting, stages
 from verl.trainer.ppo.beside import Sampling
 from verl.trainer.ppo.context import RunState, StepContext
@@ -81,6 +82,13 @@ class Filling:
                     accounting.drop(done.samples, "failed_loop", ctx)
             elif not self.queue.complete(done.number, done.samples, done.oldest):
                 accounting.drop(done.samples, "stale", ctx)
+
+    def beside(self, train: Callable[[], DataProto], sampling: Sampling, ctx: StepContext) -> DataProto:
+        """The trained batch. An error that ends the sampling meanwhile is raised while the update is still in work."""
+        with suppress(Interrupted), interruptible(sampling.failed):
+            return train()
+        self.take_in(sampling, ctx, wait=False)
+        raise AssertionError("the sampling has failed, and its error was to be raised")
 
     def held_samples(self) -> Iterable[DataProto]:
         """Of groups that are complete, and of those that are in flight."""

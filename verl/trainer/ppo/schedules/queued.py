@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import numpy as np
 
@@ -65,7 +66,8 @@ class QueueSchedule(SyncSchedule):
             chunk = together([entry.samples for entry in taken])
             accounting.batched(chunk, ctx)
             staleness.check(chunk, ctx, bound.enforced)
-            parts.append(learn(chunk, roles, ctx, self.stages))
+            train = partial(learn, chunk, roles, ctx, self.stages)
+            parts.append(filling.beside(train, sampling, ctx))
         report.add_to(ctx, sampling.idle_seconds)
         ctx.sample_info = {name: [] for name in filling.details}
         if len(parts) == 1:
