@@ -470,6 +470,24 @@ def test_an_abort_ends_what_waits_for_a_slot_and_no_replica_begins_it():
     assert sum(entry[0] == "generate" for fake in fakes for entry in fake.log) == 2
 
 
+def test_an_abort_ends_what_waits_at_the_gate_of_an_update_and_no_replica_begins_it():
+    fakes, service = make(2)
+
+    async def run():
+        update = asyncio.ensure_future(service.update_weights(chunks(1), 1))
+        await asyncio.sleep(0)
+        tasks = [asyncio.ensure_future(service.generate(asked(i))) for i in range(3)]
+        await asyncio.sleep(0)
+        counts = await service.abort(["1", "unknown"]), await service.abort(["2"])
+        await update
+        return counts, await asyncio.gather(*tasks)
+
+    counts, ended = asyncio.run(asyncio.wait_for(run(), 20))
+    assert counts == (1, 1)
+    assert [done.finish_reason for done in ended] == ["stop", "abort", "abort"]
+    assert [entry[1][0].id for fake in fakes for entry in fake.log if entry[0] == "generate"] == ["0"]
+
+
 def test_a_slot_that_the_next_request_may_not_take_goes_to_another_one():
     """Replica 1 is busy for good; replica 0 fails once on a sample of that prompt, which then waits for replica 1."""
     clock = Clock()

@@ -180,6 +180,7 @@ class SamplerService(Sampler):
         self._published = 0
         self._counts = {"resent": 0, "replicas_lost": 0, "interrupted": 0}
         self._in_flight: set[str] = set()
+        self._at_gate: set[str] = set()
         self._given_up: set[str] = set()
 
     @property
@@ -191,7 +192,9 @@ class SamplerService(Sampler):
         self._in_flight.add(request.id)
         try:
             while True:
+                self._at_gate.add(request.id)
                 async with self._gate.inside():
+                    self._at_gate.discard(request.id)
                     parts.append(await self._generate(request))
                 if not parts[-1].is_interrupted:
                     return joined(parts)
@@ -201,10 +204,12 @@ class SamplerService(Sampler):
                 self._router.leave(request)
                 request = continued(request, parts[-1])
         finally:
-            self._in_flight.discard(request.id)
-            self._given_up.discard(request.id)
+            for kept in (self._in_flight, self._at_gate, self._given_up):
+                kept.discard(request.id)
 
     async def _generate(self, request: Request) -> Completion:
+        if request.id in self._given_up:  # it was aborted at the gate
+            return Completion(request.id, (), (), "abort", ())
         if self._is_single and not self.replicas[0].is_lost:
             return await self.replicas[0].generate(request)
         avoided: set[str] = set()
@@ -212,7 +217,8 @@ class SamplerService(Sampler):
         arrival = self._queue.arrived()
         for _ in range(self.max_resends + 1):
             replica = await self._acquire(request, arrival, avoided, last)
-            if replica is None:
+            if replica is None or request.id in self._given_up:
+                self._queue.call_next()  # where a slot was free, others can use it
                 return Completion(request.id, (), (), "abort", ())
             self._queue.began(request, arrival)
             done = None
@@ -332,7 +338,8 @@ class SamplerService(Sampler):
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
         wanted = None if request_ids is None else set(request_ids)
         self._given_up |= self._in_flight if wanted is None else self._in_flight & wanted
-        num_waiting = self._queue.abort(wanted)  # first: a slot that becomes free now must not go to one of them
+        num_waiting = len(self._at_gate if wanted is None else self._at_gate & wanted)
+        num_waiting += self._queue.abort(wanted)  # first: a slot that becomes free now must not go to one of them
         calls = []
         for replica in self.replicas:
             ids = sorted(replica.ids if wanted is None else replica.ids & wanted)
