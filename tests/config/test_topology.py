@@ -14,7 +14,7 @@ from verl.config import HFModelConfig, load_config
 from verl.config.loading import read_config
 from verl.config.per_config import per_config
 from verl.config.topology import Topology
-from verl.errors import ConfigError, NotBuiltError
+from verl.errors import ConfigError
 
 A, R = "actor_rollout_ref", "actor_rollout_ref.rollout"
 T, P, BACKEND = f"{R}.tensor_model_parallel_size", f"{R}.pipeline_model_parallel_size", f"{R}.checkpoint_engine.backend"
@@ -220,6 +220,10 @@ def test_differences_of_weights_go_between_machines_over_a_transport_that_does()
     assert len(placed(*OWN, "trainer.nnodes=2", f"{BACKEND}=delta", over).replicas) == 2
 
 
-def test_a_pool_of_its_own_for_sglang_is_refused_by_name():
-    said = refused(*OWN, f"{R}.name=sglang", kind=NotBuiltError)
-    assert "a pool of its own for SGLang, which is a server, is not built yet" in said
+def test_sglang_has_a_pool_of_its_own_where_a_transport_reaches_it():
+    apart = placed(*OWN, f"{R}.name=sglang", f"{R}.n_gpus_per_node=4", f"{T}=2")
+    assert [replica.ranks for replica in apart.replicas] == [(0, 1), (2, 3)]
+    assert {replica.placement for replica in apart.replicas} == {"own pool"}
+    running = refused(*OWN, f"{R}.name=sglang", f"{R}.server.url=http://a:1")
+    assert "1 server sample, and the pool has no process of theirs" in running
+    assert "naive hands weights over inside one process" in refused(*OWN, f"{BACKEND}=naive", f"{R}.name=sglang")

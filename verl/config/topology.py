@@ -26,7 +26,7 @@ from verl.config.sampler_sizes import (
     spec_of,
     starts_no_engine,
 )
-from verl.errors import ConfigError, NotBuiltError, hide_in_text
+from verl.errors import ConfigError, hide_in_text
 from verl.metrics import notice
 
 IN_PLACE, COLOCATED, CHILD, OWN_POOL, HTTP = "in place", "colocated", "child process", "own pool", "HTTP"
@@ -338,10 +338,6 @@ def _own_pool_problems(cfg: PPOTrainerConfig, pools: Pools) -> Problems:
         message = f"{_count(len(addresses_of(rollout)), 'server')} sample, and the pool has no process of theirs"
         fix = "Leave out actor_rollout_ref.hybrid_engine, and the role rollout in trainer.resource_pools."
         return [ConfigError(message, key=key, got=rollout.name, fix=fix)]
-    if rollout.name == "sglang":
-        message = "a pool of its own for SGLang, which is a server, is not built yet"
-        fix = f"Start servers there and name them: {_R}.server.url=[http://host:30000, ...]."
-        return [NotBuiltError(message, key=key, got=rollout.name, fix=fix)]
     return _between_pools(cfg, pools)
 
 

@@ -36,8 +36,8 @@ from verl.config import (
 )
 from verl.config.checks import Problems, Rule, collect, known_name, missing_folder, one_of
 from verl.config.node import unrecorded
+from verl.config.pools import Pools
 from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
-from verl.config.rollout import RolloutConfig
 from verl.config.root import PPOTrainerConfig, of_estimator, uses_critic
 from verl.config.sft import SFTTrainerConfig
 from verl.errors import ConfigError
@@ -112,12 +112,17 @@ def validate_pairs(cfg: DPOTrainerConfig | RMTrainerConfig) -> None:
         notices.tell_sft(cfg)
 
 
-def _transport(rollout: RolloutConfig) -> Problems:
-    """How weights get to the sampler: a known transport, and an engine that is hosted here."""
+def _transport(cfg: PPOTrainerConfig) -> Problems:
+    """How weights get to the sampler: a known transport, and an engine that is hosted here.
+
+    In a pool of their own SGLang's servers are started by workers, which put what a transport brings into a folder.
+    """
+    rollout = cfg.actor_rollout_ref.rollout
     engine, key = rollout.checkpoint_engine, f"{_R}.checkpoint_engine.backend"
     if engine.backend == "naive":
         return []
-    if rollout.name in ("server", "sglang"):
+    is_apart = rollout.name == "sglang" and "rollout" in Pools.of(cfg).named
+    if rollout.name in ("server", "sglang") and not is_apart:
         fix = f"Leave it out, or set {_R}.name=vllm or hf."
         return [ConfigError("a server takes its weights through a folder", key=key, got=engine.backend, fix=fix)]
     if engine.custom_backend_module:
@@ -137,7 +142,7 @@ def _names(cfg: PPOTrainerConfig) -> Problems:
     problems += known_name(registry.SCHEDULES, "trainer.v1.trainer_mode", cfg.trainer.v1.trainer_mode, "Leave it out.")
     problems += known_name(registry.POLICY_LOSSES, f"{_A}.policy_loss.loss_mode", actor.policy_loss.loss_mode, default)
     problems += known_name(registry.SAMPLERS, f"{_R}.name", rollout.name, f"Set {_R}.name=hf.")
-    problems += _transport(rollout)
+    problems += _transport(cfg)
     if rollout.agent.agent_loop_config_path is None:  # the names in that file are known where it is read
         problems += known_name(registry.AGENT_LOOPS, f"{_R}.agent.default_agent_loop", loop, default)
     problems += known_name(registry.TOOL_PARSERS, f"{_R}.multi_turn.format", rollout.multi_turn.format, default)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -67,11 +68,21 @@ ThreadingHTTPServer((arguments.host, arguments.port), Handler).serve_forever()
 def log(task: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What servers that were started have noted; a package ``sglang`` lies where the processes of the run find it."""
     package, log = task / "sglang", task / "sglang.jsonl"
-    package.mkdir()
+    package.mkdir(exist_ok=True)
+    log.unlink(missing_ok=True)
     (package / "__init__.py").write_text("")
     (package / "launch_server.py").write_text(f"LOG = {str(log)!r}\n{LAUNCHER}")
     monkeypatch.syspath_prepend(task)
     return log
+
+
+def noted_in(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def assert_each_version_came_once(noted: list[dict[str, Any]]) -> None:
+    versions = [one["version"] for one in noted]
+    assert len(set(versions)) == len(versions) == STEPS + 1 and all(one["files"] for one in noted)
 
 
 def test_the_group_s_first_rank_starts_one_server_of_two_devices_that_gets_each_version_once(
@@ -80,9 +91,8 @@ def test_the_group_s_first_rank_starts_one_server_of_two_devices_that_gets_each_
     size = f"{R}.tensor_model_parallel_size=2"
     run = train("over_sglang", STEPS, "trainer.n_gpus_per_node=2", f"{R}.name=sglang", size)
     assert len(run.steps) == STEPS and all(len(step) == 8 for step in run.samples)
-    began, *noted = [json.loads(line) for line in log.read_text().splitlines()]
+    began, *noted = noted_in(log)
     assert began["tp"] == 2 and not any("began" in one for one in noted), "one server, not one per rank"
-    versions = [one["version"] for one in noted]
-    assert len(set(versions)) == len(versions) == STEPS + 1 and all(one["files"] for one in noted)
+    assert_each_version_came_once(noted)
     _, alive = psutil.wait_procs([one for one in psutil.process_iter() if one.pid == began["began"]], 20)
     assert not alive, "it ends with the run"
