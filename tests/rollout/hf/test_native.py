@@ -67,8 +67,9 @@ def test_packed_weights_follow_an_update_and_are_freed_by_sleep():
     old, new = tiny_model(scale=2.0), tiny_model(seed=1, scale=2.0)
     sampler = HFSampler(old, owns_model=True)
     assert isinstance(native(sampler).layers[0].projections, PackedProjections)
-    before = sample(sampler, WANTED)
+    before, packed = sample(sampler, WANTED), native(sampler).layers[0].projections._qkv
     asyncio.run(sampler.update_weights(chunk_weights(export_weights(new), 1000, 1), 1))
+    assert native(sampler).layers[0].projections._qkv is packed, "the next pass packs, the update does not wait for it"
     after = sample(sampler, WANTED)
     assert largest_difference(new, WANTED, after) < 2e-5 < 0.1 < largest_difference(new, WANTED, before)
     asyncio.run(sampler.sleep(2))

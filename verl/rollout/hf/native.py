@@ -116,7 +116,7 @@ class NativeModel:
 
     Args:
         model: a causal language model of one of `FAMILIES`, whose weights only the sampler changes: they are packed
-            or fused. Call `refresh` when new ones have arrived.
+            or fused. Call `refresh` when new ones have arrived; what takes long of it waits for the next pass.
         variants: per layer, as the family's own modules call attention.
         max_positions: length of the rotary table.
 
@@ -139,7 +139,7 @@ class NativeModel:
         self._packed_head: CopiedLinear | None = None
         self._fewest_rows = 1
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.refresh()
+        self._is_stale = True
 
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, plan: StepPlan, wanted: torch.Tensor | None
@@ -149,6 +149,7 @@ class NativeModel:
 
     def forward(self, ids: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """As above, with any attention."""
+        self._lay_out()
         x = self._embedding.weight[ids]
         for layer in self.layers:
             x = layer(x, attend)
@@ -174,12 +175,23 @@ class NativeModel:
 
     def rows_for(self, tokens: int) -> int:
         """How many tokens are best computed where these are wanted."""
+        self._lay_out()
         if not self._packs or (tokens <= GRID and self._fewest_rows == 1):
             return tokens
         return -(-tokens // GRID) * GRID
 
     def refresh(self) -> None:
         """The parameters hold new values."""
+        self._is_stale = True
+
+    def _lay_out(self) -> None:
+        """Copy new values into the form that products read.
+
+        It takes longer than the weights' way here. Whoever sent them must not wait for it, so the next pass does it.
+        """
+        if not self._is_stale:
+            return
+        self._is_stale = False
         for layer in self.layers:
             layer.projections.refresh()
         if self._packs:
