@@ -101,3 +101,16 @@ def test_without_its_package_a_backend_says_what_to_do(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingDependencyError, match=f"the package {name} is not installed.*pip install"):
         traces.start(name, None, None)
+
+
+def test_a_later_run_of_the_process_records_again_after_a_tracker_has_failed(backend):  # noqa: F811
+    backend.fails = "no server"
+    RolloutTraceConfig.init("sums", "first", "mlflow")
+    asyncio.run(Agent().run("lost", times=0))
+    traces._active.flush()
+    assert traces.active() is None
+    backend.fails = ""
+    traces.start("mlflow", "sums", "first")
+    asyncio.run(Agent().run("kept", times=0))
+    traces.stop()
+    assert [trace.inputs["question"] for trace in backend.kept] == ["kept"]

@@ -15,6 +15,7 @@ import torch
 
 from tests.support import tiny_model_dir, write_prompts
 from verl.config import ProfilerConfig, load_config
+from verl.config.nsight import nsight_options
 from verl.config.loading import read_config
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notices, reset_notices
@@ -212,6 +213,7 @@ def test_the_options_of_nsight_reach_the_options_of_rays_actors(here, monkeypatc
         "trace": "cuda,nvtx", "cuda-memory-usage": "false", "cuda-graph-trace": "graph",
         "capture-range": "cudaProfilerApi", "capture-range-end": "repeat-shutdown:12",
     }  # fmt: skip
+    assert nsight_options({"trace": "cuda", "capture-range": None}, [2]) == {"trace": "cuda"}
     plans = []
     monkeypatch.setattr(cluster, "start", lambda *_, **__: SimpleNamespace(device="cpu", nodes=[], own=True))
     monkeypatch.setattr(f"{devices_per_node.__module__}.devices_per_node", lambda device: 1)

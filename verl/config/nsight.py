@@ -49,8 +49,9 @@ def nsight_options(options: Mapping[str, Any], steps: Sequence[int] | None) -> d
         steps: that are profiled.
     """
     kept = {name: _text(value) for name, value in options.items() if value is not None}
-    counted = {"capture-range-end": f"repeat-shutdown:{CAPTURES_PER_STEP * len(steps)}"} if steps and kept else {}
-    return {**counted, **kept}
+    if not steps or "capture-range" not in kept:  # without captures there is none to count
+        return kept
+    return {"capture-range-end": f"repeat-shutdown:{CAPTURES_PER_STEP * len(steps)}", **kept}
 
 
 def _text(value: Any) -> str:

@@ -113,7 +113,7 @@ def active() -> Traces | None:
 def start(
     backend: str, project: str | None, experiment: str | None, token2text: bool = False, most: int | None = None
 ) -> Traces:
-    """Record traces in this process from now on; the same once more goes on with what there is.
+    """Record traces in this process from now on; the same once more goes on with what there is, unless it failed.
 
     Raises:
         ConfigError: an unknown backend.
@@ -122,9 +122,11 @@ def start(
     global _active
     names = (backend, project or "verl", experiment or "rollouts")
     known = _active
-    if known is not None and (known.name, known.backend.project, known.backend.experiment) == names:
-        known.token2text, known.most = token2text, most
-        return known
+    if known is not None and not known.is_off:
+        if (known.name, known.backend.project, known.backend.experiment) == names:
+            known.token2text, known.most = token2text, most
+            return known
+        known.close()
     _active = Traces(backend, _backend(*names), token2text, most)
     return _active
 

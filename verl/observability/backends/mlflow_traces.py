@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 from verl.errors import MissingDependencyError
@@ -38,10 +39,14 @@ class MlflowTraces(TraceBackend):
         if self._experiment is None:
             self._experiment = self._open()
         self._complaints.texts.clear()
+        self._complaints.thread = threading.get_ident()
         tags = {name: str(value) for name, value in trace.attributes.items() if value is not None}
         self._write(trace, None, {"experiment_id": self._experiment, "tags": tags})
         if self._complaints.texts:
             raise RuntimeError(self._complaints.texts[0])
+
+    def close(self) -> None:
+        logging.getLogger("mlflow.tracing").removeHandler(self._complaints)
 
     def _write(self, call: TracedCall, parent: Any, of_trace: dict[str, Any]) -> None:
         span = self.client.start_span_no_context(
@@ -78,6 +83,9 @@ class _Complaints(logging.Handler):
     def __init__(self, level: int):
         super().__init__(level)
         self.texts: list[str] = []
+        self.thread: int | None = None
+        """The one that writes: others may use MLflow for traces of their own."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+        if record.thread == self.thread:
+            self.texts.append(record.getMessage())
