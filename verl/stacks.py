@@ -1,4 +1,4 @@
-"""The stacks of running processes, on demand: what a process that hangs is doing, seen without its help.
+"""The stacks of running processes, on demand, and their signs of life: what a process does, seen without its help.
 
 A process that calls `listen` writes its stacks, on a signal and even while native code holds the interpreter, into a
 file in memory that belongs to it. Whoever may see the process reads them there. Linux only; elsewhere nothing is read.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import struct
 import sys
 import time
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SIGNAL = int(getattr(signal, "SIGRTMIN", 34)) + 7
-NAME = "verl-stacks"
+NAME, MARKS = "verl-stacks", "verl-marks"
 ANSWER_SECONDS, POLL_SECONDS = 1.0, 0.02
 MOST_BYTES, LONGEST_NAME = 1 << 20, 100
 """What is read of a process, which may be a program of a model's that says what it likes."""
@@ -29,6 +30,9 @@ STUCK = ("D", "T", "t", "Z", "X")
 """States in which a process makes no progress whatever it is meant to do."""
 
 _file: int | None = None
+_marks: int | None = None
+_last_mark: float | None = None
+_MARK = struct.Struct("d")
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Process:
         state: a letter of `STATES`; empty where the process is gone.
         stacks: of all its threads; empty where it does not listen or did not answer.
         node: address of its node; empty for this one.
+        silent: seconds since its last `mark`; None: it has made none.
     """
 
     pid: int
@@ -48,6 +53,7 @@ class Process:
     state: str
     stacks: str = ""
     node: str = ""
+    silent: float | None = None
 
     @property
     def is_stuck(self) -> bool:
@@ -60,16 +66,38 @@ class Process:
 
 def listen(name: str = "") -> None:
     """From here on this process, and what it forks, answers with its stacks; ``name`` is for people."""
-    global _file
+    global _file, _marks
     if _file is None and sys.platform == "linux":
-        _file = os.memfd_create(f"{NAME}:{name}")
+        _file, _marks = os.memfd_create(f"{NAME}:{name}"), os.memfd_create(MARKS)
         faulthandler.register(SIGNAL, _file, all_threads=True, chain=False)
+
+
+def mark() -> None:
+    """This process goes on with what it was asked for: it has drawn tokens, or answered a request."""
+    global _last_mark
+    _last_mark = time.monotonic()
+    if _marks is not None:
+        os.pwrite(_marks, _MARK.pack(_last_mark), 0)
+
+
+def silence_of(pid: int) -> float | None:
+    """Seconds since a process of this node has last made a `mark`; None where it has made none that can be read."""
+    last = _last_mark if pid == os.getpid() else None
+    with suppress(OSError, struct.error):
+        place = None if pid == os.getpid() else _file_of(pid, MARKS)
+        if place is not None:
+            with place.open("rb") as file:
+                (last,) = _MARK.unpack(file.read(_MARK.size))
+    return None if last is None else max(0.0, time.monotonic() - last)
 
 
 def look_at(pids: Iterable[int], names: dict[int, str] | None = None, node: str = "") -> list[Process]:
     """State and stacks of processes of this node, one after the other."""
     names = names or {}
-    return [Process(pid, names.get(pid) or name_of(pid), state_of(pid), stacks_of(pid), node) for pid in pids]
+    return [
+        Process(pid, names.get(pid) or name_of(pid), state_of(pid), stacks_of(pid), node, silence_of(pid))
+        for pid in pids
+    ]
 
 
 def stacks_of(pid: int) -> str:
@@ -120,10 +148,10 @@ def _answers_at(pid: int) -> Path | None:
     return _file_of(pid) if caught >> (SIGNAL - 1) & 1 else None
 
 
-def _file_of(pid: int) -> Path | None:
+def _file_of(pid: int, name: str = f"{NAME}:") -> Path | None:
     for place in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
-            if os.readlink(place).startswith(f"/memfd:{NAME}:"):
+            if os.readlink(place).startswith(f"/memfd:{name}"):
                 return place
     return None
 

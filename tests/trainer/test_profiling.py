@@ -15,8 +15,8 @@ import torch
 
 from tests.support import tiny_model_dir, write_prompts
 from verl.config import ProfilerConfig, load_config
-from verl.config.nsight import nsight_options
 from verl.config.loading import read_config
+from verl.config.nsight import nsight_options
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notices, reset_notices
 from verl.observability import profiler as profiling

@@ -70,6 +70,37 @@ def test_a_mini_batch_is_progress_and_without_a_limit_nobody_watches(tmp_path):
         assert spans.open()[0].progress >= began.progress + 0.01
 
 
+@pytest.fixture
+def sampler():
+    """A process that draws tokens all the time."""
+    code = "from verl import stacks; import time; stacks.listen('the sampler'); stacks.mark(); print('up', flush=True)"
+    code += "\nwhile True: stacks.mark(); time.sleep(0.01)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "up\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_tokens_that_a_sampler_draws_are_progress_of_those_who_wait_for_samples_alone(sampler, tmp_path):
+    spans, looks = Spans(), lambda: stacks.look_at([sampler.pid])
+    with (
+        pytest.raises(WorkerError, match="stage reward"),
+        Watchdog(spans, 0.5, tmp_path, looks),
+        spans.span("reward", 1),
+    ):
+        threading.Event().wait(60)
+    went_on = False
+    ends = pytest.raises(WorkerError, match=r"stage gen .* stopped by a signal")
+    with ends, Watchdog(spans, 0.5, tmp_path, looks), spans.span("gen", 1):
+        threading.Event().wait(1.2)
+        went_on = True
+        sampler.send_signal(signal.SIGSTOP)
+        threading.Event().wait(60)
+    assert went_on
+
+
 def test_a_thread_that_waits_for_another_one_is_at_fault_only_if_the_other_one_goes_on_with_nothing():
     def thread(ident: int, stage: str, seconds: float) -> Activity:
         return Activity(ident, [Span("step", 1, "", 0.0), Span(stage, 1, "", 0.0)], now() - seconds)

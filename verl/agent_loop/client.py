@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from verl import stacks
 from verl.agent_loop.early_stop import Stop
 from verl.agent_loop.unfinished import part_of, plain_part
 from verl.errors import RolloutError, suggest
@@ -119,6 +120,7 @@ class SamplerClient:
                     parts.append(await self.sampler.generate(request))
             finally:
                 self.seconds += time.perf_counter() - start
+            stacks.mark()
             done = joined(parts)
             if call is not None:
                 call.returns({"token_ids": done.token_ids, "finish_reason": done.finish_reason})

@@ -133,8 +133,9 @@ class TrainerConfig(ConfigNode):
     )
     hang_seconds: float | None = setting(
         None,
-        "end the run with an error after so many seconds in which no stage began or ended and no mini-batch was trained on; "
-        "it names the process that hangs, and hang.txt has all stacks; set it above the longest stage; null: never",
+        "end the run with an error after so many seconds in which no stage began or ended, no mini-batch was trained on, "
+        "and no token that is waited for was drawn; it names the process that hangs, and hang.txt has all stacks; set it "
+        "above the longest stage besides sampling; null: never",
         upstream=ABSENT,
     )
     save_freq: int = setting(-1, "steps between checkpoints; -1: never")

@@ -110,12 +110,12 @@ class Spans:
             if self._path is not None:
                 self._done.append(Span(one.stage, one.step, one.thread, one.begin, end))
 
-    def progress(self) -> None:
-        """The calling thread goes on with the stage that it is in."""
+    def progress(self, ident: int | None = None, seconds_ago: float = 0.0) -> None:
+        """A thread, the calling one by default, goes on with the stage that it is in, or has done so a while ago."""
         with self._lock:
-            activity = self._open.get(threading.get_ident())
+            activity = self._open.get(threading.get_ident() if ident is None else ident)
             if activity is not None:
-                activity.progress = now()
+                activity.progress = max(activity.progress, now() - seconds_ago)
 
     def open(self) -> list[Activity]:
         """The threads that are inside of stages now."""

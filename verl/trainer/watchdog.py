@@ -1,8 +1,9 @@
 """Ends a run in which nothing happens any more (``trainer.hang_seconds``), and says who waits for whom.
 
-Progress is a stage that begins or ends, or an update of a mini-batch. Where a thread inside a stage has made none for
-too long, the stacks of all processes of the run go to a file, the processes at fault are named, and the run ends with
-an error. What does not end then, because native code or a lock holds it, is ended after `GRACE_SECONDS`.
+Progress is a stage that begins or ends, or an update of a mini-batch; while samples are waited for also a token that is
+drawn, or a request that is answered. Where a thread inside a stage has made none for too long, the stacks of all
+processes of the run go to a file, the processes at fault are named, and the run ends with an error. What does not end
+then, because native code or a lock holds it, is ended after `GRACE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -82,10 +83,23 @@ class Watchdog:
         assert self._seconds is not None, "the thread is started with a limit"
         while not self._over.wait(self._seconds / LOOKS):
             hanging = hanging_threads(self._spans.open(), self._seconds)
-            if hanging:
+            if hanging and not self._samplers_go_on(hanging, self._seconds):
                 self._error = self._error_of(hanging)
                 self._end()
                 return
+
+    def _samplers_go_on(self, waiting: list[Activity], seconds: float) -> bool:
+        """Whether these threads wait for samples alone, and a process of the run has not been silent for so long."""
+        if not all(_waits_for_samples(one.stages[-1].stage) for one in waiting):
+            return False
+        try:
+            silent = [stacks.silence_of(os.getpid()), *(one.silent for one in self._workers())]
+        except Exception:  # boundary: the report says that the processes cannot be looked at
+            return False
+        last = min((one for one in silent if one is not None), default=seconds)
+        for one in waiting:
+            self._spans.progress(one.ident, seconds_ago=last)
+        return last < seconds
 
     def _end(self) -> None:
         """Raise in the main thread; where that does not end it, leave at once."""
@@ -130,6 +144,10 @@ class Watchdog:
             got=self._seconds,
             fix=f"{printable(where)}. If the stage only takes that long, raise {KEY}.",
         )
+
+
+def _waits_for_samples(stage: str) -> bool:
+    return stage == "wait_for_samples" or role_of(stage) in ("sampling", "validation")
 
 
 def hanging_threads(active: list[Activity], seconds: float) -> list[Activity]:

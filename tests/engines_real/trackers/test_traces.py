@@ -44,6 +44,7 @@ def test_mlflow_keeps_traces_with_their_tags_and_calls_and_tells_once_that_it_ca
     assert RolloutTraceConfig.get_client() is mlflow
     for index in range(2):
         asyncio.run(conversation(index))
+    traces.active().flush(120)  # MLflow makes its database first
     RolloutTraceConfig.reset()
     assert not notices()
     experiment = mlflow.MlflowClient().get_experiment_by_name("sums").experiment_id

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from verl import stacks
 from verl.config.node import key_of
 from verl.device import give_memory_back, keep_freed_memory, torch_dtype
 from verl.errors import ConfigError, NotBuiltError, RolloutError
@@ -402,6 +403,7 @@ class HFSampler(Sampler):
         for prompt in prompts:
             self._scheduler.release(prompt)
         self._counts["steps"] += 1
+        stacks.mark()
 
     def _draw(self, rows: list[Row], parts: list[torch.Tensor]) -> None:
         """Append one token to each of ``rows``, whose logits are the rows of ``parts``."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from verl import env
+from verl import env, stacks
 from verl.errors import RolloutError
 from verl.models.lora import LoraSettings
 from verl.rollout.base import Request
@@ -117,6 +117,8 @@ class VLLMEngine:
             self._engine.abort_request(dropped)
         if self._engine.has_unfinished_requests():
             step.pieces = [piece_of(output) for output in self._engine.step()]
+            if step.pieces:
+                stacks.mark()
         return step
 
     def sampling_params(self, request: Request, stops: tuple[int, ...]) -> Any:
