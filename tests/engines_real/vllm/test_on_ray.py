@@ -34,3 +34,35 @@ def test_grpo_with_vllm_in_its_own_actor_trains_on_what_the_new_weights_sample(a
     assert len(gaps) == STEPS and max(gaps) < 1e-4, done.stdout[-2000:]
     rewards = curve(found, "critic/rewards/mean")
     assert rewards[-1] > rewards[0] + 0.02
+
+
+def test_groups_that_vllm_samples_beside_training_go_on_with_new_weights(arithmetic, own_ray_folder):  # noqa: F811
+    """Old log-probs are recomputed with the newest version, so that their gap to vLLM's shows its staleness alone."""
+    command(
+        "verl.trainer.main_ppo",
+        *arithmetic.arguments,
+        "algorithm.adv_estimator=grpo",
+        "trainer.v1.trainer_mode=fully_async",
+        "async_training.staleness_threshold=1",
+        "async_training.trigger_parameter_sync_step=1",
+        "async_training.partial_rollout=true",
+        "algorithm.rollout_correction.rollout_is=token",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.calculate_log_probs=true",
+        "actor_rollout_ref.hybrid_engine=false",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=1",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=shared_memory",
+        "trainer.experiment_name=beside",
+        f"trainer.total_training_steps={STEPS}",
+        f"trainer.test_freq={STEPS}",
+        "trainer.default_local_dir=beside",
+        cwd=arithmetic.folder,
+    )
+    steps = metrics(arithmetic.folder, "e2e", "beside")
+    stale = curve(steps, "training/off_policy/trajectory_staleness_worst/max")
+    gaps = curve(steps, "training/rollout_probs_diff_max")
+    assert stale[0] == 0 and max(stale) == 1
+    assert gaps[0] < 1e-4 < max(gaps)
+    rewards = curve(steps, "critic/rewards/mean")
+    assert rewards[-1] > rewards[0] + 0.02
