@@ -511,3 +511,62 @@ def test_a_slot_that_the_next_request_may_not_take_goes_to_another_one():
         return [replica.load for replica in service.replicas]
 
     assert asyncio.run(asyncio.wait_for(run(), 5)) == [0, 1]
+
+
+def elastic(count):
+    fakes = [Fake(number) for number in range(count)]
+    return fakes, SamplerService({str(fake.number): fake for fake in fakes}, is_elastic=True)
+
+
+def test_where_replicas_are_replaced_requests_wait_for_one_that_joins_and_go_there():
+    (first,), service = elastic(1)
+
+    async def run():
+        first.error = WorkerError("killed")
+        tasks = [asyncio.ensure_future(service.generate(asked(number, uid="row"))) for number in range(3)]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not any(task.done() for task in tasks)
+        assert await service.abort(["2"]) == 1, "one that waits can be ended"
+        service.discard("0")
+        await service.add("1", Fake(1))
+        return [done.token_ids for done in await asyncio.gather(*tasks)]
+
+    assert asyncio.run(asyncio.wait_for(run(), 5)) == [(1,), (1,), ()]
+    assert service.take_moved() == [("row", 0), ("row", 1), ("row", 2)] and service.take_moved() == []
+
+
+def test_an_update_that_finds_every_replica_dead_counts_for_those_that_replace_them():
+    fakes, service = elastic(2)
+
+    async def run():
+        for fake in fakes:
+            fake.error = WorkerError("killed")
+        await service.publish(1, {str(fake.number): fake.error for fake in fakes})
+        behind, has_it = Fake(2), Fake(3)
+        has_it.version = 1
+        await service.add("2", behind)
+        await service.add("3", has_it)
+        return await service.generate(asked(0))
+
+    assert asyncio.run(asyncio.wait_for(run(), 5)).token_ids == (3,) and service.version == 1
+    with pytest.raises(RolloutError, match="no room"):
+        asyncio.run(service.publish(2, {name: RolloutError("no room") for name in ("0", "1", "2", "3")}))
+
+
+def test_once_no_replica_comes_any_more_every_request_hears_the_last_error():
+    (only,), service = elastic(1)
+
+    async def run():
+        only.error = WorkerError("killed")
+        tasks = [asyncio.ensure_future(service.generate(asked(number))) for number in range(5)]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not any(task.done() for task in tasks)
+        service.give_up("2 of 2 replacements were made. Its last error: out of memory")
+        tasks.append(asyncio.ensure_future(service.generate(asked(9))))
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    errors = asyncio.run(asyncio.wait_for(run(), 5))
+    assert len(errors) == 6 and all(isinstance(error, EngineLostError) for error in errors)
+    assert {str(error) for error in errors} == {"2 of 2 replacements were made. Its last error: out of memory"}

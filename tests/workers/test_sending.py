@@ -13,7 +13,7 @@ from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import RolloutError, portable
 from verl.workers.model import ModelRole, ModelWorker
 from verl.workers.part import ModelPart, PassLimits
-from verl.workers.sending import SyncResult, WeightSender
+from verl.workers.sending import FeedChange, SyncResult, WeightSender
 
 COUNT = 5
 
@@ -128,3 +128,38 @@ def test_an_error_of_ours_goes_to_another_process_as_it_is_and_a_users_subclass_
     theirs = portable(WithParameters("refused", url="http://x"))
     assert type(pickle.loads(pickle.dumps(theirs))) is RolloutError
     assert "WithParameters: refused at http://x" in str(theirs)
+
+
+def test_a_replica_that_joins_gets_what_was_sent_last_and_from_then_on_what_the_others_get():
+    """The engine is not asked for it: its weights are on their way to the next version by then."""
+    first, late, wrong = Taking(), Taking(), Taking(refuses_after=1)
+    engine, plain = Exporting(), RolloutConfig()
+    small = replace(plain, checkpoint_engine=replace(plain.checkpoint_engine, update_weights_bucket_megabytes=1))
+    sender = WeightSender(small, HFModelConfig(path="nowhere"), {"first": first}, keeps=True)
+    join = FeedChange((), {"late": late}, {"late": late, "wrong": wrong})
+    assert sender.change(FeedChange(join={"first": first}, catch_up={"late": late})) == SyncResult() and not late.taken
+    sender.send(engine, 3)
+    failed = sender.change(join).failed
+    assert late.taken == first.taken and engine.made == COUNT and list(failed) == ["wrong"]
+    sender.change(FeedChange(leave=("first", "unknown")))
+    sender.send(engine, 4)
+    assert [version for version, _ in late.taken] == [3] * COUNT + [4] * COUNT and len(first.taken) == COUNT
+
+
+def test_what_is_kept_for_replicas_that_join_is_a_copy():
+    class Training(Exporting):
+        weight = torch.zeros(4)
+
+        def export_weights(self):
+            yield "w", self.weight
+
+    class Holding(Taking):
+        async def update_weights(self, chunks, version):
+            self.taken += [tensor.clone() for chunk in chunks for _, tensor in chunk.tensors]
+
+    engine, late = Training(), Holding()
+    sender = WeightSender(RolloutConfig(), HFModelConfig(path="nowhere"), {}, keeps=True)
+    sender.send(engine, 1)
+    engine.weight += 1
+    sender.change(FeedChange(catch_up={"late": late}))
+    assert late.taken[0].tolist() == [0.0] * 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl.config import (
+    elastic,
     losses,
     off_policy,
     oversampling,
@@ -55,6 +56,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
         partial_rollouts.tell,
         pools.tell,
         queues.tell,
+        elastic.tell,
         _conversations,
         _traces,
         _resume,

@@ -203,6 +203,13 @@ class RolloutConfig(ConfigNode):
         upstream=8,
         follows="trainer.n_gpus_per_node",
     )
+    max_replacements: int = setting(
+        0,
+        "how many replicas of the samplers' own pool may be replaced in a run after they died or hung (hang_seconds of the "
+        "section trainer); one more ends the run. The service then has a process of its own, and the first trainer keeps "
+        "a copy of the weights that were sent last in memory; 0: a lost replica ends the run",
+        upstream=ABSENT,
+    )
     temperature: float = setting(1.0, "sampling temperature; all log-probs are computed at this temperature")
     top_k: int = setting(-1, "sample from the k most probable tokens; -1: all")
     top_p: float = setting(1.0, "nucleus sampling: cumulative probability to sample from; 1: all tokens")

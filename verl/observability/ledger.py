@@ -84,6 +84,14 @@ class Ledger:
         with self._lock:
             self._add(self._entry(event, step, keys, {name: _packed(values) for name, values in columns.items()}))
 
+    def moved(self, step: int, keys: Sequence[Key]) -> None:
+        """A replica was lost with requests for these samples, which another one computes; once for each loss."""
+        with self._lock:
+            known = [(uid.partition("/")[0], sample) for uid, sample in keys]  # later turns add their number
+            known = [key for key in known if self.account.ids([key])[0]]
+            for key in known:
+                self._add(self._entry("moved", step, [key], {}))
+
     def dropped(self, step: int, reason: str, keys: Sequence[Key]) -> None:
         """Samples that will not be trained on.
 

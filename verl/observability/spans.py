@@ -117,6 +117,12 @@ class Spans:
             if activity is not None:
                 activity.progress = max(activity.progress, now() - seconds_ago)
 
+    def progress_of_all(self) -> None:
+        """As `progress`, of every thread: what they wait for goes on."""
+        with self._lock:
+            for activity in self._open.values():
+                activity.progress = now()
+
     def open(self) -> list[Activity]:
         """The threads that are inside of stages now."""
         with self._lock:

@@ -43,6 +43,7 @@ class Replica:
         self.lost_at: float | None = None
         self.reason = ""
         self.is_leaving = False
+        self.is_broken = False
         self.ids: set[str] = set()
         self._idle: list[asyncio.Future[None]] = []
 
@@ -80,7 +81,7 @@ class Replica:
 
     def recovered(self) -> None:
         """It answered."""
-        self.failures, self.lost_at = 0, None
+        self.failures, self.lost_at, self.is_broken = 0, None, False
 
 
 class Router:
@@ -146,6 +147,8 @@ class SamplerService(Sampler):
     version that it has, since its weights are unknown until then. A service of one replica adds nothing: its errors
     reach the caller.
 
+    Where lost replicas are replaced, requests wait for one while there is none, and do so until `give_up`.
+
     Args:
         replicas: name -> sampler; names are for messages and statistics.
         max_resends: of one request, to stop requests that kill every engine.
@@ -154,6 +157,7 @@ class SamplerService(Sampler):
             turns of a conversation do not wait.
         retry_seconds: after which a lost replica is tried again.
         lost_seconds: that a lost replica may take to free its memory.
+        is_elastic: somebody replaces lost replicas (`add`, `discard`); there may be none at first.
 
     Example:
         >>> service = SamplerService({f"server {url}": ServerSampler(url, model) for url in urls})
@@ -168,8 +172,9 @@ class SamplerService(Sampler):
         retry_seconds: float = 5.0,
         lost_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
+        is_elastic: bool = False,
     ):
-        if not replicas:
+        if not replicas and not is_elastic:
             raise RolloutError("there are no replicas", key="actor_rollout_ref.rollout")
         self.replicas = [Replica(name, sampler) for name, sampler in replicas.items()]
         self.max_resends, self.slots = max_resends, slots
@@ -182,6 +187,8 @@ class SamplerService(Sampler):
         self._in_flight: set[str] = set()
         self._at_gate: set[str] = set()
         self._given_up: set[str] = set()
+        self.is_elastic, self._end = is_elastic, ""
+        self._moved: list[tuple[str, int]] = []
 
     @property
     def version(self) -> int:
@@ -228,6 +235,8 @@ class SamplerService(Sampler):
                 self._note_loss(replica, error)
                 avoided.add(replica.name)
                 self._counts["resent"] += 1
+                if self.is_elastic:
+                    self._moved.append((request.uid, request.sample_index))
                 last = error
                 continue
             finally:
@@ -280,7 +289,7 @@ class SamplerService(Sampler):
                 failed[replica.name] = answer
             elif answer != version:
                 failed[replica.name] = RolloutError("it has other weights", got=answer, allowed=[version])
-        if len(failed) == len(replicas):
+        if len(failed) == len(replicas) and not self._are_replaced(failed.values()):
             raise failed[replicas[0].name]
         for replica in replicas:
             if replica.name in failed:
@@ -290,7 +299,9 @@ class SamplerService(Sampler):
         self._version, self._published = version, self._published + 1
         for replica in self.replicas:
             if replica not in replicas:  # it was added while the others were queried
-                self._lose_if_behind(replica)
+                self._take_or_lose(replica)
+        if self.is_elastic:  # requests may wait for a replica that has this version
+            self._wake_waiting()
 
     async def confirm(self, version: int) -> int:
         await self.publish(version)
@@ -306,10 +317,28 @@ class SamplerService(Sampler):
             raise RolloutError("there is a replica of this name", got=name, fix="Give it another one.")
         replica = Replica(name, sampler)
         if self._published:
-            self._lose_if_behind(replica)
+            self._take_or_lose(replica)
         self.replicas.append(replica)
-        for _ in range(self.slots):
-            self._queue.call_next()
+        self._wake_waiting()
+
+    def discard(self, name: str) -> None:
+        """Remove a replica whose process is gone or about to be ended; its requests go to others when their calls fail.
+
+        Nothing happens where there is none of this name.
+        """
+        for replica in [replica for replica in self.replicas if replica.name == name]:
+            self.replicas.remove(replica)
+            self._router.forget(replica)
+
+    def give_up(self, reason: str) -> None:
+        """No replica will be replaced any more: from here on every request is an error, also one that waits."""
+        self._end = reason
+        self._wake_waiting()
+
+    def take_moved(self) -> list[tuple[str, int]]:
+        """Prompt and sample index of the requests that lost their replica since the last call, once for each loss."""
+        moved, self._moved = self._moved, []
+        return moved
 
     async def remove(self, name: str) -> Sampler:
         """Remove a replica once it has answered its requests; it gets no new ones meanwhile.
@@ -385,7 +414,16 @@ class SamplerService(Sampler):
 
     @property
     def _is_single(self) -> bool:
-        return len(self.replicas) == 1
+        return len(self.replicas) == 1 and not self.is_elastic
+
+    def _are_replaced(self, errors: Iterable[Exception]) -> bool:
+        """Whether these are losses of replicas that others will come for."""
+        return self.is_elastic and not self._end and all(isinstance(error, LOSSES) for error in errors)
+
+    def _wake_waiting(self) -> None:
+        """Let as many requests as one replica has room for look again."""
+        for _ in range(self.slots):
+            self._queue.call_next()
 
     def _names(self) -> list[str]:
         return [replica.name for replica in self.replicas]
@@ -396,11 +434,18 @@ class SamplerService(Sampler):
         """The replica that gets a request, once it has room for it; None for one that is aborted while it waits."""
         was_called = False
         while True:
+            if self._end:
+                self._queue.call_next()  # each wakes the next one
+                raise EngineLostError(self._end) from last
             due = None if avoided else self._due()
             if due is not None:
                 return due
             alive = self._alive()
             may = [replica for replica in alive if replica.name not in avoided] or alive
+            if not may and self.is_elastic:
+                if not await self._queue.turn(request, arrival):
+                    return None
+                continue
             if not may:
                 self._queue.call_next()  # no request will end there any more, so wake the waiting ones
                 reasons = "; ".join(f"{replica.name}: {replica.reason}" for replica in self.replicas[:3])
@@ -446,9 +491,12 @@ class SamplerService(Sampler):
         if isinstance(error, WorkerError) or replica.failures >= FAILURES:
             self._lose(replica, error)
 
-    def _lose_if_behind(self, replica: Replica) -> None:
+    def _take_or_lose(self, replica: Replica) -> None:
+        """One that was added gets requests if it has the version that is sampled with."""
         has = replica.sampler.version
-        if has != self._version:
+        if has == self._version:
+            replica.recovered()
+        else:
             self._lose(replica, RolloutError("it has other weights", got=has, allowed=[self._version]))
 
     def _lose(self, replica: Replica, error: BaseException) -> None:
@@ -456,3 +504,4 @@ class SamplerService(Sampler):
             self._counts["replicas_lost"] += 1
             notice(f"rollout, {replica.name}", f"lost, its requests go to the others: {error}")
         replica.lost_at, replica.reason = self._clock(), str(error)
+        replica.is_broken = isinstance(error, LOSSES)

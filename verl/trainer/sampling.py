@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.config import PPOTrainerConfig
@@ -12,6 +12,7 @@ from verl.metrics import notice
 from verl.single_controller.base import ClassWithInitArgs
 from verl.single_controller.base.handle import Handle
 from verl.trainer.placement import topology_of
+from verl.trainer.replicas.keeper import ReplicaKeeper
 from verl.workers.loops import RolloutWorker
 from verl.workers.replica import ReplicaWorker
 from verl.workers.sending import senders
@@ -20,21 +21,32 @@ LOOPS = "agent_loop"
 """Name of the processes that run agent loops."""
 
 
-def connect(config: PPOTrainerConfig, groups: Mapping[str, Any], device: str) -> None:
+def connect(
+    config: PPOTrainerConfig,
+    groups: Mapping[str, Any],
+    device: str,
+    keeper: ReplicaKeeper | None = None,
+) -> None:
     """Start the processes that run agent loops, and connect the first sampling worker to them and to all replicas.
 
     Args:
         groups: role -> worker group, whose models are loaded. The actors are connected to replicas in another pool.
         device: of the actors.
+        keeper: of replicas that come and go; they are started here. None: the group of the samplers has them.
     """
     group, topology = groups.get("rollout"), topology_of(config)
     if group is None:
         return
+    if keeper is not None:
+        keeper.start()
+        hosts = _hosts(config, groups["actor"].addresses, keeper.addresses)
+        groups["actor"].feed(senders(config.actor_rollout_ref, device, keeper.handles, keeper.feeds(), hosts))
+        return group.connect(keeper.handles, _start_loops(config, topology, group))
     leaders = [replica.leader for replica in topology.replicas if replica.leader is not None]
     handles = {ReplicaWorker.replica_name(rank): group.handle(rank) for rank in leaders}
     is_apart = any(replica.placement == OWN_POOL for replica in topology.replicas)
     if is_apart:
-        hosts = _hosts(config, groups["actor"], group)
+        hosts = _hosts(config, groups["actor"].addresses, group.addresses)
         groups["actor"].feed(senders(config.actor_rollout_ref, device, handles, _feeds(topology), hosts))
     others = dict(list(handles.items())[1:])
     loops = _start_loops(config, topology, group)
@@ -48,18 +60,18 @@ def _feeds(topology: Topology) -> list[list[str]]:
     return [[ReplicaWorker.replica_name(replica.ranks[0]) for replica in replicas] for replicas in fed]
 
 
-def _hosts(config: PPOTrainerConfig, actors: Any, samplers: Any) -> list[str | None]:
+def _hosts(config: PPOTrainerConfig, actors: Sequence[str], samplers: Sequence[str]) -> list[str | None]:
     """The address of each actor's machine where its samplers may be on another one; None where all are on one.
 
     Raises:
         ConfigError: the cluster put them on several machines, and the transport reaches one.
     """
-    machines = {*actors.addresses, *samplers.addresses}
+    machines = {*actors, *samplers}
     if len(machines) == 1:
-        return [None] * len(actors.addresses)
+        return [None] * len(actors)
     where = f"the trainers and the samplers lie on {len(machines)} machines ({', '.join(sorted(machines))})"
     raise_all(beyond_one_machine(config, where, len(machines)))
-    return list(actors.addresses)
+    return list(actors)
 
 
 def _start_loops(config: PPOTrainerConfig, topology: Topology, group: Any) -> list[Handle]:

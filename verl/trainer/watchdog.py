@@ -40,15 +40,22 @@ class Watchdog:
         seconds: without progress; None: it does nothing.
         folder: of the run, for the report.
         workers: looks at the run's processes in other process trees or on other nodes, by group.
+        is_mending: whether a part of the run that hangs is being replaced; the run is waited for meanwhile.
 
     Example:
         >>> with Watchdog(state.spans, 600.0, folder, lambda: []): train()
     """
 
     def __init__(
-        self, spans: Spans, seconds: float | None, folder: Path, workers: Callable[[], Iterable[stacks.Process]]
+        self,
+        spans: Spans,
+        seconds: float | None,
+        folder: Path,
+        workers: Callable[[], Iterable[stacks.Process]],
+        is_mending: Callable[[], bool] = lambda: False,
     ):
         self._spans, self._seconds, self._folder, self._workers = spans, seconds, folder, workers
+        self._is_mending = is_mending
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._main: int | None = None
@@ -82,6 +89,8 @@ class Watchdog:
     def _watch(self) -> None:
         assert self._seconds is not None, "the thread is started with a limit"
         while not self._over.wait(self._seconds / LOOKS):
+            if self._is_mending():
+                self._spans.progress_of_all()
             hanging = hanging_threads(self._spans.open(), self._seconds)
             if hanging and not self._samplers_go_on(hanging, self._seconds):
                 self._error = self._error_of(hanging)

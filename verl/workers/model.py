@@ -47,7 +47,7 @@ from verl.workers.part import (
     schedule_steps,
 )
 from verl.workers.profiling import ProfiledWorker, profiled
-from verl.workers.sending import SyncResult, WeightSender
+from verl.workers.sending import FeedChange, SyncResult, WeightSender
 
 Options = TypeVar("Options", bound=CallOptions)
 CONTENTS = ("model", "optimizer", "extra")
@@ -249,6 +249,13 @@ class ModelWorker(ProfiledWorker):
     def feed(self, senders: list[WeightSender]) -> None:
         """Send weights to replicas of another pool; ``senders`` has one entry per rank."""
         self.sender = senders[self.rank]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def change_feeds(self, changes: list[FeedChange]) -> SyncResult:
+        """Feed other replicas of another pool from here on; ``changes`` has one entry per rank."""
+        self.sending.wait()
+        assert self.sender is not None, "replicas come and go in a pool of their own, after `feed`"
+        return self.sender.change(changes[self.rank])
 
     def _send(self, version: int) -> None:
         sender = self.sender or self.colocated("rollout").sender

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from verl.agent_loop import AgentLoopManager
@@ -18,7 +19,7 @@ from verl.rollout.service import SamplerService
 from verl.single_controller.base import Dispatch, Execute, register
 from verl.single_controller.base.handle import Handle
 from verl.workers.loops import RemoteRunner
-from verl.workers.part import WorkerContext, memory_of
+from verl.workers.part import WorkerContext, local_model, memory_of
 from verl.workers.profiling import profiled
 from verl.workers.replica import ReplicaWorker
 from verl.workers.scoring import early_scorer
@@ -46,10 +47,36 @@ def balance(before: ReplicaStats, after: ReplicaStats, resent: float) -> dict[st
     }
 
 
+@dataclass(frozen=True)
+class ReplicaState:
+    """A replica as the service sees it.
+
+    Args:
+        requests: ids of those that it has.
+        completed: requests that it has answered.
+        is_lost: it gets no requests.
+        broken: the error by which its engine was lost; empty otherwise.
+    """
+
+    requests: tuple[str, ...]
+    completed: int
+    is_lost: bool
+    broken: str
+
+
+@dataclass(frozen=True)
+class ServiceState:
+    """All replicas by name; uid and sample index of every request that moved to another one, once for each time."""
+
+    replicas: Mapping[str, ReplicaState]
+    moved: tuple[tuple[str, int], ...]
+
+
 class SamplingWorker(ReplicaWorker):
     """A `ReplicaWorker`; the first one holds the service of all replicas, and assembles batches.
 
-    Agent loops run in its process, or in `RolloutWorker`s that reach the service by a handle (`connect`).
+    Agent loops run in its process, or in `RolloutWorker`s that reach the service by a handle (`connect`). Where lost
+    replicas are replaced, the one process has the service alone, and every replica comes from elsewhere.
 
     Args:
         config: the section ``actor_rollout_ref`` of the configuration.
@@ -74,7 +101,10 @@ class SamplingWorker(ReplicaWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Start the replica, and in the first process the service, with only this process's replica so far."""
-        super().init_model()
+        if self.is_elastic:
+            self.model, self.replicas = local_model(self.config.model, "actor_rollout_ref.model.path"), {}
+        else:
+            super().init_model()
         self.set_dispatch_collect("rollout", 0, self.rank == 0)  # a class of the user's may sample with this mesh
         if self.rank == 0:
             self.tokenizer = tokenizer_of(self.model)
@@ -100,6 +130,45 @@ class SamplingWorker(ReplicaWorker):
         self._connected = set(replicas)
         self.agent_loops.run_in([RemoteRunner(handle) for handle in loops])
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether replicas come and go while the run goes on."""
+        return self.config.rollout.max_replacements > 0 and not self.is_beside
+
+    async def add_replica(self, name: str, handle: Handle) -> bool:
+        """One more replica, which gets requests if it has the version that is sampled with.
+
+        Returns:
+            Whether it does.
+        """
+        sampler = RemoteSampler(handle)
+        await sampler.confirm(self.service.version)
+        await self.service.add(name, sampler)
+        return sampler.version == self.service.version
+
+    async def remove_replica(self, name: str) -> None:
+        """Return once a replica has answered its last request and gets no more."""
+        await self.service.remove(name)
+
+    async def discard_replica(self, name: str) -> None:
+        """A replica's process is gone, or will be ended at once."""
+        self.service.discard(name)
+
+    async def give_up(self, reason: str) -> None:
+        """No replica will be replaced any more, so every request from here on is an error."""
+        self.service.give_up(reason)
+
+    async def look_at_service(self) -> ServiceState:
+        """What each replica does, and which requests moved since the last call."""
+        service = self.service
+        replicas = {
+            one.name: ReplicaState(
+                tuple(sorted(one.ids)), one.completed, one.is_lost, one.reason if one.is_broken else ""
+            )
+            for one in service.replicas
+        }
+        return ServiceState(replicas, tuple(service.take_moved()))
+
     async def serve(self, request: Request) -> Completion:
         """Answer a request of a `RolloutWorker`."""
         return await self.agent_loops.serve(request)
@@ -107,7 +176,7 @@ class SamplingWorker(ReplicaWorker):
     def _serve(self) -> None:
         rollout = self.config.rollout
         attempts, slots = rollout.server.max_attempts, rollout.max_num_seqs
-        self.service = SamplerService(self.replicas, max_resends=attempts, slots=slots)
+        self.service = SamplerService(self.replicas, max_resends=attempts, slots=slots, is_elastic=self.is_elastic)
         early = None if self.scoring is None else early_scorer(self.scoring, self.tokenizer)
         self.agent_loops = AgentLoopManager(
             rollout,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -44,6 +44,21 @@ class SyncResult:
         return cls(max((part.num_bytes for part in parts), default=0.0), failed)
 
 
+@dataclass(frozen=True)
+class FeedChange:
+    """How the replicas that one rank of the actor feeds change between two versions.
+
+    Args:
+        leave: names of those that get no further versions.
+        join: name -> sampler of those that get every version from the next one on.
+        catch_up: name -> sampler of those that get the last version again, now; of the first rank, which keeps it.
+    """
+
+    leave: tuple[str, ...] = ()
+    join: Mapping[str, Sampler] = field(default_factory=dict)
+    catch_up: Mapping[str, Sampler] = field(default_factory=dict)
+
+
 def _as_it_is(chunk: WeightChunk) -> WeightChunk:
     return chunk
 
@@ -64,11 +79,17 @@ def senders(
         hosts: address of each rank's machine; None where all processes are on one machine.
     """
     made = []
-    for fed, host in zip(feeds, hosts, strict=True):
-        kind, begin = transport_of(policy.rollout, policy.model, device, is_apart=True, host=host)
-        hosted = {name: HostedSampler(replicas[name], kind, begin) for name in fed}
-        made.append(WeightSender(policy.rollout, policy.model, hosted))
+    for rank, (fed, host) in enumerate(zip(feeds, hosts, strict=True)):
+        hosted = {name: fed_sampler(policy, device, replicas[name], host) for name in fed}
+        keeps = rank == 0 and policy.rollout.max_replacements > 0
+        made.append(WeightSender(policy.rollout, policy.model, hosted, keeps))
     return made
+
+
+def fed_sampler(policy: ActorRolloutRefConfig, device: str, replica: Handle, host: str | None) -> HostedSampler:
+    """A replica in another pool as the rank of the actor sees it that feeds it; arguments as of `senders`."""
+    kind, begin = transport_of(policy.rollout, policy.model, device, is_apart=True, host=host)
+    return HostedSampler(replica, kind, begin)
 
 
 class WeightSender:
@@ -77,10 +98,13 @@ class WeightSender:
     Args:
         rollout, model: sections of the configuration.
         replicas: name -> sampler. None at all is fine: the export is collective, so this rank makes it all the same.
+        keeps: hold a copy of the last version in the host's memory, for replicas that join between two versions, when
+            the model is on its way to the next one.
     """
 
-    def __init__(self, rollout: RolloutConfig, model: Any, replicas: Mapping[str, Sampler]):
-        self.rollout, self.model, self.replicas = rollout, model, dict(replicas)
+    def __init__(self, rollout: RolloutConfig, model: Any, replicas: Mapping[str, Sampler], keeps: bool = False):
+        self.rollout, self.model, self.replicas, self.keeps = rollout, model, dict(replicas), keeps
+        self._kept: list[WeightChunk] = []
         self._exported = 0.0
         self._broken: Exception | None = None
 
@@ -94,6 +118,8 @@ class WeightSender:
         alone = separate_adapter(self.rollout, self.model)
         weights = engine.export_weights() if alone is None else engine.export_adapter()
         chunks = chunk_weights(self._counted(weights), bucket_bytes, version=version)
+        if self.keeps:
+            chunks = self._copied(chunks)
         before = {name: sampler.stats() for name, sampler in self.replicas.items()}
         # A replica that stops half-way must not stop the collective export of all ranks: it cannot close the
         # stream, and the rest is exported anyway.
@@ -103,6 +129,35 @@ class WeightSender:
             raise self._broken
         failed = {name: portable(error) for name, error in zip(self.replicas, errors) if error is not None}
         return SyncResult(max((self._bytes_of(name, before[name]) for name in self.replicas), default=0.0), failed)
+
+    def change(self, change: FeedChange) -> SyncResult:
+        """Feed other replicas from here on; those that catch up have the last version afterwards, or failed.
+
+        Not collective: nothing is exported. Transports connect one rank to one replica, so no other replica notices.
+        """
+        for name in change.leave:
+            gone = self.replicas.pop(name, None)
+            if isinstance(gone, HostedSampler):
+                gone.forget_transport()
+        self.replicas.update(change.join)
+        if not self._kept:  # nothing was sent so far
+            return SyncResult()
+        late, version = change.catch_up, self._kept[0].version
+        errors = asyncio.run(deliver(list(late.values()), map(_as_it_is, self._kept), version))
+        for sampler in late.values():
+            if isinstance(sampler, HostedSampler):
+                sampler.forget_transport()
+        return SyncResult(0.0, {name: portable(error) for name, error in zip(late, errors) if error is not None})
+
+    def _copied(self, chunks: Iterable[WeightChunk]) -> Iterator[WeightChunk]:
+        """The chunks as they are, and once all are there copies of them in `_kept`."""
+        copies, self._kept = list[WeightChunk](), []  # the copy of the last version goes before the next one is made
+        for chunk in chunks:
+            tensors = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in chunk.tensors]
+            copies.append(replace(chunk, tensors=tensors))
+            yield chunk
+            del chunk, tensors  # before the next one is made
+        self._kept = copies
 
     def _bytes_of(self, name: str, before: Mapping[str, float]) -> float:
         after = self.replicas[name].stats()

@@ -255,6 +255,29 @@ def test_an_error_of_a_group_that_is_scored_beside_training_ends_the_waiting_for
     beside.close()
 
 
+def test_as_many_groups_are_sampled_at_once_as_the_replicas_that_there_are_now_may_have():
+    config = load_config("ppo_trainer", ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"])
+    run = RunState(config, reward=lambda batch: {}, total_steps=9)
+    run.replicas, at_once = (lambda: 2), 0
+
+    class Counting(Slow):
+        async def call(self, method, asked):
+            nonlocal at_once
+            at_once += 1
+            return await super().call(method, asked)
+
+    beside = Beside({"rollout": SimpleNamespace(group=SimpleNamespace(handle=lambda rank: Counting()))}, 2, each=1)
+    prompt = DataProto.from_dict(non_tensors={"uid": np.array(["a"], dtype=object)})
+    beside.begin(dict.fromkeys(range(6), prompt), run.open(1))
+    time.sleep(0.1)
+    assert at_once == 2
+    run.replicas = lambda: 5
+    beside.begin({6: prompt}, run.open(1))
+    time.sleep(0.1)
+    beside.close()
+    assert at_once == 5
+
+
 def test_groups_without_signal_make_room_for_others_and_a_queue_of_them_alone_is_one_error(tmp_path, monkeypatch):
     flat = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
     Path("flat.py").write_text(flat)

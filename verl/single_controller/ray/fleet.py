@@ -127,6 +127,11 @@ class Fleet:
                 fix="They may wait in a collective for the worker that failed. Close the group and build it again.",
             )
 
+    @property
+    def death_report(self) -> str:
+        """Who died, and what it wrote last; empty while all live."""
+        return self._death_report or ""
+
     def remember_unfinished(self, references: Sequence[Any]) -> None:
         """After a failed call: what has to come back before the next one."""
         if self._death_report is None and not self._closed:
@@ -143,7 +148,8 @@ class Fleet:
                 self._stop_members(besides=actor_id)
                 self._closed = "placement group was removed" in reason
                 if not self._closed:
-                    self._death_report = _death_report(next(m for m in self.members if m.actor_id == actor_id), reason)
+                    dead = next(m for m in self.members if m.actor_id == actor_id)
+                    self._death_report = _death_report(dead, reason, is_alone=len(self.members) == 1)
                     log.error("%s", self._death_report)
         return WorkerError(self._death_report or f"the workers of {self.name!r} were stopped during this call")
 
@@ -245,7 +251,7 @@ def _answered(question: Any) -> bool:
     return True
 
 
-def _death_report(member: Member, reason: str) -> str:
+def _death_report(member: Member, reason: str, is_alone: bool) -> str:
     lines = _last_lines(member)
     said = "".join(f"\n    {line}" for line in lines) or " nothing."
     advice = [text for sign, text in _ADVICE.items() if any(sign in line for line in lines)]
@@ -254,15 +260,21 @@ def _death_report(member: Member, reason: str) -> str:
             f"the worker {member.name} died (process {member.pid} on node {member.address}, {member.node_id[:8]}).",
             first_sentences(reason),
             *advice,
-            "The other workers of its group were stopped.",
+            *([] if is_alone else ["The other workers of its group were stopped."]),
             f"It wrote last:{said}",
         ]
     )
 
 
+def is_here(member: Member) -> bool:
+    """Whether a worker lives on this machine, where one may have several of Ray's nodes."""
+    context = ray.get_runtime_context()
+    return member.node_id == context.get_node_id() or member.address == ray.util.get_node_ip_address()
+
+
 def _last_lines(member: Member) -> list[str]:
     """The end of a worker's log, read on its node."""
-    if member.node_id == ray.get_runtime_context().get_node_id():
+    if is_here(member):
         return read_tail(member.logs)
     there = NodeAffinitySchedulingStrategy(member.node_id, soft=False)
     question = ray.remote(read_tail).options(num_cpus=0, scheduling_strategy=there).remote(member.logs)
@@ -275,7 +287,7 @@ def _last_lines(member: Member) -> list[str]:
 def _look_at(members: Sequence[Member]) -> list[Process]:
     """The processes of one node."""
     node, names = members[0], {member.pid: member.name for member in members}
-    if node.node_id == ray.get_runtime_context().get_node_id():
+    if is_here(node):
         return look_at(names, names)
     there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
     look = ray.remote(look_at).options(num_cpus=0, scheduling_strategy=there)

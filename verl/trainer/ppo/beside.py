@@ -101,15 +101,20 @@ class Beside:
     Consumes: groups that are begun. Waits for: a free one of ``limit`` places, the sampler, the reward function (one
     group at a time). Unblocked by: their answers; `close` ends all. Whoever trains takes results from a queue, so that
     nothing but that queue is shared.
+
+    Args:
+        limit: groups that are sampled at once.
+        each: of them per replica; the limit follows the number of replicas where that changes.
     """
 
-    def __init__(self, roles: Roles, limit: int):
+    def __init__(self, roles: Roles, limit: int, each: int = 1):
         self.roles, self._handle = roles, roles["rollout"].group.handle(0)
         self._done: queue.SimpleQueue[tuple[Done, StepContext, BaseException | None]] = queue.SimpleQueue()
         self._scorer = futures.ThreadPoolExecutor(1, thread_name_prefix="verl-score")
         self._loop = asyncio.new_event_loop()
         # Taken by each group's coroutine in this loop's thread, in order of admission; released with its answer.
         self._slots = asyncio.Semaphore(limit)
+        self._limit, self._each = limit, each
         self._thread = threading.Thread(target=self._loop.run_forever, name="verl-groups", daemon=True)
         self._thread.start()
         self.in_flight, self._idle, self._since = 0, 0.0, time.monotonic()
@@ -122,12 +127,22 @@ class Beside:
     def begin(self, prompts: Mapping[int, DataProto], ctx: StepContext) -> None:
         if prompts and not self.in_flight:
             self._idle += time.monotonic() - self._since
+        if ctx.run.replicas is not None:
+            self._resize(self._each * max(1, ctx.run.replicas()))
         for number, prompt in prompts.items():
             self.in_flight += 1
             half = ctx.run.open(ctx.step)
             asked = stages.repeated(prompt, half)
             accounting.ask(asked, half)
             asyncio.run_coroutine_threadsafe(self._group(number, asked, half), self._loop)
+
+    def _resize(self, limit: int) -> None:
+        """More places are there at once; fewer when groups that have them have ended."""
+        for _ in range(limit - self._limit):
+            self._loop.call_soon_threadsafe(self._slots.release)
+        for _ in range(self._limit - limit):
+            asyncio.run_coroutine_threadsafe(self._slots.acquire(), self._loop)
+        self._limit = limit
 
     def results(self, ctx: StepContext, wait: bool, may_stop: bool = True) -> list[Done]:
         done: list[Done] = []

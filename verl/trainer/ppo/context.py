@@ -116,6 +116,7 @@ class RunState:
         step: the last step that has begun; 0 before the first.
         ledger: what became of every sample; None in a run that keeps none.
         spans: when the stages of all steps began and ended.
+        replicas: how many sample now; None where their number does not change.
     """
 
     config: PPOTrainerConfig
@@ -126,6 +127,7 @@ class RunState:
     step: int = 0
     ledger: Ledger | None = None
     spans: Spans = field(default_factory=Spans)
+    replicas: Callable[[], int] | None = None
 
     def __post_init__(self) -> None:
         config = self.config

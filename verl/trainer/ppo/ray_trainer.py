@@ -6,7 +6,7 @@ Subclass it to change a part: each is an attribute, created in its own method.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ import torch
 from verl import device
 from verl.algorithms.upstream_forms import AdvantageEstimator
 from verl.checkpoint.find import find_latest_ckpt_path
-from verl.config import PPOTrainerConfig, to_dict
+from verl.config import PPOTrainerConfig, elastic, to_dict
 from verl.config.loading import config_from
 from verl.data import collate_fn as default_collate
 from verl.data import stateful_loader
@@ -48,8 +48,10 @@ from verl.trainer.ppo.metric_utils import (
 )
 from verl.trainer.ppo.oversampling import prompts_at_once
 from verl.trainer.ppo.validation import ValidationSamples, Validator
+from verl.trainer.replicas.keeper import ReplicaKeeper
 from verl.trainer.signals import StepDropped, StopSignals
 from verl.trainer.watchdog import Watchdog
+from verl.workers.replica import ReplicaWorker
 
 __all__ = [
     "AdvantageEstimator",
@@ -101,6 +103,7 @@ class RayPPOTrainer:
         self.checkpoint_callback = build_checkpoint_callback(typed)
         self.schedule = SCHEDULES.get(typed.trainer.v1.trainer_mode)()
         self.tracking: Tracking | None = None
+        self.replicas: ReplicaKeeper | None = None
         self._folders: dict[str, Path] = {}
         self._create_dataloader(train_dataset, val_dataset, collate_fn or default_collate, train_sampler)
         self._make_rewards()
@@ -162,7 +165,9 @@ class RayPPOTrainer:
         places: list[str] = []
         for pool, classes in by_pool.items():
             together = create_colocated_worker_cls(classes, placement.random_streams(classes))
-            group = make_group(pool, together, seed=self.config.trainer.seed)
+            # The service is a process anywhere; the pool is for replicas, which come and go.
+            is_elastic = "rollout" in classes and elastic.is_elastic(self.config)
+            group = make_group(None if is_elastic else pool, together, seed=self.config.trainer.seed)
             places.append(group.placement())
             groups |= group.spawn(list(classes))
         if self.config.trainer.nnodes > 1:
@@ -170,7 +175,17 @@ class RayPPOTrainer:
         self._name_roles(groups)
         for name in sorted(groups, key=lambda name: name != "actor"):  # its model is there before what reads it
             groups[name].init_model()
-        sampling.connect(self.config, groups, on)
+        self.replicas = self._keeper(groups, on)
+        sampling.connect(self.config, groups, on, self.replicas)
+
+    def _keeper(self, groups: Mapping[str, Any], on: str) -> ReplicaKeeper | None:
+        """Of replicas that come and go (``rollout.max_replacements``)."""
+        if "rollout" not in groups or not elastic.is_elastic(self.config):
+            return None
+        arguments = build.worker_arguments(self.config, "rollout", self.total_training_steps, on)
+        replica = ClassWithInitArgs(ReplicaWorker, arguments["config"], arguments["context"])
+        pool = self.resource_pool_manager.get_resource_pool(Role.Rollout)
+        return ReplicaKeeper(self.config, replica, groups, pool, on)
 
     def _name_roles(self, groups: dict[str, Any]) -> None:
         models = model_roles(self.config)
@@ -196,7 +211,7 @@ class RayPPOTrainer:
         self.tracking, self._folders = None, {}
         folder, limit = Path(self.config.trainer.default_local_dir), self.config.trainer.hang_seconds
         try:
-            with stop, Watchdog(self.state.spans, limit, folder, self._look_at_workers):
+            with stop, Watchdog(self.state.spans, limit, folder, self._look_at_workers, self._is_mending):
                 self._run()
             self._close_trackers()
         except BaseException:
@@ -204,6 +219,8 @@ class RayPPOTrainer:
             raise
         finally:
             self.schedule.close()
+            if self.replicas is not None:
+                self.replicas.close()
             self.checkpoints.close()
             self.state.spans.flush()
             if self.state.ledger is not None:
@@ -215,6 +232,10 @@ class RayPPOTrainer:
         runtime.write_config(self.config)
         self._open_trackers()
         self._open_records()
+        keeper = self.replicas
+        if keeper is not None:
+            self.state.replicas = lambda: keeper.number
+            keeper.watch(self._note_moved)
         self.checkpoints.remember()
         self.schedule.publish(self.roles, self.ctx)
         try:
@@ -245,7 +266,15 @@ class RayPPOTrainer:
             self.state.ledger, places["ledger"] = ledger, ledger.path.name
 
     def _look_at_workers(self) -> list[Process]:
-        return [process for group in self.roles.groups() for process in group.look_at_processes()]
+        apart = [] if self.replicas is None else self.replicas.look_at()
+        return [*apart, *(process for group in self.roles.groups() for process in group.look_at_processes())]
+
+    def _is_mending(self) -> bool:
+        return self.replicas is not None and self.replicas.is_mending
+
+    def _note_moved(self, keys: Sequence[Key]) -> None:
+        if self.state.ledger is not None:
+            self.state.ledger.moved(self.state.step, keys)
 
     def _waiting(self) -> list[Key]:
         """The samples that wait to be trained on, between two steps; a schedule of a user's may hold none."""
@@ -332,6 +361,7 @@ class RayPPOTrainer:
             **compute_timing_metrics(batch, ctx.timers.seconds),
             **compute_throughout_metrics(batch, ctx.timers.seconds, ranks),
             **build.memory_metrics(self.config),
+            **({} if self.replicas is None else self.replicas.metrics()),
         }
 
     def log(self, metrics: dict[str, float], step: int) -> None:

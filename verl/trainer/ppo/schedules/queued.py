@@ -108,7 +108,7 @@ class QueueSchedule(SyncSchedule):
             notice("algorithm.adv_estimator", why)
             return InTurn(roles)
         each = ctx.config.async_training.concurrent_samples_per_replica
-        return Beside(roles, limit=each * len(topology_of(ctx.config).replicas))
+        return Beside(roles, each * len(topology_of(ctx.config).replicas), each)
 
     def held_samples(self) -> Iterable[DataProto]:
         """Of groups that are complete, and of those that are in flight."""

@@ -1,0 +1,202 @@
+"""Who looks after replicas that come and go, with small processes in the place of samplers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.trainer.test_replicas import OWN_POOL, configured
+from verl import stacks
+from verl.metrics import notices, reset_notices
+from verl.trainer.replicas import files
+from verl.trainer.replicas.keeper import ReplicaKeeper
+from verl.workers.sampling import ReplicaState, ServiceState
+from verl.workers.sending import SyncResult
+
+LIMIT = 1.5
+
+
+class Sleeper:
+    """A unit of one process, which answers as long as it runs."""
+
+    def __init__(self, name: str, fails: str = ""):
+        self.name, self.fails, self.steps = name, fails, 0
+        self.process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+        self.members = [SimpleNamespace(pid=self.process.pid, address="here")]
+        self.handle = SimpleNamespace(name=name, call=self._call)
+
+    async def _call(self, method):
+        while stacks.state_of(self.process.pid) not in ("R", "S"):
+            await asyncio.sleep(0.01)
+        return self.steps
+
+    async def call_all(self, method):
+        if self.fails:
+            raise ValueError(self.fails)
+
+    @property
+    def death(self):
+        return "" if self.process.poll() is None else f"{self.name} died"
+
+    def look_at(self):
+        return stacks.look_at([self.process.pid])
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+
+
+class Service:
+    """What the keeper asks of the sampling service; every replica has a request."""
+
+    def __init__(self):
+        self.names, self.discarded, self.given_up = {}, [], ""
+
+    async def call(self, method, *args):
+        await asyncio.sleep(0)
+        return getattr(self, method)(*args)
+
+    def look_at_service(self):
+        states = {name: ReplicaState((f"request of {name}",), 0, False, "") for name in self.names}
+        return ServiceState(states, tuple(("row", 0) for _ in self.names))
+
+    def add_replica(self, name, handle):
+        self.names[name] = handle
+
+    def discard_replica(self, name):
+        self.names.pop(name, None)
+        self.discarded.append(name)
+
+    remove_replica = discard_replica
+
+    def give_up(self, reason):
+        self.given_up = reason
+
+
+class Run:
+    """A keeper with everything around it."""
+
+    def __init__(self, folder: Path, allowed: int, *changes: str):
+        config = configured(
+            *OWN_POOL, f"actor_rollout_ref.rollout.max_replacements={allowed}", f"trainer.hang_seconds={LIMIT}",
+            f"trainer.default_local_dir={folder}", *changes,
+        )  # fmt: skip
+        self.service, self.changes, self.units, self.fails = Service(), [], {}, ""
+        actors = SimpleNamespace(addresses=["here", "here"], change_feeds=self._change)
+        rollout = SimpleNamespace(handle=lambda rank: self.service)
+        pool = SimpleNamespace(world_size=2, max_colocate_count=1, slots=lambda *_: ["slot"] * 2)
+        pool.further = lambda each: pool
+        self.keeper = ReplicaKeeper(config, None, {"actor": actors, "rollout": rollout}, pool, "cpu")
+        self.keeper._start = self._start
+        self.folder = folder
+
+    def _change(self, changes):
+        self.changes.append(changes)
+        return [SyncResult()]
+
+    def _start(self, name, slots):
+        self.units[name] = Sleeper(name, self.fails)
+        return self.units[name]
+
+    def __enter__(self):
+        reset_notices()
+        self.keeper.start()
+        self.service.names = dict(self.keeper.handles)
+        self.moved = []
+        self.keeper.watch(self.moved.extend)
+        return self
+
+    def __exit__(self, *_):
+        self.keeper.close()
+        for unit in self.units.values():
+            unit.close()
+        reset_notices()
+
+    def until(self, condition):
+        end = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < end, (self.service.names, notices())
+            for unit in self.units.values():
+                unit.steps += 1
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def in_run(monkeypatch, tmp_path):
+    monkeypatch.setattr("verl.config.validate.validate", lambda cfg, served=False: None)
+    monkeypatch.setattr("verl.trainer.replicas.keeper.LOOK_SECONDS", 0.02)
+    return lambda *arguments: Run(tmp_path, *arguments)
+
+
+def test_one_that_dies_and_one_that_is_stopped_are_replaced_and_fed_before_they_serve(in_run):
+    with in_run(2) as run:
+        os.kill(run.units["replica 0"].process.pid, signal.SIGKILL)
+        os.kill(run.units["replica 1"].process.pid, signal.SIGSTOP)
+        run.until(
+            lambda: (
+                set(run.service.names) == {"replica 2", "replica 3"}
+                and run.keeper.metrics()["rollout/replicas/alive"] == 2
+            )
+        )
+        assert run.service.discarded == ["replica 0", "replica 1"] and not run.keeper.is_mending
+        assert {r: [list(change[r].join) for change in run.changes] for r in (0, 1)} == {
+            0: [["replica 2"], []], 1: [[], ["replica 3"]],
+        }, "each is fed by the rank that fed the one before"  # fmt: skip
+        assert [list(change[0].catch_up) for change in run.changes] == [["replica 2"], ["replica 3"]]
+        assert [change[1].leave for change in run.changes] == [("replica 0",), ("replica 1",)]
+        hung = notices()["rollout, replica 1, replaced"]
+        assert (
+            f"(process {run.units['replica 1'].process.pid}, stopped by a signal) on node here made no progress for"
+            in hung
+        )
+        assert "It serves request of replica 1. It shows no stacks" in hung
+        assert run.keeper.metrics()["rollout/replicas/replaced"] == 2 and run.moved
+
+
+def test_one_that_answers_and_computes_nothing_though_it_has_requests_hangs(in_run):
+    with in_run(1) as run:
+        healthy = run.units["replica 1"]
+        end = time.monotonic() + 30
+        while "replica 0" in run.service.names:
+            healthy.steps += 1
+            time.sleep(0.01)
+            assert time.monotonic() < end
+        run.until(lambda: set(run.service.names) == {"replica 1", "replica 2"})
+        assert "made no progress" in notices()["rollout, replica 0, replaced"]
+
+
+def test_a_replacement_that_does_not_start_is_one_of_those_that_are_allowed_and_the_last_error_ends_the_run(in_run):
+    with in_run(2) as run:
+        run.fails = "out of memory"
+        os.kill(run.units["replica 0"].process.pid, signal.SIGKILL)
+        run.until(lambda: run.service.given_up)
+        assert run.service.given_up == (
+            "actor_rollout_ref.rollout.max_replacements: replica 0 was lost, and 2 of 2 replacements were made in this "
+            "run. Its last error: its replacement did not start: ValueError: out of memory"
+        )
+        assert len(run.units) == 4 and all(run.units[f"replica {n}"].process.poll() == -9 for n in (0, 2, 3))
+
+
+def test_a_user_asks_for_more_and_for_fewer_and_hears_why_one_cannot_join(in_run):
+    with in_run(1) as run:
+        files.want(run.folder, 4)
+        run.until(lambda: len(run.service.names) == 4)
+        run.until(lambda: len(files.read_seen(run.folder)["replicas"]) == 4)
+        files.want(run.folder, 1)
+        run.until(lambda: set(run.service.names) == {"replica 0"})
+        run.until(lambda: [one["name"] for one in files.read_seen(run.folder)["replicas"]] == ["replica 0"])
+        assert [run.units[f"replica {n}"].process.poll() for n in (1, 2, 3)] == [-9] * 3
+        run.fails = "no room"
+        files.want(run.folder, 2)
+        run.until(lambda: files.read_seen(run.folder)["said"] == "A replica could not join: no room")
+        assert run.keeper.metrics()["rollout/replicas/replaced"] == 0 and not run.service.given_up
+    assert list(run.folder.iterdir()) == []

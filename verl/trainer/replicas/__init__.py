@@ -1,0 +1,1 @@
+"""Replicas that are replaced, join and leave while a run goes on."""

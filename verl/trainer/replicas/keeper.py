@@ -1,0 +1,441 @@
+"""The replicas of a pool of their own, as processes that may be lost: who watches, replaces, adds and removes them.
+
+Consumes: deaths, answers of the replicas, the number that a user wants. Waits for: a new process, and for the first
+trainer, which sends it the version that is sampled with, between two of its calls. Unblocked by: either one's end;
+whoever waits for samples hears of both through the sampling service.
+
+A coroutine of one thread does all of it; other threads read numbers. No sample is lost with a replica: the service
+sends its requests to another one, or lets them wait for one. What a request samples follows from its key and the
+version, so that under ``rollout.full_determinism`` the tokens are those of a run in which nothing was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.config import PPOTrainerConfig
+from verl.config.elastic import KEY
+from verl.config.refusals import raise_all
+from verl.config.topology import beyond_one_machine, processes_of
+from verl.errors import ConfigError, VerlError, WorkerError, printable
+from verl.metrics import notice
+from verl.observability.places import file_of_run
+from verl.single_controller.base import ClassWithInitArgs
+from verl.single_controller.base.handle import Handle
+from verl.stacks import Process
+from verl.trainer.replicas import files
+from verl.workers.sampling import ReplicaState, ServiceState
+from verl.workers.sending import FeedChange, SyncResult, fed_sampler
+
+if TYPE_CHECKING:
+    from verl.single_controller.ray.unit import Unit
+
+LOOK_SECONDS = 0.25
+"""Between two looks at the replicas."""
+CLOSE_SECONDS = 10.0
+UNKNOWN = ReplicaState((), 0, True, "")
+"""A replica that the service does not have."""
+Moved = Callable[[Sequence[tuple[str, int]]], None]
+
+
+@dataclass
+class Placed:
+    """A replica, its processes, and its place.
+
+    Args:
+        rank: of the actor that sends it weights.
+        own: the pool that was reserved for it alone; None: it lies in the run's.
+        seen: when it last made progress, on the clock that never goes back.
+    """
+
+    name: str
+    unit: Unit
+    slots: Sequence[Any]
+    rank: int
+    own: Any = None
+    state: str = "serving"
+    seen: float = field(default_factory=time.monotonic)
+    question: asyncio.Task[Any] | None = None
+    counted: Any = None
+
+
+class ReplicaKeeper:
+    """Starts the replicas of a run (`start`), and looks after them while it goes on (`watch`).
+
+    Args:
+        config: of the run.
+        worker: what a replica's process builds.
+        groups: worker groups by role.
+        pool: the samplers'.
+        device: kind of device that each process has.
+    """
+
+    def __init__(
+        self, config: PPOTrainerConfig, worker: ClassWithInitArgs, groups: Mapping[str, Any], pool: Any, device: str
+    ):
+        self.config, self.device = config, device
+        self._worker, self._pool = worker, pool
+        self._actors, self._service = groups["actor"], groups["rollout"].handle(0)
+        self._each = processes_of(config.actor_rollout_ref.rollout, pool.world_size)
+        self._replicas: list[Placed] = []
+        self._spare: list[tuple[Sequence[Any], Any]] = []
+        self._gone: list[str] = []
+        self._started = self._coming = self._at_trainer = 0
+        self.replaced, self.error, self._said = 0, "", ""
+        self._resent = 0
+        self._limit = config.trainer.hang_seconds
+        self._looked = time.monotonic()
+        self._folder = Path(config.trainer.default_local_dir)
+        self._moved: Moved = lambda keys: None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._work: set[asyncio.Task[None]] = set()
+
+    # ---- the beginning -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start every replica of the pool and load its model.
+
+        Raises:
+            Exception: what the first that failed raised, with its name.
+        """
+        slots = self._pool.slots("STRICT_PACK", self.device)
+        places = [slots[first : first + self._each] for first in range(0, len(slots), self._each)]
+        ranks = len(self._actors.addresses)
+        with ThreadPoolExecutor(len(places)) as threads:
+            made = [threads.submit(self._start, self._next_name(), place) for place in places]
+        units = [one.result() for one in made]
+        asyncio.run(_all([unit.call_all("init_model") for unit in units]))
+        self._replicas = [
+            Placed(unit.name, unit, place, number % ranks) for number, (unit, place) in enumerate(zip(units, places))
+        ]
+
+    @property
+    def handles(self) -> dict[str, Handle]:
+        """Name of a replica -> handle on the worker that leads it."""
+        return {one.name: one.unit.handle for one in self._replicas}
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of the machines on which replicas lie."""
+        return sorted({member.address for one in self._replicas for member in one.unit.members})
+
+    def feeds(self) -> list[list[str]]:
+        """Names of the replicas of each rank of the actor."""
+        ranks = range(len(self._actors.addresses))
+        return [[one.name for one in self._replicas if one.rank == rank] for rank in ranks]
+
+    def _next_name(self) -> str:
+        self._started += 1
+        return f"replica {self._started - 1}"
+
+    def _start(self, name: str, slots: Sequence[Any]) -> Unit:
+        from verl.single_controller.ray.unit import Unit  # loads Ray
+
+        trainer = self.config.trainer
+        share, seconds = 1 / self._pool.max_colocate_count, trainer.ray_wait_register_center_timeout
+        return Unit(self._worker, name, slots, share, trainer.seed, seconds)
+
+    # ---- watching ----------------------------------------------------------------------------------------------
+
+    def watch(self, moved: Moved) -> None:
+        """Look after the replicas in a thread, until `close`.
+
+        Args:
+            moved: is called in that thread with uid and sample index of requests that went to another replica.
+        """
+        self._moved = moved
+        files.forget(self._folder)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="verl-replicas", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more; the processes end with the run."""
+        loop, thread = self._loop, self._thread
+        if loop is not None and thread is not None and thread.is_alive():
+            loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
+            thread.join(CLOSE_SECONDS)
+            files.forget(self._folder)
+        self._thread = None
+
+    @property
+    def is_mending(self) -> bool:
+        """Whether the run waits for a replica that is being replaced, or about to be because it is silent."""
+        half, now = (self._limit or 0.0) / 2, time.monotonic()
+        is_looking = self._thread is not None and now - self._looked < max(half, 1.0)
+        # One that waits for a trainer is not counted: the trainer may be what hangs.
+        is_starting = self._coming > self._at_trainer
+        return is_looking and (is_starting or any(now - one.seen > half for one in list(self._replicas)))
+
+    @property
+    def number(self) -> int:
+        """Replicas that there are, or that are on their way."""
+        return len(self._replicas) + self._coming
+
+    def metrics(self) -> dict[str, float]:
+        """Replicas that serve, replacements so far, and requests that moved since the last call."""
+        resent, self._resent = self._resent, 0
+        serving = [one for one in list(self._replicas) if one.state == "serving"]
+        return {
+            "rollout/replicas/alive": float(len(serving)),
+            "rollout/replicas/replaced": float(self.replaced),
+            "rollout/replicas/resent": float(resent),
+        }
+
+    def look_at(self) -> list[Process]:
+        """State and stacks of every replica's processes."""
+        return [process for one in list(self._replicas) for process in one.unit.look_at()]
+
+    def _run(self) -> None:
+        assert self._loop is not None, "made by `watch`"
+        asyncio.set_event_loop(self._loop)
+        with suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._look_for_ever())
+
+    async def _look_for_ever(self) -> None:
+        shown = None
+        while not self.error:
+            try:
+                await self._look()
+                seen = self._seen()
+                if seen != shown:
+                    shown = seen
+                    files.write_seen(self._folder, seen)
+            except (OSError, VerlError) as error:
+                notice("rollout, replicas", f"they cannot be looked after for now: {error}")
+            self._looked = time.monotonic()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _look(self) -> None:
+        state: ServiceState = await self._service.call("look_at_service")
+        self._resent += len(state.moved)
+        if state.moved:
+            self._moved(state.moved)
+        for one in [one for one in self._replicas if one.state != "ending"]:
+            known = state.replicas.get(one.name, UNKNOWN)
+            self._ask(one, known)
+            reason = one.unit.death or known.broken or await self._why_hung(one, known)
+            if reason and one.state == "leaving":  # its requests fail, and it has none any more
+                await asyncio.to_thread(one.unit.close)
+            elif reason:
+                one.state = "ending"
+                self._begin(self._replace(one, reason))
+        self._meet(await asyncio.to_thread(self._wanted))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+
+    def _ask(self, one: Placed, known: ReplicaState) -> None:
+        """A replica makes progress if it answers, and computes where it has requests."""
+        if one.question is None:
+            one.question = asyncio.ensure_future(one.unit.handle.call("status"))
+            one.question.add_done_callback(_heard)
+        if not one.question.done():
+            return
+        question, one.question = one.question, None
+        if question.cancelled() or question.exception() is not None:
+            return
+        counted = (question.result(), known.completed)
+        if not known.requests or counted != one.counted:
+            one.seen = time.monotonic()
+        one.counted = counted
+
+    async def _why_hung(self, one: Placed, known: ReplicaState) -> str:
+        """What is known of a replica that made no progress for too long; empty for others."""
+        late = time.monotonic() - one.seen
+        if self._limit is None or late <= self._limit:
+            return ""
+        processes = await asyncio.to_thread(one.unit.look_at)
+        who = " and ".join(map(str, processes))
+        serves = f"It serves {', '.join(known.requests[:8])}" if known.requests else "It serves no request"
+        more = f" and {len(known.requests) - 8} more" if len(known.requests) > 8 else ""
+        where = await asyncio.to_thread(self._write_stacks, one, processes)
+        node = one.unit.members[0].address
+        return f"hangs: {who} on node {node} made no progress for {late:.1f} seconds. {serves}{more}. {where}"
+
+    def _write_stacks(self, one: Placed, processes: Sequence[Process]) -> str:
+        if not any(process.stacks for process in processes):
+            return "It shows no stacks"
+        text = "\n\n".join(f"{process}\n{process.stacks}" for process in processes)
+        try:
+            path = file_of_run(self._folder / f"hang-{one.name.replace(' ', '-')}.txt")
+            path.write_text(printable(text) + "\n", encoding="utf-8")
+        except OSError as error:
+            return f"Its stacks could not be written: {error.strerror}"
+        return f"{path} has its stacks"
+
+    # ---- replacing ---------------------------------------------------------------------------------------------
+
+    async def _replace(self, one: Placed, reason: str) -> None:
+        """Another process in the place of a replica that is lost; as many attempts as are left."""
+        name, allowed = one.name, self.config.actor_rollout_ref.rollout.max_replacements
+        self._coming += 1
+        try:
+            await self._service.call("discard_replica", name)
+            await asyncio.to_thread(one.unit.close)
+            self._replicas.remove(one)
+            self._gone.append(name)
+            while self.replaced < allowed:
+                self.replaced += 1
+                notice(f"rollout, {name}, replaced", f"replacement {self.replaced} of {allowed} starts: {reason}")
+                try:
+                    return await self._add(one.slots, one.rank, one.own)
+                except Exception as error:  # boundary: whatever the new process or its engine raises
+                    reason = f"its replacement did not start: {type(error).__name__}: {error}"
+            await self._end(name, reason)
+        except Exception as error:  # boundary: the service is gone, or Ray
+            await self._end(name, f"{reason}. It could not be replaced: {error}")
+        finally:
+            self._coming -= 1
+
+    async def _end(self, name: str, reason: str) -> None:
+        used = f"{self.replaced} of {self.config.actor_rollout_ref.rollout.max_replacements} replacements"
+        self.error = f"{KEY}: {name} was lost, and {used} were made in this run. Its last error: {reason}"
+        with suppress(WorkerError):  # the service is gone, and whoever waits for it hears that
+            await self._service.call("give_up", self.error)
+
+    async def _add(self, slots: Sequence[Any], rank: int, own: Any) -> None:
+        """Start a replica, send it the last version, and let it serve."""
+        name = self._next_name()
+        unit = await asyncio.to_thread(self._start, name, slots)
+        try:
+            limit = self.config.trainer.ray_wait_register_center_timeout
+            await asyncio.wait_for(unit.call_all("init_model"), limit)
+            await self._feed(unit, rank)
+            await self._service.call("add_replica", name, unit.handle)
+        except BaseException:
+            self._gone.append(name)
+            await asyncio.to_thread(unit.close)
+            raise
+        self._replicas.append(Placed(name, unit, slots, rank, own))
+
+    async def _feed(self, unit: Unit, rank: int) -> None:
+        """Trainers have calls of their own in work; this one comes between two of them."""
+        host = self._host(unit, rank)
+        sampler, gone = fed_sampler(self.config.actor_rollout_ref, self.device, unit.handle, host), tuple(self._gone)
+        first = sampler if rank == 0 else fed_sampler(
+            self.config.actor_rollout_ref, self.device, unit.handle, self._host(unit, 0)
+        )  # fmt: skip
+        changes = [
+            FeedChange(gone, {unit.name: sampler} if r == rank else {}, {unit.name: first} if r == 0 else {})
+            for r in range(len(self._actors.addresses))
+        ]
+        self._at_trainer += 1
+        try:
+            results = await self._change(changes)
+        finally:
+            self._at_trainer -= 1
+        self._gone = [name for name in self._gone if name not in gone]
+        for error in SyncResult.by_all(results).failed.values():
+            raise error
+
+    async def _change(self, changes: list[FeedChange]) -> list[SyncResult]:
+        made: list[SyncResult] = await asyncio.to_thread(self._actors.change_feeds, changes)
+        return made
+
+    def _host(self, unit: Unit, rank: int) -> str | None:
+        """The address at which a rank of the actor is reached from another machine; None on its own."""
+        here, there = self._actors.addresses[rank], unit.members[0].address
+        if here == there:
+            return None
+        where = f"the trainers and {unit.name} lie on 2 machines ({here}, {there})"
+        raise_all(beyond_one_machine(self.config, where, 2))
+        return str(here)
+
+    # ---- joining and leaving -----------------------------------------------------------------------------------
+
+    def _wanted(self) -> int | None:
+        try:
+            return files.take_wanted(self._folder)
+        except ConfigError as error:
+            self._said = str(error)
+            return None
+
+    def _meet(self, count: int | None) -> None:
+        """Begin to add or remove replicas."""
+        if count is None:
+            return
+        self._said = ""
+        staying = [one for one in self._replicas if one.state == "serving"]
+        number = len(staying) + self._coming
+        for _ in range(count - number):
+            self._begin(self._join())
+        for one in staying[count:] if count < number else ():
+            one.state = "leaving"
+            self._begin(self._leave(one))
+
+    async def _join(self) -> None:
+        self._coming += 1
+        own = None
+        try:
+            if self._spare:
+                slots, own = self._spare.pop()
+            else:
+                own = self._pool.further(self._each)
+                slots = await asyncio.to_thread(own.slots, "STRICT_PACK", self.device)
+            ranks = [[one.rank for one in self._replicas].count(rank) for rank in range(len(self._actors.addresses))]
+            await self._add(slots, ranks.index(min(ranks)), own)
+        except Exception as error:  # boundary: whatever the new process, its engine or the cluster raises
+            self._said = f"A replica could not join: {error}"
+            notice("rollout, replicas", self._said)
+            if own is not None:
+                await asyncio.to_thread(own.close)
+        finally:
+            self._coming -= 1
+
+    async def _leave(self, one: Placed) -> None:
+        """A replica ends once it has answered its requests."""
+        try:
+            await self._service.call("remove_replica", one.name)
+            one.state = "ending"
+            await self._change([FeedChange((one.name,))] * len(self._actors.addresses))
+            await asyncio.to_thread(one.unit.close)
+            self._replicas.remove(one)
+            self._spare.append((one.slots, one.own))
+        except VerlError as error:
+            self._said = f"{one.name} could not leave: {error}"
+            notice("rollout, replicas", self._said)
+            one.state = "serving" if one.state == "leaving" else one.state
+
+    def _seen(self) -> dict[str, Any]:
+        replicas = [
+            {
+                "name": one.name,
+                "state": one.state,
+                "processes": [member.pid for member in one.unit.members],
+                "node": one.unit.members[0].address,
+            }
+            for one in self._replicas
+        ]
+        replicas += [{"name": "another one", "state": "starting", "processes": [], "node": ""}] * self._coming
+        allowed = self.config.actor_rollout_ref.rollout.max_replacements
+        return {
+            "controller": os.getpid(),
+            "node": os.uname().nodename,
+            "replaced": self.replaced,
+            "allowed": allowed,
+            "said": self._said,
+            "replicas": replicas,
+        }
+
+
+def _heard(question: asyncio.Task[Any]) -> None:
+    """An error of a replica that is asked says no more than its death does."""
+    if not question.cancelled():
+        question.exception()
+
+
+async def _all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
+    await asyncio.gather(*work)
