@@ -326,8 +326,8 @@ class RayPPOTrainer:
 
     def _end_step(self, batch: DataProto) -> None:
         self.log(self._step_metrics(batch), self.ctx.step)
+        self.state.spans.flush()  # before a checkpoint from which the step is not repeated
         self.checkpoints.end_step()
-        self.state.spans.flush()
 
     def _end_saved_step(self, batch: DataProto) -> None:
         """What failed came after the save, which stands if metrics and ledger can have the step. Its error goes on."""
