@@ -30,7 +30,7 @@ from verl.trainer.ppo import stages
 from verl.trainer.ppo.beside import Beside
 from verl.trainer.ppo.context import RunState, together
 from verl.trainer.ppo.filling import Filling
-from verl.trainer.ppo.groups import Drawn, carried_groups, check_not_starved
+from verl.trainer.ppo.groups import Done, Drawn, carried_groups, check_not_starved
 from verl.trainer.ppo.queue import BoundBroken, GroupQueue, QueueBound
 from verl.trainer.ppo.schedules.colocate_async import ColocateAsyncSchedule
 from verl.trainer.ppo.schedules.fully_async import FullyAsyncSchedule
@@ -226,6 +226,27 @@ def test_groups_in_flight_are_waited_for_amid_a_step_even_after_a_signal_and_can
     time.sleep(0.1)
     beside.close()
     assert slow.cancelled == 1 and not [one for one in threading.enumerate() if one.name == "verl-groups"]
+
+
+def test_a_group_that_fails_is_sampled_once_more_before_its_prompt_is_left_out():
+    config = load_config("ppo_trainer", ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"])
+    ctx = RunState(config, reward=lambda batch: {}, total_steps=9).open(3)
+    prompt = DataProto.from_dict(non_tensors={"uid": np.array(["a"], dtype=object)})
+    begun: list[int] = []
+
+    class Failing:
+        def begin(self, prompts, ctx):
+            begun.extend(prompts)
+
+        def results(self, ctx, wait, may_stop=True):
+            return [Done(number, prompt, why="failed") for number in {*begun}]
+
+    filling = Filling(GroupQueue(QueueBound(groups=2, chunk=1)), ctx.run)
+    begun.append(filling.queue.admit(prompt))
+    filling.take_in(Failing(), ctx, wait=True)
+    assert begun == [0, 0] and len(filling.queue) == 1 and not filling.queue.lost
+    filling.take_in(Failing(), ctx, wait=True)
+    assert begun == [0, 0] and not len(filling.queue) and filling.queue.counts["failed"] == 1
 
 
 def test_an_error_of_a_group_that_is_scored_beside_training_ends_the_waiting_for_the_update(monkeypatch):

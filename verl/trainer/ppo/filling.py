@@ -35,7 +35,7 @@ class Filling:
         self.sampling: Sampling | None = None
         self.details: dict[str, None] = {}
         self.lost = 0
-        self._drawn, self._again = Drawn(), list[int]()
+        self._drawn, self._again, self._retried = Drawn(), list[int](), set[int]()
 
     def start(self, sampling: Sampling, ctx: StepContext) -> Sampling:
         """Groups are sampled there from here on; first those that a checkpoint had in flight."""
@@ -75,13 +75,29 @@ class Filling:
         """Enter groups that ended since the last time."""
         ended = sampling.results(ctx, wait, may_stop)
         self.details |= dict.fromkeys(ctx.sample_info)
+        again = {}
         for done in ended:
+            if done.why == "failed":
+                accounting.drop(done.samples, "failed_loop", ctx)
+                prompt = self._once_more(done.number)
+                if prompt is not None:
+                    again[done.number] = prompt
+                    continue
             if done.why:
                 self.queue.lose(done.number, done.why)
-                if done.why == "failed":
-                    accounting.drop(done.samples, "failed_loop", ctx)
             elif not self.queue.complete(done.number, done.samples, done.oldest):
                 accounting.drop(done.samples, "stale", ctx)
+        sampling.begin(again, ctx)
+
+    def _once_more(self, number: int) -> DataProto | None:
+        """The prompt of a group that failed for the first time, as what ran it may have been killed."""
+        entry = next((entry for entry in self.queue if entry.number == number), None)
+        if entry is None or number in self._retried:
+            return None
+        self._retried.add(number)
+        self.queue.begin_again(number)
+        prompt: DataProto = entry.prompt
+        return prompt
 
     def beside(self, train: Callable[[], DataProto], sampling: Sampling, ctx: StepContext) -> DataProto:
         """The trained batch. An error that ends the sampling meanwhile is raised while the update is still in work."""
