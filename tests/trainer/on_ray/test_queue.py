@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
 import pytest
 import torch
 
+from verl.metrics import notices
 from verl.observability.gantt import busy_seconds, by_role
 from verl.observability.spans import read_spans
+from verl.trainer.replicas import __main__ as replicas
 
 pytestmark = pytest.mark.dist
 
@@ -48,3 +58,69 @@ def test_groups_that_are_sampled_beside_training_have_the_numbers_of_one_process
     groups = {f"group {number}" for number in range(12)}
     assert {one.thread for one in drawn["sampling"]} == {one.thread for one in drawn["scoring"]} == groups
     assert all(busy_seconds(drawn[role]) > 0 for role in ("sampling", "scoring", "training"))
+
+
+GATED = """import pathlib, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    while not pathlib.Path("go").exists():
+        time.sleep(0.02)
+    return len(set(solution_str)) / 10
+"""
+
+
+def seen_in(folder: Path) -> dict:
+    """The replicas that a run shows, by name; empty while there are none."""
+    try:
+        return {one["name"]: one for one in json.loads((folder / "replicas.json").read_text())["replicas"]}
+    except OSError:
+        return {}
+
+
+def states_in(folder: Path) -> list[str]:
+    return [one["state"] for one in seen_in(folder).values()]
+
+
+def test_replicas_that_die_hang_and_join_while_a_run_goes_on_change_no_number(train, in_turn, task):
+    """One is killed and one is stopped, both with requests in flight, and a third one joins."""
+    (task / "gated.py").write_text(GATED)
+    folder, over = task / "elastic", threading.Event()
+
+    def until(condition):
+        while not condition() and not over.wait(0.002):
+            pass
+
+    def disturb():
+        ledger = folder / "ledger.jsonl"
+        until(lambda: len(seen_in(folder)) == 2 and ledger.exists() and '"asked"' in ledger.read_text())
+        first = seen_in(folder)
+        pids = [first[name]["processes"][0] for name in ("replica 0", "replica 1")]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.3)  # so that requests are sent to both
+        os.kill(pids[0], signal.SIGKILL)
+        assert replicas.main([str(folder), "--count", "3"]) == 0
+        until(lambda: [len(seen_in(folder).keys() & first.keys()), states_in(folder)] == [0, ["serving"] * 3])
+        (task / "go").touch()
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        run = train("elastic", 3, *STREAM, *OWN_POOL, "actor_rollout_ref.rollout.max_replacements=6",
+                    "trainer.hang_seconds=8", "reward.custom_reward_function.path=gated.py")  # fmt: skip
+    finally:
+        over.set()
+        thread.join()
+    shown = ("input", "output", "score")
+    ours, theirs = ([[tuple(row[name] for name in shown) for row in step] for step in one.samples]
+                    for one in (run, in_turn))  # fmt: skip
+    assert ours == theirs and len(ours) == 3
+    ours, theirs = run.weights(3), in_turn.weights(3)
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    moved = sum(step["rollout/replicas/resent"] for step in run.steps)
+    lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    assert 0 < moved <= sum(line["event"] == "moved" for line in lines)
+    assert run.steps[-1]["rollout/replicas/alive"] == 3 and run.steps[-1]["rollout/replicas/replaced"] >= 2
+    said = notices()["rollout, replica 1, replaced"]
+    assert re.search(r"\(process \d+, stopped by a signal\) on node \S+ made no progress for .*It serves \S+, ", said)
+    assert not (folder / "replicas.json").exists()
