@@ -8,9 +8,28 @@ from typing import Any
 
 from verl.errors import ConfigError, suggest
 
+PLACES = "file.py:name or my_pkg.mod:name"
+"""Where code of the user's lies."""
 
-def known_arguments(given: Mapping[str, Any], settings: type) -> None:
-    """Refuse arguments that the settings do not have, naming the nearest."""
+
+def known_arguments(given: Mapping[str, Any], settings: type, needs: str, what: str, form: str) -> None:
+    """Refuse arguments that the settings do not have, naming the nearest, and a missing one.
+
+    Args:
+        needs: the argument without which there is nothing to run.
+        what: who needs to know what, for the message.
+        form: what it looks like.
+
+    Raises:
+        ConfigError: either.
+    """
+    if not given.get(needs):
+        raise ConfigError(
+            what,
+            key=needs,
+            allowed=form,
+            fix="Set it in the YAML file of actor_rollout_ref.rollout.agent.agent_loop_config_path.",
+        )
     names = [f.name for f in fields(settings)]
     for name in given:
         if name not in names:

@@ -15,9 +15,8 @@ from verl.agent_loop.client import within_response
 from verl.agent_loop.envs.adapter import Environment, EnvironmentFailure, Step, load_environment
 from verl.agent_loop.extend import Extender, TemplateContinuationError, assistant_message
 from verl.agent_loop.failed import COLUMN, OnError, check_on_error, failed
-from verl.agent_loop.settings import known_arguments, positive
+from verl.agent_loop.settings import PLACES, known_arguments, positive
 from verl.data.messages import Message, prune
-from verl.errors import ConfigError
 from verl.metrics import notice
 
 
@@ -53,14 +52,7 @@ class EnvironmentSettings:
         Raises:
             ConfigError: an unknown one, or a value that cannot work.
         """
-        if not given.get("environment"):
-            raise ConfigError(
-                "environment_agent needs to know what to play",
-                key="environment",
-                allowed="file.py:name or my_pkg.mod:name",
-                fix="Set it in the YAML file of actor_rollout_ref.rollout.agent.agent_loop_config_path.",
-            )
-        known_arguments(given, cls)
+        known_arguments(given, cls, "environment", "environment_agent needs to know what to play", PLACES)
         values = dict(given)
         for name in ("max_turns", "max_tokens_per_turn"):
             if values.get(name) is not None:

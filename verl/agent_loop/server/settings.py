@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.agent_loop.failed import OnError, check_on_error
 from verl.agent_loop.server.agent import load_agent
-from verl.agent_loop.settings import known_arguments, positive
+from verl.agent_loop.settings import PLACES, known_arguments, positive
 from verl.errors import ConfigError, suggest
 
 SAMPLING = ("run", "request")
@@ -48,14 +48,7 @@ class AgentSettings:
         Raises:
             ConfigError: an unknown one, or a value that cannot work.
         """
-        if not given.get("agent"):
-            raise ConfigError(
-                "openai_agent needs to know which function to run",
-                key="agent",
-                allowed="file.py:name or my_pkg.mod:name",
-                fix="Set it in the YAML file of actor_rollout_ref.rollout.agent.agent_loop_config_path.",
-            )
-        known_arguments(given, cls)
+        known_arguments(given, cls, "agent", "openai_agent needs to know which function to run", PLACES)
         values = dict(given)
         for key, allowed in (("sampling", SAMPLING), ("branches", BRANCHES)):
             value = values.get(key, allowed[0])
