@@ -1,11 +1,12 @@
 """Schedules beside each other where sampling waits for an environment: wall clock per trained sample.
 
-    python benchmarks/bench_schedules.py [--prompts 64] [--samples 4] [--turns 4] [--tokens 32] [--steps 7] [--rounds 1]
+    python benchmarks/bench_schedules.py [--prompts 64] [--samples 4] [--turns 4] [--tokens 32] [--steps 6] [--rounds 1]
 
 The quickstart's model samples conversations: every answer of ``--tokens`` tokens is followed by an environment that
 takes log-normal seconds (median 0.2, sigma 1, drawn by row and turn, so that each schedule waits equally), without
-using a CPU. One trainer and one sampler, each with its own pool and one thread, on Ray, ``colocate_async`` too. Every
-schedule but ``sync`` may sample one step ahead. They run in turn, each in its own process.
+using a CPU. The sampler's log-probs are the old ones everywhere. One trainer and one sampler, each with its own pool
+and one thread, on Ray, ``colocate_async`` too. Every schedule but ``sync`` may sample one step ahead. They run in turn,
+each in its own process.
 
 Printed as a Markdown table, for each schedule:
 
@@ -51,22 +52,23 @@ from verl.trainer.ppo.callbacks import Callback
 
 MEDIAN, SIGMA = 0.2, 1.0
 GOALS = {"one_step_off": 1.3, "fully_async": 1.8}
-MODE, BYPASS = "trainer.v1.trainer_mode", "algorithm.rollout_correction.bypass_mode=true"
+MODE = "trainer.v1.trainer_mode"
 FULLY = (
-    *(f"{MODE}=fully_async", BYPASS, "async_training.staleness_threshold=1", "async_training.partial_rollout=true"),
+    *(f"{MODE}=fully_async", "async_training.staleness_threshold=1", "async_training.partial_rollout=true"),
     "async_training.trigger_parameter_sync_step={chunks}",
 )
 SCHEDULES = {
     "sync": (f"{MODE}=sync",),
-    "one_step_off": (f"{MODE}=one_step_off", BYPASS),
-    "colocate_async": (f"{MODE}=colocate_async", BYPASS),
-    "separate_async": (f"{MODE}=separate_async", BYPASS, "trainer.v1.separate_async.parameter_sync_step={chunks}"),
+    "one_step_off": (f"{MODE}=one_step_off",),
+    "colocate_async": (f"{MODE}=colocate_async",),
+    "separate_async": (f"{MODE}=separate_async", "trainer.v1.separate_async.parameter_sync_step={chunks}"),
     "fully_async": FULLY,
     "fully_async, completion": (*FULLY, "trainer.v1.sampler.order=completion"),
 }
 """Name -> words of the command line; a step is trained on in so many chunks."""
 COMMON = (
     "algorithm.adv_estimator=grpo",
+    "algorithm.rollout_correction.bypass_mode=true",
     "data.train_files=prompts.parquet",
     "data.max_prompt_length=64",
     "actor_rollout_ref.model.path=model",
@@ -254,7 +256,7 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    usual = {"prompts": 64, "samples": 4, "turns": 4, "tokens": 32, "steps": 7, "rounds": 1}
+    usual = {"prompts": 64, "samples": 4, "turns": 4, "tokens": 32, "steps": 6, "rounds": 1}
     for name, number in usual.items():
         parser.add_argument(f"--{name}", type=int, default=number)
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
