@@ -18,4 +18,4 @@ def test_a_run_with_a_queue_that_is_killed_anywhere_trains_on_every_prompt_of_ea
 ):
     tally = Tally()
     disturb(server, "stream", replace(CASES["stream"], steps=6), 3, tmp_path, seed=3, tally=tally)
-    assert tally.kills.total() == 3 and tally.complete == 1, tally.table()
+    assert tally.kills.total() == 3 and tally.complete >= 1, tally.table()
