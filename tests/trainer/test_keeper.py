@@ -183,7 +183,9 @@ def test_a_replacement_that_does_not_start_is_one_of_those_that_are_allowed_and_
             "actor_rollout_ref.rollout.max_replacements: replica 0 was lost, and 2 of 2 replacements were made in this "
             "run. Its last error: its replacement did not start: ValueError: out of memory"
         )
+        run.until(lambda: run.keeper._thread is None or not run.keeper._thread.is_alive())
         assert len(run.units) == 4 and all(run.units[f"replica {n}"].process.poll() == -9 for n in (0, 2, 3))
+    assert list(run.folder.iterdir()) == []
 
 
 def test_a_user_asks_for_more_and_for_fewer_and_hears_why_one_cannot_join(in_run):

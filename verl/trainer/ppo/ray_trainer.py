@@ -20,7 +20,7 @@ from verl.config import PPOTrainerConfig, elastic, to_dict
 from verl.config.loading import config_from
 from verl.data import collate_fn as default_collate
 from verl.data import stateful_loader
-from verl.errors import CheckpointError, DataError
+from verl.errors import CheckpointError, DataError, RolloutError
 from verl.metrics import notice
 from verl.observability.account import Key
 from verl.observability.ledger import Ledger
@@ -29,6 +29,7 @@ from verl.observability.tracker import Sample
 from verl.observability.tracking import Tracking
 from verl.protocol import DataProto
 from verl.registry import ADVANTAGE_ESTIMATORS, SCHEDULES
+from verl.rollout.lost import EngineLostError
 from verl.single_controller.base import ClassWithInitArgs, ResourcePoolManager, Role, RoleHandle, Roles
 from verl.single_controller.local import LocalWorkerGroup, create_colocated_worker_cls
 from verl.stacks import Process
@@ -214,8 +215,10 @@ class RayPPOTrainer:
             with stop, Watchdog(self.state.spans, limit, folder, self._look_at_workers, self._is_mending):
                 self._run()
             self._close_trackers()
-        except BaseException:
+        except BaseException as error:
             self._close_trackers(exit_code=1)
+            if isinstance(error, RolloutError) and self.replicas is not None and self.replicas.error:
+                raise EngineLostError(self.replicas.error) from None  # whoever waited for samples says no more
             raise
         finally:
             self.schedule.close()

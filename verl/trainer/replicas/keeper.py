@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.25
 """Between two looks at the replicas."""
 CLOSE_SECONDS = 10.0
+REPORT_LOOKS = 10
+"""For so many looks a death is expected to be reported after somebody heard of it, with what the process wrote last."""
 UNKNOWN = ReplicaState((), 0, True, "")
 """A replica that the service does not have."""
 Moved = Callable[[Sequence[tuple[str, int]]], None]
@@ -165,6 +167,7 @@ class ReplicaKeeper:
         if loop is not None and thread is not None and thread.is_alive():
             loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
             thread.join(CLOSE_SECONDS)
+        if thread is not None:
             files.forget(self._folder)
         self._thread = None
 
@@ -229,7 +232,7 @@ class ReplicaKeeper:
                 await asyncio.to_thread(one.unit.close)
             elif reason:
                 one.state = "ending"
-                self._begin(self._replace(one, reason))
+                self._begin(self._replace(one, known, reason))
         self._meet(await asyncio.to_thread(self._wanted))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -278,12 +281,16 @@ class ReplicaKeeper:
 
     # ---- replacing ---------------------------------------------------------------------------------------------
 
-    async def _replace(self, one: Placed, reason: str) -> None:
+    async def _replace(self, one: Placed, known: ReplicaState, reason: str) -> None:
         """Another process in the place of a replica that is lost; as many attempts as are left."""
         name, allowed = one.name, self.config.actor_rollout_ref.rollout.max_replacements
         self._coming += 1
         try:
             await self._service.call("discard_replica", name)
+            for _ in range(REPORT_LOOKS if reason == known.broken else 0):  # who waits for a replica hears of it first
+                if not one.unit.death:
+                    await asyncio.sleep(LOOK_SECONDS)
+            reason = one.unit.death or reason
             await asyncio.to_thread(one.unit.close)
             self._replicas.remove(one)
             self._gone.append(name)
