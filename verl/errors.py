@@ -161,6 +161,10 @@ class WorkerError(VerlError, RuntimeError):
     """A worker failed or a worker group was called in a wrong way."""
 
 
+class ReplayError(VerlError, RuntimeError):
+    """A replay does not do what its recording says, or cannot."""
+
+
 class CheckpointError(VerlError, RuntimeError):
     """A checkpoint is missing, damaged, or of another kind."""
 

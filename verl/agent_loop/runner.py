@@ -14,7 +14,7 @@ from verl.agent_loop.early_stop import Stop
 from verl.agent_loop.failed import RunStops, failed
 from verl.agent_loop.row_traces import RowTraces
 from verl.agent_loop.unfinished import EARLIER
-from verl.errors import ConfigError, RolloutError
+from verl.errors import ConfigError, ReplayError, RolloutError
 from verl.rollout.base import Sampler
 from verl.rollout.lost import EngineLostError
 
@@ -106,6 +106,8 @@ class RowRunner:
                 start = time.perf_counter()
                 output.reward_score = float(await self.score(row, output))
                 output.metrics.compute_score += time.perf_counter() - start
+        except ReplayError:
+            raise  # it ends the run
         except (ConfigError, EngineLostError, RunStops) as error:
             raise RolloutError(f"the agent loop {chosen} failed on {where}: {type(error).__name__}: {error}") from error
         except Exception as error:  # boundary: a user's loop or scorer; the row is masked, the first error shown

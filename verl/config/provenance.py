@@ -37,24 +37,32 @@ HARMLESS = (
     r"(.*\.)?(global_)?profiler\.|ray_kwargs\.|transfer_queue\.|skip\.rollout\.(?!action$)|(.*\.)?checkpoint\.",
     # what validates
     r"data\.val_|data\.validation_|.*\.val_kwargs\.",
-    # how work is cut and placed, on which results depend in their last bits alone
-    r".*micro_batch_size(_per_gpu)?$|.*max_token_len(_per_gpu)?$|.*use_dynamic_bsz$|.*balance_dp_token$",
     r".*(num_workers|num_cpus|nccl_timeout|cache_dir|use_shm|max_per_minute|max_concurrent|while_sampling)$",
+    # how a sampler does what it does
+    r".*rollout\.(mode|gpu_memory_utilization|max_num_seqs|max_num_batched_tokens|enforce_eager|free_cache_engine)$",
+    r".*rollout\.(load_format|enable_chunked_prefill|enable_prefix_caching|disable_log_stats|cudagraph_capture_sizes)$",
+    r"actor_rollout_ref\.hybrid_engine$|.*rollout\.(nnodes|n_gpus_per_node|standalone_gpu_memory_utilization)$",
+    r".*rollout\.max_replacements$|.*rollout\.(engine_kwargs|checkpoint_engine|server|agent\.num_workers|prometheus|trace)",
+)
+LAST_BITS = (
+    # how work is cut and placed, on which results depend in their last bits alone
+    r".*micro_batch_size(_per_gpu)?$|.*max_token_len(_per_gpu)?$|.*use_dynamic_bsz$|.*balance_(dp_token|batch)$",
     r".*strategy$|.*parallel_(size|degree)$|.*_offload$|.*offload_policy$|.*gradient_checkpointing.*|.*activation_offload$",
     r"(actor_rollout_ref\.)?model\.(use_remove_padding|use_liger|use_fused_kernels|fused_kernel_options\.|tiled_mlp\.)",
     r".*fsdp_config\.(?!.*dtype|mixed_precision|.*seed|full_determinism)|engine\.(?!.*dtype|mixed_precision|.*seed)",
-    # how a sampler does what it does
-    r".*rollout\.(name|mode|gpu_memory_utilization|max_num_seqs|max_num_batched_tokens|enforce_eager|free_cache_engine)$",
-    r".*rollout\.(load_format|enable_chunked_prefill|enable_prefix_caching|disable_log_stats|cudagraph_capture_sizes)$",
-    r"actor_rollout_ref\.hybrid_engine$|.*rollout\.(nnodes|n_gpus_per_node|standalone_gpu_memory_utilization)$",
-    r".*rollout\.(engine_kwargs|checkpoint_engine|server|agent\.num_workers|prometheus|trace)",
+    r".*rollout\.name$|trainer\.device$",
 )
-_HARMLESS = re.compile("|".join(f"(?:{pattern})" for pattern in HARMLESS))
+_HARMLESS, _LAST_BITS = (re.compile("|".join(f"(?:{one})" for one in part)) for part in (HARMLESS, LAST_BITS))
 
 
 def is_harmless(key: str) -> bool:
     """Whether a setting changes no result of a run, or only where sums run in another order."""
-    return _HARMLESS.match(key) is not None
+    return _HARMLESS.match(key) is not None or _LAST_BITS.match(key) is not None
+
+
+def keeps_bits(key: str) -> bool:
+    """Whether a setting changes no bit of a result."""
+    return is_harmless(key) and _LAST_BITS.match(key) is None
 
 
 @dataclass(frozen=True)
@@ -161,6 +169,24 @@ def check_resume(now: Provenance, folder: Path, accept: bool) -> Mapping[str, st
         end = ", which was accepted" if serious else " in what changes no result"
         notice(KEY, f"the run that saved {folder} differs from this one{end}:{''.join(told)}")
     return before.places
+
+
+def check_replay(now: Provenance, recorded: Provenance, place: Path, more: Mapping[str, tuple[Any, Any]]) -> None:
+    """Refuse a replay that would have other bits than the recorded run.
+
+    Args:
+        place: of the record.
+        more: what else differs -> what it was and is.
+
+    Raises:
+        ConfigError: naming every setting that differs and is not known to keep all bits.
+    """
+    changes = [change for change in now.changes(recorded) if not (change.harmless and keeps_bits(change.key))]
+    differs = [*map(str, changes), *(f"{name}: was {was!r}, is {it!r}" for name, (was, it) in more.items())]
+    if differs:
+        listed = "".join(f"\n  - {one}" for one in differs)
+        raise ConfigError(f"the run recorded in {place} differs from this one in what decides its bits:{listed}",
+            key="trainer.replay_from", fix="Give the settings of before.")  # fmt: skip
 
 
 def _flat(value: Any, whole: Container[str], key: str = "") -> Iterator[tuple[str, Any]]:

@@ -160,6 +160,13 @@ class TrainerConfig(ConfigNode):
         "resuming with settings, data or files that change the results: refuse or accept",
         choices=("refuse", "accept"),
     )
+    replay_from: str | None = setting(
+        None,
+        "folder of a run under an asynchronous schedule (default_local_dir), whose recorded decisions (schedule.jsonl) this "
+        "run takes again, for the same weights bit for bit; null: none",
+        upstream=ABSENT,
+        path=True,
+    )
     val_before_train: bool = setting(True, "validate before the first step")
     val_only: bool = setting(False, "validate and stop")
     ref_update_freq: int | None = setting(

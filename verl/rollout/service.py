@@ -218,7 +218,9 @@ class SamplerService(Sampler):
         if request.id in self._given_up:  # it was aborted at the gate
             return Completion(request.id, (), (), "abort", ())
         if self._is_single and not self.replicas[0].is_lost:
-            return await self.replicas[0].generate(request)
+            done = await self.replicas[0].generate(request)
+            self._answered(self.replicas[0], done)
+            return done
         avoided: set[str] = set()
         last: BaseException | None = None
         arrival = self._queue.arrived()
@@ -244,11 +246,15 @@ class SamplerService(Sampler):
                 self._queue.call_next()
             if not replica.is_lost or not self._published:
                 replica.recovered()
+            self._answered(replica, done)
             return done
         self._counts["resent"] -= 1
         raise EngineLostError(
             f"request {request.id!r} was lost by {len(avoided)} replicas in turn, the last time: {last}"
         ) from last
+
+    def _answered(self, replica: Replica, done: Completion) -> None:
+        """A replica answered an attempt; a subclass may keep which."""
 
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
         """All replicas take the stream, bucket by bucket and each once; then it is published.

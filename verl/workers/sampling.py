@@ -13,9 +13,9 @@ from verl.data import tokenizer_of
 from verl.metrics import Metric
 from verl.protocol import DataProto
 from verl.rollout.base import Completion, Request
+from verl.rollout.followed import FollowedService
 from verl.rollout.from_sync import run_now
 from verl.rollout.hosted import RemoteSampler
-from verl.rollout.service import SamplerService
 from verl.single_controller.base import Dispatch, Execute, register
 from verl.single_controller.base.handle import Handle
 from verl.workers.loops import RemoteRunner
@@ -25,6 +25,8 @@ from verl.workers.replica import ReplicaWorker
 from verl.workers.scoring import early_scorer
 from verl.workers.sending import SyncResult
 
+SERVED, FOLLOW = "served", "follow"
+"""Keys of ``meta_info``; see `SamplingWorker.sample_beside`."""
 ReplicaStats = Mapping[str, Mapping[str, float]]
 
 
@@ -176,7 +178,7 @@ class SamplingWorker(ReplicaWorker):
     def _serve(self) -> None:
         rollout = self.config.rollout
         attempts, slots = rollout.server.max_attempts, rollout.max_num_seqs
-        self.service = SamplerService(self.replicas, max_resends=attempts, slots=slots, is_elastic=self.is_elastic)
+        self.service = FollowedService(self.replicas, max_resends=attempts, slots=slots, is_elastic=self.is_elastic)
         early = None if self.scoring is None else early_scorer(self.scoring, self.tokenizer)
         self.agent_loops = AgentLoopManager(
             rollout,
@@ -208,9 +210,29 @@ class SamplingWorker(ReplicaWorker):
         return made
 
     async def sample_beside(self, prompts: DataProto) -> DataProto:
-        """As `generate_sequences`, for a few rows, while other calls of it are in flight; the replicas are awake."""
-        self._loop = asyncio.get_running_loop()
-        return await self.agent_loops.generate(prompts)
+        """As `generate_sequences`, for a few rows, while other calls of it are in flight; the replicas are awake.
+
+        ``meta_info["served"]`` of the result says how each request was served (`Notes`). Of the prompts,
+        ``meta_info["follow"]`` says what each is to draw (`Draws`).
+        """
+        if not self.is_beside:
+            self._loop = asyncio.get_running_loop()
+        columns = prompts.non_tensor_batch
+        names = [f"{uid}-{index}" for uid, index in zip(columns["uid"], columns["sample_index"], strict=True)]
+        spans = prompts.meta_info.pop(FOLLOW, None)
+        if spans is not None:
+            self.service.follow(names, spans)
+        self.service.note(names)
+        try:
+            made = await self.agent_loops.generate(prompts)
+        finally:
+            served = self.service.notes(names)
+        made.meta_info[SERVED] = served
+        return made
+
+    async def until_drawn(self, counts: Mapping[str, int]) -> None:
+        """Return once each of these requests has drawn so many tokens; they follow spans."""
+        await self.service.until_drawn(counts)
 
     async def _sampled(self, prompts: DataProto) -> DataProto:
         await self.service.wake()

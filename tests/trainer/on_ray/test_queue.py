@@ -15,6 +15,7 @@ import torch
 
 from verl.metrics import notices
 from verl.observability.gantt import busy_seconds, by_role
+from verl.observability.schedule import Script, counts_of
 from verl.observability.spans import read_spans
 from verl.trainer.replicas import __main__ as replicas
 
@@ -124,3 +125,26 @@ def test_replicas_that_die_hang_and_join_while_a_run_goes_on_change_no_number(tr
     said = notices()["rollout, replica 1, replaced"]
     assert re.search(r"\(process \d+, stopped by a signal\) on node \S+ made no progress for .*It serves \S+, ", said)
     assert not (folder / "replicas.json").exists()
+
+
+def test_a_run_in_order_of_completion_whose_requests_met_new_weights_is_replayed_in_one_process(train):
+    """Nobody decides which group ends first and where weights meet a response; the record says so, for every token."""
+    loose = (
+        "trainer.v1.sampler.order=completion",
+        "algorithm.rollout_correction.bypass_mode=true",
+        "actor_rollout_ref.rollout.requests_at_update=pause",
+        "async_training.staleness_threshold=2",
+        "async_training.concurrent_samples_per_replica=1",
+        "data.max_response_length=96",
+        "actor_rollout_ref.rollout.ignore_eos=true",
+    )
+    beside = train("loose", 3, *STREAM, *loose, *OWN_POOL)
+    recorded = Script.read(beside.folder).decisions
+    served = [its for one in recorded if one["event"] == "ended" for group in one["groups"]
+              for its in group["requests"].values()]  # fmt: skip
+    assert {span[0] for its in served for span in its["spans"]} == {"replica of rollout[0]", "replica of rollout[1]"}
+    assert any(len(counts_of(its)) > 1 for its in served)  # 12 groups begin at once, and step 1 trains on 4 of them
+    again = train("loose_again", 3, *STREAM, *loose, "trainer.runtime=local", "trainer.replay_from=loose")
+    assert again.steps[-1]["replay/decisions_left"] == 1  # the weights of the last step
+    ours, theirs = again.weights(3), beside.weights(3)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)

@@ -32,6 +32,11 @@ class Interrupt:
         """Ask for it; cannot be taken back."""
         self._is_set.set()
 
+    @property
+    def is_set(self) -> bool:
+        """Whether it was asked for."""
+        return self._is_set.is_set()
+
     def check(self) -> None:
         """Raise `Interrupted` if it was asked for."""
         if self._is_set.is_set():

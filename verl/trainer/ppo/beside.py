@@ -10,24 +10,32 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from concurrent import futures
-from contextlib import suppress
-from typing import Protocol
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from typing import Any, Protocol
 
 from verl.errors import RolloutError
+from verl.observability.schedule import Draws
 from verl.protocol import DataProto
 from verl.single_controller.base import Roles
 from verl.single_controller.base.interrupts import Interrupt
 from verl.trainer.ppo import accounting, stages
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.groups import Done, judged
+from verl.workers.sampling import FOLLOW, SERVED
 
+Ended = tuple[Done, StepContext, BaseException | None]
+Follow = Mapping[int, Mapping[str, Draws]]
+"""Group -> request -> what it is to draw."""
 LOOK_SECONDS = 0.2
 """How often a thread that waits for groups looks whether the run is to stop."""
 FAILURES = 8
 """Groups in a row that may fail before the run ends with the last one's error."""
 CLOSE_SECONDS = 5.0
+TURN_SECONDS = 0.001
+"""That the loop of groups gets, where it runs in the thread that waits."""
 
 
 class Sampling(Protocol):
@@ -47,8 +55,12 @@ class Sampling(Protocol):
     def idle_seconds(self) -> float:
         """In which the samplers had no group, since the start."""
 
-    def begin(self, prompts: Mapping[int, DataProto], ctx: StepContext) -> None:
-        """Begin groups, by number."""
+    @property
+    def takes_turns(self) -> bool:
+        """Nothing is sampled while the thread that calls is elsewhere."""
+
+    def begin(self, prompts: Mapping[int, DataProto], ctx: StepContext, follow: Follow | None = None) -> None:
+        """Begin groups, by number; ``follow`` says what the requests of each are to draw."""
 
     def results(self, ctx: StepContext, wait: bool, may_stop: bool = True) -> list[Done]:
         """Groups that ended since the last call; their metrics go into ``ctx``.
@@ -58,6 +70,9 @@ class Sampling(Protocol):
             may_stop: do not wait where the run is to stop.
         """
 
+    def until_drawn(self, counts: Mapping[str, int], ctx: StepContext) -> list[Done]:
+        """Return once each of these requests has drawn so many tokens, with the groups that ended meanwhile."""
+
     def close(self) -> None:
         """End what is in flight."""
 
@@ -65,13 +80,13 @@ class Sampling(Protocol):
 class InTurn:
     """Samples all groups that are begun together as one batch."""
 
-    in_flight, idle_seconds = 0, 0.0
+    in_flight, idle_seconds, takes_turns = 0, 0.0, True
 
     def __init__(self, roles: Roles):
         self.roles, self.failed = roles, Interrupt()
         self._done: list[Done] = []
 
-    def begin(self, prompts: Mapping[int, DataProto], ctx: StepContext) -> None:
+    def begin(self, prompts: Mapping[int, DataProto], ctx: StepContext, follow: Follow | None = None) -> None:
         if not prompts:
             return
         batch, half = DataProto.concat(list(prompts.values())), ctx.run.open(ctx.step)
@@ -91,6 +106,9 @@ class InTurn:
         done, self._done = self._done, []
         return done
 
+    def until_drawn(self, counts: Mapping[str, int], ctx: StepContext) -> list[Done]:
+        return []
+
     def close(self) -> None:
         """There is nothing in flight."""
 
@@ -107,16 +125,19 @@ class Beside:
         each: of them per replica; the limit follows the number of replicas where that changes.
     """
 
+    takes_turns = False
+
     def __init__(self, roles: Roles, limit: int, each: int = 1):
         self.roles, self._handle = roles, roles["rollout"].group.handle(0)
-        self._done: queue.SimpleQueue[tuple[Done, StepContext, BaseException | None]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         self._scorer = futures.ThreadPoolExecutor(1, thread_name_prefix="verl-score")
         self._loop = asyncio.new_event_loop()
         # Taken by each group's coroutine in this loop's thread, in order of admission; released with its answer.
         self._slots = asyncio.Semaphore(limit)
         self._limit, self._each = limit, each
         self._thread = threading.Thread(target=self._loop.run_forever, name="verl-groups", daemon=True)
-        self._thread.start()
+        if not self.takes_turns:
+            self._thread.start()
         self.in_flight, self._idle, self._since = 0, 0.0, time.monotonic()
         self.failed, self._failed_in_a_row = Interrupt(), 0
 
@@ -124,7 +145,7 @@ class Beside:
     def idle_seconds(self) -> float:
         return self._idle + (0.0 if self.in_flight else time.monotonic() - self._since)
 
-    def begin(self, prompts: Mapping[int, DataProto], ctx: StepContext) -> None:
+    def begin(self, prompts: Mapping[int, DataProto], ctx: StepContext, follow: Follow | None = None) -> None:
         if prompts and not self.in_flight:
             self._idle += time.monotonic() - self._since
         if ctx.run.replicas is not None:
@@ -134,7 +155,8 @@ class Beside:
             half = ctx.run.open(ctx.step)
             asked = stages.repeated(prompt, half)
             accounting.ask(asked, half)
-            asyncio.run_coroutine_threadsafe(self._group(number, asked, half), self._loop)
+            spans = None if follow is None else follow[number]
+            asyncio.run_coroutine_threadsafe(self._group(number, asked, half, spans), self._loop)
 
     def _resize(self, limit: int) -> None:
         """More places are there at once; fewer when groups that have them have ended."""
@@ -148,13 +170,31 @@ class Beside:
         done: list[Done] = []
         if wait and self.in_flight:
             with ctx.timed("wait_for_samples"):
-                while self._done.empty() and not (may_stop and ctx.stop.requested):
-                    with suppress(queue.Empty):
-                        done.append(self._entered(*self._done.get(timeout=LOOK_SECONDS), ctx))
-                        break
+                while not done and self._done.empty() and not (may_stop and ctx.stop.requested):
+                    done += [self._entered(*ended, ctx) for ended in self._look()]
         while not self._done.empty():
             done.append(self._entered(*self._done.get(), ctx))
         return done
+
+    def _look(self) -> list[Ended]:
+        """Wait for a result, for a while."""
+        with suppress(queue.Empty):
+            return [self._done.get(timeout=LOOK_SECONDS)]
+        return []
+
+    def until_drawn(self, counts: Mapping[str, int], ctx: StepContext) -> list[Done]:
+        drawn, done = self._run(self._handle.call("until_drawn", dict(counts))), list[Done]()
+        while not self._wait(drawn):
+            done += self.results(ctx, wait=False)  # raises what ended a group
+        drawn.result()
+        return done
+
+    def _wait(self, work: futures.Future[Any]) -> bool:
+        """Whether it has ended, after a while."""
+        return bool(futures.wait([work], LOOK_SECONDS).done)
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> futures.Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _entered(self, done: Done, half: StepContext, error: BaseException | None, ctx: StepContext) -> Done:
         """The result, after its metrics were added.
@@ -174,19 +214,26 @@ class Beside:
             ctx.metrics.add("training/rollout_failure/evicted_samples", ctx.samples_per_prompt, "sum")
         return done
 
-    async def _group(self, number: int, asked: DataProto, half: StepContext) -> None:
+    async def _group(self, number: int, asked: DataProto, half: StepContext, spans: Mapping[str, Draws] | None) -> None:
+        sent = asked.select()
+        if spans is not None:
+            sent.meta_info = {**sent.meta_info, FOLLOW: dict(spans)}
         try:
-            async with self._slots:
+            async with self._slots if spans is None else nullcontext():  # those that wait for weights keep no place
                 with half.spans.apart("gen", half.step, f"group {number}"):
-                    made = await self._handle.call("sample_beside", asked)
+                    made = await self._handle.call("sample_beside", sent)
+                served = made.meta_info.pop(SERVED, {})
                 samples = stages.with_answers(asked, made, half.metrics)
-                done = await self._loop.run_in_executor(self._scorer, self._scored, number, samples, half)
+                done = replace(await self._score(number, samples, half), served=served)
         except BaseException as error:  # carried over to the thread that trains
             self._done.put((Done(number, asked, why="failed"), half, error))
             if not isinstance(error, RolloutError):
                 self.failed.set()
         else:
             self._done.put((done, half, None))
+
+    async def _score(self, number: int, samples: DataProto, half: StepContext) -> Done:
+        return await self._loop.run_in_executor(self._scorer, self._scored, number, samples, half)
 
     def _scored(self, number: int, samples: DataProto, half: StepContext) -> Done:
         accounting.sampled(samples, half)
@@ -200,6 +247,35 @@ class Beside:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_SECONDS)
         if not self._thread.is_alive():
+            self._loop.close()
+        self._scorer.shutdown(wait=False, cancel_futures=True)
+
+
+class Driven(Beside):
+    """The same in the thread that calls, and only while that waits: for a replay in one process."""
+
+    takes_turns = True
+
+    def __init__(self, roles: Roles):
+        super().__init__(roles, limit=1 << 16)
+
+    def _resize(self, limit: int) -> None:
+        """All groups begin at once, however many replicas there are."""
+
+    def _look(self) -> list[Ended]:
+        self._loop.run_until_complete(asyncio.sleep(TURN_SECONDS))
+        return []
+
+    def _wait(self, work: futures.Future[Any]) -> bool:
+        self._look()
+        return work.done()
+
+    async def _score(self, number: int, samples: DataProto, half: StepContext) -> Done:
+        return self._scored(number, samples, half)
+
+    def close(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.run_until_complete(_end_others())
             self._loop.close()
         self._scorer.shutdown(wait=False, cancel_futures=True)
 

@@ -96,6 +96,8 @@ class RunCheckpoints:
         self.places: dict[str, str] = {}
         """Other places that the run writes to, by tracker or setting: names, kept in each checkpoint."""
         self.resumed = False
+        self.decisions: int | None = None
+        """Of an asynchronous schedule, that the loaded checkpoint knows."""
         self.on_saved: Callable[[int, Path, bool], None] | None = None
         """Called after each complete checkpoint: its step, its folder, whether it was written in the background."""
         self._boundary: Boundary | None = None
@@ -160,6 +162,8 @@ class RunCheckpoints:
             "kl": self.run.kl_controller.state_dict(),
             "rng": rng.rng_state(),
         }
+        if self.run.record is not None:
+            state["decisions"], self.run.record.boundary = self.run.record.count, self.run.step
         surplus, unfinished = self.run.pool.peek(), self.run.unfinished
         batches = self.schedule.carried() | ({} if unfinished is None else unfinished.state())
         return Boundary(self.run.step, state, batches if surplus is None else {**batches, SURPLUS: surplus})
@@ -207,6 +211,7 @@ class RunCheckpoints:
         self.run.kl_controller.load_state_dict(state["kl"])
         rng.set_rng_state(state["rng"])
         self.run.step = int(state["step"])
+        self.decisions = state.get("decisions")
         saved = [name for name in reader.parts if (folder / name / BATCH).is_file()]
         batches = {name: DataProto.load_from_disk(str(folder / name / BATCH)) for name in saved}
         if SURPLUS in batches:

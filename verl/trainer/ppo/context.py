@@ -23,6 +23,7 @@ from verl.errors import ConfigError, DataError
 from verl.metrics import MetricSet, Timers, notice
 from verl.observability.account import Key
 from verl.observability.ledger import Ledger
+from verl.observability.schedule import ScheduleRecord, Script
 from verl.observability.spans import Spans
 from verl.protocol import DataProto
 from verl.registry import ADVANTAGE_ESTIMATORS
@@ -117,6 +118,7 @@ class RunState:
         ledger: what became of every sample; None in a run that keeps none.
         spans: when the stages of all steps began and ended.
         replicas: how many sample now; None where their number does not change.
+        record: the decisions of an asynchronous schedule; None in a run that keeps none.
     """
 
     config: PPOTrainerConfig
@@ -128,6 +130,7 @@ class RunState:
     ledger: Ledger | None = None
     spans: Spans = field(default_factory=Spans)
     replicas: Callable[[], int] | None = None
+    record: ScheduleRecord | None = None
 
     def __post_init__(self) -> None:
         config = self.config
@@ -147,6 +150,11 @@ class RunState:
     def open(self, step: int) -> StepContext:
         """The empty context of a step; that of another step may be open, too."""
         return StepContext(self, step)
+
+    @property
+    def script(self) -> Script | None:
+        """The recorded schedule that the run follows."""
+        return None if self.record is None else self.record.script
 
     @property
     def samples_per_prompt(self) -> int:

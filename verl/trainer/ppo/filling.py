@@ -11,10 +11,10 @@ from contextlib import nullcontext, suppress
 from verl.protocol import DataProto
 from verl.single_controller.base.interrupts import Interrupted, interruptible
 from verl.trainer.ppo import accounting, stages
-from verl.trainer.ppo.beside import Sampling
 from verl.trainer.ppo.context import RunState, StepContext
 from verl.trainer.ppo.groups import Drawn, carried_groups, check_in_time, check_not_starved, groups_carried
 from verl.trainer.ppo.queue import GroupQueue, QueuedGroup
+from verl.trainer.ppo.scripted import ScriptedSampling
 from verl.trainer.ppo.stages import PromptSource
 
 
@@ -32,21 +32,21 @@ class Filling:
 
     def __init__(self, queue: GroupQueue, run: RunState):
         self.queue, self.run = queue, run
-        self.sampling: Sampling | None = None
+        self.sampling: ScriptedSampling | None = None
         self.details: dict[str, None] = {}
         self.lost = 0
         self._drawn, self._again, self._retried = Drawn(), list[int](), set[int]()
 
-    def start(self, sampling: Sampling, ctx: StepContext) -> Sampling:
+    def start(self, sampling: ScriptedSampling, ctx: StepContext) -> ScriptedSampling:
         """Groups are sampled there from here on; first those that a checkpoint had in flight."""
         self.sampling = sampling
         prompts = {entry.number: entry.prompt for entry in self.queue}
-        sampling.begin({number: prompts[number] for number in self._again}, ctx)
+        sampling.begin_again({number: prompts[number] for number in self._again}, self.queue, ctx)
         self._again = []
         return sampling
 
     def next_chunk(
-        self, source: PromptSource, sampling: Sampling, ctx: StepContext, may_stop: bool
+        self, source: PromptSource, sampling: ScriptedSampling, ctx: StepContext, may_stop: bool
     ) -> list[QueuedGroup]:
         """The groups that the step trains on next; samples, or waits for them."""
         queue = self.queue
@@ -54,24 +54,27 @@ class Filling:
             while not (may_stop and ctx.stop.requested):
                 self._admit(source, sampling, ctx)
                 self.take_in(sampling, ctx, wait=False)
-                for late in queue.drop_overdue():
+                overdue = queue.drop_overdue()
+                sampling.dropped(overdue, ctx)
+                for late in overdue:
                     if late.is_complete:  # the others are dropped when they end
                         accounting.drop(late.samples, "stale", ctx)
                 if queue.is_ready():
                     break
                 check_not_starved(queue, self.lost, ctx)
                 self.take_in(sampling, ctx, wait=True, may_stop=may_stop)
-        self.lost = queue.lost
-        return queue.take()
+        self.lost, taken = queue.lost, queue.take()
+        sampling.took(taken, ctx)
+        return taken
 
-    def _admit(self, source: PromptSource, sampling: Sampling, ctx: StepContext) -> None:
+    def _admit(self, source: PromptSource, sampling: ScriptedSampling, ctx: StepContext) -> None:
         """Begin as many groups as the bound admits and the rest of the run needs."""
         queue = self.queue
         needed = ctx.total_steps * queue.bound.groups - queue.trained - len(queue)
-        prompts = [self._drawn.next(source) for _ in range(min(queue.room(), needed))]
+        prompts = [self._drawn.next(source) for _ in range(sampling.admits(min(queue.room(), needed), ctx))]
         sampling.begin({queue.admit(prompt): prompt for prompt in prompts}, ctx)
 
-    def take_in(self, sampling: Sampling, ctx: StepContext, wait: bool, may_stop: bool = True) -> None:
+    def take_in(self, sampling: ScriptedSampling, ctx: StepContext, wait: bool, may_stop: bool = True) -> None:
         """Enter groups that ended since the last time."""
         ended = sampling.results(ctx, wait, may_stop)
         self.details |= dict.fromkeys(ctx.sample_info)
@@ -99,7 +102,7 @@ class Filling:
         prompt: DataProto = entry.prompt
         return prompt
 
-    def beside(self, train: Callable[[], DataProto], sampling: Sampling, ctx: StepContext) -> DataProto:
+    def beside(self, train: Callable[[], DataProto], sampling: ScriptedSampling, ctx: StepContext) -> DataProto:
         """The trained batch. An error that ends the sampling meanwhile is raised while the update is still in work."""
         with suppress(Interrupted), interruptible(sampling.failed):
             return train()

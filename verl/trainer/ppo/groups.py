@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from verl.errors import ConfigError, DataError
 from verl.metrics import notice
+from verl.observability.schedule import Notes
 from verl.protocol import DataProto
 from verl.protocol.fields import declared_field
 from verl.trainer.ppo import stages
@@ -48,12 +49,14 @@ class Done:
         samples: all of them; of a group that failed the rows that were asked for.
         oldest: version of its oldest token, where the sampler names versions.
         why: there is nothing to train on: ``filtered`` or ``failed``.
+        served: how each of its requests was served, where the sampler says so.
     """
 
     number: int
     samples: DataProto
     oldest: int | None = None
     why: str = ""
+    served: Mapping[str, Notes] = field(default_factory=dict)
 
 
 def judged(number: int, samples: DataProto, ctx: StepContext) -> Done:

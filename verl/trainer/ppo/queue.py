@@ -298,7 +298,7 @@ class GroupQueue:
         return {"version": self.version, "trained": self.trained, "counts": dict(self.counts), "entries": entries}
 
     def load_state_dict(self, state: dict[str, Any], prompts: Sequence[Any], samples: Sequence[Any]) -> list[int]:
-        """Go on from a saved queue; returns the numbers of the groups that are to be sampled again.
+        """Go on from a saved queue; returns the numbers of the groups that were being sampled.
 
         Args:
             prompts: of every entry.
@@ -311,10 +311,7 @@ class GroupQueue:
             result = next(sampled) if place >= 0 else None
             self._entries[number] = QueuedGroup(number, prompt, version, result, place)
         self._places = max((entry.place for entry in self), default=-1) + 1
-        again = [entry.number for entry in self if not entry.is_complete]
-        for number in again:
-            self.begin_again(number)
-        return again
+        return [entry.number for entry in self if not entry.is_complete]
 
 
 def check_version(oldest: int, step: int, allowed: int, what: str) -> None:

@@ -35,7 +35,7 @@ from verl.single_controller.local import LocalWorkerGroup, create_colocated_work
 from verl.stacks import Process
 from verl.trainer import build, placement, runtime, sampling
 from verl.trainer.models import model_roles
-from verl.trainer.ppo import accounting, correction, stages
+from verl.trainer.ppo import accounting, correction, record, stages
 from verl.trainer.ppo.callbacks import Callback, default_callbacks
 from verl.trainer.ppo.checkpoint_callback import build_checkpoint_callback
 from verl.trainer.ppo.checkpointing import RunCheckpoints
@@ -106,6 +106,7 @@ class RayPPOTrainer:
         self.tracking: Tracking | None = None
         self.replicas: ReplicaKeeper | None = None
         self._folders: dict[str, Path] = {}
+        self.script = record.script_of(typed)
         self._create_dataloader(train_dataset, val_dataset, collate_fn or default_collate, train_sampler)
         self._make_rewards()
 
@@ -228,6 +229,8 @@ class RayPPOTrainer:
             self.state.spans.flush()
             if self.state.ledger is not None:
                 self.state.ledger.close()
+            if self.state.record is not None:
+                self.state.record.close()
 
     def _run(self) -> None:
         self.load_checkpoint()
@@ -267,6 +270,11 @@ class RayPPOTrainer:
         if trainer.ledger and not trainer.val_only:
             ledger = Ledger(folder, step, places.get("ledger"), self._waiting())
             self.state.ledger, places["ledger"] = ledger, ledger.path.name
+        if not trainer.val_only:
+            known = self.checkpoints.provenance, places, self.checkpoints.decisions
+            self.state.record = record.open_record(self.config, self.state, *known, self.script)
+        if self.state.record is not None:
+            places[record.PLACE] = self.state.record.path.name
 
     def _look_at_workers(self) -> list[Process]:
         apart = [] if self.replicas is None else self.replicas.look_at()
@@ -316,6 +324,7 @@ class RayPPOTrainer:
                 with ctx.timed("step"):
                     self._notify("on_step_begin")
                     batch = self.schedule.step(self.source, self.roles, ctx)
+                    record.note_step(batch, ctx)
                     updated = "critic" in self.roles or step >= self.config.trainer.critic_warmup
                     accounting.trained(batch, ctx, updated)
                     self._notify("on_step_end", batch)

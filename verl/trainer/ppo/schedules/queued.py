@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import cast
 
 import numpy as np
 
@@ -21,12 +22,13 @@ from verl.protocol import DataProto
 from verl.single_controller.base import Roles
 from verl.trainer.placement import topology_of
 from verl.trainer.ppo import accounting, stages, staleness
-from verl.trainer.ppo.beside import Beside, InTurn, Sampling
+from verl.trainer.ppo.beside import Beside, Driven, InTurn, Sampling
 from verl.trainer.ppo.context import RunState, StepContext, together
 from verl.trainer.ppo.filling import Filling
 from verl.trainer.ppo.groups import Report
 from verl.trainer.ppo.queue import GroupQueue, QueueBound
 from verl.trainer.ppo.schedules.sync import AHEAD, RESUMED, SyncSchedule
+from verl.trainer.ppo.scripted import ScriptedSampling
 from verl.trainer.ppo.stages import PromptSource
 from verl.trainer.ppo.step import learn
 
@@ -57,6 +59,7 @@ class QueueSchedule(SyncSchedule):
         filling, sampling = self._opened(roles, ctx)
         queue, bound, parts = filling.queue, filling.queue.bound, list[DataProto]()
         queue.publish(ctx.step - 1)
+        sampling.open_step(queue, ctx)
         report = Report(queue, self.prefix, sampling.idle_seconds)
         for left in reversed(range(bound.groups // bound.chunk)):
             ctx.goes_on = left > 0
@@ -78,31 +81,43 @@ class QueueSchedule(SyncSchedule):
 
     def publish(self, roles: Roles, ctx: StepContext) -> None:
         """The sampler generates with the updated policy from here on."""
-        # After the last step only groups that were dropped meanwhile are in flight, and the ledger hears of their end.
-        waits, is_last = ctx.config.actor_rollout_ref.rollout.requests_at_update == "wait", ctx.step >= ctx.total_steps
-        filling = self._filling
-        if filling is not None and filling.sampling is not None and (waits or is_last):
-            while filling.sampling.in_flight and (is_last or not ctx.stop.requested):
-                filling.take_in(filling.sampling, ctx, wait=True, may_stop=not is_last)
+        filling, script = self._filling, ctx.run.script
+        if filling is not None and (filling.sampling is not None or script is not None):
+            sampling = self._opened(roles, ctx)[1]
+            # After the last step only groups that were dropped meanwhile are in flight; the ledger hears of their end.
+            waits, is_last = self._waits(sampling, ctx), ctx.step >= ctx.total_steps
+            while (waits or is_last) and sampling.in_flight and (is_last or not ctx.stop.requested):
+                filling.take_in(sampling, ctx, wait=True, may_stop=not is_last)
+            sampling.before_weights(ctx)
         super().publish(roles, ctx)
+
+    def _waits(self, sampling: ScriptedSampling, ctx: StepContext) -> bool:
+        """Whether an update waits for groups in flight; in a replay, for those that did end before it."""
+        waits = ctx.config.actor_rollout_ref.rollout.requests_at_update == "wait"
+        return waits or sampling.takes_turns or sampling.follows is not None
 
     def close(self) -> None:
         """End what is in flight."""
         if self._filling is not None and self._filling.sampling is not None:
             self._filling.sampling.close()
 
-    def _opened(self, roles: Roles, ctx: StepContext) -> tuple[Filling, Sampling]:
+    def _opened(self, roles: Roles, ctx: StepContext) -> tuple[Filling, ScriptedSampling]:
         """At the first step of a run the queue is made, or what a checkpoint had in flight is sampled again."""
         filling = self._filling
         if filling is None:
             bound = self.bound(ctx.config)
             queue = GroupQueue(bound, ctx.step - 1, (ctx.step - 1) * bound.groups)
             filling = self._filling = Filling(queue, ctx.run)
-        return filling, filling.sampling or filling.start(self._sampling(roles, ctx), ctx)
+        if filling.sampling is None:
+            filling.start(ScriptedSampling(self._sampling(roles, ctx), ctx.run.record), ctx)
+        return filling, cast(ScriptedSampling, filling.sampling)
 
     def _sampling(self, roles: Roles, ctx: StepContext) -> Sampling:
-        if roles["rollout"].group.shares_processes(roles["actor"].group):
+        script = ctx.run.script
+        if script is not None and not script.about["beside"]:
             return InTurn(roles)
+        if roles["rollout"].group.shares_processes(roles["actor"].group):
+            return InTurn(roles) if script is None else Driven(roles)
         if ctx.needs_reward_baselines:
             why = "the greedy answers of its baseline are sampled with their batch, so sampling and training take turns"
             notice("algorithm.adv_estimator", why)

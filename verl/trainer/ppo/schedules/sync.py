@@ -57,6 +57,8 @@ class SyncSchedule:
     def publish(self, roles: Roles, ctx: StepContext) -> None:
         """The sampler generates with the updated policy from here on."""
         group = roles["actor"].group
+        if ctx.run.record is not None:
+            ctx.run.record.weights(ctx.step)
         with ctx.timed("update_weights"):
             if ctx.config.trainer.async_weight_update:
                 self._on_their_way, self._version = group.begin_weight_update(ctx.step), ctx.step

@@ -1,0 +1,157 @@
+"""A run under an asynchronous schedule, and its replay: the same decisions, and the same weights bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.trainer.ppo.small_runs import Seen, prepare, train
+from verl.errors import ConfigError, ReplayError
+from verl.metrics import notices, reset_notices
+from verl.observability.schedule import NAME, Script
+from verl.trainer.ppo import beside, record
+from verl.trainer.ppo.schedules import queued
+
+MODE, RULES = "trainer.v1.trainer_mode", "trainer.v1.sampler"
+BASE = (
+    "trainer.total_training_steps=3",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.actor.optim.lr=1e-2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.rollout.full_determinism=true",
+    f"{MODE}=fully_async",
+    "async_training.trigger_parameter_sync_step=2",
+    "async_training.staleness_threshold=1",
+    "algorithm.rollout_correction.bypass_mode=true",
+    f"{RULES}.order=completion",
+)
+
+
+class Explored(beside.Driven):
+    """Groups end one after another in an order, and at moments, that a die decides."""
+
+    die = random.Random(0)
+
+    def results(self, ctx, wait, may_stop=True):
+        for _ in range(self.die.randrange(12)):
+            self._loop.run_until_complete(asyncio.sleep(0))
+        if not wait and self.die.random() < 0.6:
+            return []
+        ended = list(super().results(ctx, wait, may_stop))
+        self.die.shuffle(ended)
+        return ended
+
+
+@pytest.fixture(scope="module", autouse=True)
+def here(tmp_path_factory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("replays"))
+        prepare()
+        yield
+
+
+def run(folder: str, *changes: str) -> Seen:
+    return train(
+        *BASE, f"trainer.default_local_dir={folder}", "trainer.save_freq=1", "trainer.resume_mode=auto", *changes
+    )
+
+
+def explored(folder: str, seed: int, *changes: str) -> Seen:
+    """A run whose groups are sampled one by one, and end in a random order."""
+    Explored.die = random.Random(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(queued, "InTurn", Explored)
+        patch.setattr(record, "samples_beside", lambda config: True)
+        return run(folder, *changes)
+
+
+def weights(folder: str, step: int = 3) -> dict[tuple[str, str], torch.Tensor]:
+    files = sorted(Path(folder, f"global_step_{step}", "actor").rglob("*.safetensors"))
+    return {(file.name, name): tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def same(one: str, other: str) -> bool:
+    a, b = weights(one), weights(other)
+    return bool(a) and a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def taken(folder: str) -> list[list[int]]:
+    return [one["groups"] for one in Script.read(Path(folder)).decisions if one["event"] == "take"]
+
+
+def test_groups_that_ended_in_a_random_order_end_in_it_again_and_the_weights_have_the_same_bits():
+    for seed, rule in enumerate(("drop", "wait")):
+        explored(f"run_{rule}", seed, f"{RULES}.max_off_policy_strategy={rule}")
+        assert taken(f"run_{rule}") != [[2 * number, 2 * number + 1] for number in range(6)]  # a random order
+        run(f"again_{rule}", f"{RULES}.max_off_policy_strategy={rule}", f"trainer.replay_from=run_{rule}")
+        assert same(f"again_{rule}", f"run_{rule}") and taken(f"again_{rule}") == taken(f"run_{rule}")
+    assert not same("run_drop", "run_wait")
+
+
+def test_a_run_that_was_killed_goes_on_from_its_checkpoint_with_the_decisions_that_it_had_taken_and_equal_weights():
+    """Groups that had been sampled ahead at step 2 are in the checkpoint, or their tokens are in the record."""
+    shutil.copytree("run_drop", "killed")
+    shutil.rmtree("killed/global_step_3")
+    Path("killed/latest_checkpointed_iteration.txt").write_text("2")
+    settings = (f"{RULES}.max_off_policy_strategy=drop", "trainer.replay_from=killed")
+    later = run("killed", *settings)
+    assert len(later.batches) == 1 and same("killed", "run_drop") and taken("killed") == taken("run_drop")
+
+
+def test_a_run_that_was_killed_and_decided_anew_has_one_schedule_which_a_replay_follows_from_the_beginning():
+    shutil.copytree("run_drop", "anew")
+    shutil.rmtree("anew/global_step_3")
+    Path("anew/latest_checkpointed_iteration.txt").write_text("2")
+    rule = f"{RULES}.max_off_policy_strategy=drop"
+    explored("anew", 7, rule)
+    assert "again" in [one["event"] for one in Script.read(Path("anew")).decisions]
+    assert Path("anew/schedule.replaced.jsonl").is_file() and not same("anew", "run_drop")
+    run("anew_again", rule, "trainer.replay_from=anew")
+    assert same("anew_again", "anew") and taken("anew_again") == taken("anew")
+
+
+def test_a_record_that_ends_early_is_followed_to_its_end_and_the_run_goes_on():
+    lines = Path("run_drop", NAME).read_text().splitlines(keepends=True)
+    Path("early").mkdir()
+    Path("early", NAME).write_text("".join(lines[: len(lines) // 2]) + '{"event":"ended","st')
+    reset_notices()
+    seen = run("after_early", f"{RULES}.max_off_policy_strategy=drop", "trainer.replay_from=early")
+    followed = Script.read(Path("early")).decisions
+    assert (
+        len(seen.batches) == 3
+        and f"the record ends after {len(followed)} decisions" in notices()["trainer.replay_from"]
+    )
+    ours = [json.loads(line) for line in Path("after_early", NAME).read_text().splitlines()[1:]]
+    assert [one["event"] for one in ours[: len(followed)]] == [one["event"] for one in followed]
+    assert seen.metrics[-1]["replay/decisions_left"] == 0
+
+
+def test_another_decision_than_the_recorded_one_ends_the_run_and_names_the_first():
+    script = Script.read(Path("run_drop"))
+    lines = [json.loads(line) for line in Path("run_drop", NAME).read_text().splitlines()]
+    number = next(n for n, one in enumerate(lines) if one["event"] == "trained")
+    lines[number]["grad_norm"] += 1e-12
+    Path("wrong").mkdir()
+    Path("wrong", NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(
+        ReplayError, match=rf"decision {number - 1} differs .* trained grad_norm={lines[number]['grad_norm']}"
+    ):
+        run("wrong_here", f"{RULES}.max_off_policy_strategy=drop", "trainer.replay_from=wrong")
+    assert script.decisions[number - 1]["event"] == "trained"
+
+
+def test_a_replay_that_would_have_other_bits_is_refused_with_every_key_before_anything_starts():
+    with pytest.raises(ConfigError) as error:
+        run("other", f"{RULES}.max_off_policy_strategy=wait", "trainer.replay_from=run_drop",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "trainer.log_val_generations=1")  # fmt: skip
+    assert error.value.key == "trainer.replay_from" and not Path("other", "config.yaml").exists()
+    listed = [line.partition(":")[0].strip(" -") for line in str(error.value).splitlines()[1:] if "was" in line]
+    assert listed == ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", f"{RULES}.max_off_policy_strategy"]

@@ -1,0 +1,335 @@
+"""The schedule of an asynchronous run, one JSON line per decision, so that a later run can take the same ones.
+
+There is no time in it: the clock is the number of decisions before (``t``). A decision is written before anything
+counts on it, and a line is in the file as soon as the call returns, whatever happens to the process. A run that goes on
+from a checkpoint keeps the lines that the checkpoint knows; later ones go to ``<schedule>.replaced.jsonl``. So the file
+always holds one undisturbed schedule.
+
+- ``run``: a process begins; the settings and the content behind them, the first time. No decision.
+- ``weights``: the samplers have a version.
+- ``admit``: groups begin, with the newest version and the identities of their prompts. ``again``: a resumed run samples
+  groups from their prompts anew.
+- ``ended``: groups that training hears of, in this order: how each request was served (replica, version and number of
+  tokens of each of its spans, and how it ended), or why the group came to nothing. ``calls``: how often training had
+  looked in vain since the decision before. ``answers``: the tokens whose weights no later checkpoint has.
+- ``drop``: groups that are discarded as too stale. ``take``: the groups of a chunk.
+- ``trained``: a digest of the step's samples, their versions, and the norm of the gradient.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.errors import DataError, ReplayError
+from verl.metrics import notice
+from verl.observability.account import Entry
+from verl.observability.ledger import entry_of, lines_of
+from verl.observability.places import file_of_run
+
+KEY, NAME, FORMAT = "trainer.replay_from", "schedule.jsonl", 1
+RUN, NOT_COMPARED = "run", ("t", "answers")
+SHOWN = 300
+
+
+Span = tuple[str, int, int]
+"""Replica (empty: the tokens were given), version, tokens."""
+
+
+@dataclass
+class Notes:
+    """How a request was served: its spans, and how it ended."""
+
+    spans: list[Span]
+    finish: str = ""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What a request is to draw.
+
+    Args:
+        counts: (version, tokens), in order.
+        finish: how it is to end.
+        tokens, log_probs: the first tokens, where the weights that drew them are gone: they are taken as they are.
+    """
+
+    counts: tuple[tuple[int, int], ...]
+    finish: str
+    tokens: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+
+
+class ScheduleRecord:
+    """The schedule that a run writes.
+
+    Args:
+        folder: the run's.
+        about: of the run, for the first line: what a replay is compared with.
+        step: the step that the run goes on from; 0: it begins.
+        before: name of its file so far, where the checkpoint knows it.
+        count: decisions that the checkpoint knows; None: it knows of no record.
+        script: every decision must be the one that it has; see `Script`.
+
+    Attributes:
+        count: decisions so far.
+        boundary: the last step whose end a checkpoint may hold.
+
+    Raises:
+        DataError: the file cannot be read or written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        about: Mapping[str, Any],
+        step: int = 0,
+        before: str | None = None,
+        count: int | None = None,
+        script: Script | None = None,
+    ):
+        self.path, self.script, self.count, self.boundary = folder / NAME, script, 0, step
+        self._version: int | None = None
+        try:
+            self.path = file_of_run(self.path, step > 0, before)
+            kept = self._go_on(count) if step > 0 and self.path.exists() else 0
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            raise self._failed(error) from error
+        self._write({"event": RUN, "format": FORMAT, "step": step, **({} if kept else about)})
+
+    def add(self, event: str, **facts: Any) -> None:
+        """A decision was taken.
+
+        Raises:
+            ReplayError: the recorded run took another one.
+        """
+        entry = {"event": event, "t": self.count, **facts}
+        if self.script is not None:
+            self.script.check(entry)
+        self._write(entry)
+        self.count += 1
+
+    def weights(self, version: int) -> None:
+        """The samplers have a version; only once where a resumed run publishes it again."""
+        if version != self._version:
+            self.add("weights", version=version)
+            self._version = version
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _go_on(self, count: int | None) -> int:
+        """Keep the first ``count`` decisions and set the rest aside; returns how many bytes are kept."""
+        kept = 0
+        with self.path.open("rb") as file:
+            for line in file if count is not None else ():
+                entry = entry_of(line)
+                if entry is None or (entry["event"] != RUN and self.count == count):
+                    break
+                kept += len(line)
+                self.count += entry["event"] != RUN
+                self._version = entry["version"] if entry["event"] == "weights" else self._version
+        if count is None or self.count < count:
+            notice(self.path.name, f"{self.path} does not reach the checkpoint: no replay can begin before this step")
+            kept = self.count = 0
+        with self.path.open("r+b") as file:
+            file.seek(kept)
+            rest = file.read()
+            if rest:
+                with self.path.with_suffix(".replaced.jsonl").open("ab") as aside:
+                    aside.write(rest)
+                    os.fsync(aside.fileno())
+                file.truncate(kept)
+        return kept
+
+    def _write(self, entry: Entry) -> None:
+        line = (json.dumps(entry, separators=(",", ":")) + "\n").encode()
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: OSError) -> DataError:
+        return DataError(
+            f"the schedule of the run cannot be written: {error.strerror}",
+            key="trainer.default_local_dir",
+            got=str(self.path),
+            fix="Make room or mend the folder and start the run again: it goes on from its last checkpoint.",
+        )
+
+
+class Script:
+    """The schedule that a replay follows.
+
+    Args:
+        path: of the file.
+        about: of the run that wrote it.
+        decisions: all of them.
+
+    Attributes:
+        at: the next decision.
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, Any], decisions: Sequence[Entry]):
+        self.path, self.about, self.decisions, self.at = path, about, decisions, 0
+        self._ends: dict[int, list[tuple[int, Mapping[str, Any]]]] = {}
+        for number, entry in enumerate(decisions):
+            for one in _ended(entry):
+                self._ends.setdefault(one["group"], []).append((number, one))
+
+    @classmethod
+    def read(cls, place: Path) -> Script:
+        """Of a run's folder, or of the file itself.
+
+        Raises:
+            DataError: there is none, or it cannot be followed.
+        """
+        path = place / NAME if place.is_dir() else place
+        try:
+            entries = list(lines_of(path))
+        except OSError as error:
+            raise DataError(f"there is no recorded schedule: {error.strerror}", key=KEY, got=str(path),
+                fix="Only runs under an asynchronous trainer.v1.trainer_mode record one.") from error  # fmt: skip
+        if not entries or entries[0]["event"] != RUN or "settings" not in entries[0]:
+            raise DataError("the record does not begin with a run's settings", key=KEY, got=str(path))
+        if entries[0]["format"] != FORMAT:
+            raise DataError("a record of another format", key=KEY, got=entries[0]["format"], allowed=[FORMAT])
+        script = cls(path, entries[0], [entry for entry in entries if entry["event"] != RUN])
+        for ends in script._ends.values():
+            for _, end in ends:
+                _check_order(end, path)
+        return script
+
+    @property
+    def is_over(self) -> bool:
+        return self.at >= len(self.decisions)
+
+    @property
+    def next(self) -> Entry:
+        """The next decision; an empty one at the end."""
+        return {"event": ""} if self.is_over else self.decisions[self.at]
+
+    def begin(self, count: int) -> None:
+        """Go on after so many decisions, which a checkpoint knows.
+
+        Raises:
+            ReplayError: there are not so many.
+        """
+        if count > len(self.decisions):
+            raise ReplayError(f"the checkpoint is {count} decisions into its run, and the record has only "
+                              f"{len(self.decisions)}", key=KEY, got=str(self.path))  # fmt: skip
+        self.at = count
+
+    def end_of(self, group: int) -> Mapping[str, Any] | None:
+        """What becomes of a group next (one that failed begins again); None where the record ends before."""
+        return next((end for number, end in self._ends.get(group, ()) if number >= self.at), None)
+
+    def ending_before_weights(self) -> int:
+        """Groups that end before the next weights arrive."""
+        number = 0
+        for entry in self.decisions[self.at :]:
+            if entry["event"] == "weights":
+                return number
+            number += len(_ended(entry))
+        return number
+
+    def check(self, entry: Entry) -> None:
+        """Move on by a decision; after the end there is nothing to compare with.
+
+        Raises:
+            ReplayError: it is not the recorded one.
+        """
+        if self.is_over:
+            return
+        recorded = self.next
+        if _decision(recorded) != _decision(json.loads(json.dumps(entry))):
+            raise self.differs(entry)
+        self.at += 1
+
+    def differs(self, entry: Entry) -> ReplayError:
+        """The error that the next decision is another one."""
+        recorded = self.next
+        was, now = _difference(_decision(recorded), _decision(json.loads(json.dumps(entry))))
+        return ReplayError(
+            f"decision {self.at} differs from the recorded run, the first one that does. It was: {was}; it is: {now}",
+            key=KEY,
+            got=str(self.path),
+            fix="Same code, same libraries and the same kind of machine? docs/replay.md says what a replay needs.",
+        )
+
+
+def digest(rows: Iterable[Sequence[Any]]) -> str:
+    """A short name of values, equal for equal ones."""
+    total = hashlib.blake2b(digest_size=12)
+    for row in rows:
+        total.update(json.dumps(list(row), separators=(",", ":")).encode() + b"\n")
+    return total.hexdigest()
+
+
+def finite(value: float | None) -> float | None:
+    """What JSON can say of a number."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def counts_of(request: Mapping[str, Any]) -> list[list[int]]:
+    """[version, tokens] of a request in the record, whichever replica drew them."""
+    counts: list[list[int]] = []
+    for _, version, tokens in request["spans"]:
+        if counts and counts[-1][0] == version:
+            counts[-1][1] += tokens
+        else:
+            counts.append([version, tokens])
+    return counts
+
+
+def _ended(entry: Entry) -> Sequence[Mapping[str, Any]]:
+    return entry["groups"] if entry["event"] == "ended" else ()
+
+
+def _decision(entry: Entry) -> Entry:
+    """What must be equal in a replay: everything but the replicas, and what a resume would need."""
+    kept = {name: value for name, value in entry.items() if name not in NOT_COMPARED}
+    if entry["event"] == "ended":
+        kept["groups"] = [
+            {"group": one["group"], "why": one["why"],
+             "requests": {name: [counts_of(its), its["finish"]] for name, its in sorted(one["requests"].items())}}
+            for one in entry["groups"]
+        ]  # fmt: skip
+    return kept
+
+
+def _difference(was: Entry, now: Entry) -> tuple[str, str]:
+    """The two decisions, of the same kind only where they differ."""
+    if was["event"] == now["event"]:
+        names = [name for name in {**was, **now} if name == "event" or was.get(name) != now.get(name)]
+        was, now = ({name: one.get(name) for name in names} for one in (was, now))
+    return _shown(was), _shown(now)
+
+
+def _shown(entry: Entry) -> str:
+    text = " ".join([str(entry["event"]) or "its end", *(f"{k}={v}" for k, v in entry.items() if k != "event")])
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def _check_order(end: Mapping[str, Any], path: Path) -> None:
+    """No conversation goes back to older weights: nobody has both at once.
+
+    Raises:
+        DataError: one does; a replica was lost meanwhile.
+    """
+    newest: dict[str, int] = {}
+    for name, request in sorted(end["requests"].items(), key=lambda one: int(one[0].rpartition("-")[2])):
+        one = name.rpartition("-")[0]
+        for version, _ in counts_of(request):
+            if version < newest.get(one, version):
+                raise DataError(f"request {name} went on with older weights, at another replica: no replay can do that",
+                    key=KEY, got=str(path))  # fmt: skip
+            newest[one] = version

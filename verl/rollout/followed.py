@@ -1,0 +1,153 @@
+"""A sampling service that notes which replica drew which tokens with which weights, and can be made to draw them again.
+
+A request is known by its id, which its prompt, its sample and its turn determine. Its notes are its spans: so many
+tokens, with one version, at one replica. A request that follows spans waits until the service has a span's version, and
+draws as many tokens as the span says before it waits for the next one. With a sampler whose tokens are a function of
+weights, prompt and key (``rollout.full_determinism``) these are the tokens of before, whatever replica draws them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from verl.errors import ReplayError
+from verl.observability.schedule import Draws, Notes, Span
+from verl.rollout.base import Completion, Request
+from verl.rollout.resume import continued, joined
+from verl.rollout.service import Replica, SamplerService
+
+
+def spans_of(replica: str, versions: Sequence[int]) -> list[Span]:
+    """One attempt at a request as spans."""
+    return [(replica, version, len(list(same))) for version, same in groupby(versions)]
+
+
+class FollowedService(SamplerService):
+    """See the module. Requests of conversations that nobody asked to note or to follow are served as ever."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self._noted: dict[str, dict[str, Notes]] = {}
+        self._spans: dict[str, Draws] = {}
+        self._follows: set[str] = set()
+        self._drawn: dict[str, int] = {}
+        self._moved: set[asyncio.Future[None]] = set()
+
+    def note(self, conversations: Sequence[str]) -> None:
+        """Note the requests of these conversations (``<uid>-<sample>``) from here on."""
+        self._noted |= {name: {} for name in conversations}
+
+    def notes(self, conversations: Sequence[str]) -> dict[str, Notes]:
+        """Request -> its notes, of these conversations, which are noted no longer."""
+        return {name: notes for one in conversations for name, notes in self._noted.pop(one, {}).items()}
+
+    def follow(self, conversations: Sequence[str], spans: Mapping[str, Draws]) -> None:
+        """The requests of these conversations draw what the spans say; one that has none there is an error."""
+        self._follows |= set(conversations)
+        self._spans |= spans
+
+    async def until_drawn(self, counts: Mapping[str, int]) -> None:
+        """Return once each of these requests has as many tokens."""
+        while any(self._drawn.get(name, 0) < count for name, count in counts.items()):
+            await self._change()
+
+    async def generate(self, request: Request) -> Completion:
+        if _conversation(request.id) not in self._follows:
+            return await super().generate(request)
+        if request.id not in self._spans:
+            raise ReplayError(f"request {request.id} is one that the recorded run did not make")
+        return await self._follow(request, self._spans.pop(request.id))
+
+    async def _follow(self, request: Request, spans: Draws) -> Completion:
+        parts: list[Completion] = []
+        counts = list(spans.counts)
+        if spans.tokens:
+            parts.append(_taken(request, spans))
+            self._note("", parts[0])
+            counts = counts[len(_covered(spans)) :]
+            request = continued(request, parts[0])
+            self._drew(request)
+        for number, (version, count) in enumerate(counts, start=1):
+            await self._has(version, request)
+            is_last = number == len(counts)
+            part = await super().generate(request if is_last else _at_most(request, count))
+            drew, end = [span[1:] for span in spans_of("", part.token_versions)], spans.finish if is_last else "length"
+            if drew != [(version, count)] or part.finish_reason != end:
+                raise ReplayError(f"request {request.id} drew (version, tokens) {drew} and ended with "
+                                  f"{part.finish_reason}; the recorded run drew {(version, count)}, ended with "
+                                  f"{end}")  # fmt: skip
+            parts.append(part)
+            request = continued(request, part)
+            self._drew(request)
+        return joined(parts)
+
+    async def _has(self, version: int, request: Request) -> None:
+        """Return once the service has these weights."""
+        while self.version < version:
+            await self._change()
+        if self.version > version:
+            raise ReplayError(f"request {request.id} is to draw tokens of version {version}, and the weights are "
+                              f"those of version {self.version}")  # fmt: skip
+
+    async def publish(self, version: int, failed: Mapping[str, Exception] | None = None) -> None:
+        await super().publish(version, failed)
+        self._wake()
+
+    def _answered(self, replica: Replica, done: Completion) -> None:
+        self._note(replica.name, done)
+
+    def _note(self, replica: str, done: Completion) -> None:
+        noted = self._noted.get(_conversation(done.request_id))
+        if noted is not None:
+            notes = noted.setdefault(done.request_id, Notes([]))
+            notes.spans += spans_of(replica, done.token_versions)
+            notes.finish = done.finish_reason
+
+    def _drew(self, request: Request) -> None:
+        self._drawn[request.id] = len(request.generated_prefix)
+        self._wake()
+
+    async def _change(self) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._moved.add(future)
+        try:
+            await future
+        finally:
+            self._moved.discard(future)
+
+    def _wake(self) -> None:
+        for future in list(self._moved):
+            if not future.done() and not future.get_loop().is_closed():
+                future.set_result(None)
+
+
+def _conversation(request_id: str) -> str:
+    return request_id.rpartition("-")[0]
+
+
+def _covered(spans: Draws) -> list[tuple[int, int]]:
+    """The spans whose tokens are given."""
+    covered, left = [], len(spans.tokens)
+    for version, count in spans.counts:
+        if left <= 0:
+            break
+        covered.append((version, count))
+        left -= count
+    return covered
+
+
+def _taken(request: Request, spans: Draws) -> Completion:
+    """The tokens that are given, as the completion of the attempts that drew them."""
+    versions = tuple(version for version, count in _covered(spans) for _ in range(count))
+    return Completion(request.id, spans.tokens, spans.log_probs, spans.finish, versions)  # type: ignore[arg-type]
+
+
+def _at_most(request: Request, count: int) -> Request:
+    """The request with room for so many further tokens."""
+    room = len(request.generated_prefix) + count
+    shortest = min(request.sampling.min_tokens, room)
+    return replace(request, sampling=replace(request.sampling, max_tokens=room, min_tokens=shortest))

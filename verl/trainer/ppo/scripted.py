@@ -1,0 +1,241 @@
+"""Sampling whose decisions are recorded, and in a replay are those of the recorded run (`verl.observability.schedule`).
+
+Training sees groups end in an order and at moments that nobody decides. Given these, all else follows: what is
+admitted, taken and dropped. So a replay hands out groups at the recorded moments, lets the recorded versions draw their
+tokens (`verl.rollout.followed`), and sends weights once every token is drawn that is of earlier ones. Each further
+decision is compared with the record. Where the record ends, the run goes on by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl.errors import ReplayError
+from verl.metrics import notice
+from verl.observability.schedule import KEY, Draws, ScheduleRecord, Script, counts_of
+from verl.protocol import DataProto
+from verl.trainer.ppo import accounting, stages
+from verl.trainer.ppo.beside import Sampling
+from verl.trainer.ppo.context import StepContext
+from verl.trainer.ppo.groups import Done
+from verl.trainer.ppo.queue import GroupQueue, QueuedGroup
+
+
+class ScriptedSampling:
+    """A `Sampling` around another one.
+
+    Args:
+        record: of this run; None in one that has none.
+    """
+
+    def __init__(self, inner: Sampling, record: ScheduleRecord | None):
+        self.inner, self.record = inner, record
+        self.script: Script | None = None if record is None else record.script
+        self.takes_turns, self.failed = inner.takes_turns, inner.failed
+        self._held: dict[int, Done] = {}
+        """Groups that have ended before their moment."""
+        self._later: dict[int, DataProto] = {}
+        """Groups whose end the record has not."""
+        self._spans: dict[int, Mapping[str, Draws]] = {}
+        self._calls = 0
+
+    @property
+    def follows(self) -> Script | None:
+        """The script, before its end."""
+        return self.script if self.script is not None and not self.script.is_over else None
+
+    @property
+    def in_flight(self) -> int:
+        """Groups whose end is waited for where an update waits for all."""
+        script = self.follows
+        return len(self._held) + self.inner.in_flight if script is None else script.ending_before_weights()
+
+    @property
+    def idle_seconds(self) -> float:
+        return self.inner.idle_seconds
+
+    def admits(self, room: int, ctx: StepContext) -> int:
+        """How many of so many groups begin now."""
+        self._leave_script(ctx)
+        script = self.follows
+        if script is None:
+            return room
+        return len(script.next["groups"]) if script.next["event"] == "admit" else 0
+
+    def begin(self, prompts: Mapping[int, DataProto], ctx: StepContext) -> None:
+        if prompts:
+            uids = [str(prompt.non_tensor_batch["uid"][0]) for prompt in prompts.values()]
+            self._note("admit", step=ctx.step, groups=list(prompts), uids=uids)
+            self._start(prompts, ctx, gone=0)
+
+    def begin_again(self, groups: Mapping[int, DataProto], queue: GroupQueue, ctx: StepContext) -> None:
+        """What a checkpoint had in flight: drawn as before where there is a script, else anew."""
+        if self.follows is None and groups:
+            for number in groups:
+                queue.begin_again(number)
+            self._note("again", step=ctx.step, groups=list(groups))
+        self._start(groups, ctx, gone=ctx.step)
+
+    def open_step(self, queue: GroupQueue, ctx: StepContext) -> None:
+        """The recorded run may have been resumed here."""
+        script = self.follows
+        if script is not None and script.next["event"] == "again":
+            for number in script.next["groups"]:
+                queue.begin_again(number)
+            self._note("again", step=ctx.step, groups=list(script.next["groups"]))
+
+    def results(self, ctx: StepContext, wait: bool, may_stop: bool = True) -> list[Done]:
+        self._leave_script(ctx)
+        script = self.follows
+        done = self._live(ctx, wait, may_stop) if script is None else self._recorded(script, ctx, wait, may_stop)
+        if done:
+            self._note("ended", step=ctx.step, calls=self._calls, groups=[self._facts(one) for one in done])
+        else:
+            self._calls += 1
+        return done
+
+    def dropped(self, late: list[QueuedGroup], ctx: StepContext) -> None:
+        """Groups were discarded."""
+        if late:
+            self._note("drop", step=ctx.step, groups=[entry.number for entry in late])
+
+    def took(self, taken: list[QueuedGroup], ctx: StepContext) -> None:
+        """These groups are trained on next."""
+        self._note("take", step=ctx.step, groups=[entry.number for entry in taken])
+
+    def before_weights(self, ctx: StepContext) -> None:
+        """Return once the tokens that are of earlier versions than ``ctx.step`` are drawn."""
+        self._calls = 0
+        counts = {
+            name: sum(count for version, count in spans.counts if version < ctx.step)
+            for number, of_group in self._spans.items()
+            if number not in self._held
+            for name, spans in of_group.items()
+        }
+        if self.follows is not None and any(counts.values()):
+            self._hold(self.inner.until_drawn(counts, ctx))
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _note(self, event: str, **facts: Any) -> None:
+        if self.record is not None:
+            self.record.add(event, **facts)
+        self._calls = 0
+
+    def _start(self, prompts: Mapping[int, DataProto], ctx: StepContext, gone: int) -> None:
+        """Begin groups; of versions before ``gone`` nobody has the weights."""
+        script, begun = self.follows, dict(prompts)
+        for number in prompts if script is not None else ():
+            end = script.end_of(number)  # type: ignore[union-attr]  # there is one
+            if end is None:
+                self._later[number] = begun.pop(number)
+            elif end["why"] == "failed":
+                self._held[number] = _failed(number, begun.pop(number), ctx)
+            else:
+                self._spans[number] = _spans_of(end, gone)
+        self.inner.begin(begun, ctx, self._spans if script is not None else None)
+
+    def _leave_script(self, ctx: StepContext) -> None:
+        """From the end of the record on, the run goes on by itself."""
+        script = self.script
+        if script is None or not script.is_over:
+            return
+        self.script = None
+        why = f"the record ends after {script.at} decisions, in step {ctx.step}; from here on the run decides itself"
+        notice(KEY, why)
+        later, self._later = self._later, {}
+        self.inner.begin(later, ctx)
+
+    def _live(self, ctx: StepContext, wait: bool, may_stop: bool) -> list[Done]:
+        held, self._held = list(self._held.values()), {}
+        return held or self.inner.results(ctx, wait, may_stop)
+
+    def _recorded(self, script: Script, ctx: StepContext, wait: bool, may_stop: bool) -> list[Done]:
+        """The groups that ended here in the recorded run."""
+        if self.failed.is_set:
+            self._hold(self.inner.results(ctx, wait=False))  # it raises the error
+        recorded = script.next
+        if recorded["event"] != "ended" or recorded["calls"] != self._calls:
+            if wait and not (may_stop and ctx.stop.requested):
+                raise script.differs({"event": "wait", "step": ctx.step, "calls": self._calls})
+            return []
+        wanted = [one["group"] for one in recorded["groups"]]
+        while not all(number in self._held for number in wanted):
+            if may_stop and ctx.stop.requested:
+                return []
+            if not self.inner.in_flight:
+                self._hold(self.inner.results(ctx, wait=False))
+                break
+            self._hold(self.inner.results(ctx, wait=True, may_stop=may_stop))
+        missing = [number for number in wanted if number not in self._held]
+        if missing:
+            raise script.differs({"event": "wait", "step": ctx.step, "not begun": missing})
+        return [self._held.pop(number) for number in wanted]
+
+    def _hold(self, done: list[Done]) -> None:
+        for one in done:
+            self._held[one.number] = one
+            self._spans.pop(one.number, None)
+
+    def _facts(self, done: Done) -> dict[str, Any]:
+        """What the record says of a group that ended."""
+        served = done.served
+        requests = {name: {"spans": [list(span) for span in its.spans], "finish": its.finish}
+                    for name, its in served.items()}  # fmt: skip
+        facts: dict[str, Any] = {"group": done.number, "why": done.why, "requests": requests}
+        answers = _answers(done, requests, 0 if self.record is None else self.record.boundary)
+        return {**facts, "answers": answers} if answers else facts
+
+
+def _spans_of(end: Mapping[str, Any], gone: int) -> dict[str, Draws]:
+    """What the requests of a group are to draw; tokens of versions before ``gone`` are taken from the record."""
+    spans, answers = {}, end.get("answers", {})
+    for name, request in end["requests"].items():
+        counts = tuple((version, count) for version, count in counts_of(request))
+        number = sum(count for version, count in counts if version < gone)
+        answer = answers.get(name, {"tokens": (), "log_probs": ()})
+        if len(answer["tokens"]) < number:
+            raise ReplayError(f"the record lacks {number} tokens of request {name}, drawn before step {gone}", key=KEY)
+        tokens, log_probs = (tuple(answer[part][:number]) for part in ("tokens", "log_probs"))
+        spans[name] = Draws(counts, request["finish"], tokens, log_probs)
+    return spans
+
+
+def _answers(done: Done, requests: Mapping[str, Any], boundary: int) -> dict[str, Any]:
+    """The tokens of a group that a run which is resumed at ``boundary`` cannot draw: their weights are gone.
+
+    A row has the tokens of its requests one after the other, between what was inserted (version -1).
+    """
+    old = {
+        name: sum(count for version, count in counts_of(its) if version < boundary) for name, its in requests.items()
+    }
+    tensors = done.samples.tensors
+    if not any(old.values()) or "token_versions" not in tensors.keys():
+        return {}
+    columns, answers = done.samples.non_tensor_batch, dict[str, Any]()
+    drawn = tensors["token_versions"] >= 0
+    has_log_probs = "rollout_log_probs" in tensors.keys()
+    for row, (uid, index) in enumerate(zip(columns["uid"], columns["sample_index"], strict=True)):
+        tokens = tensors["responses"][row][drawn[row]].tolist()
+        log_probs = tensors["rollout_log_probs"][row][drawn[row]].tolist() if has_log_probs else []
+        start = 0
+        for turn in range(len(requests)):
+            name = f"{uid}-{index}-{turn}"
+            if name not in requests:
+                break
+            length = sum(count for _, count in counts_of(requests[name]))
+            part = slice(start, start + old[name])
+            if old[name] and start + length <= len(tokens):
+                answers[name] = {"tokens": tokens[part], "log_probs": log_probs[part]}
+            start += length
+    return answers
+
+
+def _failed(number: int, prompt: DataProto, ctx: StepContext) -> Done:
+    """A group whose sampling failed in the recorded run."""
+    asked = stages.repeated(prompt, ctx.run.open(ctx.step))
+    accounting.ask(asked, ctx)
+    ctx.metrics.add("training/rollout_failure/evicted_samples", len(asked), "sum")
+    return Done(number, asked, why="failed")
