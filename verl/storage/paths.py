@@ -142,19 +142,23 @@ def _run(command: list[str], shown: str, seconds: float | None) -> subprocess.Co
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as running:
         try:
-            for waited in count(1):
-                try:
-                    output, errors = running.communicate(timeout=seconds or ANSWER_SECONDS)
-                    return subprocess.CompletedProcess(command, running.returncode, output, errors)
-                except subprocess.TimeoutExpired:
-                    if seconds is not None:
-                        raise DataError(f"{shown} was ended: it gave no answer within {seconds:g} s") from None
-                    log.warning("%s has been running for %.0f s", shown, waited * ANSWER_SECONDS)
+            output, errors = _answer(running, shown, seconds)
+            return subprocess.CompletedProcess(command, running.returncode, output, errors)
         finally:
             if running.poll() is None:
                 with suppress(ProcessLookupError):
                     os.killpg(running.pid, signal.SIGKILL)
-    raise AssertionError("unreachable")
+
+
+def _answer(running: subprocess.Popen[str], shown: str, seconds: float | None) -> tuple[str, str]:
+    for waited in count(1):
+        try:
+            return running.communicate(timeout=seconds or ANSWER_SECONDS)
+        except subprocess.TimeoutExpired:
+            if seconds is not None:
+                raise DataError(f"{shown} was ended: it gave no answer within {seconds:g} s") from None
+            log.warning("%s has been running for %.0f s", shown, waited * ANSWER_SECONDS)
+    raise AssertionError("counting does not end")
 
 
 def _copy_local(source: Path, target: Path, overwrite: bool) -> Path:
