@@ -17,7 +17,7 @@ from verl.config import load_config, replace
 from verl.data import tokenizer_of
 from verl.errors import ConfigError, RolloutError, WorkerError
 from verl.protocol import DataProto
-from verl.rollout import Completion
+from verl.rollout import Completion, Request, SamplingParams
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool
 from verl.single_controller.local import LocalWorkerGroup
 from verl.single_controller.local.handle import LocalHandle
@@ -152,6 +152,35 @@ def test_rows_of_a_process_of_agent_loops_that_is_killed_are_run_by_the_others_w
         got = apart.generate_sequences(asked)
         assert got.batch["responses"].equal(expected)
         assert "abort" not in got.non_tensor_batch["finish_reason"]
+
+
+def test_the_request_of_a_lost_process_is_given_up_for_that_of_the_row_that_runs_anew(config):
+    class Sampling:
+        def __init__(self):
+            self.aborted, self.in_flight = asyncio.Event(), set()
+
+        async def generate(self, request):
+            assert request.id not in self.in_flight, "a request with this id is in flight"
+            self.in_flight.add(request.id)
+            if request.priority == 1:
+                await self.aborted.wait()
+            self.in_flight.remove(request.id)
+            return Completion(request.id, (request.priority,), (-0.1,), "stop", (0,))
+
+        async def abort(self, request_ids=None):
+            assert request_ids == ["a-0-0"]
+            self.aborted.set()
+
+    async def both():
+        policy = config.actor_rollout_ref
+        manager = AgentLoopManager(policy.rollout, Sampling(), tokenizer_of(policy.model))
+        first = asyncio.ensure_future(manager.serve(Request("a-0-0", (1,), SamplingParams(), priority=1)))
+        await asyncio.sleep(0)
+        second = await asyncio.wait_for(manager.serve(Request("a-0-0", (1,), SamplingParams(), priority=2)), 20)
+        await first
+        assert second.token_ids == (2,) and not manager._served
+
+    asyncio.run(both())
 
 
 def test_a_row_whose_second_process_is_lost_too_ends_the_call(config):

@@ -67,6 +67,7 @@ class AgentLoopManager:
         self.here = RowRunner(config, sampler, tokenizer, processor, score, data_config)
         self._runners: Sequence[RunsRows] = [self.here]
         self._lost: set[int] = set()
+        self._served: dict[str, asyncio.Future[Completion]] = {}
         self._stop = Stop()
         self._shortest = read_number(data_config, "min_response_length", 0)
 
@@ -87,7 +88,17 @@ class AgentLoopManager:
         """
         if self._stop.is_set and not self._stop.keeps:
             return self._stop.answer(request)
-        return await self.sampler.generate(request)
+        before = self._served.get(request.id)
+        if before is not None:  # of a process that is lost, whose row runs anew: nobody reads its answer
+            await self.sampler.abort([request.id])
+            await asyncio.wait([before])
+        mine = self._served[request.id] = asyncio.ensure_future(self.sampler.generate(request))
+        try:
+            return await mine
+        finally:
+            mine.cancel()  # has no effect once it has ended
+            if self._served.get(request.id) is mine:
+                del self._served[request.id]
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """A batch of trajectories in the order of the rows.
