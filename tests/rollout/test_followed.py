@@ -78,16 +78,20 @@ def followed(wanted: dict[str, Draws], first: int = 0) -> tuple[Answers, dict[st
         service.note(NAMES)
         die = random.Random(99)
         tasks = [asyncio.ensure_future(converse(service, die, *one, answers)) for one in CONVERSATIONS]
-        for version in range(first + 1, 4):
-            counts = {name: sum(n for v, n in its.counts if v < version) for name, its in wanted.items()}
-            drawn = asyncio.ensure_future(service.until_drawn(counts))
-            while not drawn.done():
-                await turns(1)
-                for task in tasks:
-                    if task.done():
+        try:
+            for version in range(first + 1, 4):
+                counts = {name: sum(n for v, n in its.counts if v < version) for name, its in wanted.items()}
+                drawn = asyncio.ensure_future(service.until_drawn(counts))
+                while not drawn.done():
+                    await turns(1)
+                    for task in filter(asyncio.Task.done, tasks):
                         task.result()
-            await update(service, version)
-        await asyncio.gather(*tasks)
+                await update(service, version)
+            await asyncio.gather(*tasks)
+        finally:  # an error that nobody asks for is told at any later time
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         return answers, service.notes(NAMES)
 
     return asyncio.run(asyncio.wait_for(run(), 60))
