@@ -51,13 +51,6 @@ class Unreached:
         return None
 
 
-class Placed:
-    """A group of which only the machines are asked for."""
-
-    def __init__(self, *addresses):
-        self.addresses = addresses
-
-
 def test_weights_cross_machines_from_each_trainers_own_address_or_are_refused(tmp_path):
     key = "actor_rollout_ref.rollout.checkpoint_engine.backend"
     words = [
@@ -68,9 +61,9 @@ def test_weights_cross_machines_from_each_trainers_own_address_or_are_refused(tm
         "trainer.device=cpu",
     ]
     over_network = load_config("ppo_trainer", [*words, f"{key}=gloo"])
-    actors, elsewhere = Placed("10.0.0.1", "10.0.0.2"), Placed("10.0.0.3")
+    actors, elsewhere = ["10.0.0.1", "10.0.0.2"], ["10.0.0.3"]
     assert sampling._hosts(over_network, actors, elsewhere) == ["10.0.0.1", "10.0.0.2"]
     in_memory = load_config("ppo_trainer", [*words, f"{key}=shared_memory"])
-    assert sampling._hosts(in_memory, Placed("10.0.0.1"), Placed("10.0.0.1")) == [None]
+    assert sampling._hosts(in_memory, ["10.0.0.1"], ["10.0.0.1"]) == [None]
     with pytest.raises(ConfigError, match=r"lie on 3 machines \(10.0.0.1, .*shared_memory reaches"):
         sampling._hosts(in_memory, actors, elsewhere)

@@ -35,7 +35,7 @@ class FollowedService(SamplerService):
         self._spans: dict[str, Draws] = {}
         self._follows: set[str] = set()
         self._drawn: dict[str, int] = {}
-        self._moved: set[asyncio.Future[None]] = set()
+        self._changed: set[asyncio.Future[None]] = set()
 
     def note(self, conversations: Sequence[str]) -> None:
         """Note the requests of these conversations (``<uid>-<sample>``) from here on."""
@@ -113,14 +113,14 @@ class FollowedService(SamplerService):
 
     async def _change(self) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._moved.add(future)
+        self._changed.add(future)
         try:
             await future
         finally:
-            self._moved.discard(future)
+            self._changed.discard(future)
 
     def _wake(self) -> None:
-        for future in list(self._moved):
+        for future in list(self._changed):
             if not future.done() and not future.get_loop().is_closed():
                 future.set_result(None)
 

@@ -218,9 +218,9 @@ class SamplerService(Sampler):
         if request.id in self._given_up:  # it was aborted at the gate
             return Completion(request.id, (), (), "abort", ())
         if self._is_single and not self.replicas[0].is_lost:
-            done = await self.replicas[0].generate(request)
-            self._answered(self.replicas[0], done)
-            return done
+            answer = await self.replicas[0].generate(request)
+            self._answered(self.replicas[0], answer)
+            return answer
         avoided: set[str] = set()
         last: BaseException | None = None
         arrival = self._queue.arrived()
