@@ -266,15 +266,9 @@ def _death_report(member: Member, reason: str, is_alone: bool) -> str:
     )
 
 
-def is_here(member: Member) -> bool:
-    """Whether a worker lives on this machine, where one may have several of Ray's nodes."""
-    context = ray.get_runtime_context()
-    return member.node_id == context.get_node_id() or member.address == ray.util.get_node_ip_address()
-
-
 def _last_lines(member: Member) -> list[str]:
     """The end of a worker's log, read on its node."""
-    if is_here(member):
+    if member.node_id == ray.get_runtime_context().get_node_id():
         return read_tail(member.logs)
     there = NodeAffinitySchedulingStrategy(member.node_id, soft=False)
     question = ray.remote(read_tail).options(num_cpus=0, scheduling_strategy=there).remote(member.logs)
@@ -287,7 +281,7 @@ def _last_lines(member: Member) -> list[str]:
 def _look_at(members: Sequence[Member]) -> list[Process]:
     """The processes of one node."""
     node, names = members[0], {member.pid: member.name for member in members}
-    if is_here(node):
+    if node.node_id == ray.get_runtime_context().get_node_id():
         return look_at(names, names)
     there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
     look = ray.remote(look_at).options(num_cpus=0, scheduling_strategy=there)

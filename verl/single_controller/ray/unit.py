@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.single_controller.base.resources import ClassWithInitArgs
 from verl.single_controller.ray.class_with_args import RayClassWithInitArgs
-from verl.single_controller.ray.fleet import Member, is_here
+from verl.single_controller.ray.fleet import Member
 from verl.single_controller.ray.handle import RayHandle
 from verl.single_controller.ray.launch import LaunchPlan, launch
 from verl.single_controller.ray.resource_pool import ProcessSlot
@@ -103,13 +103,19 @@ class Unit:
 
 def _kill(member: Member, title: str) -> None:
     """Ray asks a process to end, and one that is stopped does not hear it."""
-    if is_here(member):
+    if _is_here(member):
         end_process(member.pid, title)
         return
     there = NodeAffinitySchedulingStrategy(member.node_id, soft=False)
     call: Any = ray.remote(end_process).options(num_cpus=0, scheduling_strategy=there).remote
     with suppress(RayError):  # the node is gone, and the process with it
         ray.get(call(member.pid, title), timeout=KILL_SECONDS)
+
+
+def _is_here(member: Member) -> bool:
+    """Whether a worker lives on this machine, where one may have several of Ray's nodes."""
+    context = ray.get_runtime_context()
+    return member.node_id == context.get_node_id() or member.address == ray.util.get_node_ip_address()
 
 
 def end_process(pid: int, title: str) -> None:
