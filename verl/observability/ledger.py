@@ -21,7 +21,7 @@ from verl.errors import DataError
 from verl.json_text import read_json
 from verl.metrics import notice
 from verl.observability.account import REASONS, Account, Entry, Key, names_of, ranges
-from verl.observability.places import file_of_run
+from verl.observability.places import file_of_run, set_aside
 
 KEY, NAME, FORMAT = "trainer.ledger", "ledger.jsonl", 1
 
@@ -204,14 +204,7 @@ class Ledger:
         if not kept:
             notice(KEY, f"{self.path} does not reach step {step}, from which the run goes on: the account begins there")
             self.account, self._next = Account(), 0
-        with self.path.open("r+b") as file:
-            file.seek(kept)
-            rest = file.read()
-            if rest:
-                with self.path.with_suffix(".replaced.jsonl").open("ab") as aside:
-                    aside.write(rest)
-                    os.fsync(aside.fileno())
-                file.truncate(kept)
+        set_aside(self.path, kept)
 
     def _compare(self, step: int, waiting: Sequence[Key]) -> None:
         """After a resume: only what the checkpoint holds is in flight."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from itertools import count
@@ -27,6 +28,18 @@ def newest_file(wanted: Path) -> Path | None:
     """Of the files that `file_of_run` gave to several runs, the one that was written to last; None: there is none."""
     made = [place for place in wanted.parent.glob(f"{wanted.stem}*{wanted.suffix}") if _numbered(wanted, place.name)]
     return max(made, key=lambda place: (place.stat().st_mtime_ns, place.name), default=None)
+
+
+def set_aside(path: Path, kept: int) -> None:
+    """Cut a file of JSON lines to its first ``kept`` bytes; the rest is appended to ``<stem>.replaced.jsonl``."""
+    with path.open("r+b") as file:
+        file.seek(kept)
+        rest = file.read()
+        if rest:
+            with path.with_suffix(".replaced.jsonl").open("ab") as aside:
+                aside.write(rest)
+                os.fsync(aside.fileno())  # before the cut: a crash between the two loses nothing
+            file.truncate(kept)
 
 
 def _numbered(wanted: Path, name: str) -> bool:

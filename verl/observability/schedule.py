@@ -21,7 +21,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from verl.errors import DataError, ReplayError
 from verl.metrics import notice
 from verl.observability.account import Entry
 from verl.observability.ledger import entry_of, lines_of
-from verl.observability.places import file_of_run
+from verl.observability.places import file_of_run, set_aside
 
 KEY, NAME, FORMAT = "trainer.replay_from", "schedule.jsonl", 1
 RUN, NOT_COMPARED = "run", ("t", "answers")
@@ -139,14 +138,7 @@ class ScheduleRecord:
         if count is None or self.count < count:
             notice(self.path.name, f"{self.path} does not reach the checkpoint: no replay can begin before this step")
             kept = self.count = 0
-        with self.path.open("r+b") as file:
-            file.seek(kept)
-            rest = file.read()
-            if rest:
-                with self.path.with_suffix(".replaced.jsonl").open("ab") as aside:
-                    aside.write(rest)
-                    os.fsync(aside.fileno())
-                file.truncate(kept)
+        set_aside(self.path, kept)
         return kept
 
     def _write(self, entry: Entry) -> None:
