@@ -192,7 +192,8 @@ def test_nsight_captures_a_step_or_each_call_under_the_names_of_its_ranges(monke
 
 
 def test_the_options_of_nsight_reach_the_options_of_rays_actors(here, monkeypatch):
-    runtime_env = pytest.importorskip("ray.runtime_env")
+    from ray import runtime_env
+
     from verl.single_controller import ray as cluster
     from verl.single_controller.ray import worker_group
     from verl.single_controller.ray.class_with_args import RayClassWithInitArgs
