@@ -155,7 +155,7 @@ def test_one_that_dies_and_one_that_is_stopped_are_replaced_and_fed_before_they_
         assert [change[1].leave for change in run.changes] == [("replica 0",), ("replica 1",)]
         hung = notices()["rollout, replica 1, replaced"]
         assert (
-            f"(process {run.units['replica 1'].process.pid}, stopped by a signal) on node here made no progress for"
+            f"(process {run.units['replica 1'].process.pid} on node here, stopped by a signal) made no progress for"
             in hung
         )
         assert "It serves request of replica 1. It shows no stacks" in hung

@@ -123,7 +123,8 @@ def test_replicas_that_die_hang_and_join_while_a_run_goes_on_change_no_number(tr
     assert 0 < moved <= sum(line["event"] == "moved" for line in lines)
     assert run.steps[-1]["rollout/replicas/alive"] == 3 and run.steps[-1]["rollout/replicas/replaced"] >= 2
     said = notices()["rollout, replica 1, replaced"]
-    assert re.search(r"\(process \d+, stopped by a signal\) on node \S+ made no progress for .*It serves \S+, ", said)
+    culprit = r"\(process \d+ on node [\d.]+, stopped by a signal\)"
+    assert re.search(culprit + r" made no progress for .*It serves \S+, ", said)
     assert not (folder / "replicas.json").exists()
 
 

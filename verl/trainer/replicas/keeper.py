@@ -12,6 +12,7 @@ version, so that under ``rollout.full_determinism`` the tokens are those of a ru
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import threading
 import time
@@ -261,12 +262,12 @@ class ReplicaKeeper:
         if self._limit is None or late <= self._limit:
             return ""
         processes = await asyncio.to_thread(one.unit.look_at)
-        who = " and ".join(map(str, processes))
+        node = one.unit.members[0].address  # also of a process that this node looked at itself
+        who = " and ".join(str(dataclasses.replace(process, node=node)) for process in processes)
         serves = f"It serves {', '.join(known.requests[:8])}" if known.requests else "It serves no request"
         more = f" and {len(known.requests) - 8} more" if len(known.requests) > 8 else ""
         where = await asyncio.to_thread(self._write_stacks, one, processes)
-        node = one.unit.members[0].address
-        return f"hangs: {who} on node {node} made no progress for {late:.1f} seconds. {serves}{more}. {where}"
+        return f"hangs: {who} made no progress for {late:.1f} seconds. {serves}{more}. {where}"
 
     def _write_stacks(self, one: Placed, processes: Sequence[Process]) -> str:
         if not any(process.stacks for process in processes):
