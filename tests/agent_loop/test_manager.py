@@ -182,10 +182,13 @@ def test_the_line_of_a_users_loop_is_shown_and_if_every_row_fails_the_run_stops_
 
 @pytest.mark.parametrize("fault", [EngineLostError("gone"), ConfigError("a wrong setting"), RunStops("stop")])
 def test_what_every_row_would_have_stops_the_run(fault):
-    rows = prompts([[2], [2]], ["a", "b"], agent_name=[None, "failing"], fault=[None, fault])
-    with pytest.raises(RolloutError, match=r"failing.*row 1.*uid b") as caught:
+    """At once, also where a group that fails alone would be sampled once more; a lost sampler may be replaced."""
+    extra = [None, {"index": 7}]
+    rows = prompts([[2], [2]], ["a", "b"], agent_name=[None, "failing"], fault=[None, fault], extra_info=extra)
+    with pytest.raises(RolloutError, match=r"failing.*row 1.*uid b, extra_info.index 7") as caught:
         manager(Table()).generate_sequences(rows)
     assert caught.value.__cause__ is fault
+    assert isinstance(caught.value, RunStops) is not isinstance(fault, EngineLostError)
 
 
 @pytest.mark.parametrize("name", ["os:system", "tests.agent_loop.planted:Loop", "tests.agent_loop.planted.Loop", "a.b"])

@@ -76,7 +76,8 @@ class RowRunner:
                 cannot go on later is waited for.
 
         Raises:
-            RolloutError: the failure is not the row's alone: the configuration is wrong, or the sampler is gone.
+            RunStops: the failure is not the row's alone, because the configuration is wrong, or its loop says so.
+            RolloutError: the sampler is gone.
         """
         if self.traces is None:
             return await self._run(number, row, stream, parameters, stop)
@@ -95,7 +96,7 @@ class RowRunner:
         client = SamplerClient(self.sampler, *stream, self.config.seed, budget, ends, its_stop, goes_on=waits)
         if state is not None:
             client.go_on(state)
-        where = f"row {number} of the batch, uid {stream[0]}"
+        where = place_of_row(number, row, stream)
         try:
             loop = chosen.make(self.config, client, self.tokenizer, self.processor, self.data_config)
             loop.unfinished = None if state is None else state["loop"]
@@ -109,7 +110,8 @@ class RowRunner:
         except ReplayError:
             raise  # it ends the run
         except (ConfigError, EngineLostError, RunStops) as error:
-            raise RolloutError(f"the agent loop {chosen} failed on {where}: {type(error).__name__}: {error}") from error
+            kind = RolloutError if isinstance(error, EngineLostError) else RunStops
+            raise kind(f"the agent loop {chosen} failed on {where}: {type(error).__name__}: {error}") from error
         except Exception as error:  # boundary: a user's loop or scorer; the row is masked, the first error shown
             return failed(self._nothing(row), f"the agent loop {chosen}", error, "mask", where)
         return output
@@ -122,3 +124,10 @@ class RowRunner:
         known = row.get("raw_prompt_ids")
         prompt = [self.pad] if known is None or not len(known) else [int(token) for token in known]
         return AgentLoopOutput(prompt, [], [], response_logprobs=[], token_versions=[], num_turns=1)
+
+
+def place_of_row(number: int, row: Mapping[str, Any], stream: tuple[str, int]) -> str:
+    """Where a row stands, in words that a person can look up."""
+    extra = row.get("extra_info")
+    index = extra.get("index") if isinstance(extra, Mapping) else None
+    return f"row {number} of the batch, uid {stream[0]}" + ("" if index is None else f", extra_info.index {index}")

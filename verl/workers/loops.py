@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.agent_loop.base import AgentLoopOutput
 from verl.agent_loop.early_stop import Stop
-from verl.agent_loop.runner import RowRunner, RunnerLostError
+from verl.agent_loop.runner import RowRunner, RunnerLostError, place_of_row
 from verl.config import ActorRolloutRefConfig, DataConfig
 from verl.data import tokenizer_of
 from verl.errors import WorkerError, portable
@@ -79,7 +79,7 @@ class RemoteRunner:
                 "run_row", stop.batch, number, row, stream, parameters, stop.keeps
             )
         except WorkerError as error:
-            where = f"row {number} of the batch, uid {stream[0]}"
+            where = place_of_row(number, row, stream)
             raise RunnerLostError(f"the process that ran the agent loop of {where} is lost: {error}") from error
         return output
 

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trainer.ppo.small_runs import Seen, prepare, train
+from verl.agent_loop.failed import RunStops
 from verl.config import load_config
 from verl.config.pools import Pools, PoolSpec
 from verl.errors import ConfigError, DataError, RewardError, RolloutError
@@ -273,6 +274,29 @@ def test_an_error_of_a_group_that_is_scored_beside_training_ends_the_waiting_for
     with pytest.raises(RewardError, match="it failed on row 7"):
         filling.beside(training, beside, ctx)
     assert time.monotonic() - begun < 10
+
+
+def test_an_agent_loop_whose_failures_are_to_stop_the_run_ends_it_with_its_first_one():
+    """Other failures of a sampler are the group's: the eighth in a row ends the run."""
+    config = load_config("ppo_trainer", ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"])
+    ctx = RunState(config, reward=lambda batch: {}, total_steps=9).open(3)
+    prompt = DataProto.from_dict(non_tensors={"uid": np.array(["a"], dtype=object)})
+    calls: list[BaseException] = []
+
+    async def call(method, asked):
+        calls.append(errors.pop(0))
+        raise calls[-1]
+
+    handle = SimpleNamespace(call=call)
+    beside = Beside({"rollout": SimpleNamespace(group=SimpleNamespace(handle=lambda rank: handle))}, limit=1)
+    errors = [RolloutError("all 2 rollouts of a batch failed"), RunStops("the games failed on row 1, uid a: KeyError")]
+    beside.begin({0: prompt}, ctx)
+    assert [done.why for done in beside.results(ctx, wait=True)] == ["failed"] and not beside.failed.is_set
+    beside.begin({1: prompt}, ctx)
+    with pytest.raises(RunStops, match="the games failed on row 1"):
+        beside.results(ctx, wait=True)
+    beside.close()
+    assert len(calls) == 2 and beside.failed.is_set
     beside.close()
 
 

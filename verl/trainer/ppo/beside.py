@@ -16,6 +16,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
+from verl.agent_loop.failed import RunStops
 from verl.errors import RolloutError
 from verl.observability.schedule import Draws
 from verl.protocol import DataProto
@@ -209,7 +210,7 @@ class Beside:
         ctx.sample_info = {**ctx.sample_info, **half.sample_info}
         self._failed_in_a_row = self._failed_in_a_row + 1 if error is not None else 0
         if error is not None:
-            if not isinstance(error, RolloutError) or self._failed_in_a_row >= FAILURES:
+            if not _is_of_group(error) or self._failed_in_a_row >= FAILURES:
                 raise error
             ctx.metrics.add("training/rollout_failure/evicted_samples", ctx.samples_per_prompt, "sum")
         return done
@@ -227,7 +228,7 @@ class Beside:
                 done = replace(await self._score(number, samples, half), served=served)
         except BaseException as error:  # carried over to the thread that trains
             self._done.put((Done(number, asked, why="failed"), half, error))
-            if not isinstance(error, RolloutError):
+            if not _is_of_group(error):
                 self.failed.set()
         else:
             self._done.put((done, half, None))
@@ -278,6 +279,11 @@ class Driven(Beside):
             self._loop.run_until_complete(_end_others())
             self._loop.close()
         self._scorer.shutdown(wait=False, cancel_futures=True)
+
+
+def _is_of_group(error: BaseException) -> bool:
+    """Whether it may be the group's alone; what its agent loops say must stop the run is not."""
+    return isinstance(error, RolloutError) and not isinstance(error, RunStops)
 
 
 async def _end_others() -> None:
