@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from verl.config.node import key_of
 from verl.errors import RolloutError
@@ -151,8 +151,10 @@ class Sampler(ABC):
     Attributes:
         at_update: what `update_weights` does to running requests.
         logprobs_mode: which log-probs it reports, one of `LOGPROBS_MODES`.
+        computes_in_loop: the event loop that it is used from does nothing else during a forward pass.
     """
 
+    computes_in_loop: ClassVar[bool] = False
     at_update: AtUpdate = "wait"
     logprobs_mode = LOGPROBS_MODES[0]
 

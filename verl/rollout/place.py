@@ -17,6 +17,7 @@ from verl.device import torch_dtype
 from verl.errors import ConfigError, suggest
 from verl.metrics import notice
 from verl.registry import SAMPLERS, TRANSPORTS, load_module
+from verl.rollout.apart import apart
 from verl.rollout.base import Sampler
 from verl.rollout.devices import shown
 from verl.rollout.hosted import HostedSampler
@@ -61,7 +62,7 @@ def _made(rollout: Any, model: Any, device: str, is_beside: bool) -> Sampler:
         rollout = replace(rollout, gpu_memory_utilization=rollout.standalone_gpu_memory_utilization)
     if not is_beside or rollout.checkpoint_engine.backend == SAME_PROCESS:
         sampler: Sampler = SAMPLERS.get(rollout.name).from_config(rollout, model, device=device)
-        return sampler
+        return sampler if is_beside else apart(sampler)
     kind, begin = transport_of(rollout, model, device)
     hosted = HostedSampler(ChildHandle(rollout, model, device, kind), kind, begin)
     atexit.register(hosted.close)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -83,6 +83,8 @@ class HFSampler(Sampler):
         >>> sampler = HFSampler("path/to/model")
         >>> await sampler.generate(Request("a", (5, 6), SamplingParams(max_tokens=4)))
     """
+
+    computes_in_loop: ClassVar[bool] = True
 
     def __init__(
         self,
