@@ -46,7 +46,7 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 quickstart: install
 	@$(BIN)/python examples/quickstart/run.py
 
-# Two passes, of which the first uses two cores; its last lines say what each came to.
+# Three passes, the first two of them at once; its last lines say what each came to.
 test: install
 	@$(BIN)/python scripts/run_tests.py --durations=15
 

@@ -1,9 +1,10 @@
-"""Run the whole suite in two passes, and say at the end what each came to.
+"""Run the whole suite in three passes, two of them at once, and say at the end what each came to.
 
     python scripts/run_tests.py [pytest's options]
 
-Beside each other: two workers, of which only one at a time runs a test of several processes. Alone: what a clock or
-another test may fail (`ALONE` in tests/conftest.py). However this process ends, nothing that it started outlives it.
+Beside each other: two workers, of which only one at a time runs a test of several processes. Meanwhile a third pytest
+runs, one after another, what mostly waits (`WAITING` in tests/conftest.py); its output is shown when it has ended. Then
+alone: what a clock or another test may fail (`ALONE`). However this process ends, nothing that it started outlives it.
 """
 
 from __future__ import annotations
@@ -14,42 +15,59 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from verl.lifeline import guarded
 
 ROOT = Path(__file__).resolve().parent.parent
 # tests/conftest.py says what stays with one worker, and puts the longest first.
-BESIDE = ("-n", "2", "--no-loadscope-reorder", "-m", "not alone")
-PASSES = {"beside each other": BESIDE, "alone": ("-m", "alone")}
+BESIDE = ("-n", "2", "--no-loadscope-reorder", "-m", "not alone and not waiting")
+WAITING = ("-m", "waiting")
+ALONE = ("-m", "alone")
 INTERRUPTED = 2  # pytest's status after Ctrl-C
 
 
 def main(options: list[str]) -> int:
-    """Both passes, the second also after a failure of the first, but not after Ctrl-C; 0 if both passed."""
+    """All passes, the last also after a failure of the others, but not after Ctrl-C; 0 if all passed."""
     # The terminal interrupts pytest as well, which then says how far it came.
     signal.signal(signal.SIGINT, lambda *_: None)
     ends: dict[str, tuple[int, str]] = {}
-    for name, words in PASSES.items():
-        ends[name] = run([*words, *options])
-        if ends[name][0] == INTERRUPTED:
-            break
+    with tempfile.TemporaryFile() as kept:
+        waiting = start([*WAITING, *options], kept.fileno())
+        ends["beside each other"] = run([*BESIDE, *options])
+        status = waiting.wait()
+        kept.seek(0)
+        ends["waiting"] = (abs(status), show(kept.fileno()))
+    if INTERRUPTED not in (code for code, _ in ends.values()):
+        ends["alone"] = run([*ALONE, *options])
     print("\n".join(f"tests {name}: {summary}" for name, (_, summary) in ends.items()), flush=True)
     return max(code for code, _ in ends.values())
 
 
 def run(words: list[str]) -> tuple[int, str]:
     """pytest's status and its last line, while its output is shown as it comes."""
-    pytest = [sys.executable, "-m", "pytest", f"--color={'yes' if sys.stdout.isatty() else 'no'}", *words]
-    process = subprocess.Popen(guarded(pytest), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    process = start(words, subprocess.PIPE)
     assert process.stdout is not None
+    last = show(process.stdout.fileno())
+    return abs(process.wait()), last
+
+
+def start(words: list[str], output: int) -> subprocess.Popen[bytes]:
+    """A pytest that ends with this process."""
+    pytest = [sys.executable, "-m", "pytest", f"--color={'yes' if sys.stdout.isatty() else 'no'}", *words]
+    return subprocess.Popen(guarded(pytest), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output)
+
+
+def show(output: int) -> str:
+    """The last line of what a pytest prints, which is shown as it is read."""
     decode, tail = codecs.getincrementaldecoder("utf-8")("replace").decode, ""
-    while piece := os.read(process.stdout.fileno(), 1 << 16):
+    while piece := os.read(output, 1 << 16):
         text = decode(piece)
         print(text, end="", flush=True)
         tail = (tail + text)[-1000:]
     last = re.sub(r"\x1b\[\d*m", "", tail.strip().rpartition("\n")[2]).strip("= ")
-    return abs(process.wait()), last or "nothing was said"
+    return last or "nothing was said"
 
 
 if __name__ == "__main__":

@@ -43,6 +43,21 @@ ALONE = (
     "weight_sync/test_transports.py",
 )
 
+# What mostly waits for processes that start, and for no clock: one after another, beside the two workers.
+WAITING = (
+    "trainer/on_ray/test_conversations.py",
+    "trainer/on_ray/test_correction.py",
+    "trainer/on_ray/test_megatron.py",
+    "trainer/on_ray/test_prime.py",
+    "trainer/on_ray/test_reward_model.py",
+    "trainer/on_ray/test_rollout_workers.py",
+    "trainer/on_ray/test_same_numbers.py",
+    "trainer/on_ray/test_self_play.py",
+    "trainer/on_ray/test_sglang.py",
+    "trainer/on_ray/test_starts.py",
+    "trainer/on_ray/test_topologies.py",
+)
+
 # What one worker runs from its first to its last test: runs of several processes, which would be too many at once, and
 # those on the model of tests/e2e/conftest.py, which takes a minute to make.
 ONE_WORKER = {
@@ -88,13 +103,16 @@ def own_ray_folder() -> Iterator[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what runs alone, and put the tests into an order.
+    """Mark what mostly waits and what runs alone, and put the tests into an order.
 
     One process: cheap tests first, then runs of several processes, then the runs in which a model learns. Several
     workers (scripts/run_tests.py): the longest first, so that all end together.
     """
     for item in items:
-        if _file(item.nodeid).startswith(ALONE):
+        file = _file(item.nodeid)
+        if file.startswith(WAITING):
+            item.add_marker("waiting")
+        elif file.startswith(ALONE):
             item.add_marker("alone")
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: (_one_worker(item.nodeid) not in ONE_WORKER, not item.get_closest_marker("e2e")))

@@ -21,7 +21,7 @@ from ray.util.placement_group import remove_placement_group
 
 from verl.single_controller.ray import fleet, host, launch, resource_pool, runtime
 
-RENEW_SECONDS = 10.0
+RENEW_SECONDS = 30.0
 """How long a process may take to leave its groups; one that hangs in a collective is killed."""
 
 
