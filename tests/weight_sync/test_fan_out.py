@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import weakref
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from verl.errors import RolloutError
+from verl.metrics import notices, reset_notices
 from verl.weight_sync import chunk_weights, deliver
 
 COUNT, BYTES, BUCKET = 12, 400, 1000
@@ -124,3 +126,40 @@ def test_what_the_source_raises_reaches_every_receiver():
 def test_without_a_receiver_the_stream_is_made_all_the_same():
     source = Alive()
     assert delivered([], source) == [] and source.made == COUNT
+
+
+def test_an_update_that_is_cancelled_ends_and_names_the_receiver_that_is_silent(monkeypatch):
+    """Of the two others one waits for the next chunk in its thread, the other for an answer in its event loop."""
+    monkeypatch.setattr(sys.modules[deliver.__module__], "END_SECONDS", 0.5)
+    release, cancelled = threading.Event(), threading.Event()
+
+    class Stuck:
+        async def update_weights(self, chunks, version):
+            next(chunks)
+            release.wait(30)
+
+    class Waiting:
+        async def update_weights(self, chunks, version):
+            next(chunks)
+            try:
+                await asyncio.get_running_loop().create_future()
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+
+    async def run(receivers, names):
+        work = asyncio.ensure_future(deliver(receivers, chunk_weights(Alive(), BUCKET, 3), 3, names))
+        await asyncio.sleep(0.2)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(work, 20)
+
+    reset_notices()
+    asyncio.run(run([Receiver(), Waiting()], ["a", "b"]))
+    assert cancelled.is_set() and not notices()
+    asyncio.run(run([Receiver(), Stuck(), Waiting()], ["a", "b", "c"]))
+    ((who, said),) = notices().items()
+    left = [thread for thread in threading.enumerate() if thread.name == "verl-deliver"]
+    release.set()
+    assert who == "weights, b" and "update to version 3 was cancelled" in said
+    assert all(thread.daemon for thread in left), "the process can end"

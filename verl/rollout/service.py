@@ -269,7 +269,7 @@ class SamplerService(Sampler):
             return await self.publish(version)
         async with self._gate.shut():
             replicas = list(self.replicas)
-            errors = await deliver([replica.sampler for replica in replicas], chunks, version)
+            errors = await deliver([one.sampler for one in replicas], chunks, version, [one.name for one in replicas])
             failed = {replica.name: error for replica, error in zip(replicas, errors) if error is not None}
             await self.publish(version, failed)
 

@@ -9,11 +9,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
 from contextvars import copy_context
 from typing import Protocol
 
+from verl.metrics import notice
 from verl.weight_sync.chunks import WeightChunk, taking
+
+END_SECONDS = 10.0
+"""That receivers may take to let go of an update that was cancelled."""
 
 
 class StreamReceiver(Protocol):
@@ -74,6 +79,15 @@ class _Source:
                 with taking(self._chunks):
                     pass
 
+    def stop(self) -> None:
+        """The stream ends here for every branch, as one that was interrupted."""
+        with self._change:
+            if self._end is None:
+                self._end = StopIteration()
+                with taking(self._chunks):
+                    pass
+            self._change.notify_all()
+
     def _make_if_all_wait(self) -> None:
         """The next chunk, once every branch has asked for it and so has let go of the last one."""
         if self._end is not None or any(asked <= self._made for asked in self._asked.values()):
@@ -97,13 +111,48 @@ def fan_out(chunks: Iterable[WeightChunk], number: int) -> list[Branch]:
     return [Branch(source, branch) for branch in range(number)]
 
 
+class _Taker:
+    """One receiver in a thread and an event loop of its own, which do not keep the process from ending."""
+
+    def __init__(self, receiver: StreamReceiver, branch: Branch, version: int):
+        self._receiver, self._branch, self._version = receiver, branch, version
+        self._task: asyncio.Task[None] | None = None
+        self.outcome: Future[None] = Future()
+        self.outcome.set_running_or_notify_cancel()  # who waits for it may be cancelled, it may not
+        threading.Thread(target=copy_context().run, args=(self._run,), name="verl-deliver", daemon=True).start()
+
+    def cancel(self) -> None:
+        """Ask the receiver to let go."""
+        if self._task is not None:
+            with suppress(RuntimeError):  # its loop has ended
+                self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._take())
+        except BaseException as error:  # carried over to whoever waits
+            self._branch.close()
+            self.outcome.set_exception(error)
+        else:
+            self._branch.close()
+            self.outcome.set_result(None)
+
+    async def _take(self) -> None:
+        self._task = asyncio.current_task()
+        await self._receiver.update_weights(self._branch, self._version)
+
+
 async def deliver(
-    receivers: Sequence[StreamReceiver], chunks: Iterable[WeightChunk], version: int
+    receivers: Sequence[StreamReceiver], chunks: Iterable[WeightChunk], version: int, names: Sequence[str] = ()
 ) -> list[Exception | None]:
     """Give a stream to all receivers; one that fails leaves the others their weights.
 
     One receiver is called here; several are called each in a thread and an event loop of its own, so nothing else may
     use them meanwhile. With none the stream is read to its end all the same, because other ranks may take part in it.
+    If it is cancelled, all receivers are; one that does not let go within `END_SECONDS` is left alone, with a notice.
+
+    Args:
+        names: of the receivers, for that notice.
 
     Returns:
         What went wrong with each receiver, None where nothing did.
@@ -114,29 +163,29 @@ async def deliver(
         return []
     if len(receivers) == 1:
         outcomes = list(await asyncio.gather(receivers[0].update_weights(chunks, version), return_exceptions=True))
-    else:
-        branches = fan_out(chunks, len(receivers))
-        # Each needs its thread before any of them goes on, and the loop's own threads may be fewer than receivers.
-        threads = ThreadPoolExecutor(len(receivers), thread_name_prefix="verl-deliver")
-        loop = asyncio.get_running_loop()
-        work = [
-            loop.run_in_executor(threads, copy_context().run, _taken, receiver, branch, version)
-            for receiver, branch in zip(receivers, branches)
-        ]
-        try:
-            outcomes = await asyncio.gather(*work, return_exceptions=True)
-        finally:
-            for branch in branches:
-                branch.close()
-            threads.shutdown(wait=False)
+        return [_as_failure(outcome) for outcome in outcomes]
+    source = _Source(chunks, len(receivers))
+    takers = [_Taker(receiver, Branch(source, number), version) for number, receiver in enumerate(receivers)]
+    try:
+        outcomes = list(await _outcomes(takers))
+    except BaseException:
+        # In a thread: the lock is held while a chunk is made, and that may be what hangs.
+        threading.Thread(target=source.stop, name="verl-deliver", daemon=True).start()
+        for taker in takers:
+            taker.cancel()
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(_outcomes(takers), END_SECONDS)
+        for number, taker in enumerate(takers):
+            if not taker.outcome.done():
+                who = names[number] if names else f"receiver {number}"
+                notice(f"weights, {who}", f"its update to version {version} was cancelled and did not end within "
+                       f"{END_SECONDS:g} s: it is silent, and its thread is left behind")  # fmt: skip
+        raise
     return [_as_failure(outcome) for outcome in outcomes]
 
 
-def _taken(receiver: StreamReceiver, branch: Branch, version: int) -> None:
-    try:
-        asyncio.run(receiver.update_weights(branch, version))
-    finally:
-        branch.close()
+def _outcomes(takers: Sequence[_Taker]) -> asyncio.Future[list[BaseException | None]]:
+    return asyncio.gather(*(asyncio.wrap_future(taker.outcome) for taker in takers), return_exceptions=True)
 
 
 def _as_failure(outcome: BaseException | None) -> Exception | None:
