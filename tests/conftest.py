@@ -65,6 +65,7 @@ ONE_WORKER = {
     "arithmetic": (
         "e2e/test_extending.py",
         "e2e/test_learning",
+        "e2e/test_megatron.py",
         "e2e/test_reward_model.py",
         "e2e/test_single_file.py",
         "e2e/test_two_nodes.py",
