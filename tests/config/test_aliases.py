@@ -164,6 +164,7 @@ WORKS = [
             "virtual_pipeline_model_parallel_size",
             "expert_model_parallel_size",
             "expert_tensor_parallel_size",
+            "context_parallel_size",
         )
     ),
     *(
@@ -225,10 +226,6 @@ IDLE = [
 """Keys of families whose switch is off, or whose engine is another one."""
 
 NOT_BUILT = [
-    *(
-        (f"{role}.context_parallel_size", "8", f"{role}.megatron.context_parallel_size", "context parallelism")
-        for role in (A, REF, "critic")
-    ),
     (f"{A}.router_replay.mode", "R2", f"{A}.megatron.router_replay.mode", "router replay"),
     (f"{R}.pipeline_parallel_size", "2", f"{R}.pipeline_model_parallel_size", "sampling on several ranks"),
     ("skip.rollout_tq.enable", "true", "skip.rollout_tq.enable", "replay of rollouts by the transfer queue"),
@@ -303,7 +300,7 @@ SFT_WORKS = [
     ("trainer.checkpoint.load_contents", "[model]", "checkpoint.load_contents", ["model"]),
     *((f"engine.{name}_size", "2", f"engine.megatron.{name}_size", 2) for name in (
         "tensor_model_parallel", "pipeline_model_parallel", "virtual_pipeline_model_parallel",
-        "expert_model_parallel", "expert_tensor_parallel")),
+        "expert_model_parallel", "expert_tensor_parallel", "context_parallel")),
     *((f"engine.{name}", "false", f"engine.megatron.{name}", False) for name in (
         "sequence_parallel", "use_distributed_optimizer", "use_mbridge", "use_remove_padding",
         "pad_bshd_to_minibatch_max")),
@@ -329,7 +326,7 @@ SFT_OPEN = [
 SFT_NOT_BUILT = [
     (f"engine.{name}", value, f"engine.megatron.{name}")
     for name, value in (
-        ("context_parallel_size", "2"), ("dynamic_context_parallel", "true"), ("max_seqlen_per_dp_cp_rank", "9"),
+        ("dynamic_context_parallel", "true"), ("max_seqlen_per_dp_cp_rank", "9"),
         ("override_ddp_config", "{bucket_size: 1}"), ("use_megatron_fsdp", "true"), ("router_replay.mode", "R2"),
     )
 ]  # fmt: skip

@@ -21,7 +21,6 @@ from verl.errors import ConfigError, NotBuiltError
 A, R, REF, M = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
 LAPTOP = "8 GPUs are asked for, and this machine has no GPU"
 ONE = "trainer.n_gpus_per_node=1 trainer.nnodes=1"
-PADDED = "actor_rollout_ref.model.use_remove_padding"
 NO_VAL, NO_MICRO, ON_CPU = "data.val_files", f"{A}.ppo_micro_batch_size_per_gpu", "trainer.n_gpus_per_node"
 
 
@@ -167,7 +166,7 @@ COMMANDS = {
     ),
     "cookbook 3: GRPO on four nodes": (
         f"{COOKBOOK_1} trainer.nnodes=4 trainer.n_gpus_per_node=8 {A}.strategy=megatron",
-        Works({f"{A}.strategy": "megatron", f"{REF}.strategy": "megatron"}, (NO_VAL, NO_MICRO, PADDED)),
+        Works({f"{A}.strategy": "megatron", f"{REF}.strategy": "megatron"}, (NO_VAL, NO_MICRO)),
     ),
     "upgrade to FSDP2": (
         FSDP2_EVERYWHERE,
@@ -228,7 +227,7 @@ actor_rollout_ref:
 """
 MEGATRON_NOTICES = (
     *(f"{A}.{name}_model_parallel_size" for name in ("tensor", "pipeline")),
-    *(f"{R}.tensor_parallel_size", f"{M}.backend", NO_VAL, NO_MICRO, PADDED),
+    *(f"{R}.tensor_parallel_size", f"{M}.backend", NO_VAL, NO_MICRO),
 )
 KEY_PARAMETERS = """
 actor_rollout_ref.rollout.n: 8
@@ -492,7 +491,8 @@ SINGLE = {
     f"{A}.fsdp_config.ulysses_sequence_parallel_size=2": wrong("one process cannot share its sequences with others"),
     f"{A}.ulysses_sequence_parallel_size=2": wrong("one process cannot share its sequences with others"),
     f"{A}.megatron.expert_model_parallel_size=8": Works({}, (f"{A}.megatron.expert_model_parallel_size",)),
-    f"{A}.strategy=megatron {A}.megatron.context_parallel_size=2": refused(f"{LATER}context parallelism"),
+    f"{A}.strategy=megatron {A}.megatron.context_parallel_size=2": wrong("cannot be cut into groups of 2 (context)"),
+    f"{A}.megatron.dynamic_context_parallel=true": refused(f"{LATER}a context-parallel size by row length"),
     f"{R}.expert_parallel_size=8": refused("not built for this sampler: sampling on several ranks"),
     f"{R}.tensor_model_parallel_size=2": wrong("the hf engine holds the whole model in one process"),
     f"{R}.tensor_parallel_size=2": wrong("the hf engine holds the whole model in one process"),
@@ -517,7 +517,7 @@ SINGLE = {
     ),
     "trainer.v1.trainer_mode=separate_async trainer.v1.separate_async.parameter_sync_step=3": wrong("= 768 prompts"),
     "actor_rollout_ref.hybrid_engine=false": wrong("samplers apart from the trainers need a pool, and it has 0 nodes"),
-    "model_engine=megatron": Works({"critic.strategy": "megatron"}, (PADDED,)),
+    "model_engine=megatron": Works({"critic.strategy": "megatron"}),
     "trainer.runtime=ray": Works({"trainer.runtime": "ray"}),
     # settings that are wrong
     f"{A}.policy_loss.loss_mode=dro": wrong("'dro' has no default for it"),
@@ -574,7 +574,7 @@ SUPERVISED = {
     ),
     "Megatron": ("model.path=model engine=megatron engine.tensor_model_parallel_size=1 engine.param_offload=true",
                  Works({"engine.strategy": "megatron", "engine.megatron.param_offload": True},
-                       ("engine.tensor_model_parallel_size", NO_VAL, "model.use_remove_padding"))),
+                       ("engine.tensor_model_parallel_size", NO_VAL))),
     "Megatron on more processes than we have": ("model.path=model engine=megatron engine.tensor_model_parallel_size=2",
         wrong("1 process(es) cannot be cut into copies of 2 (tensor) x 1 (pipeline)")),
     "eight processes": ("model.path=model trainer.n_gpus_per_node=8", wrong(LAPTOP)),
@@ -590,7 +590,7 @@ def test_a_supervised_command(laptop, told, case):
 @pytest.mark.parametrize("argv", [["--config-name", "ppo_megatron_trainer"], ["--config-name=ppo_megatron_trainer"]])
 def test_the_megatron_configuration_chooses_its_engine_for_every_role(laptop, told, argv):
     roles = (A, REF, "critic")
-    outcome = Works({f"{role}.strategy": "megatron" for role in roles}, (NO_VAL, NO_MICRO, PADDED))
+    outcome = Works({f"{role}.strategy": "megatron" for role in roles}, (NO_VAL, NO_MICRO))
     check(outcome, told, "ppo_trainer", argv)
 
 

@@ -14,6 +14,7 @@ from verl.errors import ConfigError, NotBuiltError
 
 A, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 T, P, V, E = (f"megatron.{name}_model_parallel_size" for name in ("tensor", "pipeline", "virtual_pipeline", "expert"))
+C = "megatron.context_parallel_size"
 DENSE = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 6}
 MIXTURE = {**DENSE, "num_experts": 6}
 
@@ -42,6 +43,8 @@ REFUSED = {
     f"{A}.{P}=4": "6 layers cannot be split evenly over 4. Got 4. Allowed: 1, 2, 3, 6.",
     f"{A}.{P}=2 {A}.{V}=2": "3 layers of a pipeline stage cannot be split evenly over 2. Got 2. Allowed: 1, 3.",
     f"{A}.{V}=2": "layer groups need a pipeline",
+    f"{A}.{C}=3": "copies of 1 x 1 processes cannot be cut into groups of 3 (context). Got 3. Allowed: 1, 2, 4, 8.",
+    f"{A}.{C}=2 actor_rollout_ref.model.use_remove_padding=false": "are shared only where rows are packed",
     f"{A}.{T}=0": "out of range. Got 0. Allowed: 1 or more.",
     f"{A}.{E}=2": "a model without experts",
     f"{A}.megatron.dtype=fp16": "needs loss scaling, which is not built yet. Got 'fp16'",
@@ -66,6 +69,15 @@ def test_fields_that_ask_for_nothing_are_taken(run, told):
     fields = f"{A}.megatron.override_transformer_config"
     run(f"{fields}.moe_z_loss_coeff=1e-3", f"{fields}.fp8=false", f"{fields}.moe_aux_loss_coeff=0.01")
     assert "moe_aux_loss_coeff (load-balancing losses" in told()[f"{A}.megatron.override_mcore_model_config"]
+
+
+def test_heads_are_split_over_the_processes_that_share_a_row(run):
+    four = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 6}
+    assert run(f"{A}.{T}=2", f"{A}.{C}=2", facts=four).actor_rollout_ref.actor.megatron.context_parallel_size == 2
+    with pytest.raises(
+        ConfigError, match=r"the 2 attention heads of a tensor-parallel process cannot be .* over 4\. Got"
+    ):
+        run(f"{A}.{T}=2", f"{A}.{C}=4", facts=four)
 
 
 def test_experts_are_split_over_processes_of_a_stage(run):

@@ -66,6 +66,8 @@ def test_a_reference_on_another_backend_needs_its_own_parts(run):
     ("name", "words"),
     [
         (f"{A}.ppo_max_token_len_per_gpu", [f"{A}.use_dynamic_bsz=true", f"{A}.fsdp_config.{ULYSSES}=4"]),
+        (f"{A}.ppo_max_token_len_per_gpu",
+         [f"{A}.use_dynamic_bsz=true", f"{A}.strategy=megatron", f"{A}.megatron.context_parallel_size=4"]),
         (f"{R}.log_prob_max_token_len_per_gpu", [f"{R}.log_prob_use_dynamic_bsz=true", f"{A}.fsdp_config.{ULYSSES}=4"]),
         (f"{REF}.log_prob_max_token_len_per_gpu",
          [f"{REF}.log_prob_use_dynamic_bsz=true", f"{A}.use_kl_loss=true", f"{REF}.fsdp_config.{ULYSSES}=4"]),

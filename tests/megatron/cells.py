@@ -84,11 +84,11 @@ def share(batch, ranks):
     return torch.arange(len(batch)).tensor_split(ranks.size)[ranks.rank].tolist()
 
 
-def compared(ranks, folder, family="qwen2", kind="causal_lm", config=None, limits=None, **sizes):
+def compared(ranks, folder, family="qwen2", kind="causal_lm", config=None, limits=None, model=None, **sizes):
     """Outputs, loss and gradient norm of three steps and the weights after them, beside those of the plain engine."""
     path, batch, limits = shared_model(ranks, folder, family, **(config or {})), ragged_batch(ROWS), limits or {}
     name, mine = "values" if kind == "value" else "log_probs", share(batch, ranks)
-    engine = megatron(path, kind, **sizes)
+    engine = megatron(path, kind, model=model, **sizes)
     plain = make_engine(path, kind, optim=OPTIM)
     before, theirs_before = kept(engine.export_weights()), kept(plain.export_weights())
     names = (name,) if kind == "value" else (name, "entropy")
@@ -261,6 +261,8 @@ def refusals(ranks, folder):
         "layers": {PIPELINE: ranks.size, "virtual_pipeline_model_parallel_size": 4},
         "experts": {EXPERT: 2},
         "processes": {TENSOR: 3},
+        "copies": {"context_parallel_size": 3},
+        "padded": {"context_parallel_size": 2, "model": {"use_remove_padding": False}},
         "routers": {"override_mcore_model_config": {"moe_router_load_balancing_type": "aux_loss"}},
         "Adafactor": {TENSOR: 2, "optim": {"optimizer": "Adafactor", "override_optimizer_config": {}}},
         "Muon": {TENSOR: 2, "optim": {"optimizer": "Muon"}},

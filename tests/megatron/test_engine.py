@@ -3,7 +3,7 @@
 import pytest
 
 from tests.dist.group import run_cells
-from tests.megatron import adapter_cells, cells, setting_cells, supervised_cells
+from tests.megatron import adapter_cells, cells, context_cells, setting_cells, supervised_cells
 
 pytestmark = pytest.mark.dist
 PARITY = {
@@ -20,11 +20,19 @@ PARITY = {
         cells.latent_queries_as_they_are,
         cells.data_parallel_with_the_distributed_optimizer,
         cells.whole_vocabulary_in_odd_parts,
+        context_cells.tokens_shared_by_two,
+        context_cells.experts_and_tokens_shared_by_two,
+        context_cells.tokens_of_latent_attention_shared,
+        context_cells.rows_padded_as_asked_for,
     ],
     4: [
         cells.tensor_and_pipeline_parallel,
         cells.tensor_parallel_and_virtual_stages,
         cells.tensor_and_data_parallel,
+        context_cells.tokens_shared_by_four,
+        context_cells.tokens_and_layers_shared,
+        context_cells.tokens_shared_over_virtual_stages,
+        context_cells.tokens_shared_beside_copies,
     ],
 }
 OTHERS = {
@@ -131,6 +139,8 @@ def test_bf16_weights_are_rounded_from_float32_copies(answers):
         ("layers", ("layers of a stage", "virtual_pipeline_model_parallel_size")),
         ("experts", ("without experts", "expert_model_parallel_size")),
         ("processes", ("2 processes", "1x1, 1x2, 2x1")),
+        ("copies", ("2 copies of 1 x 1", "context_parallel_size", "Allowed: 1, 2")),
+        ("padded", ("only where rows are packed", "use_remove_padding=true")),
         ("routers", ("moe_router_load_balancing_type", "moe/load_balance")),
         ("Adafactor", ("optimizer", "looks at a weight as a whole")),
         ("Muon", ("optimizer", "does not work on sharded weights")),

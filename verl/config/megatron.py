@@ -41,6 +41,7 @@ class MegatronEngineConfig(ConfigNode):
     virtual_pipeline_model_parallel_size: int | None = setting(
         None, "layer groups per pipeline stage (interleaved schedule); null: one"
     )
+    context_parallel_size: int = setting(1, "context-parallel size: peers that share the tokens of packed rows")
     sequence_parallel: bool = setting(True, "shard activations between tensor-parallel layers")
     use_distributed_optimizer: bool = setting(True, "shard the optimizer's state over data-parallel processes")
     seed: int = setting(42, "seed of the engine", no_effect="a run has one seed: trainer.seed")
@@ -65,6 +66,7 @@ LIKE_ACTOR = {
         "expert_tensor_parallel_size",
         "pipeline_model_parallel_size",
         "virtual_pipeline_model_parallel_size",
+        "context_parallel_size",
         "sequence_parallel",
         "dtype",
     )

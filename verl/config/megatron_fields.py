@@ -33,7 +33,7 @@ DECIDED: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "virtual_pipeline_model_parallel_size": (_SIZES, _size("virtual_pipeline_model_parallel_size")),
     "expert_model_parallel_size": (_SIZES, _size("expert_model_parallel_size")),
     "expert_tensor_parallel_size": (_SIZES, _size("expert_tensor_parallel_size")),
-    "context_parallel_size": (_SIZES, _is(1)),
+    "context_parallel_size": (_SIZES, _size("context_parallel_size")),
     "sequence_parallel": (_SIZES, _size("sequence_parallel")),
     "moe_router_load_balancing_type": (_ROUTERS, _is("none")),
     "calculate_per_token_loss": (_LOSS, _is(True)),

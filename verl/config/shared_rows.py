@@ -54,7 +54,7 @@ def parts_of(role: MegatronRole) -> int:
 
 def _sequence_ranks(role: MegatronRole) -> int:
     """How many processes a row is shared among."""
-    return 1 if role.is_megatron else max(1, role.others[1][_ULYSSES])
+    return max(1, role.sizes.context_parallel_size if role.is_megatron else role.others[1][_ULYSSES])
 
 
 def _groups(role: MegatronRole) -> Problems:

@@ -260,8 +260,9 @@ def sizes_of(backend: str, fsdp: Any, megatron: Any, processes: int) -> Sizes:
     """
     if backend == "megatron":
         tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-        parts = processes // max(1, tensor * pipeline)
-        return Sizes(max(1, parts), tensor, pipeline, expert=megatron.expert_model_parallel_size)
+        context = max(1, megatron.context_parallel_size)
+        parts = processes // max(1, tensor * pipeline * context)
+        return Sizes(max(1, parts), tensor, pipeline, sequence=context, expert=megatron.expert_model_parallel_size)
     sequence = max(1, fsdp.ulysses_sequence_parallel_size)
     return Sizes(max(1, processes // sequence), sequence=sequence, expert=fsdp.expert_parallel_size)
 

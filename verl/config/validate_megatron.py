@@ -28,14 +28,15 @@ NAME, PACKAGE = "megatron", "megatron-core"
 VERSIONS = ((0, 16), (0, 17))
 """From the first, and before the second."""
 _MODEL = "actor_rollout_ref.model"
-_T, _P, _V, _E, _ET = (
+_T, _P, _V, _E, _ET, _C = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
+    "context_parallel_size",
 )
-_SIZES = (_T, _P, _V, _E, _ET)
+_SIZES = (_T, _P, _V, _E, _ET, _C)
 _FIELDS = "override_mcore_model_config"
 _FOLLOWING = ("param_offload", "optimizer_offload", "dtype")
 """Of supervised training: set for every engine at once."""
@@ -179,7 +180,7 @@ def _numbers(role: MegatronRole) -> Problems:
 
 
 def _processes(role: MegatronRole) -> Problems:
-    """Copies of t x p processes must fill the pool, and copies of the experts a pipeline stage."""
+    """Copies of t x p processes must fill the pool, groups of c copies, and copies of the experts a pipeline stage."""
     tensor, pipeline, expert, shared = (role.sizes[name] for name in (_T, _P, _E, _ET))
     world = role.processes
     if world % (tensor * pipeline):
@@ -193,6 +194,14 @@ def _processes(role: MegatronRole) -> Problems:
                 fix=f"Change the sizes, or {role.started}.",
             )
         ]
+    copies, context = world // (tensor * pipeline), role.sizes[_C]
+    if copies % context:
+        message = (
+            f"the {copies} copies of {tensor} x {pipeline} processes cannot be cut into groups of {context} (context)"
+        )
+        allowed = [size for size in range(1, copies + 1) if copies % size == 0]
+        fix = f"Set it to one of these, or change {role.started}."
+        return [ConfigError(message, key=role.of(_C), got=context, allowed=allowed, fix=fix)]
     stage, shared = world // pipeline, tensor if shared is None else shared
     if stage % (expert * shared) == 0:
         return []
@@ -212,6 +221,7 @@ def _model(role: MegatronRole) -> Problems:
     pipeline, virtual, expert = (role.sizes[name] for name in (_P, _V, _E))
     problems = _divides(role, _T, heads, "attention heads")
     problems = problems or _divides(role, _T, facts.get("num_key_value_heads", heads), "KV heads")
+    problems = problems or _context(role, heads)
     problems += _divides(role, _P, layers, "layers")
     if virtual is not None and pipeline < 2:
         fix = f"Leave it out, or set {role.of(_P)} to 2 or more."
@@ -230,6 +240,23 @@ def _model(role: MegatronRole) -> Problems:
             NotBuiltError(message, key=role.adapter, fix=f"Leave it out, or set {role.key}.strategy=fsdp2.")
         )
     return problems + _divides(role, _E, experts, "experts")
+
+
+def _context(role: MegatronRole, heads: Any) -> Problems:
+    """Processes that share a row's tokens exchange them for heads; Transformer Engine sends keys and values round."""
+    context = role.sizes[_C]
+    if context > 1 and role.model is not None and not role.model.use_remove_padding:
+        packing = f"{role.model_key}.use_remove_padding"
+        message = f"the tokens of rows are shared only where rows are packed, and {packing} is false"
+        return [ConfigError(message, key=role.of(_C), got=context, fix=f"Set {packing}=true, or leave it out.")]
+    if not isinstance(heads, int) or importlib.util.find_spec("transformer_engine") is not None:
+        return []
+    each = heads // role.sizes[_T]
+    if each % context == 0:
+        return []
+    message = f"the {each} attention heads of a tensor-parallel process cannot be split evenly over {context}"
+    allowed = [n for n in range(1, each + 1) if each % n == 0]
+    return [ConfigError(message, key=role.of(_C), got=context, allowed=allowed, fix="Set it to one of these.")]
 
 
 def _divides(role: MegatronRole, name: str, count: Any, what: str) -> Problems:
@@ -303,9 +330,6 @@ def _tell_actor(cfg: PPOTrainerConfig) -> None:
 
 def _tell_model(key: str, model: ConfigNode, role: str) -> None:
     """What of a model's section does nothing with Megatron-Core."""
-    if model["use_remove_padding"]:
-        why = "rows are padded with strategy=megatron: packed attention needs Transformer Engine"
-        notice(f"{key}.use_remove_padding", why)
     why = f"has no effect with {role}.strategy=megatron"
     again = f"{why}: {role}.megatron.override_transformer_config.recompute_granularity has"
     for name in ("use_liger", "use_fused_kernels", "enable_activation_offload", "enable_gradient_checkpointing"):

@@ -180,7 +180,13 @@ def padded(micro: MicroBatch, multiple: int) -> MicroBatch:
         return micro
     segments = Segments((*segments.lengths, missing), (*segments.prefix, NO_PREFIX), segments.device)
     ids = F.pad(micro.input_ids, (0, missing))
-    return replace(micro, input_ids=ids, position_ids=segments.position_ids, attention=PackedPlan(segments))
+    return replace(
+        micro,
+        input_ids=ids,
+        position_ids=segments.position_ids,
+        attention=PackedPlan(segments),
+        padding=micro.padding + missing,
+    )
 
 
 def computed_tokens(rows: AlignedRows, plan: Iterable[Sequence[int]], share: bool, multiple: int = 1) -> int:

@@ -33,6 +33,7 @@ class MicroBatch:
         num_responses: T.
         attention: who attends to whom in a packed row; None where each row is a sequence.
         slopes: (N,) d loss / d log_probs, where the loss says so beforehand.
+        padding: tokens at the end of a packed row that are no row's.
     """
 
     index: Tensor
@@ -44,6 +45,7 @@ class MicroBatch:
     num_responses: int
     attention: AttentionPlan | None = None
     slopes: Tensor | None = None
+    padding: int = 0
 
     @classmethod
     def filler(cls, device: str) -> MicroBatch:

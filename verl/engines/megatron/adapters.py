@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from verl.engines.megatron.layers import has_transformer_engine
-from verl.engines.megatron.parallel import import_megatron
+from verl.engines.megatron.parallel import has_transformer_engine, import_megatron
 from verl.engines.megatron.weights import Bound, Read, Template, WeightTable
 from verl.errors import NotBuiltError
 from verl.models import lora

@@ -1,4 +1,4 @@
-"""The Megatron-Core backend: tensor, pipeline and expert parallelism, driven by Megatron-Core's own schedules.
+"""The Megatron-Core backend: tensor, pipeline, context and expert parallelism, driven by Megatron-Core's own schedules.
 
 Rows, micro-batches, denominators, losses, clipping and checkpoints are those of every engine; here are the stages, the
 schedule, and the way of weights between the ranks.
@@ -22,7 +22,7 @@ from verl.algorithms.schedules import build_schedule
 from verl.distributed.metrics import merged
 from verl.engines.base import DataRank
 from verl.engines.megatron.adapters import Adapters
-from verl.engines.megatron.forward import StageForward
+from verl.engines.megatron.forward import Part, StageForward
 from verl.engines.megatron.gradients import Gradients
 from verl.engines.megatron.layers import build_chunks, padded_vocabulary
 from verl.engines.megatron.optimizer import ShardedState, optimizer_section
@@ -65,7 +65,7 @@ class Stages(nn.Module):
 
 
 class MegatronEngine(TorchEngine):
-    """A model over tensor x pipeline x data (x expert) parallel processes.
+    """A model over tensor x pipeline x context x data (x expert) parallel processes.
 
     Args:
         model, optim, kind, grad_clip, total_training_steps, seed: as for `PlainEngine`.
@@ -153,7 +153,15 @@ class MegatronEngine(TorchEngine):
         self.adapters = self._read_folder(model.path, LoraSettings.of(model), chunks, seed)
         self.trainable = self.table if self.adapters is None else self.adapters.table
         width = padded_vocabulary(config.vocab_size, self.sizes.tensor) // self.sizes.tensor
-        self.forward: Any = StageForward(self.kind, self.sizes, self.groups, config.vocab_size, width)
+        self.forward: Any = StageForward(
+            self.kind,
+            self.sizes,
+            self.groups,
+            config.vocab_size,
+            width,
+            packed=bool(model.use_remove_padding),
+            sequence=bool(chunks[0].config.sequence_parallel),  # type: ignore[union-attr]
+        )
         held = sum(b.parameter.numel() for b in self.table.bound)
         log.info("MegatronEngine: %s holds %d of %d parameters", self.ranks, held, self.num_parameters)
         return Stages(chunks, self.blueprint)
@@ -200,9 +208,9 @@ class MegatronEngine(TorchEngine):
     ) -> Iterable[tuple[Tensor, dict[str, Tensor]]]:
         results: list[tuple[Tensor, dict[str, Tensor]]] = []
 
-        def keep(output: Tensor, micro: MicroBatch) -> Tensor:
-            if len(micro.index):
-                results.append((micro.index, self.forward.read(output, micro, outputs, temperature)))
+        def keep(output: Tensor, part: Part) -> Tensor:
+            if len(part.micro.index):
+                results.append((part.micro.index, self.forward.read(output, part, outputs, temperature)))
             return output.new_zeros(())
 
         self._schedule(self._micro_batches(work), keep, forward_only=True)
@@ -213,7 +221,12 @@ class MegatronEngine(TorchEngine):
 
     @property
     def data_rank(self) -> DataRank:
-        return DataRank(self.groups.data.rank, self.groups.data.size, self.ranks.rank in self.groups.heads)
+        data, shared = self.groups.data, self.sizes.context
+        return DataRank(data.rank // shared, data.size // shared, self.ranks.rank in self.groups.heads)
+
+    def _budget(self, *args: Any, **kwargs: Any) -> int | None:
+        budget = super()._budget(*args, **kwargs)
+        return None if budget is None else budget * self.sizes.context  # a budget is what one rank computes
 
     def _accumulate(
         self, work: RankWork, tensors: Any, loss_fn: LossFn, temperature: float, norm: LossNorm
@@ -221,10 +234,11 @@ class MegatronEngine(TorchEngine):
         """Gradients of all micro-batches, summed over ranks; on the last stage loss, metrics and broken rows."""
         metrics, broken, losses = MetricSet(), [], []
 
-        def loss_of(output: Tensor, micro: MicroBatch) -> Tensor:
-            outputs = self.forward.read(output, micro, loss_fn.outputs, temperature)
+        def loss_of(output: Tensor, part: Part) -> Tensor:
+            micro = part.micro
             if not len(micro.index):
                 return output.float().sum() * 0.0  # zero, with a graph
+            outputs = self.forward.read(output, part, loss_fn.outputs, temperature)
             loss, told = loss_fn(outputs, tensors[micro.index].to(self.device), norm)
             metrics.merge(told)
             value = float(loss.detach())
@@ -241,26 +255,26 @@ class MegatronEngine(TorchEngine):
         self.gradients.finish()
         return sum(losses), metrics, broken
 
-    def _micro_batches(self, work: RankWork) -> list[MicroBatch]:
+    def _micro_batches(self, work: RankWork) -> list[Part]:
         micro_batches = list(work.micro_batches(self.device))
         if self.sizes.virtual:  # the interleaved schedule wants a multiple of the stages
             micro_batches += [MicroBatch.filler(self.device)] * (-len(micro_batches) % self.sizes.pipeline)
-        return micro_batches
+        return [self.forward.part(micro) for micro in micro_batches]
 
-    def _schedule(self, micro_batches: list[MicroBatch], loss_of: Any, forward_only: bool) -> None:
+    def _schedule(self, micro_batches: list[Part], loss_of: Any, forward_only: bool) -> None:
         """Megatron-Core's schedule: no pipeline, 1F1B, or interleaved."""
         if not micro_batches:
             return
         run = import_megatron("pipeline_parallel").get_forward_backward_func()
         chunks = list(self.model.chunks)
 
-        def step(waiting: Iterator[MicroBatch], stage: nn.Module) -> Any:
-            micro = next(waiting)
+        def step(waiting: Iterator[Part], stage: nn.Module) -> Any:
+            part = next(waiting)
 
             def loss(output: Tensor) -> Any:
-                return loss_of(output, micro), torch.zeros((), dtype=torch.int), {}
+                return loss_of(output, part), torch.zeros((), dtype=torch.int), {}
 
-            return self.forward.run(stage, micro), loss
+            return self.forward.run(stage, part), loss
 
         waiting = [iter(micro_batches) for _ in chunks]
         run(

@@ -3,35 +3,82 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from verl.distributed.ulysses import summed
 from verl.distributed.vocabulary import STATISTICS, statistics_from_parts
 from verl.engines.forward import check_outputs
-from verl.engines.megatron.parallel import MegatronSizes, ParallelGroups, import_megatron
+from verl.engines.megatron.parallel import (
+    SECTION,
+    MegatronSizes,
+    ParallelGroups,
+    has_transformer_engine,
+    import_megatron,
+)
+from verl.engines.packing import padded
 from verl.engines.rows import MicroBatch
 from verl.engines.settings import PassSettings
+from verl.errors import ConfigError
+from verl.models.attention import PackedPlan, Segments
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank computes of a micro-batch.
+
+    Args:
+        micro: its tokens, positions and labels.
+        row: what Megatron-Core's layers are told of a packed row; None where rows are padded.
+        real: (tokens of a packed row,) which are no padding.
+    """
+
+    micro: MicroBatch
+    row: Any = None
+    real: Tensor | None = None
 
 
 class StageForward:
-    """Runs stages on padded micro-batches; the head sees only positions that predict a response token.
+    """Runs stages on micro-batches; the head sees only positions that predict a response token.
 
     Args:
         vocabulary: tokens of the model, without the rows that fill up the last rank.
         width: rows of the embedding per rank.
+        packed: rows without padding, else padded to the longest.
+        sequence: whether tensor-parallel ranks share the tokens between layers.
 
     Attributes:
         real: (tokens of this rank,) which are no padding, while a stage runs for the first time; else None.
         masks: whether routers are told which tokens are padding.
     """
 
-    def __init__(self, kind: str, sizes: MegatronSizes, groups: ParallelGroups, vocabulary: int, width: int):
+    def __init__(
+        self,
+        kind: str,
+        sizes: MegatronSizes,
+        groups: ParallelGroups,
+        vocabulary: int,
+        width: int,
+        *,
+        packed: bool = False,
+        sequence: bool = False,
+    ):
+        if sizes.context > 1 and not packed:
+            raise ConfigError(
+                "the tokens of rows are shared only where rows are packed",
+                key=f"{SECTION}.context_parallel_size",
+                got=sizes.context,
+                fix="Set use_remove_padding=true in the model's section, or the size to 1.",
+            )
         self.kind, self.sizes, self.groups = kind, sizes, groups
-        self.passes = PassSettings(packed=False)
+        self._shared_by = sizes.tensor if sequence else 1
+        self.passes = PassSettings(packed=packed, multiple=sizes.context * self._shared_by if packed else 1)
         self.first = groups.tensor.rank * width
         self.here = max(0, min(width, vocabulary - self.first))
         self.logits_per_token = width
@@ -42,26 +89,54 @@ class StageForward:
         """Raise as a pass does, without one."""
         check_outputs(self.kind, outputs, temperature)
 
-    def run(self, stage: Any, micro: MicroBatch) -> Tensor:
+    def part(self, micro: MicroBatch) -> Part:
+        """What this rank computes of a micro-batch; all tokens but under context parallelism."""
+        if not self.passes.packed:
+            return Part(micro)
+        if micro.attention is None:  # a filler
+            alone = PackedPlan(Segments.apart([micro.input_ids.shape[1]], micro.input_ids.device))
+            micro = padded(replace(micro, attention=alone), self.passes.multiple)
+        rows = importlib.import_module("verl.engines.megatron.packed")
+        num_real = micro.input_ids.shape[1] - micro.padding if len(micro.index) else 0
+        context = self.groups.context
+        if has_transformer_engine():
+            mine, row, source = rows.fast_part(micro, context, self._shared_by)
+            return Part(mine, row, (source >= 0) & (source < num_real))
+        mine, row = rows.local_part(micro, context)
+        length = mine.input_ids.shape[1]
+        places = context.rank * length + torch.arange(length, device=mine.input_ids.device)
+        return Part(mine, row, places < num_real)
+
+    def run(self, stage: Any, part: Part) -> Tensor:
         """Hidden states of a stage; of the last one what its head gives at the chosen positions, (1, N, v)."""
-        ids, positions = micro.input_ids, micro.position_ids
-        missing = -ids.shape[1] % (self.sizes.tensor if stage.config.sequence_parallel else 1)
-        chosen = micro.positions
-        if missing:  # each tensor-parallel rank takes as many tokens
-            row, column = chosen // ids.shape[1], chosen % ids.shape[1]
-            chosen = row * (ids.shape[1] + missing) + column
-            ids = F.pad(ids, (0, missing))
-            positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        real = _read_tokens(chosen, ids.shape) & (len(micro.index) > 0)
+        micro = part.micro
+        ids, positions, chosen = micro.input_ids, micro.position_ids, micro.positions
+        if part.real is not None:
+            real = part.real[:, None]
+        else:
+            ids, positions, chosen = self._even(ids, positions, chosen)
+            real = _read_tokens(chosen, ids.shape) & (len(micro.index) > 0)
         self.real = (self._own(real) if stage.config.sequence_parallel else real).flatten()
-        padding = {"padding_mask": self._padding(stage, real)} if self.masks else {}
+        options: dict[str, Any] = {"padding_mask": self._padding(stage, real)} if self.masks else {}
+        if part.row is not None:
+            options["packed_seq_params"] = part.row
         try:
             if not stage.post_process:
-                return stage(ids, positions, None, **padding)
+                return stage(ids, positions, None, **options)
             with self._chosen(stage, chosen, tuple(ids.shape)):
-                return stage(ids, positions, None, **padding)
+                return stage(ids, positions, None, **options)
         finally:
             self.real = None
+
+    def _even(self, ids: Tensor, positions: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Padded rows, longer until each tensor-parallel rank takes as many tokens."""
+        missing = -ids.shape[1] % self._shared_by
+        if not missing:
+            return ids, positions, chosen
+        row, column = chosen // ids.shape[1], chosen % ids.shape[1]
+        chosen = row * (ids.shape[1] + missing) + column
+        ids = F.pad(ids, (0, missing))
+        return ids, torch.arange(ids.shape[1], device=ids.device).expand_as(ids), chosen
 
     def _own(self, tokens: Tensor) -> Tensor:
         """(l, b) -> the part of the l that this tensor-parallel rank has."""
@@ -72,17 +147,24 @@ class StageForward:
         shared = stage.config.sequence_parallel and not stage.pre_process
         return ~(self._own(real) if shared else real).T
 
-    def read(self, output: Tensor, micro: MicroBatch, outputs: Sequence[str], temperature: float) -> dict[str, Tensor]:
-        """Name -> (b, T) float32, zero where no response token is; from what `run` gave on the last stage."""
-        values = output[0].float()
+    def read(self, output: Tensor, part: Part, outputs: Sequence[str], temperature: float) -> dict[str, Tensor]:
+        """Name -> (b, T) float32, zero where no response token is; from what `run` gave on the last stage.
+
+        Ranks that share the tokens of a row all have the values of all of them. Collective among these.
+        """
+        micro, values = part.micro, output[0].float()
         if self.kind == "value":
-            return {"values": micro.scatter(values.squeeze(-1))}
-        logits = values[:, : self.here]
-        if temperature != 1.0:
-            logits = logits / temperature
-        statistics = statistics_from_parts(logits, micro.labels, self.first, self.groups.tensor.group)
-        named = dict(zip(STATISTICS, statistics))
-        return {name: micro.scatter(named[name]) for name in outputs}
+            named = {"values": values.squeeze(-1)}
+        else:
+            logits = values[:, : self.here]
+            if temperature != 1.0:
+                logits = logits / temperature
+            statistics = statistics_from_parts(logits, micro.labels, self.first, self.groups.tensor.group)
+            named = dict(zip(STATISTICS, statistics))
+        found = {name: micro.scatter(named[name]) for name in outputs}
+        if self.groups.context.size == 1:
+            return found
+        return {name: summed(values, self.groups.context) for name, values in found.items()}
 
     @contextlib.contextmanager
     def _chosen(self, stage: Any, chosen: Tensor, shape: tuple[int, ...]) -> Iterator[None]:

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from verl.engines.megatron.packed import PackedAttention
 
 # Megatron-Core 0.16 takes Transformer Engine for installed here also where its names are stand-ins.
 multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
@@ -44,7 +45,7 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):  # type: ignore[
             self.linear_q_down_proj = DownProjection(config.q_lora_rank, config, device)
 
 
-class CoreAttention(DotProductAttention):  # type: ignore[misc]
+class CoreAttention(PackedAttention):
     """The local one, which takes the width of values from ``kv_channels``."""
 
     def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any):

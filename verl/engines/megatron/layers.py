@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from verl.config import megatron_fields
-from verl.engines.megatron.parallel import SECTION, MegatronSizes, ParallelGroups, import_megatron
+from verl.engines.megatron.parallel import (
+    SECTION,
+    MegatronSizes,
+    ParallelGroups,
+    has_transformer_engine,
+    import_megatron,
+)
 from verl.errors import ConfigError, suggest
 from verl.metrics import notice
 from verl.models.megatron import rope_settings
@@ -94,8 +100,19 @@ def build_chunks(
                 chunk.output_layer = ValueHead(config.hidden_size, dtype, device)
             # Hidden states are gathered where the positions are chosen that the head sees (see `forward`).
             chunk.output_layer.sequence_parallel = False
+        if not has_transformer_engine():
+            _place_by_row(chunk)
         chunks.append(chunk)
     return chunks
+
+
+def _place_by_row(chunk: Any) -> None:
+    """Let rotary positions be those of the tokens of a packed row."""
+    rows = importlib.import_module("verl.engines.megatron.packed")
+    owners = [chunk, *(layer.self_attention for layer in chunk.decoder.layers)]
+    for owner in owners:
+        if hasattr(owner, "rotary_pos_emb"):
+            owner.rotary_pos_emb = rows.RowPositions(owner.rotary_pos_emb)
 
 
 def transformer_config(settings: Mapping[str, Any], sizes: MegatronSizes, section: Any, dtype: torch.dtype) -> Any:
@@ -115,6 +132,8 @@ def transformer_config(settings: Mapping[str, Any], sizes: MegatronSizes, sectio
         "hidden_dropout": 0.0,
         "tensor_model_parallel_size": sizes.tensor,
         "pipeline_model_parallel_size": sizes.pipeline,
+        # The local layers see each rank's part of the tokens as they see a whole row.
+        "context_parallel_size": sizes.context if has_transformer_engine() else 1,
         "virtual_pipeline_model_parallel_size": sizes.virtual,
         "expert_model_parallel_size": sizes.expert,
         "expert_tensor_parallel_size": sizes.expert_tensor,
@@ -198,11 +217,6 @@ def padded_vocabulary(size: int, ranks: int) -> int:
     return -(-size // ranks) * ranks
 
 
-def has_transformer_engine() -> bool:
-    """Whether its layers can be used."""
-    return bool(import_megatron("models.gpt.gpt_layer_specs").HAVE_TE)
-
-
 def _layer_specs(config: Any, stage: int | None) -> Any:
     specs = import_megatron("models.gpt.gpt_layer_specs")
     fast = has_transformer_engine()
@@ -220,6 +234,8 @@ def _layer_specs(config: Any, stage: int | None) -> Any:
             attention.module = latent.LatentAttention
             attention.submodules.core_attention = latent.CoreAttention
             attention.submodules.q_layernorm = attention.submodules.kv_layernorm = RMSNorm
-        elif config.qk_layernorm:
+            continue
+        attention.submodules.core_attention = importlib.import_module("verl.engines.megatron.packed").PackedAttention
+        if config.qk_layernorm:
             attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
     return block

@@ -7,6 +7,8 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from verl.distributed import Ranks
 from verl.errors import ConfigError, EngineError
 from verl.weight_sync.resharding import Layout
@@ -17,7 +19,11 @@ VERSIONS = "megatron-core 0.16"
 
 @dataclass(frozen=True)
 class MegatronSizes:
-    """The parallel sizes of a run; every process has one set of them."""
+    """The parallel sizes of a run; every process has one set of them.
+
+    Args:
+        data: copies of the weights; those that share the tokens of the same rows are ``context`` of them, side by side.
+    """
 
     tensor: int
     pipeline: int
@@ -26,6 +32,7 @@ class MegatronSizes:
     expert_tensor: int = 1
     virtual: int | None = None
     sequence: bool = False
+    context: int = 1
 
     @classmethod
     def of(cls, section: Any, ranks: Ranks) -> MegatronSizes:
@@ -35,7 +42,12 @@ class MegatronSizes:
             ConfigError: sizes that do not divide the number of processes.
         """
         tensor, pipeline = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
+        for name in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "expert_model_parallel_size",
+            "context_parallel_size",
+        ):
             if section[name] < 1:
                 raise ConfigError("a parallel size is at least 1", key=f"{SECTION}.{name}", got=section[name])
         if ranks.size % (tensor * pipeline):
@@ -44,6 +56,14 @@ class MegatronSizes:
                 key=f"{SECTION}.tensor_model_parallel_size, {SECTION}.pipeline_model_parallel_size",
                 got=f"{tensor}, {pipeline}",
                 allowed=f"sizes whose product divides {ranks.size}: {_products(ranks.size)}",
+            )
+        context, copies = section.context_parallel_size, ranks.size // (tensor * pipeline)
+        if copies % context:
+            raise ConfigError(
+                f"{copies} copies of {tensor} x {pipeline} processes do not divide into groups that share their rows",
+                key=f"{SECTION}.context_parallel_size",
+                got=context,
+                allowed=[n for n in range(1, copies + 1) if copies % n == 0],
             )
         expert = section.expert_model_parallel_size
         shared = tensor if section.expert_tensor_parallel_size is None else section.expert_tensor_parallel_size
@@ -63,6 +83,7 @@ class MegatronSizes:
             shared,
             section.virtual_pipeline_model_parallel_size,
             bool(section.sequence_parallel) and tensor > 1,
+            context,
         )
 
     @property
@@ -78,6 +99,14 @@ class MegatronSizes:
             ("tensor_model_parallel_size", groups, "KV heads"),
         ):
             _divides(count, self.tensor, name, what)
+        if heads % (self.tensor * self.context) and not has_transformer_engine():
+            raise ConfigError(
+                f"{heads // self.tensor} attention heads of a tensor-parallel rank do not divide among the ranks that "
+                "share a row",
+                key=f"{SECTION}.context_parallel_size",
+                got=self.context,
+                allowed=[n for n in range(1, heads // self.tensor + 1) if heads // self.tensor % n == 0],
+            )
         if settings.get("q_lora_rank"):
             _divides(settings["q_lora_rank"], self.tensor, "tensor_model_parallel_size", "latent query dimensions")
         _divides(layers, self.pipeline, "pipeline_model_parallel_size", "layers")
@@ -109,6 +138,7 @@ class ParallelGroups:
 
     Args:
         tensor, pipeline, data, expert_data: the ranks that differ in one coordinate.
+        context: the ranks of ``data`` that have the same rows, and each its part of their tokens.
         peers: the ranks that compute on the same rows as this one, itself included.
         heads: ranks of the world that hold results, one per copy of the model.
         first, last: whether this rank has the first, the last stage.
@@ -118,6 +148,7 @@ class ParallelGroups:
     pipeline: Ranks
     data: Ranks
     expert_data: Ranks
+    context: Ranks
     embedding: Ranks | None
     peers: Ranks
     heads: list[int]
@@ -139,11 +170,42 @@ def join(sizes: MegatronSizes, ranks: Ranks, seed: int) -> ParallelGroups:
             virtual_pipeline_model_parallel_size=sizes.virtual,
             expert_model_parallel_size=sizes.expert,
             expert_tensor_parallel_size=sizes.expert_tensor,
+            context_parallel_size=sizes.context if has_transformer_engine() else 1,
             create_gloo_process_groups=False,
         )
         import_megatron("tensor_parallel").model_parallel_cuda_manual_seed(seed)
+        _SHARING[:] = [(sizes.context, *_sharing_rows(sizes, ranks))]
     _check_same(state, sizes)
     return _groups(state, sizes, ranks)
+
+
+_SHARING: list[tuple[int, Ranks, Ranks]] = []
+"""Of this process: the context-parallel size, the ranks that share its tokens, and those that have the same rows."""
+
+
+def _sharing_rows(sizes: MegatronSizes, ranks: Ranks) -> tuple[Ranks, Ranks]:
+    """This rank's context-parallel group, and with the ranks of tensor and pipeline that of its rows. Collective.
+
+    Megatron-Core has no group of the latter, and with its local layers it knows nothing of the former.
+    """
+    places = sizes.layout.coordinates()
+    lines: dict[tuple[int, int, int], list[int]] = {}
+    copies: dict[int, list[int]] = {}
+    for rank in range(ranks.size):
+        copy = int(places.replica[rank]) // sizes.context
+        lines.setdefault((int(places.stage[rank]), copy, int(places.tensor[rank])), []).append(rank)
+        copies.setdefault(copy, []).append(rank)
+    return _own_group(list(lines.values()), ranks), _own_group(list(copies.values()), ranks)
+
+
+def _own_group(members: list[list[int]], ranks: Ranks) -> Ranks:
+    """Every rank makes every group, in one order; this is the one that it is in."""
+    own = Ranks()
+    for group in members:
+        made = torch.distributed.new_group(group) if len(group) > 1 else None
+        if ranks.rank in group and made is not None:
+            own = Ranks(group.index(ranks.rank), len(group), made)
+    return own
 
 
 def leave() -> None:
@@ -151,6 +213,12 @@ def leave() -> None:
     state = import_megatron("parallel_state")
     if state.model_parallel_is_initialized():
         state.destroy_model_parallel()
+    _SHARING.clear()
+
+
+def has_transformer_engine() -> bool:
+    """Whether its layers can be used."""
+    return bool(import_megatron("models.gpt.gpt_layer_specs").HAVE_TE)
 
 
 def import_megatron(module: str = "") -> Any:
@@ -180,18 +248,24 @@ def _groups(state: Any, sizes: MegatronSizes, ranks: Ranks) -> ParallelGroups:
 
     places = sizes.layout.coordinates()
     heads = [
-        rank for rank in range(ranks.size) if places.tensor[rank] == 0 and places.stage[rank] == sizes.pipeline - 1
+        rank
+        for rank in range(ranks.size)
+        if places.tensor[rank] == 0
+        and places.stage[rank] == sizes.pipeline - 1
+        and places.replica[rank] % sizes.context == 0
     ]
+    _, context, peers = _SHARING[0]
     embedding = None
     if sizes.pipeline > 1 and state.is_rank_in_embedding_group():
         embedding = as_ranks(state.get_embedding_group())
     return ParallelGroups(
         tensor=as_ranks(state.get_tensor_model_parallel_group()),
         pipeline=as_ranks(state.get_pipeline_model_parallel_group()),
-        data=as_ranks(state.get_data_parallel_group()),
+        data=as_ranks(state.get_data_parallel_group(with_context_parallel=True)),
         expert_data=as_ranks(state.get_expert_data_parallel_group()),
+        context=context,
         embedding=embedding,
-        peers=as_ranks(state.get_model_parallel_group()),
+        peers=peers,
         heads=heads,
         first=state.is_pipeline_first_stage(ignore_virtual=True),
         last=state.is_pipeline_last_stage(ignore_virtual=True),
@@ -207,6 +281,7 @@ def _check_same(state: Any, sizes: MegatronSizes) -> None:
             state.get_virtual_pipeline_model_parallel_world_size(),
             sizes.virtual,
         ),
+        "context_parallel_size": (_SHARING[0][0], sizes.context),
     }
     for name, (before, now) in settings.items():
         if before != now:

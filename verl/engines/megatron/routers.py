@@ -92,5 +92,6 @@ class RouterLoss:
             return
         # Every data-parallel rank needs the count of all, for its tokens weigh the same as another's.
         every = float(ranks.sum(torch.tensor(float(tokens)))) / peers
-        # Megatron-Core divides by the tensor-parallel ranks, which share the tokens, and multiplies by their number.
-        self._config.moe_z_loss_coeff = self.coefficient * self._sizes.tensor / every
+        # Megatron-Core divides by the ranks that it knows to share the tokens, and multiplies by their number.
+        sharing = self._sizes.tensor * self._config.context_parallel_size
+        self._config.moe_z_loss_coeff = self.coefficient * sharing / every

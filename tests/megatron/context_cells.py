@@ -1,0 +1,54 @@
+"""What every rank does with packed rows whose tokens several ranks share, beside the plain engine."""
+
+from __future__ import annotations
+
+from tests.megatron.cells import EXPERT, PIPELINE, TENSOR, VIRTUAL, compared
+from tests.megatron.families import LATENT, MIXTURE, YARN
+from verl.config.megatron import MegatronEngineOverrideTransformerConfigConfig
+
+CONTEXT = "context_parallel_size"
+
+
+# ---- two ranks -------------------------------------------------------------------------------------------------
+
+
+def tokens_shared_by_two(ranks, folder):
+    return compared(ranks, folder, limits={"micro_batch_size": 3}, **{CONTEXT: 2})
+
+
+def experts_and_tokens_shared_by_two(ranks, folder):
+    return compared(
+        ranks, folder, "qwen3_moe", config=MIXTURE, limits={"micro_batch_size": 4}, **{CONTEXT: 2, EXPERT: 2}
+    )
+
+
+def tokens_of_latent_attention_shared(ranks, folder):
+    return compared(ranks, folder, "deepseek_v3", config={**LATENT, "rope_parameters": YARN}, **{CONTEXT: 2})
+
+
+def rows_padded_as_asked_for(ranks, folder):
+    return compared(ranks, folder, model={"use_remove_padding": False}, limits={"micro_batch_size": 3}, **{TENSOR: 2})
+
+
+# ---- four ranks ------------------------------------------------------------------------------------------------
+
+
+def tokens_shared_by_four(ranks, folder):
+    """Two KV heads, which four ranks look at."""
+    return compared(ranks, folder, "llama", **{CONTEXT: 4})
+
+
+def tokens_and_layers_shared(ranks, folder):
+    return compared(ranks, folder, limits={"micro_batch_size": 3}, **{CONTEXT: 2, TENSOR: 2})
+
+
+def tokens_shared_over_virtual_stages(ranks, folder):
+    """Three micro-batches, which the schedule wants to be four; layers are computed again."""
+    again = {"override_transformer_config": MegatronEngineOverrideTransformerConfigConfig("full")}
+    sizes = {CONTEXT: 2, PIPELINE: 2, VIRTUAL: 2}
+    return compared(ranks, folder, config={"layers": 4}, limits={"micro_batch_size": 3}, **sizes, **again)
+
+
+def tokens_shared_beside_copies(ranks, folder):
+    """Two groups of two processes, each with rows of its own."""
+    return compared(ranks, folder, "qwen3_moe", config=MIXTURE, **{CONTEXT: 2, EXPERT: 4})
