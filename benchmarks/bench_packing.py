@@ -1,16 +1,18 @@
 """A training step on packed rows beside the same step on padded ones, for log-normal lengths.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_packing.py [--sigmas 0.3 0.6 0.9 1.2] [--rounds 3] [--rows 64]
+    OMP_NUM_THREADS=1 python benchmarks/bench_packing.py [--megatron] [--sigmas 0.3 0.6 0.9] [--rounds 3] [--rows 64]
 
 Both are the plain engine with the same weights, rows and micro-batches (8 rows each, in the order of the batch); only
 ``use_remove_padding`` differs. The bound is padded tokens / real tokens: what a step would gain if its time went into
 tokens alone. A share above 100 % is possible, because attention over padding costs more than its tokens. The last
-column is our own padded layout as a run would use it, which sorts rows by length before it pads them.
+column is our own padded layout as a run would use it, which sorts rows by length before it pads them. ``--megatron``
+takes Megatron-Core's layers in one process, its CUDA calls answered by the stand-ins of the tests.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import statistics
 import tempfile
 import time
@@ -24,6 +26,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.algorithms.losses import SFTLoss
 from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig
+from verl.config.megatron import MegatronEngineConfig
 from verl.engines.plain import PlainEngine
 from verl.engines.rows import AlignedRows
 from verl.engines.settings import PassSettings
@@ -62,12 +65,36 @@ def make_batch(rows: int, sigma: float, seed: int = 0) -> DataProto:
     )
 
 
-class InOrder(PlainEngine):
-    """Micro-batches of adjacent rows, each padded to its longest."""
+def in_order(engine: type) -> type:
+    """An engine with micro-batches of adjacent rows, each padded to its longest."""
 
-    def _plan(self, rows: AlignedRows, *limits: Any) -> list[list[int]]:
+    def plan(self: Any, rows: AlignedRows, *limits: Any) -> list[list[int]]:
         everyone = list(range(len(rows.lengths)))
         return [everyone[i : i + ROWS_EACH] for i in range(0, len(everyone), ROWS_EACH)]
+
+    return type("InOrder", (engine,), {"_plan": plan})
+
+
+def plain_engines(path: Path) -> dict[str, Any]:
+    settings = HFModelConfig(path=str(path)), FSDPEngineConfig(), OptimizerConfig(lr=0.0)
+    return {
+        "padded": in_order(PlainEngine)(*settings, passes=PassSettings(packed=False)),
+        "packed": in_order(PlainEngine)(*settings, passes=PassSettings(packed=True)),
+        "sorted": PlainEngine(*settings, passes=PassSettings(packed=False)),
+    }
+
+
+def megatron_engines(path: Path) -> dict[str, Any]:
+    importlib.import_module("tests.megatron.shim")
+    from verl.engines.megatron import MegatronEngine
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    engines = {}
+    for name, packed in (("padded", False), ("packed", True), ("sorted", False)):
+        model = HFModelConfig(path=str(path), external_lib="tests.megatron.shim", use_remove_padding=packed)
+        engine = MegatronEngine if name == "sorted" else in_order(MegatronEngine)
+        engines[name] = engine(model, MegatronEngineConfig(dtype="float32"), OptimizerConfig(lr=0.0))
+    return engines
 
 
 def padded_tokens(batch: DataProto) -> tuple[int, int]:
@@ -82,17 +109,13 @@ def main() -> None:
     parser.add_argument("--sigmas", nargs="+", type=float, default=[0.3, 0.6, 0.9, 1.2])
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--megatron", action="store_true")
     add_json(parser)
     arguments = parser.parse_args()
     figures = Figures()
     with tempfile.TemporaryDirectory() as folder:
         path = make_model(Path(folder))
-        settings = HFModelConfig(path=str(path)), FSDPEngineConfig(), OptimizerConfig(lr=0.0)
-        engines = {
-            "padded": InOrder(*settings, passes=PassSettings(packed=False)),
-            "packed": InOrder(*settings, passes=PassSettings(packed=True)),
-            "sorted": PlainEngine(*settings, passes=PassSettings(packed=False)),
-        }
+        engines = megatron_engines(path) if arguments.megatron else plain_engines(path)
         print(
             f"{arguments.rows} rows, prompts of {PROMPT}, responses around {MEDIAN} tokens, "
             f"{torch.get_num_threads()} threads"
