@@ -6,6 +6,7 @@ from typing import Any
 
 from verl.config import (
     elastic,
+    lending,
     losses,
     off_policy,
     oversampling,
@@ -57,6 +58,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
         pools.tell,
         queues.tell,
         elastic.tell,
+        lending.tell,
         _conversations,
         _traces,
         _resume,

@@ -19,7 +19,6 @@ INSTEAD: dict[str, str] = {
     "replay of rollouts by the transfer queue's trainer": "Set skip.rollout, with the same settings.",
     "replay of rollouts by the asynchronous trainer": "Set skip.rollout, with the same settings.",
     "a sampler of batches of your own": "Leave it out; trainer.v1.trainer_mode takes a schedule of your own.",
-    "lending trainer devices to sampling": "Leave it out; actor_rollout_ref.rollout.n_gpus_per_node sizes the samplers' pool.",
     "moving devices between sampling and training": "Leave it out; trainer and rollout pools keep their sizes.",
     "validation by samplers of the trainers": "Leave it out: the samplers validate.",
 }

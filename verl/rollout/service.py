@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.errors import RolloutError, WorkerError, suggest
@@ -31,6 +32,22 @@ SLACK = 8
 """Requests by which a replica may be ahead of the least loaded one and still get another sample of its prompt."""
 FAILURES = 2
 """Losses in a row after which a replica gets no more requests."""
+ABORT_SECONDS = 0.05
+"""After which a replica that is taken back is asked again to abort: a request may have been on its way there."""
+
+
+@dataclass(frozen=True)
+class TakenBack:
+    """What replicas did that were there for a while.
+
+    Args:
+        completed, tokens: requests, or parts of them, that they answered, and the tokens of these.
+        moved: uid and sample index of those that went on elsewhere.
+    """
+
+    completed: int = 0
+    tokens: int = 0
+    moved: tuple[tuple[str, int], ...] = ()
 
 
 class Replica:
@@ -39,10 +56,11 @@ class Replica:
     def __init__(self, name: str, sampler: Sampler):
         self.name, self.sampler = name, sampler
         self.failures = 0
-        self.completed = 0
+        self.completed = self.tokens = 0
         self.lost_at: float | None = None
         self.reason = ""
-        self.is_leaving = False
+        self.is_leaving = self.is_recalled = False
+        self.moved: list[tuple[str, int]] = []
         self.is_broken = False
         self.ids: set[str] = set()
         self._idle: list[asyncio.Future[None]] = []
@@ -61,6 +79,7 @@ class Replica:
         try:
             done = await self.sampler.generate(request)
             self.completed += 1
+            self.tokens += len(done.token_ids)
             return done
         finally:
             self.ids.discard(request.id)
@@ -158,6 +177,7 @@ class SamplerService(Sampler):
         retry_seconds: after which a lost replica is tried again.
         lost_seconds: that a lost replica may take to free its memory.
         is_elastic: somebody replaces lost replicas (`add`, `discard`); there may be none at first.
+        is_joined: others join for a while (`add`, `take_back`), so that requests wait here also for the only one.
 
     Example:
         >>> service = SamplerService({f"server {url}": ServerSampler(url, model) for url in urls})
@@ -173,6 +193,7 @@ class SamplerService(Sampler):
         lost_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
         is_elastic: bool = False,
+        is_joined: bool = False,
     ):
         if not replicas and not is_elastic:
             raise RolloutError("there are no replicas", key="actor_rollout_ref.rollout")
@@ -187,7 +208,7 @@ class SamplerService(Sampler):
         self._in_flight: set[str] = set()
         self._at_gate: set[str] = set()
         self._given_up: set[str] = set()
-        self.is_elastic, self._end = is_elastic, ""
+        self.is_elastic, self.is_joined, self._end = is_elastic, is_joined, ""
         self._moved: list[tuple[str, int]] = []
 
     @property
@@ -247,11 +268,18 @@ class SamplerService(Sampler):
             if not replica.is_lost or not self._published:
                 replica.recovered()
             self._answered(replica, done)
-            return done
+            return self._parted(replica, request, done)
         self._counts["resent"] -= 1
         raise EngineLostError(
             f"request {request.id!r} was lost by {len(avoided)} replicas in turn, the last time: {last}"
         ) from last
+
+    def _parted(self, replica: Replica, request: Request, done: Completion) -> Completion:
+        """The answer, as one that is to go on where its replica was taken back amid it."""
+        if not replica.is_recalled or done.finish_reason != "abort" or request.id in self._given_up:
+            return done
+        replica.moved.append((request.uid, request.sample_index))
+        return replace(done, is_interrupted=True)
 
     def _answered(self, replica: Replica, done: Completion) -> None:
         """A replica answered an attempt; a subclass may keep which."""
@@ -370,6 +398,30 @@ class SamplerService(Sampler):
         self._router.forget(replica)
         return replica.sampler
 
+    async def take_back(self, names: Collection[str]) -> TakenBack:
+        """Remove replicas without waiting for their answers: what they compute is aborted, and goes on elsewhere from
+        its prefix.
+
+        Others must be there: the requests wait for them.
+        """
+        leaving = [replica for replica in self.replicas if replica.name in names]
+        for replica in leaving:  # all at once, so that no request goes from one of them to another
+            replica.is_leaving = replica.is_recalled = True
+        await asyncio.gather(*(self._emptied(replica) for replica in leaving))
+        for replica in leaving:
+            self.replicas.remove(replica)
+            self._router.forget(replica)
+        completed, tokens = (
+            sum(counts) for counts in ([one.completed for one in leaving], [one.tokens for one in leaving])
+        )
+        return TakenBack(completed, tokens, tuple(key for one in leaving for key in one.moved))
+
+    async def _emptied(self, replica: Replica) -> None:
+        while replica.ids and not replica.is_lost:
+            await replica.sampler.abort(sorted(replica.ids))
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(replica.drained(), ABORT_SECONDS)
+
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
         wanted = None if request_ids is None else set(request_ids)
         self._given_up |= self._in_flight if wanted is None else self._in_flight & wanted
@@ -420,7 +472,7 @@ class SamplerService(Sampler):
 
     @property
     def _is_single(self) -> bool:
-        return len(self.replicas) == 1 and not self.is_elastic
+        return len(self.replicas) == 1 and not (self.is_elastic or self.is_joined)
 
     def _are_replaced(self, errors: Iterable[Exception]) -> bool:
         """Whether these are losses of replicas that others will come for."""

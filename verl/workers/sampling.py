@@ -10,12 +10,14 @@ from typing import Any
 from verl.agent_loop import AgentLoopManager
 from verl.config import ActorRolloutRefConfig, DataConfig, PPOTrainerConfig, ProfilerConfig
 from verl.data import tokenizer_of
+from verl.errors import RolloutError
 from verl.metrics import Metric
 from verl.protocol import DataProto
 from verl.rollout.base import Completion, Request
 from verl.rollout.followed import FollowedService
 from verl.rollout.from_sync import run_now
 from verl.rollout.hosted import RemoteSampler
+from verl.rollout.service import TakenBack
 from verl.single_controller.base import Dispatch, Execute, register
 from verl.single_controller.base.handle import Handle
 from verl.workers.loops import RemoteRunner
@@ -85,6 +87,7 @@ class SamplingWorker(ReplicaWorker):
         context: device and the peers' time-out.
         data: the section ``data``, for agent loops that render messages.
         scoring: the full configuration, to score samples during sampling; None: after it, by the controller.
+        lends: trainers lend their devices, so that requests wait for a slot where any replica can have them.
     """
 
     def __init__(
@@ -93,9 +96,10 @@ class SamplingWorker(ReplicaWorker):
         context: WorkerContext | None = None,
         data: DataConfig | None = None,
         scoring: PPOTrainerConfig | None = None,
+        lends: bool = False,
     ):
         super().__init__(config, context)
-        self.data, self.scoring = data, scoring
+        self.data, self.scoring, self.lends = data, scoring, lends
         self.bytes_sent = 0.0
         self._connected: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -156,6 +160,21 @@ class SamplingWorker(ReplicaWorker):
         """A replica's process is gone, or will be ended at once."""
         self.service.discard(name)
 
+    async def lend(self, replicas: Mapping[str, Handle]) -> None:
+        """Replicas join until `take_back`.
+
+        Raises:
+            RolloutError: one has other weights than those that are sampled with.
+        """
+        for name, handle in replicas.items():
+            if not await self.add_replica(name, handle):
+                self.service.discard(name)
+                raise RolloutError(f"{name} was lent with other weights than version {self.service.version}")
+
+    async def take_back(self, names: Sequence[str]) -> TakenBack:
+        """Return once these replicas have no request; what they were computing goes on elsewhere."""
+        return await self.service.take_back(names)
+
     async def give_up(self, reason: str) -> None:
         """No replica will be replaced any more, so every request from here on is an error."""
         self.service.give_up(reason)
@@ -178,7 +197,9 @@ class SamplingWorker(ReplicaWorker):
     def _serve(self) -> None:
         rollout = self.config.rollout
         attempts, slots = rollout.server.max_attempts, rollout.max_num_seqs
-        self.service = FollowedService(self.replicas, max_resends=attempts, slots=slots, is_elastic=self.is_elastic)
+        self.service = FollowedService(
+            self.replicas, max_resends=attempts, slots=slots, is_elastic=self.is_elastic, is_joined=self.lends
+        )
         early = None if self.scoring is None else early_scorer(self.scoring, self.tokenizer)
         self.agent_loops = AgentLoopManager(
             rollout,

@@ -14,7 +14,7 @@ from collections.abc import Coroutine, Mapping
 from concurrent import futures
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from verl.agent_loop.failed import RunStops
 from verl.errors import RolloutError
@@ -27,6 +27,7 @@ from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.groups import Done, judged
 from verl.workers.sampling import FOLLOW, SERVED
 
+T = TypeVar("T")
 Ended = tuple[Done, StepContext, BaseException | None]
 Follow = Mapping[int, Mapping[str, Draws]]
 """Group -> request -> what it is to draw."""
@@ -136,6 +137,7 @@ class Beside:
         # Taken by each group's coroutine in this loop's thread, in order of admission; released with its answer.
         self._slots = asyncio.Semaphore(limit)
         self._limit, self._each = limit, each
+        self._own, self._lent = limit // each, 0
         self._thread = threading.Thread(target=self._loop.run_forever, name="verl-groups", daemon=True)
         if not self.takes_turns:
             self._thread.start()
@@ -150,7 +152,8 @@ class Beside:
         if prompts and not self.in_flight:
             self._idle += time.monotonic() - self._since
         if ctx.run.replicas is not None:
-            self._resize(self._each * max(1, ctx.run.replicas()))
+            self._own = max(1, ctx.run.replicas())
+            self._resize(self._each * (self._own + self._lent))
         for number, prompt in prompts.items():
             self.in_flight += 1
             half = ctx.run.open(ctx.step)
@@ -158,6 +161,15 @@ class Beside:
             accounting.ask(asked, half)
             spans = None if follow is None else follow[number]
             asyncio.run_coroutine_threadsafe(self._group(number, asked, half, spans), self._loop)
+
+    def ask(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a call of a worker, made in the loop of the groups."""
+        return self._run(work).result()
+
+    def lend(self, number: int) -> None:
+        """So many replicas more than usual, 0 from when they are given back."""
+        self._lent = number
+        self._resize(self._each * (self._own + number))
 
     def _resize(self, limit: int) -> None:
         """More places are there at once; fewer when groups that have them have ended."""
@@ -194,7 +206,7 @@ class Beside:
         """Whether it has ended, after a while."""
         return bool(futures.wait([work], LOOK_SECONDS).done)
 
-    def _run(self, work: Coroutine[Any, Any, Any]) -> futures.Future[Any]:
+    def _run(self, work: Coroutine[Any, Any, T]) -> futures.Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _entered(self, done: Done, half: StepContext, error: BaseException | None, ctx: StepContext) -> Done:

@@ -13,6 +13,7 @@ from verl.single_controller.base.interrupts import Interrupted, interruptible
 from verl.trainer.ppo import accounting, stages
 from verl.trainer.ppo.context import RunState, StepContext
 from verl.trainer.ppo.groups import Drawn, carried_groups, check_in_time, check_not_starved, groups_carried
+from verl.trainer.ppo.lending import Lending
 from verl.trainer.ppo.queue import GroupQueue, QueuedGroup
 from verl.trainer.ppo.scripted import ScriptedSampling
 from verl.trainer.ppo.stages import PromptSource
@@ -46,11 +47,23 @@ class Filling:
         return sampling
 
     def next_chunk(
-        self, source: PromptSource, sampling: ScriptedSampling, ctx: StepContext, may_stop: bool
+        self,
+        source: PromptSource,
+        sampling: ScriptedSampling,
+        ctx: StepContext,
+        may_stop: bool,
+        lending: Lending | None = None,
     ) -> list[QueuedGroup]:
-        """The groups that the step trains on next; samples, or waits for them."""
-        queue = self.queue
-        with ctx.stop.droppable() if may_stop else nullcontext():
+        """The groups that the step trains on next; samples, or waits for them.
+
+        Args:
+            lending: may lend the trainers' devices meanwhile.
+        """
+        queue, is_replay = self.queue, sampling.follows is not None
+        until = sampling.lends(0 if lending is None else lending.until(queue, ctx), ctx)
+        is_lent = until > 0 and not is_replay
+        waiting = nullcontext() if lending is None else lending.beginning(queue, ctx, is_lent)
+        with ctx.stop.droppable() if may_stop else nullcontext(), waiting:
             while not (may_stop and ctx.stop.requested):
                 self._admit(source, sampling, ctx)
                 self.take_in(sampling, ctx, wait=False)
@@ -59,7 +72,7 @@ class Filling:
                 for late in overdue:
                     if late.is_complete:  # the others are dropped when they end
                         accounting.drop(late.samples, "stale", ctx)
-                if queue.is_ready():
+                if queue.is_ready() and queue.complete_groups >= until:
                     break
                 check_not_starved(queue, self.lost, ctx)
                 self.take_in(sampling, ctx, wait=True, may_stop=may_stop)

@@ -85,6 +85,20 @@ class ScriptedSampling:
                 queue.begin_again(number)
             self._note("again", step=ctx.step, groups=list(script.next["groups"]))
 
+    def lends(self, until: int, ctx: StepContext) -> int:
+        """How many groups the step waits for before it begins; 0: as few as it needs.
+
+        Args:
+            until: for how many this run would lend devices; in a replay, which lends none, the recorded number counts.
+        """
+        self._leave_script(ctx)
+        script = self.follows
+        if script is not None:
+            until = script.next["until"] if script.next["event"] == "lend" else 0
+        if until:
+            self._note("lend", step=ctx.step, until=until)
+        return until
+
     def results(self, ctx: StepContext, wait: bool, may_stop: bool = True) -> list[Done]:
         self._leave_script(ctx)
         script = self.follows
@@ -193,7 +207,8 @@ def _spans_of(end: Mapping[str, Any], gone: int) -> dict[str, Draws]:
     """What the requests of a group are to draw; tokens of versions before ``gone`` are taken from the record."""
     spans, answers = {}, end.get("answers", {})
     for name, request in end["requests"].items():
-        counts = tuple((version, count) for version, count in counts_of(request))
+        # A request that went on elsewhere with the same version had its prefix computed at once: its draws part there.
+        counts = tuple((version, count) for _, version, count in request["spans"])
         number = sum(count for version, count in counts if version < gone)
         answer = answers.get(name, {"tokens": (), "log_probs": ()})
         if len(answer["tokens"]) < number:

@@ -26,6 +26,7 @@ from verl.trainer.ppo.beside import Beside, Driven, InTurn, Sampling
 from verl.trainer.ppo.context import RunState, StepContext, together
 from verl.trainer.ppo.filling import Filling
 from verl.trainer.ppo.groups import Report
+from verl.trainer.ppo.lending import Lending
 from verl.trainer.ppo.queue import GroupQueue, QueueBound
 from verl.trainer.ppo.schedules.sync import AHEAD, RESUMED, SyncSchedule
 from verl.trainer.ppo.scripted import ScriptedSampling
@@ -47,6 +48,7 @@ class QueueSchedule(SyncSchedule):
     def __init__(self) -> None:
         super().__init__()
         self._filling: Filling | None = None
+        self._lending: Lending | None = None
 
     def steps_of(self, config: PPOTrainerConfig, batches: int) -> int:
         """Steps in an epoch of the loader, whose batches may be of another size."""
@@ -64,7 +66,8 @@ class QueueSchedule(SyncSchedule):
         for left in reversed(range(bound.groups // bound.chunk)):
             ctx.goes_on = left > 0
             # Nothing is saved between two chunks: once the first one changed the weights, the step goes on to its end.
-            taken = filling.next_chunk(source, sampling, ctx, may_stop=not parts)
+            lending = None if parts else self._lending
+            taken = filling.next_chunk(source, sampling, ctx, may_stop=not parts, lending=lending)
             report.trained(taken, ctx.step - 1)
             chunk = together([entry.samples for entry in taken])
             accounting.batched(chunk, ctx)
@@ -72,6 +75,8 @@ class QueueSchedule(SyncSchedule):
             train = partial(learn, chunk, roles, ctx, self.stages)
             parts.append(filling.beside(train, sampling, ctx))
         report.add_to(ctx, sampling.idle_seconds)
+        if self._lending is not None:
+            self._lending.end_step(ctx)
         ctx.sample_info = {name: [] for name in filling.details}
         if len(parts) == 1:
             return parts[0]
@@ -109,7 +114,9 @@ class QueueSchedule(SyncSchedule):
             queue = GroupQueue(bound, ctx.step - 1, (ctx.step - 1) * bound.groups)
             filling = self._filling = Filling(queue, ctx.run)
         if filling.sampling is None:
-            filling.start(ScriptedSampling(self._sampling(roles, ctx), ctx.run.record), ctx)
+            inner = self._sampling(roles, ctx)
+            self._lending = self._lender(inner, roles, ctx)
+            filling.start(ScriptedSampling(inner, ctx.run.record), ctx)
         return filling, cast(ScriptedSampling, filling.sampling)
 
     def _sampling(self, roles: Roles, ctx: StepContext) -> Sampling:
@@ -124,6 +131,10 @@ class QueueSchedule(SyncSchedule):
             return InTurn(roles)
         each = ctx.config.async_training.concurrent_samples_per_replica
         return Beside(roles, each * len(topology_of(ctx.config).replicas), each)
+
+    def _lender(self, sampling: Sampling, roles: Roles, ctx: StepContext) -> Lending | None:
+        """What lends the trainers' devices to the samplers; a schedule may have it."""
+        return None
 
     def held_samples(self) -> Iterable[DataProto]:
         """Of groups that are complete, and of those that are in flight."""
