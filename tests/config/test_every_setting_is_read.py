@@ -15,7 +15,7 @@ from verl.config import PPOTrainerConfig, SFTTrainerConfig, leaves, load_config,
 from verl.config.groups import PPO
 from verl.config.megatron import MegatronEngineConfig
 from verl.config.recipes import with_recipes
-from verl.config.trainer import AsyncTrainingConfig
+from verl.config.trainer import AsyncTrainingConfig, HybridRolloutConfig
 from verl.trainer import main_ppo, sft_trainer
 
 PROFILER_TOOLS = (
@@ -43,6 +43,8 @@ READ_ELSEWHERE = {
     "trainer.v1.colocate_async.num_warmup_batches",
     "trainer.v1.separate_async.num_warmup_batches",
     "trainer.v1.separate_async.parameter_sync_step",
+    # Only samplers in a pool of their own are lent devices: tests/trainer/ppo/test_lending.py.
+    *(f"trainer.v1.separate_async.hybrid_rollout.{name}" for name in HybridRolloutConfig.__dataclass_fields__),
     *(f"async_training.{name}" for name in AsyncTrainingConfig.__dataclass_fields__),
     # The actor reads its mirror, actor.policy_loss.rollout_correction.loss_type.
     "algorithm.rollout_correction.loss_type",

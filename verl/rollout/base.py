@@ -142,6 +142,20 @@ class Completion:
     is_interrupted: bool = False
 
 
+@dataclass(frozen=True)
+class TakenBack:
+    """What replicas did that were there for a while.
+
+    Args:
+        completed, tokens: requests, or parts of them, that they answered, and the tokens of these.
+        moved: uid and sample index of those that went on elsewhere.
+    """
+
+    completed: int = 0
+    tokens: int = 0
+    moved: tuple[tuple[str, int], ...] = ()
+
+
 class Sampler(ABC):
     """Samples completions; batches concurrent `generate` calls.
 

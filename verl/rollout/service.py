@@ -12,12 +12,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from verl.errors import RolloutError, WorkerError, suggest
 from verl.metrics import notice
-from verl.rollout.base import Completion, Request, Sampler
+from verl.rollout.base import Completion, Request, Sampler, TakenBack
 from verl.rollout.gated import Gate
 from verl.rollout.lost import EngineLostError
 from verl.rollout.resume import continued, joined
@@ -34,20 +34,6 @@ FAILURES = 2
 """Losses in a row after which a replica gets no more requests."""
 ABORT_SECONDS = 0.05
 """After which a replica that is taken back is asked again to abort: a request may have been on its way there."""
-
-
-@dataclass(frozen=True)
-class TakenBack:
-    """What replicas did that were there for a while.
-
-    Args:
-        completed, tokens: requests, or parts of them, that they answered, and the tokens of these.
-        moved: uid and sample index of those that went on elsewhere.
-    """
-
-    completed: int = 0
-    tokens: int = 0
-    moved: tuple[tuple[str, int], ...] = ()
 
 
 class Replica:

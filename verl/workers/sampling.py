@@ -13,11 +13,10 @@ from verl.data import tokenizer_of
 from verl.errors import RolloutError
 from verl.metrics import Metric
 from verl.protocol import DataProto
-from verl.rollout.base import Completion, Request
+from verl.rollout.base import Completion, Request, TakenBack
 from verl.rollout.followed import FollowedService
 from verl.rollout.from_sync import run_now
 from verl.rollout.hosted import RemoteSampler
-from verl.rollout.service import TakenBack
 from verl.single_controller.base import Dispatch, Execute, register
 from verl.single_controller.base.handle import Handle
 from verl.workers.loops import RemoteRunner

@@ -21,7 +21,7 @@ from statistics import fmean
 from verl.config import PPOTrainerConfig
 from verl.config.topology import processes_of
 from verl.config.trainer import HybridRolloutConfig
-from verl.rollout.service import TakenBack
+from verl.rollout.base import TakenBack
 from verl.single_controller.base import Roles
 from verl.trainer.placement import topology_of
 from verl.trainer.ppo.beside import Beside
