@@ -21,6 +21,7 @@ SETTINGS = (
     "algorithm.rollout_correction.bypass_mode=true",
     "actor_rollout_ref.rollout.full_determinism=true",
     "actor_rollout_ref.rollout.ignore_eos=true",
+    "actor_rollout_ref.rollout.free_cache_engine=true",
     "data.max_response_length=64",
     "trainer.save_freq=3",
 )
