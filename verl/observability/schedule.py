@@ -31,7 +31,7 @@ from verl.errors import DataError, ReplayError
 from verl.metrics import notice
 from verl.observability.account import Entry
 from verl.observability.ledger import entry_of, lines_of
-from verl.observability.places import file_of_run, set_aside
+from verl.observability.places import file_of_run, newest_file, set_aside
 
 KEY, NAME, FORMAT = "trainer.replay_from", "schedule.jsonl", 1
 RUN, NOT_COMPARED = "run", ("t", "answers")
@@ -180,12 +180,12 @@ class Script:
 
     @classmethod
     def read(cls, place: Path) -> Script:
-        """Of a run's folder, or of the file itself.
+        """Of a run's folder, where the run that wrote last is meant, or of the file itself.
 
         Raises:
             DataError: there is none, or it cannot be followed.
         """
-        path = place / NAME if place.is_dir() else place
+        path = newest_file(place / NAME) or place / NAME if place.is_dir() else place
         try:
             entries = list(lines_of(path))
         except OSError as error:

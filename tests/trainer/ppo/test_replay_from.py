@@ -8,16 +8,18 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.trainer.ppo.small_runs import Seen, prepare, train
-from verl.errors import ConfigError, ReplayError
+from verl.errors import ConfigError, ReplayError, RolloutError
 from verl.metrics import notices, reset_notices
 from verl.observability.schedule import NAME, Script
 from verl.trainer.ppo import beside, record
+from verl.trainer.ppo.groups import Done
 from verl.trainer.ppo.schedules import queued
 
 MODE, RULES = "trainer.v1.trainer_mode", "trainer.v1.sampler"
@@ -36,9 +38,16 @@ BASE = (
 
 
 class Explored(beside.Driven):
-    """Groups end one after another in an order, and at moments, that a die decides."""
+    """Groups end one after another in an order, and at moments, that a die decides; some fail the first time."""
 
     die = random.Random(0)
+    failing: ClassVar[set[int]] = set()
+
+    async def _group(self, number, asked, half, spans):
+        if number not in self.failing:
+            return await super()._group(number, asked, half, spans)
+        self.failing.remove(number)
+        self._done.put((Done(number, asked, why="failed"), half, RolloutError("no process is left")))
 
     def results(self, ctx, wait, may_stop=True):
         for _ in range(self.die.randrange(12)):
@@ -64,9 +73,9 @@ def run(folder: str, *changes: str) -> Seen:
     )
 
 
-def explored(folder: str, seed: int, *changes: str) -> Seen:
+def explored(folder: str, seed: int, *changes: str, failing: tuple[int, ...] = ()) -> Seen:
     """A run whose groups are sampled one by one, and end in a random order."""
-    Explored.die = random.Random(seed)
+    Explored.die, Explored.failing = random.Random(seed), {*failing}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(queued, "InTurn", Explored)
         patch.setattr(record, "samples_beside", lambda config: True)
@@ -89,11 +98,15 @@ def taken(folder: str) -> list[list[int]]:
 
 def test_groups_that_ended_in_a_random_order_end_in_it_again_and_the_weights_have_the_same_bits():
     for seed, rule in enumerate(("drop", "wait")):
-        explored(f"run_{rule}", seed, f"{RULES}.max_off_policy_strategy={rule}")
+        explored(f"run_{rule}", seed, f"{RULES}.max_off_policy_strategy={rule}", failing=(5,) if rule == "wait" else ())
         assert taken(f"run_{rule}") != [[2 * number, 2 * number + 1] for number in range(6)]  # a random order
         run(f"again_{rule}", f"{RULES}.max_off_policy_strategy={rule}", f"trainer.replay_from=run_{rule}")
         assert same(f"again_{rule}", f"run_{rule}") and taken(f"again_{rule}") == taken(f"run_{rule}")
     assert not same("run_drop", "run_wait")
+    ends = [[why for one in Script.read(Path(name)).decisions if one["event"] == "ended"
+             for why in (group["why"] for group in one["groups"] if group["group"] == 5)]
+            for name in ("run_wait", "again_wait")]  # fmt: skip
+    assert ends == [["failed", ""]] * 2  # sampled once more, in both
 
 
 def test_a_run_that_was_killed_goes_on_from_its_checkpoint_with_the_decisions_that_it_had_taken_and_equal_weights():
@@ -121,7 +134,8 @@ def test_a_run_that_was_killed_and_decided_anew_has_one_schedule_which_a_replay_
 def test_a_record_that_ends_early_is_followed_to_its_end_and_the_run_goes_on():
     lines = Path("run_drop", NAME).read_text().splitlines(keepends=True)
     Path("early").mkdir()
-    Path("early", NAME).write_text("".join(lines[: len(lines) // 2]) + '{"event":"ended","st')
+    Path("early", NAME).write_text(lines[0])  # of a run that was killed before its first checkpoint
+    Path("early", "schedule-2.jsonl").write_text("".join(lines[: len(lines) // 2]) + '{"event":"ended","st')
     reset_notices()
     seen = run("after_early", f"{RULES}.max_off_policy_strategy=drop", "trainer.replay_from=early")
     followed = Script.read(Path("early")).decisions

@@ -226,8 +226,10 @@ def _answers(done: Done, requests: Mapping[str, Any], boundary: int) -> dict[str
     old = {
         name: sum(count for version, count in counts_of(its) if version < boundary) for name, its in requests.items()
     }
+    if not any(old.values()):  # also of a group that failed, which has no tensors
+        return {}
     tensors = done.samples.tensors
-    if not any(old.values()) or "token_versions" not in tensors.keys():
+    if "token_versions" not in tensors.keys():
         return {}
     columns, answers = done.samples.non_tensor_batch, dict[str, Any]()
     drawn = tensors["token_versions"] >= 0
