@@ -56,6 +56,7 @@ class FollowedService(SamplerService):
             await self._change()
 
     async def generate(self, request: Request) -> Completion:
+        self._forget(request)
         if _conversation(request.id) not in self._follows:
             return await super().generate(request)
         if request.id not in self._spans:
@@ -107,6 +108,13 @@ class FollowedService(SamplerService):
             notes.spans += spans_of(replica, done.token_versions)
             notes.finish = done.finish_reason
 
+    def _forget(self, request: Request) -> None:
+        """A request that comes again is of a conversation that begins anew, as the process of its loop was lost."""
+        noted = self._noted.get(_conversation(request.id), {})
+        if request.id in noted:
+            for name in [name for name in noted if _turn(name) >= _turn(request.id)]:
+                del noted[name]
+
     def _drew(self, request: Request) -> None:
         self._drawn[request.id] = len(request.generated_prefix)
         self._wake()
@@ -127,6 +135,10 @@ class FollowedService(SamplerService):
 
 def _conversation(request_id: str) -> str:
     return request_id.rpartition("-")[0]
+
+
+def _turn(request_id: str) -> int:
+    return int(request_id.rpartition("-")[2])
 
 
 def _covered(spans: Draws) -> list[tuple[int, int]]:
