@@ -10,7 +10,9 @@ ledger has to be readable; at the end
 - the ledger says: lost 0, trained twice 0, and every prompt was trained on as often as there are epochs;
 - so do the dumped samples of the steps, which know nothing of the ledger;
 - no step is missing, and the last checkpoint is intact;
-- the accuracy is that of a run that nothing disturbed; where numbers follow from counts, the weights are, to the bit.
+- the accuracy is that of a run that nothing disturbed; where numbers follow from counts, the weights are, to the bit;
+- a case that follows its own record whenever it is started again (`trainer.replay_from`) has one schedule at the end: a
+  run in one process that follows it from the beginning, and that nothing disturbs, has the weights to the bit.
 
 Printed: kills by role and moment, how the runs ended, seconds. What is wrong ends the script with status 1, and leaves
 the folder of the run.
@@ -51,6 +53,7 @@ from verl.observability.spans import read_spans
 
 PROMPTS, SAMPLES, GROUPS, LENGTH = 24, 4, 8, 8
 """Prompts of the data set, answers to each, prompts of a step, tokens of an answer."""
+FOLLOW, RECORDS = "trainer.replay_from", "schedule*.jsonl"
 MODE, R, A = "trainer.v1.trainer_mode", "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 SCORER = f"""def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return sum(c.isdigit() for c in solution_str) / {LENGTH}
@@ -113,6 +116,7 @@ class Case:
         life: mean seconds between its first moment in its folder and a hit at a random instant.
         same_bits: its numbers follow from counts, so that it has to end with the bits of an undisturbed run in one
             process.
+        replayed: each start takes the recorded decisions of those before again, and the end is compared with a replay.
         share: of the kills.
         steps: its length.
     """
@@ -120,6 +124,7 @@ class Case:
     words: tuple[str, ...]
     life: float
     same_bits: bool = True
+    replayed: bool = False
     share: float = 1.0
     steps: int = 30
 
@@ -142,6 +147,10 @@ CASES = {
     "ray_abort": Case(
         (*STREAM, *ON_RAY, f"{R}.requests_at_update=abort", "trainer.v1.sampler.order=completion",
          "trainer.v1.sampler.max_off_policy_strategy=wait"), 1.5, same_bits=False, share=0.5,
+    ),
+    "ray_replay": Case(
+        (*STREAM, *ON_RAY, f"{R}.requests_at_update=pause", "trainer.v1.sampler.order=completion",
+         "trainer.v1.sampler.max_off_policy_strategy=wait"), 1.5, same_bits=False, replayed=True, share=0.5,
     ),
     "ray_ahead": Case((f"{MODE}=one_step_off", *ON_RAY), 1.5, share=1),
 }  # fmt: skip
@@ -192,10 +201,21 @@ class Disturbed:
     def finish(self) -> None:
         """See the run through, and check everything that it left."""
         self.tally.starts += 1
-        ended = self.server.start(self.folder, self.case.arguments()).wait()
+        ended = self.server.start(self.folder, self._arguments()).wait()
         assert ended.status == 0, f"undisturbed, it ended with {ended.status}\n{ended.output[-4000:]}"
         self.tally.complete += 1
         check(self.case, self.folder, self.whole)
+        if self.case.replayed:
+            again = self.folder.with_name(f"{self.folder.name}_again")
+            undisturbed(self.server, self.case, again, f"{FOLLOW}={self.folder / 'run'}")
+            assert_same_weights(self.case, self.folder, again)
+            print(f"{self.folder.name}: its replay in one process has the same bits", flush=True)
+            shutil.rmtree(again)
+
+    def _arguments(self) -> list[str]:
+        """Of the next start; a record is there once a start before has taken a decision."""
+        has_record = self.case.replayed and any(path.stat().st_size for path in (self.folder / "run").glob(RECORDS))
+        return [*self.case.arguments(), *([f"{FOLLOW}=run"] if has_record else [])]
 
     def _start_and_hit(self) -> tuple[int, Ended]:
         (self.folder / "hits").unlink(missing_ok=True)
@@ -203,7 +223,7 @@ class Disturbed:
         if self.chance.random() < (0.3 if self.case.on_ray else 0.5):
             moment = self.chance.choice(sorted(self.case.points))
             fault = f"{moment}:{self.chance.randint(1, self.case.points[moment])}:KILL"
-        run = self.server.start(self.folder, self.case.arguments(), fault)
+        run = self.server.start(self.folder, self._arguments(), fault)
         self.tally.starts += 1
         killed = 0 if fault else self._at_an_instant(run)
         ended = run.wait()
@@ -294,11 +314,16 @@ def check(case: Case, folder: Path, whole: Path) -> None:
     print(f"{folder.name}: accuracy {ours:.3f}, undisturbed {theirs:.3f}", flush=True)
     assert abs(ours - theirs) < 0.1, (ours, theirs)
     if case.same_bits:
-        last = f"run/global_step_{case.steps}"
-        one, other = weights(folder / last), weights(whole / last)
-        one, other = ({key: value for key, value in both.items() if "rng" not in key[1]} for both in (one, other))
-        assert one.keys() == other.keys()
-        assert [key for key in one if not one[key].equal(other[key])] == []
+        assert_same_weights(case, folder, whole)
+
+
+def assert_same_weights(case: Case, folder: Path, other_folder: Path) -> None:
+    """Weights and optimizers of the last checkpoints, to the bit."""
+    last = f"run/global_step_{case.steps}"
+    one, other = weights(folder / last), weights(other_folder / last)
+    one, other = ({key: value for key, value in both.items() if "rng" not in key[1]} for both in (one, other))
+    assert one.keys() == other.keys() and one
+    assert [key for key in one if not one[key].equal(other[key])] == []
 
 
 def accuracy(folder: Path) -> float:
@@ -341,11 +366,11 @@ def _kill(pid: int) -> bool:
     return True
 
 
-def undisturbed(server: Server, case: Case, folder: Path) -> Path:
+def undisturbed(server: Server, case: Case, folder: Path, *more: str) -> Path:
     """The case without a hit, in one process, which is faster."""
     prepare(folder)
     words = [word for word in case.arguments() if word not in ON_RAY]
-    ended = server.start(folder, [*words, "trainer.runtime=local"]).wait()
+    ended = server.start(folder, [*words, "trainer.runtime=local", *more]).wait()
     assert ended.status == 0, ended.output[-4000:]
     return folder
 
