@@ -108,7 +108,7 @@ def test_replicas_that_die_hang_and_join_while_a_run_goes_on_change_no_number(tr
     thread.start()
     try:
         run = train("elastic", 3, *STREAM, *OWN_POOL, "actor_rollout_ref.rollout.max_replacements=6",
-                    "trainer.hang_seconds=8", "reward.custom_reward_function.path=gated.py")  # fmt: skip
+                    "trainer.hang_seconds=16", "reward.custom_reward_function.path=gated.py")  # fmt: skip
     finally:
         over.set()
         thread.join()
