@@ -135,7 +135,8 @@ def test_a_worker_that_a_signal_has_stopped_is_named_and_the_wait_for_it_ends(po
     with pytest.raises(WorkerError, match=stopped), watchdog, spans.span("gen", 2):
         group.throw()
     report = (tmp_path / "hang.txt").read_text()
-    assert f"dice[0] (process {pids[0]}, sleeping)\n" in report
+    # Whether it sleeps in this very moment is a matter of chance: Ray's own threads work now and then.
+    assert any(f"dice[0] (process {pids[0]}, {state})\n" in report for state in ("sleeping", "running"))
     group.close()
     eventually(lambda: all(gone(pid) for pid in pids))
 
