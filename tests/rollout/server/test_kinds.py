@@ -15,6 +15,7 @@ from tests.rollout.server.test_sampler import PATH, ask, over
 from tests.support import tiny_model_dir
 from verl.errors import RolloutError
 from verl.rollout import Request, SamplingParams
+from verl.rollout.server.sampler import place_of
 from verl.weight_sync import chunk_weights
 
 ASKED = Request("a", (40, 41, 42), SamplingParams(max_tokens=4, temperature=0.5, top_p=0.9, top_k=5))
@@ -150,6 +151,16 @@ def test_new_weights_reach_the_server_as_a_whole_folder(model, tmp_path, kind):
     assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= seen[0]
     assert all(torch.equal(seen[1][name], tensor) for name, tensor in new)
     assert sampler.version == 4 and [p.name for p in tmp_path.glob("*/*")] == ["version-4"]
+
+
+def test_servers_that_share_a_folder_never_share_a_name_in_it(monkeypatch):
+    """Servers that a run starts listen on loopback, on two machines perhaps at the same port."""
+    names = []
+    for machine in ("node-a", "node-b"):
+        monkeypatch.setattr("socket.gethostname", lambda name=machine: name)
+        names += [place_of("http://127.0.0.1:30000"), place_of("http://127.0.0.1:30001")]
+        assert place_of("http://node-c:30000") == "node-c-30000", "whoever feeds a server that runs already"
+    assert len({*names}) == 4 and names[0] == "node-a-127-0-0-1-30000"
 
 
 @pytest.mark.parametrize(

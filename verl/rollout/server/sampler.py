@@ -10,12 +10,14 @@ import asyncio
 import atexit
 import re
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from verl import env
 from verl.data import hf_tokenizer
@@ -425,8 +427,15 @@ class ServerSampler(GatedSampler):
             notice(
                 f"{_S}.weights_dir", f"not set: new weights go through {self._weights_dir}, which the server must see"
             )
-        place = re.sub(r"\W+", "-", self.url.partition("://")[2])  # several servers may share the folder
-        return WeightFolder(Path(env.expand(self._weights_dir)) / place, self.model)
+        return WeightFolder(Path(env.expand(self._weights_dir)) / place_of(self.url), self.model)
+
+
+def place_of(url: str) -> str:
+    """The name of a server's folder in one that several share; each machine has another server at localhost."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    is_here = host in ("localhost", "0.0.0.0", "::", "::1") or host.startswith("127.")
+    return re.sub(r"\W+", "-", f"{socket.gethostname()}-{parts.netloc}" if is_here else parts.netloc + parts.path)
 
 
 def addresses(url: Any) -> list[str]:
