@@ -96,9 +96,16 @@ def taken(folder: str) -> list[list[int]]:
     return [one["groups"] for one in Script.read(Path(folder)).decisions if one["event"] == "take"]
 
 
-def test_groups_that_ended_in_a_random_order_end_in_it_again_and_the_weights_have_the_same_bits():
+@pytest.fixture(scope="module")
+def recorded(here) -> None:
+    """The folders ``run_drop`` and ``run_wait``, of runs that differ in the rule for stale groups."""
     for seed, rule in enumerate(("drop", "wait")):
         explored(f"run_{rule}", seed, f"{RULES}.max_off_policy_strategy={rule}", failing=(5,) if rule == "wait" else ())
+
+
+@pytest.mark.usefixtures("recorded")
+def test_groups_that_ended_in_a_random_order_end_in_it_again_and_the_weights_have_the_same_bits():
+    for rule in ("drop", "wait"):
         assert taken(f"run_{rule}") != [[2 * number, 2 * number + 1] for number in range(6)]  # a random order
         run(f"again_{rule}", f"{RULES}.max_off_policy_strategy={rule}", f"trainer.replay_from=run_{rule}")
         assert same(f"again_{rule}", f"run_{rule}") and taken(f"again_{rule}") == taken(f"run_{rule}")
@@ -109,6 +116,7 @@ def test_groups_that_ended_in_a_random_order_end_in_it_again_and_the_weights_hav
     assert ends == [["failed", ""]] * 2  # sampled once more, in both
 
 
+@pytest.mark.usefixtures("recorded")
 def test_a_run_that_was_killed_goes_on_from_its_checkpoint_with_the_decisions_that_it_had_taken_and_equal_weights():
     """Groups that had been sampled ahead at step 2 are in the checkpoint, or their tokens are in the record."""
     shutil.copytree("run_drop", "killed")
@@ -119,6 +127,7 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint_with_the_decisions_th
     assert len(later.batches) == 1 and same("killed", "run_drop") and taken("killed") == taken("run_drop")
 
 
+@pytest.mark.usefixtures("recorded")
 def test_a_run_that_was_killed_and_decided_anew_has_one_schedule_which_a_replay_follows_from_the_beginning():
     shutil.copytree("run_drop", "anew")
     shutil.rmtree("anew/global_step_3")
@@ -131,6 +140,7 @@ def test_a_run_that_was_killed_and_decided_anew_has_one_schedule_which_a_replay_
     assert same("anew_again", "anew") and taken("anew_again") == taken("anew")
 
 
+@pytest.mark.usefixtures("recorded")
 def test_a_record_that_ends_early_is_followed_to_its_end_and_the_run_goes_on():
     lines = Path("run_drop", NAME).read_text().splitlines(keepends=True)
     Path("early").mkdir()
@@ -148,6 +158,7 @@ def test_a_record_that_ends_early_is_followed_to_its_end_and_the_run_goes_on():
     assert seen.metrics[-1]["replay/decisions_left"] == 0
 
 
+@pytest.mark.usefixtures("recorded")
 def test_another_decision_than_the_recorded_one_ends_the_run_and_names_the_first():
     script = Script.read(Path("run_drop"))
     lines = [json.loads(line) for line in Path("run_drop", NAME).read_text().splitlines()]
@@ -162,6 +173,7 @@ def test_another_decision_than_the_recorded_one_ends_the_run_and_names_the_first
     assert script.decisions[number - 1]["event"] == "trained"
 
 
+@pytest.mark.usefixtures("recorded")
 def test_a_replay_that_would_have_other_bits_is_refused_with_every_key_before_anything_starts():
     with pytest.raises(ConfigError) as error:
         run("other", f"{RULES}.max_off_policy_strategy=wait", "trainer.replay_from=run_drop",
