@@ -8,7 +8,6 @@ weights, prompt and key (``rollout.full_determinism``) these are the tokens of b
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -17,6 +16,7 @@ from typing import Any
 from verl.errors import ReplayError
 from verl.observability.schedule import Draws, Notes, Span
 from verl.rollout.base import Completion, Request
+from verl.rollout.change import Change
 from verl.rollout.resume import continued, joined
 from verl.rollout.service import Replica, SamplerService
 
@@ -35,7 +35,7 @@ class FollowedService(SamplerService):
         self._spans: dict[str, Draws] = {}
         self._follows: set[str] = set()
         self._drawn: dict[str, int] = {}
-        self._changed: set[asyncio.Future[None]] = set()
+        self._change = Change()
 
     def note(self, conversations: Sequence[str]) -> None:
         """Note the requests of these conversations (``<uid>-<sample>``) from here on."""
@@ -53,7 +53,7 @@ class FollowedService(SamplerService):
     async def until_drawn(self, counts: Mapping[str, int]) -> None:
         """Return once each of these requests has as many tokens."""
         while any(self._drawn.get(name, 0) < count for name, count in counts.items()):
-            await self._change()
+            await self._change.wait()
 
     async def generate(self, request: Request) -> Completion:
         self._forget(request)
@@ -89,14 +89,14 @@ class FollowedService(SamplerService):
     async def _has(self, version: int, request: Request) -> None:
         """Return once the service has these weights."""
         while self.version < version:
-            await self._change()
+            await self._change.wait()
         if self.version > version:
             raise ReplayError(f"request {request.id} is to draw tokens of version {version}, and the weights are "
                               f"those of version {self.version}")  # fmt: skip
 
     async def publish(self, version: int, failed: Mapping[str, Exception] | None = None) -> None:
         await super().publish(version, failed)
-        self._wake()
+        self._change.tell()
 
     def _answered(self, replica: Replica, done: Completion) -> None:
         self._note(replica.name, done)
@@ -117,20 +117,7 @@ class FollowedService(SamplerService):
 
     def _drew(self, request: Request) -> None:
         self._drawn[request.id] = len(request.generated_prefix)
-        self._wake()
-
-    async def _change(self) -> None:
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._changed.add(future)
-        try:
-            await future
-        finally:
-            self._changed.discard(future)
-
-    def _wake(self) -> None:
-        for future in list(self._changed):
-            if not future.done() and not future.get_loop().is_closed():
-                future.set_result(None)
+        self._change.tell()
 
 
 def _conversation(request_id: str) -> str:

@@ -7,7 +7,6 @@ An engine only defines how one request is sampled and aborted, and how weights a
 
 from __future__ import annotations
 
-import asyncio
 import math
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
@@ -17,6 +16,7 @@ from typing import Any
 
 from verl.errors import NotBuiltError, RolloutError
 from verl.rollout.base import FINISH_REASONS, Completion, Request, Sampler, check_request
+from verl.rollout.change import Change
 from verl.rollout.readiness import Readiness, check_level
 from verl.rollout.resume import continued, joined
 from verl.rollout.uniforms import stream_key
@@ -32,19 +32,19 @@ class Gate:
     def __init__(self) -> None:
         self._inside = 0
         self._is_shut = False
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._change = Change()
 
     @asynccontextmanager
     async def inside(self) -> AsyncIterator[None]:
         """The place of one request."""
         while self._is_shut:
-            await self._change()
+            await self._change.wait()
         self._inside += 1
         try:
             yield
         finally:
             self._inside -= 1
-            self._tell()
+            self._change.tell()
 
     @asynccontextmanager
     async def shut(self, interrupt: Callable[[], Awaitable[None]] | None = None) -> AsyncIterator[None]:
@@ -60,24 +60,11 @@ class Gate:
             if interrupt is not None and self._inside:
                 await interrupt()
             while self._inside:
-                await self._change()
+                await self._change.wait()
             yield
         finally:
             self._is_shut = False
-            self._tell()
-
-    async def _change(self) -> None:
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.add(future)
-        try:
-            await future
-        finally:
-            self._waiting.discard(future)
-
-    def _tell(self) -> None:
-        for future in self._waiting:
-            if not future.done() and not future.get_loop().is_closed():
-                future.set_result(None)
+            self._change.tell()
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any
 from verl.errors import RolloutError, WorkerError, suggest
 from verl.metrics import notice
 from verl.rollout.base import Completion, Request, Sampler, TakenBack
+from verl.rollout.change import Change
 from verl.rollout.gated import Gate
 from verl.rollout.lost import EngineLostError
 from verl.rollout.resume import continued, joined
@@ -49,7 +50,7 @@ class Replica:
         self.moved: list[tuple[str, int]] = []
         self.is_broken = False
         self.ids: set[str] = set()
-        self._idle: list[asyncio.Future[None]] = []
+        self._change = Change()
 
     @property
     def load(self) -> int:
@@ -69,20 +70,12 @@ class Replica:
             return done
         finally:
             self.ids.discard(request.id)
-            if not self.ids:
-                for waiter in self._idle:
-                    if not waiter.done():
-                        waiter.set_result(None)
+            self._change.tell()
 
     async def drained(self) -> None:
         """Return once it has no requests; the caller ensures that none are added."""
         while self.ids:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._idle.append(waiter)
-            try:
-                await waiter
-            finally:
-                self._idle.remove(waiter)
+            await self._change.wait()
 
     def recovered(self) -> None:
         """It answered."""
