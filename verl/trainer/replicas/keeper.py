@@ -226,6 +226,7 @@ class ReplicaKeeper:
         if state.moved:
             self._moved(state.moved)
         for one in [one for one in self._replicas if one.state != "ending"]:
+            self._looked = time.monotonic()  # to look at one that is silent takes long
             known = state.replicas.get(one.name, UNKNOWN)
             self._ask(one, known)
             reason = one.unit.death or known.broken or await self._why_hung(one, known)
