@@ -1,6 +1,6 @@
 """Waiting for the next change of what several coroutines share.
 
-Consumes: the word that something changed. Waits for: it. Unblocked by: `Change.tell`; who waited looks what changed.
+Consumes: the word that something changed. Waits for: it. Unblocked by: `ChangeEvent.tell`; who waited looks what changed.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 
 
-class Change:
+class ChangeEvent:
     """Coroutines that wait, of one event loop after another; they go on in the order in which they came."""
 
     def __init__(self) -> None:

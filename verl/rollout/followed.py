@@ -16,7 +16,7 @@ from typing import Any
 from verl.errors import ReplayError
 from verl.observability.schedule import Draws, Notes, Span
 from verl.rollout.base import Completion, Request
-from verl.rollout.change import Change
+from verl.rollout.change import ChangeEvent
 from verl.rollout.resume import continued, joined
 from verl.rollout.service import Replica, SamplerService
 
@@ -35,7 +35,7 @@ class FollowedService(SamplerService):
         self._spans: dict[str, Draws] = {}
         self._follows: set[str] = set()
         self._drawn: dict[str, int] = {}
-        self._change = Change()
+        self._change = ChangeEvent()
 
     def note(self, conversations: Sequence[str]) -> None:
         """Note the requests of these conversations (``<uid>-<sample>``) from here on."""

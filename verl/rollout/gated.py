@@ -16,7 +16,7 @@ from typing import Any
 
 from verl.errors import NotBuiltError, RolloutError
 from verl.rollout.base import FINISH_REASONS, Completion, Request, Sampler, check_request
-from verl.rollout.change import Change
+from verl.rollout.change import ChangeEvent
 from verl.rollout.readiness import Readiness, check_level
 from verl.rollout.resume import continued, joined
 from verl.rollout.uniforms import stream_key
@@ -32,7 +32,7 @@ class Gate:
     def __init__(self) -> None:
         self._inside = 0
         self._is_shut = False
-        self._change = Change()
+        self._change = ChangeEvent()
 
     @asynccontextmanager
     async def inside(self) -> AsyncIterator[None]:

@@ -18,7 +18,7 @@ from typing import Any
 from verl.errors import RolloutError, WorkerError, suggest
 from verl.metrics import notice
 from verl.rollout.base import Completion, Request, Sampler, TakenBack
-from verl.rollout.change import Change
+from verl.rollout.change import ChangeEvent
 from verl.rollout.gated import Gate
 from verl.rollout.lost import EngineLostError
 from verl.rollout.resume import continued, joined
@@ -50,7 +50,7 @@ class Replica:
         self.moved: list[tuple[str, int]] = []
         self.is_broken = False
         self.ids: set[str] = set()
-        self._change = Change()
+        self._change = ChangeEvent()
 
     @property
     def load(self) -> int:
