@@ -4,8 +4,10 @@
 
 Warms the quickstart's model up once, as `examples/quickstart/run.py` does, then trains it from reward under every
 schedule, in one local process each, with equal samples: 64 prompts x 8 samples per step, four mini-batches. Printed as
-a Markdown table: staleness, held-out greedy accuracy after the last step by seed, the mean of the last three
-validations of all seeds, and the step from which on it is at least 90 %. The curves go to ``OUT/staleness.svg``: means
+a Markdown table: staleness, held-out greedy accuracy after the last step by seed, its difference from ``sync`` with the
+95 % interval of Student's t (the mean over the seeds of own minus sync's, as a seed fixes the order of the prompts and
+the random numbers of both), the mean of the last three validations of all seeds, and the step from which on it is at
+least 90 %. Below it how large a difference so few seeds can miss. The curves go to ``OUT/staleness.svg``: means
 over the seeds, and the range between the worst and the best. A run that is there already is not repeated.
 """
 
@@ -44,6 +46,8 @@ RUNS = {
 }
 """Name -> words of the command line, after those of the quickstart's last command."""
 PANELS = ("staleness of at most 1", "staleness of up to 4")
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+"""Number of seeds -> the quantile of Student's t for 95 %, two-sided."""
 STALENESS = "training/off_policy/trajectory_staleness_worst"
 
 
@@ -156,10 +160,28 @@ def draw(curves: dict[str, list[Curve]], path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
+def difference(base: list[Curve], own: list[Curve]) -> tuple[float, float]:
+    """Mean of the paired differences of the final accuracy, and half the width of its 95 % interval."""
+    each = [one.accuracy[-1] - other.accuracy[-1] for one, other in zip(own, base, strict=True)]
+    return statistics.mean(each), STUDENT[len(each)] * statistics.stdev(each) / len(each) ** 0.5
+
+
+def verdict(curves: dict[str, list[Curve]]) -> str:
+    """Which runs differ from ``sync`` by more than chance explains, and what so few seeds cannot tell."""
+    apart = {name: difference(curves["sync"], own) for name, own in curves.items() if name != "sync"}
+    other = [name for name, (mean, half) in apart.items() if abs(mean) > half]
+    halves = sorted({round(100 * half, 1) for _, half in apart.values()})
+    return (
+        f"Differences from sync that 0 is not within: {', '.join(other) or 'none'}. With {len(curves['sync'])} seeds "
+        f"the intervals are ±{halves[0]} to ±{halves[-1]} points wide; a smaller difference is not excluded."
+    )
+
+
 def table(curves: dict[str, list[Curve]], figures: Figures) -> str:
+    compares = "sync" in curves and len(curves["sync"]) in STUDENT
     lines = [
-        "| run | staleness | accuracy by seed | mean of the last three | ≥ 90 % from step |",
-        "| --- | ---: | --- | ---: | --- |",
+        "| run | staleness | accuracy by seed | minus sync, points | mean of the last three | ≥ 90 % from step |",
+        "| --- | ---: | --- | ---: | ---: | --- |",
     ]
     for name, seeds in curves.items():
         final = [one.accuracy[-1] for one in seeds]
@@ -167,7 +189,9 @@ def table(curves: dict[str, list[Curve]], figures: Figures) -> str:
         stalest, seconds = max(one.staleness for one in seeds), statistics.median(one.seconds for one in seeds)
         by_seed = ", ".join(f"{value:.1%}" for value in final)
         late = statistics.mean(one.late for one in seeds)
-        lines.append(f"| {name} | {stalest:.0f} | {by_seed} | {late:.1%} | {', '.join(reached)} |")
+        mean, half = difference(curves["sync"], seeds) if compares else (0.0, 0.0)
+        apart = f"{100 * mean:+.1f} ± {100 * half:.1f}" if compares and name != "sync" else ""
+        lines.append(f"| {name} | {stalest:.0f} | {by_seed} | {apart} | {late:.1%} | {', '.join(reached)} |")
         figures.add(
             name,
             {
@@ -178,7 +202,7 @@ def table(curves: dict[str, list[Curve]], figures: Figures) -> str:
                 "seconds": seconds,
             },
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", verdict(curves)] if compares and len(curves) > 1 else lines)
 
 
 def main() -> None:
