@@ -1,6 +1,6 @@
 """Waiting for the next change of what several coroutines share.
 
-Consumes: the word that something changed. Waits for: it. Unblocked by: `ChangeEvent.tell`; who waited looks what changed.
+Consumes: the word that something changed. Waits for: it. Unblocked by: `tell`; who waited looks what changed.
 """
 
 from __future__ import annotations
