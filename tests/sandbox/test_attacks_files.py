@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +43,9 @@ def test_no_file_of_this_machine_can_be_read(box: Box, canary: Path):
 
 def test_no_folder_of_this_machine_can_be_listed(box: Box, canary: Path):
     paths = [str(canary.parent), "/etc", "/home", "/sys", "/proc", "/var", "/usr/bin", "/boot"]
-    box.none_gets_through({path: f"import os; got = os.listdir({path!r}); assert got" for path in paths})
+    interpreter = Path(sys.executable).resolve().name  # where it lies in /usr/bin, it lies there alone
+    look = "import os; got = [name for name in os.listdir({!r}) if name != {!r}]; assert got"
+    box.none_gets_through({path: look.format(path, interpreter) for path in paths})
     # Without Landlock the empty root can be listed, and in it the folders that lead to installed packages.
     found = box.attempts({path: f"import os; got = os.listdir({path!r})" for path in ("/", str(CHECKOUT))})
     assert all(not said.startswith("through") or "landlock" in box.missing for said in found.values())
