@@ -157,7 +157,7 @@ def latent_queries_as_they_are(ranks, folder):
 
 
 def data_parallel_with_the_distributed_optimizer(ranks, folder):
-    return compared(ranks, folder, "mistral", config={"sliding_window": None})
+    return compared(ranks, folder, "mistral", config={"sliding_window": 3})
 
 
 def whole_vocabulary_in_odd_parts(ranks, folder):

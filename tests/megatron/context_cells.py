@@ -27,7 +27,9 @@ def tokens_of_latent_attention_shared(ranks, folder):
 
 
 def rows_padded_as_asked_for(ranks, folder):
-    return compared(ranks, folder, model={"use_remove_padding": False}, limits={"micro_batch_size": 3}, **{TENSOR: 2})
+    """Layers that look back at two tokens."""
+    padded, limits = {"use_remove_padding": False}, {"micro_batch_size": 3}
+    return compared(ranks, folder, "mistral", config={"sliding_window": 3}, model=padded, limits=limits, **{TENSOR: 2})
 
 
 # ---- four ranks ------------------------------------------------------------------------------------------------

@@ -136,7 +136,16 @@ def _common(config: Any) -> dict[str, Any]:
 def _dense(config: Any) -> dict[str, Any]:
     _refuse(config, "attention_bias", bool(getattr(config, "attention_bias", False)) and config.model_type == "llama")
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return {**_common(config), "kv_channels": head}
+    return {**_common(config), **_window(config), "kv_channels": head}
+
+
+def _window(config: Any) -> dict[str, Any]:
+    """How far tokens look back: Hugging Face counts a query's own key, Megatron-Core the keys before it."""
+    width, kinds = getattr(config, "sliding_window", None), set(getattr(config, "layer_types", None) or ())
+    if width is None or kinds == {"full_attention"}:
+        return {}
+    _refuse(config, "layer_types", len(kinds) > 1)
+    return {"window_size": (width - 1, 0)}
 
 
 def _with_bias(config: Any) -> dict[str, Any]:
