@@ -130,17 +130,19 @@ def test_without_a_receiver_the_stream_is_made_all_the_same():
 
 def test_an_update_that_is_cancelled_ends_and_names_the_receiver_that_is_silent(monkeypatch):
     """Of the two others one waits for the next chunk in its thread, the other for an answer in its event loop."""
-    monkeypatch.setattr(sys.modules[deliver.__module__], "END_SECONDS", 0.5)
-    release, cancelled = threading.Event(), threading.Event()
+    monkeypatch.setattr(sys.modules[deliver.__module__], "END_SECONDS", 2.0)
+    release, cancelled, begun = threading.Event(), threading.Event(), []
 
     class Stuck:
         async def update_weights(self, chunks, version):
             next(chunks)
+            begun.append(self)
             release.wait(30)
 
     class Waiting:
         async def update_weights(self, chunks, version):
             next(chunks)
+            begun.append(self)
             try:
                 await asyncio.get_running_loop().create_future()
             except asyncio.CancelledError:
@@ -149,7 +151,8 @@ def test_an_update_that_is_cancelled_ends_and_names_the_receiver_that_is_silent(
 
     async def run(receivers, names):
         work = asyncio.ensure_future(deliver(receivers, chunk_weights(Alive(), BUCKET, 3), 3, names))
-        await asyncio.sleep(0.2)
+        while not set(receivers[1:]) <= set(begun):
+            await asyncio.sleep(0.01)
         work.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(work, 20)
