@@ -1,10 +1,7 @@
 """Which tokens of a packed row a context-parallel rank of Transformer Engine has."""
 
-import pytest
-
+from verl.engines.megatron import packed
 from verl.models.attention import Segments
-
-packed = pytest.importorskip("verl.engines.megatron.packed")
 
 
 def test_every_sequence_is_cut_into_pieces_from_the_front_and_the_back():
