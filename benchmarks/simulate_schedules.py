@@ -39,11 +39,11 @@ from fractions import Fraction
 from itertools import count, pairwise
 from pathlib import Path
 
-from bench_routing import SimulatedClock
+from bench_routing import Simulated, SimulatedClock
 from figures import ROOT, Figures, add_json
 
 sys.path.insert(0, str(ROOT))
-from verl.rollout.base import Completion, Request, Sampler, SamplingParams
+from verl.rollout.base import Completion, Request, SamplingParams
 from verl.rollout.service import SamplerService
 from verl.trainer.ppo.queue import GroupQueue, QueueBound
 
@@ -125,10 +125,8 @@ class Job:
         ]
 
 
-class Engine(Sampler):
+class Engine(Simulated):
     """Computes a token of all its requests at a time."""
-
-    version = 0
 
     def __init__(self, job: Job):
         self._job, self._loop = job, asyncio.get_running_loop()
@@ -150,19 +148,6 @@ class Engine(Sampler):
         self._advance()
         self.is_paused = is_paused
         self._plan()
-
-    async def update_weights(self, chunks: object, version: int) -> None:
-        self.version = version
-
-    async def abort(self, request_ids: object = None) -> int:
-        return 0
-
-    async def sleep(self, level: int = 1) -> None: ...
-
-    async def wake(self) -> None: ...
-
-    def stats(self) -> dict[str, float]:
-        return {}
 
     @property
     def _seconds(self) -> float:
