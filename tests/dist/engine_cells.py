@@ -300,10 +300,10 @@ def nan_on_one_rank(ranks: Ranks, folder: Path) -> dict:
     engine = sharded(shared_model(ranks, folder, "qwen2"))
     mine = share(ranks, ragged_batch(rows=4))
     engine.train_batch(mine, loss_of("causal_lm"))
-    before = engine.state()
+    before = {name: tensor.clone() for name, tensor in engine.state().tensors.items()}
     metrics = engine.train_batch(mine, PoisonedLoss(ranks.rank == ranks.size - 1)).values()
     after = engine.state()
-    changed = [name for name, t in before.tensors.items() if not torch.equal(t, after.tensors[name])]
+    changed = [name for name, t in before.items() if not torch.equal(t, after.tensors[name])]
     good = engine.train_batch(mine, loss_of("causal_lm")).values()
     return {
         "skipped": metrics["skipped_nonfinite_step"],

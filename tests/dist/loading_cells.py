@@ -17,6 +17,7 @@ from verl.distributed import Ranks
 from verl.metrics import notices, reset_notices
 from verl.models.slices import SlicedFolder
 from verl.models.weights import named_tensors
+from verl.workers.part import ModelPart, load_part, save_part
 
 LARGE = {"hidden": 256, "layers": 16, "tie_word_embeddings": True}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -39,7 +40,7 @@ def same_bits_as_plain(ranks: Ranks, folder: Path) -> dict[str, Any]:
     for name, (family, kind, config, engine, sections) in KINDS.items():
         path = shared_model(ranks, folder, family, **config)
         ours = sharded(path, kind, engine=engine, **sections)
-        tensors = dict(ours._whole_tensors())
+        tensors = {name: tensor for unit in ours._units() for name, tensor in unit.items()}
         if ranks.is_first:
             own = {"model_dtype": engine["model_dtype"]} if "model_dtype" in engine else {}
             expected = named_tensors(plain(path, kind, engine=own, **sections).model)
@@ -49,7 +50,10 @@ def same_bits_as_plain(ranks: Ranks, folder: Path) -> dict[str, Any]:
 
 
 def memory_of_loading(ranks: Ranks, folder: Path) -> dict[str, Any]:
-    """Bytes of the model; of safetensors and of a folder in another format: read by this rank, held by it at most."""
+    """Bytes of the model; of safetensors and of a folder in another format: read by this rank, held by it at most.
+
+    Then what saving the weights and loading them again takes beyond the engine's own memory.
+    """
     path = shared_model(ranks, folder, "qwen2", **LARGE)
     ranks.on_first(lambda: _other_format(path))
     sharded(shared_model(ranks, folder, "qwen2", tie_word_embeddings=True), trains=False)  # imports are no model
@@ -60,6 +64,12 @@ def memory_of_loading(ranks: Ranks, folder: Path) -> dict[str, Any]:
         with _bytes_read() as read, _peak_memory() as peak:
             engine = sharded(where, trains=False)
         found[name] = {"read": sum(read), "peak": peak[0], "told": notices().get(f"model {where}", "")}
+    part = ModelPart(engine)
+    for name, work in (("saved", save_part), ("loaded", load_part)):
+        ranks.barrier()
+        with _peak_memory() as peak:
+            work(part, str(folder / f"large-{ranks.size}"), ("model",))
+        found[name] = peak[0]
     layer = sum(p.nbytes for name, p in engine.blueprint.named_parameters() if ".layers.3." in name)
     return {**found, "model": sum(p.nbytes for p in engine.blueprint.parameters()), "layer": layer}
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.dist.group import run_cells
 from tests.support import tiny_model_dir, write_prompts
+from verl.models.hf_folder import read_weights
 
 SAVE_AT, STEPS = 2, 4
 
@@ -58,7 +58,8 @@ class Program:
         return {record["step"]: record["data"] for record in map(json.loads, lines)}
 
     def weights(self, root: Path) -> dict[str, Tensor]:
-        return load_file(root / f"global_step_{STEPS}" / self.role / "huggingface" / "model.safetensors")
+        saved = read_weights(root / f"global_step_{STEPS}" / self.role / "huggingface")
+        return dict(sorted(saved.items()))
 
     def controller(self, root: Path) -> dict[str, Any]:
         """The controller's state in the last checkpoint."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.dist.engine_cells import flat, loss_of, plain, sharded, share, shared_model
 from tests.engines.builders import ragged_batch, relative_error
-from verl.checkpoint import CheckpointReader, CheckpointWriter, EngineState, find_checkpoint
+from verl.checkpoint import CheckpointReader, CheckpointWriter, FileRecord, find_checkpoint
 from verl.distributed import Ranks
 from verl.engines.base import Engine
 from verl.errors import CheckpointError, VerlError
@@ -19,6 +20,7 @@ from verl.models.hf_folder import read_weights
 from verl.workers.part import ModelPart, load_part, save_part
 
 STEPS = 2
+CONTENTS = ("model", "optimizer", "extra")
 TIED = {"tie_word_embeddings": True}
 OPTIM = {"lr_warmup_steps": 2}
 
@@ -30,22 +32,22 @@ def train(engine: Engine, ranks: Ranks, step: int) -> dict[str, float]:
 
 
 def save(engine: Engine, ranks: Ranks, root: Path) -> None:
-    """All ranks give their state, rank 0 writes the checkpoint."""
-    state = engine.state()
+    """Every rank writes its part, rank 0 puts the checkpoint in place."""
+    writer = ranks.only_first(lambda: CheckpointWriter(root))
+    beside = ranks.on_first(lambda: str(writer.begin(STEPS, ("actor",))))
+    records = save_part(ModelPart(engine), f"{beside}/actor", CONTENTS)
+    written = [{name: FileRecord(**r) for name, r in answer.items()} for answer in everyones(records, ranks)]
+    ranks.only_first(lambda: writer.complete({"actor": {k: r for answer in written for k, r in answer.items()}}))
+    ranks.only_first(lambda: writer.close())
 
-    def write() -> None:
-        with CheckpointWriter(root) as writer:
-            writer.save(STEPS, {"actor": state}, hf={"actor": engine.hf_writer()})
 
-    ranks.on_first(write)
+def everyones(records: dict[str, FileRecord], ranks: Ranks) -> list[dict[str, dict]]:
+    return ranks.exchange({name: asdict(record) for name, record in records.items()})
 
 
-def load(engine: Engine, ranks: Ranks, root: Path, everywhere: bool = False) -> None:
-    """Rank 0 reads it; whether the others read it too makes no difference."""
-    state = EngineState()
-    if everywhere or ranks.is_first:
-        state = CheckpointReader(find_checkpoint(root)).load("actor")
-    engine.load_state(state)
+def load(engine: Engine, ranks: Ranks, root: Path) -> None:
+    """Every rank reads what it keeps."""
+    engine.load_state(CheckpointReader(find_checkpoint(root)).load("actor"))
 
 
 def same_ranks_same_bits(ranks: Ranks, folder: Path) -> dict:
@@ -58,21 +60,22 @@ def same_ranks_same_bits(ranks: Ranks, folder: Path) -> dict:
     root = folder / f"dropout-{ranks.size}"
     save(engine, ranks, root)
     metrics, rng = train(engine, ranks, STEPS), torch.get_rng_state()
-    expected = engine.state()
+    expected = {name: tensor.clone() for name, tensor in engine.state().tensors.items()}
+    scalars = json.dumps(engine.state().scalars)
 
     torch.manual_seed(7)
     again = sharded(path, optim=OPTIM)
-    load(again, ranks, root, everywhere=True)
+    load(again, ranks, root)
     metrics_again = train(again, ranks, STEPS)
     found = again.state()
     return {
         "metrics": [metrics, metrics_again],
         "rng": torch.equal(rng, torch.get_rng_state()),
-        "tensors": len(expected.tensors),
-        "different": [n for n, t in expected.tensors.items() if not torch.equal(t, found.tensors[n])],
-        "same_names": sorted(expected.tensors) == sorted(found.tensors),
-        "same_scalars": json.dumps(expected.scalars) == json.dumps(found.scalars),
-        "rng_names": sorted(n for n in expected.tensors if n.startswith("extra/")),
+        "bytes": sum(t.nbytes for n, t in expected.items() if n.startswith(("model/", "optimizer/"))),
+        "different": [n for n, t in expected.items() if not torch.equal(t, found.tensors[n])],
+        "same_names": sorted(expected) == sorted(found.tensors),
+        "same_scalars": scalars == json.dumps(found.scalars),
+        "rng_names": sorted(n for n in expected if n.startswith("extra/")),
     }
 
 
@@ -123,9 +126,9 @@ def written_by_a_worker(ranks: Ranks, folder: Path) -> dict:
     part = ModelPart(sharded(folder / "qwen3-True" / "qwen3", optim=OPTIM), loss_fn=loss_of("causal_lm"))
     train(part.engine, ranks, 0)
     target = folder / f"worker-{ranks.size}"
-    records = save_part(part, str(target), ("model", "optimizer", "extra"))
+    records = save_part(part, str(target), CONTENTS)
     expected = train(part.engine, ranks, 1)["loss"]
-    load_part(part, str(target), ("model", "optimizer", "extra"))
+    load_part(part, str(target), CONTENTS)
     found = train(part.engine, ranks, 1)["loss"]
     part.engine.save_hf(folder / f"hf-{ranks.size}")
     try:

@@ -69,7 +69,7 @@ def test_tied_embeddings_are_one_sharded_parameter(path):
 
 def test_exported_weights_come_one_layer_at_a_time(path):
     ours, seen = engine_of(path), []
-    for unit in ours._units(first_only=True):
+    for unit in ours._units():
         seen.append({name.split(".")[2] if "layers" in name else "outside" for name in unit})
     assert seen == [{"outside"}, {"0"}, {"1"}, {"outside"}]
 

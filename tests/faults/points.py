@@ -102,8 +102,10 @@ def install(fault: Fault) -> None:
     for module in (part, __import__(TorchEngine.__module__, fromlist=["write_tensors"])):
         original = module.write_tensors
 
-        def write(path: Path, tensors: Any, progress: Any = None, original: Any = original) -> Any:
-            return original(path, tensors, lambda size: fault.reach("shard"))
+        def write(
+            path: Path, tensors: Any, progress: Any = None, metadata: Any = None, original: Any = original
+        ) -> Any:
+            return original(path, tensors, lambda size: fault.reach("shard"), metadata)
 
         module.write_tensors = write
     begin = writer.CheckpointWriter.__init__

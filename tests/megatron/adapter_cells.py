@@ -15,14 +15,13 @@ from tests.megatron.cells import (
     kept,
     loss_for,
     megatron,
+    saved_in,
     share,
     shared_model,
 )
 from tests.megatron.families import MIXTURE
-from verl.checkpoint.part import write_part
 from verl.config.megatron import MegatronEngineOverrideTransformerConfigConfig
 from verl.engines.adapters import AdapterBaseEngine
-from verl.engines.base import EngineState
 from verl.errors import NotBuiltError
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
@@ -47,7 +46,7 @@ def beside_plain(ranks, folder, family="qwen2", kind="causal_lm", config=None, l
     told = [engine.train_batch(batch[mine], loss_for(kind), **limits).values() for _ in range(STEPS)]
     theirs = [plain.train_batch(batch, loss_for(kind)).values() for _ in range(STEPS)]
     after = engine.infer(batch[mine], (name,))[name]
-    state, theirs_state = engine.state(), plain.state()
+    names = {name for answer in ranks.exchange(sorted(engine.state().tensors)) for name in answer}
     return {
         "same bits": first.keys() == theirs_first.keys()
         and all(torch.equal(first[n], t) for n, t in theirs_first.items()),
@@ -60,7 +59,7 @@ def beside_plain(ranks, folder, family="qwen2", kind="causal_lm", config=None, l
         "base": float((AdapterBaseEngine(engine).infer(batch[mine], (name,))[name] - before).abs().max()),
         "trained": sum(b.parameter.numel() for b in engine.trainable.trained)
         / sum(t.numel() for t in theirs_first.values()),
-        "saved": [] if not ranks.is_first else sorted(set(state.tensors) ^ set(theirs_state.tensors)),
+        "saved": sorted(names ^ set(plain.state().tensors)),
     }
 
 
@@ -108,8 +107,7 @@ def an_adapters_state_goes_elsewhere(ranks, folder):
 
     engine = megatron(path, model=LORA, **{TENSOR: 2})
     step(engine, mine)
-    saved = engine.state()
-    saved = EngineState({n: t.clone() for n, t in saved.tensors.items()}, dict(saved.scalars))
+    saved = saved_in(engine, folder / "adapted")
     found = {"here": step(engine, mine)}
     other = megatron(path, model=LORA, **{PIPELINE: 2})
     other.load_state(saved)
@@ -118,7 +116,6 @@ def an_adapters_state_goes_elsewhere(ranks, folder):
         plain = make_engine(path, optim=OPTIM, model=LORA)
         plain.load_state(saved)
         found["plain"] = step(plain, slice(None))
-        write_part(folder / "adapted", saved, hf=engine.hf_writer())
         found["files"] = sorted(f.name for f in (folder / "adapted" / "huggingface").iterdir() if "adapter" in f.name)
     ranks.barrier()
     at_hand = megatron(path, model=LORA, **{TENSOR: 2})

@@ -115,7 +115,9 @@ def test_a_converted_folder_is_trained_on_and_its_checkpoint_becomes_a_hugging_f
     assert first["differs"] == [] and first["exported"] and second["exported"]
     assert first["files"] == 2, "one per process"
     assert first["moved"] and first["merged"]
-    assert second["sent to others"] == 0, "a state is gathered where it is written"
+    for number, found in enumerate((first, second), start=1):
+        files = ["huggingface/model-{}.safetensors", "optimizer-{}.safetensors"]
+        assert found["files of this rank"] == [file.format(f"0000{number}-of-00002") for file in files]
 
 
 def test_activations_are_computed_again_as_often_as_asked_for(answers):

@@ -26,7 +26,9 @@ class PartInWork(Protocol):
 
 
 class BackgroundPart:
-    """Saves one role in the background, one save at a time; the copy's memory is kept from save to save.
+    """Saves what one rank writes of a role in the background, one save at a time.
+
+    The copy's memory is kept from save to save.
 
     Example:
         >>> part = BackgroundPart()
@@ -84,9 +86,12 @@ class BackgroundPart:
         chosen = state.only(wanted)
         copies: dict[str, Tensor] = {}
         for name, tensor in chosen.tensors.items():
+            if name in chosen.fresh:  # nobody else has this memory: it is a copy
+                copies[name] = tensor
+                continue
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 self._buffers[name] = buffer
             copies[name] = buffer.copy_(tensor.detach())
-        return EngineState(copies, dict(chosen.scalars))
+        return chosen.having(copies, dict(chosen.scalars))

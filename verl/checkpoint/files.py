@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,17 @@ class FileRecord:
         return cls(size, f"{crc:08x}")
 
 
-def records_of(folder: Path, known: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-    """Records of every file below ``folder``; those that are not in ``known`` are synced and read for their sums."""
+def records_of(folder: Path, known: Mapping[str, FileRecord], besides: Container[str] = ()) -> dict[str, FileRecord]:
+    """Records of every file below ``folder``; those that are not in ``known`` are synced and read for their sums.
+
+    Args:
+        besides: names of files that somebody else may be writing, of which nothing is said.
+    """
     records: dict[str, FileRecord] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         name = path.relative_to(folder).as_posix()
+        if name in besides:
+            continue
         if name not in known:
             sync_file(path)
         records[name] = known.get(name) or FileRecord.of(path)

@@ -16,6 +16,7 @@ from torch import Tensor
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.stream import FileStream
 from verl.errors import CheckpointError
+from verl.json_text import read_json
 from verl.protocol.codec import tensor_bytes
 from verl.protocol.tensor_file import read_tensor_file
 
@@ -36,11 +37,15 @@ DTYPE_NAMES = {
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], progress: Callable[[int], None] | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    progress: Callable[[int], None] | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> FileRecord:
     """Write tensors from any device, one at a time, and wait until the disk has them.
 
     Args:
+        metadata: for the header.
         progress: called with the number of bytes written so far after each tensor.
 
     Raises:
@@ -48,7 +53,7 @@ def write_tensors(
         CheckpointError: a dtype that the format does not know.
     """
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps every tensor aligned
-    header = _header(order, tensors)
+    header = _header(order, tensors, metadata or {})
     size = len(header)
     with FileStream(path, size + sum(tensor.nbytes for tensor in tensors.values())) as stream:
         stream.write(header)
@@ -73,8 +78,25 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"this file cannot be read: {error}", got=str(path)) from error
 
 
-def _header(order: list[str], tensors: Mapping[str, Tensor]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def read_metadata(path: Path) -> dict[str, str]:
+    """What a file's header says beside its tensors.
+
+    Raises:
+        CheckpointError: the file is absent or damaged.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > path.stat().st_size:
+                raise ValueError("it is cut off")
+            header = read_json(file.read(size))
+        return {str(name): str(text) for name, text in header.get("__metadata__", {}).items()}
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"this file cannot be read: {error}", got=str(path)) from error
+
+
+def _header(order: list[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     start = 0
     for name in order:
         tensor = tensors[name]

@@ -34,7 +34,7 @@ from verl.checkpoint.part import DEFAULT_CONTENTS, HFWriter, check_contents, wri
 from verl.checkpoint.reader import TRAINER
 from verl.checkpoint.retention import check_keep, clean, prune
 from verl.checkpoint.state import EngineState
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, WorkerError
 from verl.metrics import notice
 
 WRITING = ".writing-"
@@ -155,25 +155,47 @@ class CheckpointWriter:
         contents, hf = contents or {}, hf or {}
         for names in contents.values():
             check_contents(names)
+        beside = self.begin(step, tuple(parts), trainer_state, texts)
+        with self.guarded():
+            for part, source in parts.items():
+                wanted = contents.get(part, DEFAULT_CONTENTS)
+                self._take(part, self._write(part, source, beside / part, wanted, hf.get(part)))
+        assert self._save is not None, "it has just begun"
+        self._save.released = not hold
+        if not self.background:
+            self.advance()
+        return step_folder(self.root, step)
+
+    def begin(
+        self,
+        step: int,
+        parts: tuple[str, ...],
+        trainer_state: Mapping[str, Any] | None = None,
+        texts: Mapping[str, str] | None = None,
+    ) -> Path:
+        """The first half of `save`, for roles that several processes write at once; `complete` is the second.
+
+        Returns:
+            The folder in which each role has one of its own. What fails until `complete` belongs into `guarded`.
+        """
+        self.wait()
         beside = self.root / f"{WRITING}global_step_{step}"
-        self._save = _Save(step, beside, tuple(parts))
-        try:
+        self._save = _Save(step, beside, parts)
+        with self.guarded():
             remove_tree(beside)
             beside.mkdir(parents=True)
             self.point("begin")
             write_synced(beside / TRAINER, to_json(trainer_state or {}, TRAINER))
             for name, text in (texts or {}).items():
                 write_synced(beside / name, text, 0o600)
-            for part, source in parts.items():
-                wanted = contents.get(part, DEFAULT_CONTENTS)
-                self._take(part, self._write(part, source, beside / part, wanted, hf.get(part)))
-        except BaseException as error:
-            self._give_up(error)
-            raise
-        self._save.released = not hold
-        if not self.background:
-            self.advance()
-        return step_folder(self.root, step)
+        return beside
+
+    def complete(self, records: Mapping[str, Mapping[str, FileRecord]]) -> None:
+        """Put in place what was written since `begin`: role -> records of the files that all processes wrote."""
+        with self.guarded():
+            for part, files in records.items():
+                self._take(part, files)
+        self.release()
 
     @property
     def busy(self) -> bool:
@@ -204,7 +226,7 @@ class CheckpointWriter:
             self._join()
         elif save is not None and self._finishing is None:
             for part, work in list(save.waiting.items()):
-                with self._guarded():
+                with self.guarded():
                     records = work.poll()
                 self._take(part, work if records is None else records)
             if save.released and not save.waiting:
@@ -215,7 +237,7 @@ class CheckpointWriter:
         save = self._save
         if save is not None and self._finishing is None:
             for part, work in list(save.waiting.items()):
-                with self._guarded():
+                with self.guarded():
                     self._take(part, work.wait())
             self._finish_or_start_it(save)
         self._join()
@@ -270,7 +292,7 @@ class CheckpointWriter:
             )
             self._finishing.start()
         else:
-            with self._guarded():
+            with self.guarded():
                 self._finish(save)
             self._save = None
 
@@ -309,7 +331,8 @@ class CheckpointWriter:
         self._after(save.step)
 
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def guarded(self) -> Iterator[None]:
+        """An error within the block ends the save; an error of the disk is told in our own words."""
         try:
             yield
         except BaseException as error:
@@ -333,7 +356,7 @@ class CheckpointWriter:
         return self.copies is not None and self.copies.needs(folder)
 
     def _give_up(self, error: BaseException) -> None:
-        """Remove what was written, and tell an error of the disk in our own words."""
+        """Remove what was written, and tell an error of the disk, or of another rank, in our own words."""
         save, self._save = self._save, None
         if save is None:
             return
@@ -344,7 +367,7 @@ class CheckpointWriter:
             remove_tree(save.beside)
         except OSError as second:
             notice(f"checkpoint {save.step}", f"{save.beside} could not be removed: {second}")
-        if isinstance(error, OSError):
+        if isinstance(error, OSError | WorkerError):
             intact = list_checkpoints(self.root)
             raise CheckpointError(
                 f"step {save.step} could not be saved: {error}",

@@ -76,6 +76,16 @@ class Ranks:
                 dist.broadcast(values, group=self.group, group_src=self.order[0])
         return values
 
+    def send(self, values: Tensor, to: int) -> Any:
+        """Begin to send a contiguous host tensor to a rank; the result's ``wait`` returns when it has arrived."""
+        with self._told():
+            return dist.isend(values.view(-1).view(torch.uint8), group=self.group, group_dst=self.order[to])
+
+    def receive(self, values: Tensor, sender: int) -> None:
+        """Fill a contiguous host tensor with what a rank sends."""
+        with self._told():
+            dist.recv(values.view(-1).view(torch.uint8), group=self.group, group_src=self.order[sender])
+
     def exchange(self, fact: Any) -> list[Any]:
         """Every rank's JSON value, in rank order."""
         if self.size == 1:

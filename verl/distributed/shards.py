@@ -1,7 +1,6 @@
-"""Tensors that are cut along their first axis over the ranks: in from rank 0, out to rank 0, one at a time.
+"""Tensors that are cut along their first axis over the ranks: in from rank 0, one at a time, and gathered.
 
-Rank 0 alone holds whole tensors, on its host, and the others hold their piece: neither loading nor saving a model puts
-more than one whole tensor at a time on any device. With hybrid sharding the pieces exist once per shard group.
+With hybrid sharding the pieces exist once per shard group.
 """
 
 from __future__ import annotations
@@ -44,20 +43,10 @@ def scatter(whole: Tensor, target: DTensor) -> None:
         local.copy_(piece[: local.shape[0]])
 
 
-def gather_to_first(tensor: DTensor) -> Tensor | None:
-    """The whole tensor on rank 0's host; None on every other rank. Collective for those that share rank 0's copy."""
-    local, pieces, group = tensor.to_local().detach(), _pieces(tensor), _shard_group(tensor)
-    if pieces == 1 and dist.get_rank() == 0:
-        return local.cpu()
-    if pieces == 1 or not _has_first(group):
-        return None
-    rows = -(-tensor.shape[0] // pieces)
-    piece = local.contiguous()
-    if piece.shape[0] < rows:
-        piece = torch.cat([piece, piece.new_zeros(rows - piece.shape[0], *piece.shape[1:])])
-    parts = [torch.empty_like(piece) for _ in range(pieces)] if dist.get_rank() == 0 else None
-    dist.gather(piece, parts, group=group, group_dst=0)
-    return None if parts is None else torch.cat(parts)[: tensor.shape[0]].cpu()
+def first_row(tensor: DTensor) -> int:
+    """Where this rank's rows begin; behind the last row where it has none."""
+    rows = -(-tensor.shape[0] // _pieces(tensor))
+    return min(tensor.shape[0], rows * tensor.device_mesh.get_local_rank(tensor.device_mesh.ndim - 1))
 
 
 def gather(tensor: Tensor) -> Tensor:

@@ -67,8 +67,12 @@ class Engine(ABC):
 
     @property
     def is_first(self) -> bool:
-        """Whether this process holds what `state` returns, and so is the one that reads and writes files."""
+        """Whether this process writes what there is one of: the files beside weights and optimizer."""
         return True
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Run ``work`` in every process of this engine; an error of one is an error in all of them. Collective."""
+        return work()
 
     def only_first(self, work: Callable[[], T]) -> T | None:
         """Run ``work`` in the first process of this engine and give its result there, None in the others.
@@ -164,14 +168,18 @@ class Engine(ABC):
 
     @abstractmethod
     def state(self) -> EngineState:
-        """All that a bitwise resume needs; on several ranks the first one gets whole tensors and the others none.
+        """What this rank writes of all that a bitwise resume needs.
 
-        The tensors may share the engine's memory until they are saved or copied.
+        On several ranks: its boxes of the optimizer's state, complete weights that are the Nth part of all, and on the
+        first one the random states. Nothing else is ever complete anywhere. The tensors may share the engine's memory
+        until they are saved or copied.
         """
 
     @abstractmethod
     def load_state(self, state: EngineState) -> None:
-        """Continue from a state; sections that it does not hold stay as they are. Rank 0's state is all ranks'.
+        """Continue from a complete state, which every rank is given; sections that it does not hold stay as they are.
+
+        Of a state that lies in files (`verl.checkpoint.read_part`) a rank reads what it keeps.
 
         Raises:
             CheckpointError: the state belongs to another model or optimizer.

@@ -188,7 +188,7 @@ class FSDPCheckpointManager:
             name, _, key = full_name.rpartition("/")
             entries.setdefault(name, {})[key] = tensor
         kept = {"state": entries, **state.scalars["optimizer"]}
-        take_whole_state(self.model, self.optimizer, state.section("model"), kept if entries else None)
+        take_whole_state(self.model, self.optimizer, dict(state.section("model")), kept if entries else None)
         epoch = state.scalars["extra"].get("scheduler")
         if self.lr_scheduler is not None and epoch is None:
             notice("lr_scheduler", f"{local_path} was saved without one: the schedule begins anew")

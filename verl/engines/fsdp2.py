@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from verl.checkpoint.state import StateSection
 from verl.distributed.axis_sharding import AxisSharding
-from verl.distributed.shards import gather, gather_to_first, scatter
+from verl.distributed.shards import first_row, gather, scatter
 from verl.engines import sharding
 from verl.engines.base import Engine
 from verl.engines.sharded_engine import ShardedEngine
@@ -22,6 +23,7 @@ from verl.engines.sharded_optimizer import build_sharded_optimizer
 from verl.models.lora import has_adapter
 from verl.models.stored import StoredWeights
 from verl.models.weights import named_tensors
+from verl.protocol.sharding import ShardSpec
 
 
 class FSDP2Engine(ShardedEngine):
@@ -83,17 +85,13 @@ class FSDP2Engine(ShardedEngine):
 
     # ---- weights and state -------------------------------------------------------------------------------------
 
-    def _units(self, first_only: bool, only: Container[str] | None = None) -> Iterator[dict[str, Tensor]]:
+    def _units(self, only: Container[str] | None = None) -> Iterator[dict[str, Tensor]]:
         def unit(item: tuple[str, Tensor]) -> str:
             return sharding.unit_of(item[0], self.unit_names)
 
         wanted = [item for item in named_tensors(self.model).items() if only is None or item[0] in only]
         for _, group in itertools.groupby(wanted, key=unit):
-            if first_only:
-                saved = {name: self._saved(tensor, name) for name, tensor in group}
-                yield {name: tensor for name, tensor in saved.items() if tensor is not None}
-            else:
-                yield {name: self._gathered(tensor, name) for name, tensor in group}
+            yield {name: self._gathered(tensor, name) for name, tensor in group}
 
     def copy_weights(self, source: Engine) -> None:
         """As `Engine.copy_weights`; piece by piece, with nothing gathered, where both cut their weights alike."""
@@ -119,12 +117,18 @@ class FSDP2Engine(ShardedEngine):
     @torch.no_grad()
     def _take(self, stored: StoredWeights) -> None:
         for name, target in named_tensors(self.model).items():
-            local, first = _piece(target), 0
-            if isinstance(target, DTensor):
-                mesh = target.device_mesh
-                first = mesh.get_local_rank(mesh.ndim - 1) * -(-len(target) // mesh.size(mesh.ndim - 1))
-            if local.numel():
-                local.copy_(self._rows(stored, name, first, first + len(local)))
+            spec, local = self._box(target, name)
+            if name in stored and local.numel():
+                local.copy_(stored.box(name, spec.bounds))
+
+    def _box(self, tensor: Tensor, name: str) -> tuple[ShardSpec, Tensor]:
+        """Rows of a sharded tensor; every rank has the others complete."""
+        if not isinstance(tensor, DTensor):
+            return super()._box(tensor, name)
+        local, cut = tensor.to_local().detach(), self._cut_of(tensor, name)
+        shape = tensor.shape if cut is None else cut.whole_shape(tensor.shape)
+        first = 0 if cut is None else cut.start
+        return ShardSpec.along(local, shape, 0, first + first_row(tensor)), local
 
     def _write(self, values: Mapping[str, Tensor]) -> None:
         for name, target in named_tensors(self.model).items():
@@ -140,21 +144,17 @@ class FSDP2Engine(ShardedEngine):
         """How a tensor is sharded that belongs to a weight: as the weight is, or it is a number that all ranks have."""
         return self.cuts.get(name) if isinstance(tensor, DTensor) else None
 
-    def _saved(self, tensor: Tensor, name: str) -> Tensor | None:
-        if self._cut_of(tensor, name) is not None:
-            whole = self._gathered(tensor, name)
-            return whole.cpu() if self.is_first else None
-        if isinstance(tensor, DTensor):
-            return gather_to_first(tensor)
-        return tensor.detach().cpu() if self.is_first else None
-
-    def _placed(self, tensor: Tensor, name: str, parameter: nn.Parameter, device: torch.device) -> Tensor:
-        cut = self.cuts.get(name)
-        if tensor.shape == (parameter.shape if cut is None else cut.whole_shape(parameter.shape)):
-            target = torch.zeros_like(parameter, dtype=tensor.dtype, requires_grad=False)
-        else:
-            target = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        self._put(tensor, target, name)
+    def _placed(self, saved: StateSection, name: str, parameter: nn.Parameter, device: torch.device) -> Tensor:
+        target = torch.zeros_like(parameter, requires_grad=False)
+        spec, local = self._box(target, name.rpartition("/")[0])
+        if saved.shape(name) != spec.shape:
+            return super()._placed(saved, name, parameter, device)
+        values = saved.box(name, spec.bounds)
+        if values.dtype != local.dtype:
+            target = torch.zeros_like(parameter, dtype=values.dtype, requires_grad=False)
+            local = _piece(target)
+        if local.numel():
+            local.copy_(values)
         return target
 
     def _put(self, whole: Tensor, target: Tensor, name: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from verl.checkpoint.state import StateSection
 from verl.errors import CheckpointError, ConfigError, suggest
 from verl.registry import load_object
 
@@ -64,40 +65,41 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[Any, str]) -> tuple[dic
     return tensors, {"class": _class_name(optimizer), "values": values, "groups": groups}
 
 
-def copied(tensor: Tensor, name: str, parameter: nn.Parameter, device: torch.device) -> Tensor:
+def copied(saved: StateSection, name: str, parameter: nn.Parameter, device: torch.device) -> Tensor:
     """A copy of a saved tensor on the device: what an optimizer over whole parameters keeps."""
-    return tensor.detach().to(device, copy=True)
+    return saved[name].detach().to(device, copy=True)
 
 
 def load_optimizer_state(
     optimizer: Optimizer,
     names: Mapping[nn.Parameter, str],
-    tensors: Mapping[str, Tensor],
+    saved: StateSection,
     scalars: Mapping[str, Any],
-    place: Callable[[Tensor, str, nn.Parameter, torch.device], Tensor] = copied,
+    place: Callable[[StateSection, str, nn.Parameter, torch.device], Tensor] = copied,
 ) -> None:
     """Continue from what `optimizer_state` gave, bit for bit.
 
     Args:
-        place: saved tensor, name of its parameter, the parameter and a device -> what the optimizer keeps; a sharded
-            backend cuts it.
+        place: what was saved, the full name of a tensor in it, the parameter and a device -> what the optimizer keeps;
+            a sharded backend reads its part.
 
     Raises:
         CheckpointError: it is the state of another optimizer, or of other parameters.
     """
     check_class(optimizer, scalars)
     by_name = {name: parameter for parameter, name in names.items()}
-    state: dict[nn.Parameter, dict[str, Any]] = {}
-    for full_name, tensor in tensors.items():
+    for full_name in saved:
+        _check_shape(saved.shape(full_name), known(by_name, full_name.rpartition("/")[0]))
+    for name in scalars["values"]:
+        known(by_name, name)
+    optimizer.state.clear()  # before the new one is made: the two would take memory twice
+    for full_name in saved:
         name, _, key = full_name.rpartition("/")
-        parameter = known(by_name, name)
-        _check_shape(tensor, parameter)
-        state.setdefault(parameter, {})[key] = place(tensor, name, parameter, state_device(key, parameter, optimizer))
+        parameter = by_name[name]
+        device = state_device(key, parameter, optimizer)
+        optimizer.state[parameter][key] = place(saved, full_name, parameter, device)
     for name, entries in scalars["values"].items():
-        state.setdefault(known(by_name, name), {}).update(entries)
-    optimizer.state.clear()
-    for parameter, entries in state.items():
-        optimizer.state[parameter] = entries
+        optimizer.state[by_name[name]].update(entries)
     take_group_options(optimizer, scalars)
 
 
@@ -179,9 +181,9 @@ def known(by_name: Mapping[str, T], name: str) -> T:
     return by_name[name]
 
 
-def _check_shape(tensor: Tensor, parameter: nn.Parameter) -> None:
-    if tensor.numel() > 1 and tensor.shape != parameter.shape and tensor.numel() == parameter.numel():
-        raise CheckpointError("the checkpoint's optimizer state has another shape", got=tuple(tensor.shape))
+def _check_shape(shape: torch.Size, parameter: nn.Parameter) -> None:
+    if shape.numel() > 1 and shape != parameter.shape and shape.numel() == parameter.numel():
+        raise CheckpointError("the checkpoint's optimizer state has another shape", got=tuple(shape))
 
 
 def state_device(key: str, parameter: nn.Parameter, optimizer: Optimizer) -> torch.device:

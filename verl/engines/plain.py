@@ -48,9 +48,6 @@ class PlainEngine(TorchEngine):
     def _fill(self, given: dict[str, Tensor]) -> None:
         load_weights(self.model, given)
 
-    def _saved_weights(self) -> dict[str, Tensor]:
-        return dict(self.export_weights())
-
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         return export_weights(self.model)
 

@@ -32,16 +32,16 @@ def rng_state(device: str, ranks: Ranks) -> dict[str, Tensor]:
 
 
 def set_rng_state(tensors: Mapping[str, Tensor], device: str, ranks: Ranks) -> None:
-    """Continue from rank 0's `rng_state`; on the other ranks only its names and shapes are read (`mirror`)."""
-    # Copies, since torch reads a generator's state from the start of its storage: a view into a file's is another.
-    received = {name: _received(state, ranks).clone() for name, state in tensors.items()}
-    if ranks.rank and "rng/cpu" in received and _name("rng/cpu", ranks.rank) not in received:
-        seed = _derived(received["rng/cpu"], ranks.rank)
+    """Continue from rank 0's `rng_state`, which every rank is given."""
+    if ranks.rank and "rng/cpu" in tensors and _name("rng/cpu", ranks.rank) not in tensors:
+        seed = _derived(tensors["rng/cpu"], ranks.rank)
         torch.manual_seed(seed)  # seeds the generators of devices too
         random.seed(seed)
         np.random.seed(seed % 2**32)
         return
-    for name, state in received.items():
+    for name in [name for name in tensors if name in _own_names(ranks.rank)]:
+        # A copy, since torch reads a generator's state from the start of its storage: a view into a file's is another.
+        state = tensors[name].clone()
         if name == _name("rng/cpu", ranks.rank):
             torch.set_rng_state(state)
         elif name == _name("rng/cuda", ranks.rank) and device == "cuda":
@@ -82,13 +82,13 @@ def _float(bits: int) -> float:
     return struct.unpack("<d", struct.pack("<q", bits))[0]
 
 
-def _received(state: Tensor, ranks: Ranks) -> Tensor:
-    return ranks.broadcast(state if ranks.is_first else torch.empty(state.shape, dtype=state.dtype))
-
-
 def _derived(state: Tensor, rank: int) -> int:
     digest = hashlib.blake2b(state.numpy().tobytes() + str(rank).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def _own_names(rank: int) -> set[str]:
+    return {_name(name, rank) for name in ("rng/cpu", "rng/cuda", "rng/python", "rng/numpy")}
 
 
 def _name(name: str, rank: int) -> str:

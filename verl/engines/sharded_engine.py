@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl import distributed
+from verl.checkpoint.state import StateSection
 from verl.config.node import key_of
 from verl.distributed import Ranks, data_parallel_mesh
 from verl.distributed.axis_sharding import AxisSharding
@@ -22,6 +23,7 @@ from verl.engines.base import DataRank
 from verl.engines.expert_parallel import ExpertRanks
 from verl.engines.forward import TokenForward
 from verl.engines.optimizer import move_optimizer_state
+from verl.engines.saving import WeightsToWrite, weights_to_write
 from verl.engines.sequence_parallel import SequenceForward, check_heads, rows_of_peers, sequence_peers
 from verl.engines.torch_engine import TorchEngine
 from verl.errors import ModelError, NotBuiltError
@@ -37,8 +39,8 @@ class ShardedEngine(TorchEngine):
     """A model over all processes of the run (`verl.distributed.start`), each with its own rows of every batch.
 
     Every method is collective: all ranks call it, in the same order; `infer` and `train_batch` may be handed batches of
-    different size, also empty ones. States are those of the plain engine: whole tensors under Hugging Face names, on
-    rank 0 only, so that a checkpoint loads at any number of ranks and in any engine.
+    different size, also empty ones. A state is what this rank writes of a checkpoint, which then loads at any number of
+    ranks and in any engine.
 
     Args:
         model, optim, kind, grad_clip, total_training_steps, seed: as for `PlainEngine`.
@@ -73,11 +75,10 @@ class ShardedEngine(TorchEngine):
         """Take over all weights, under their names in memory; values on rank 0, shapes (``meta``) elsewhere."""
 
     @abstractmethod
-    def _units(self, first_only: bool, only: Container[str] | None = None) -> Iterator[dict[str, Tensor]]:
-        """Whole weights under their names in memory, one unit at a time.
+    def _units(self, only: Container[str] | None = None) -> Iterator[dict[str, Tensor]]:
+        """Whole weights under their names in memory, one unit at a time, on every rank's device.
 
         Args:
-            first_only: on rank 0's host and nothing elsewhere; else on every rank's device.
             only: these names; None: all.
         """
 
@@ -140,12 +141,6 @@ class ShardedEngine(TorchEngine):
         source = self.blueprint if whole is None else whole
         self._write({name: tensor.detach() for name, tensor in named_tensors(source).items()})
 
-    def _rows(self, stored: StoredWeights, name: str, low: int, high: int) -> Tensor:
-        """Rows of this rank's part of a weight; the part is the weight itself where peers share nothing."""
-        cut = self.cuts.get(name)
-        first = 0 if cut is None else cut.start
-        return stored.box(name, [(first + low, first + high), *((0, length) for length in stored.shape(name)[1:])])
-
     def _autocast_dtype(self) -> torch.dtype:
         return torch.float32  # the weights are gathered in the compute dtype: nothing is left for autocast
 
@@ -202,7 +197,7 @@ class ShardedEngine(TorchEngine):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """As `Engine.export_weights`, gathered one unit at a time on the device of every rank."""
         self.onload(optimizer=False)  # one unit at a time moves faster between devices than between hosts
-        for unit in self._units(first_only=False):
+        for unit in self._units():
             yield from names_on_disk(self.blueprint, unit).items()
             del unit  # before the next one is gathered: one unit is the most that is whole at any time
         self.offload(params=self.idle["params"], optimizer=False)
@@ -210,7 +205,7 @@ class ShardedEngine(TorchEngine):
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
         names = lora.adapter_names(self.blueprint)
         self.onload(optimizer=False)
-        for unit in self._units(first_only=False, only=names):
+        for unit in self._units(only=names):
             yield from ((names[name], tensor) for name, tensor in unit.items())
         self.offload(params=self.idle["params"], optimizer=False)
 
@@ -224,15 +219,36 @@ class ShardedEngine(TorchEngine):
         named, _ = self.ranks.together(lambda: (names_in_memory(self.blueprint, given), None))
         self._write(named)
 
-    def _saved_weights(self) -> dict[str, Tensor]:
-        weights: dict[str, Tensor] = {}
-        for unit in self._units(first_only=True):
-            weights |= names_on_disk(self.blueprint, unit)
-        return weights
+    def _take_saved(self, saved: StateSection) -> None:
+        """Read this rank's pieces of a checkpoint's weights."""
+        self.ranks.together(lambda: (names_in_memory(self.blueprint, saved.blank()), None))
+        adapted = lora.adapter_names(self.blueprint) if lora.has_adapter(self.blueprint) else None
+        stored = StoredWeights.of(saved, self.blueprint) if adapted is None else StoredWeights.renamed(saved, adapted)
+        if stored is None:
+            self._fill(mirror(dict(saved) if self.is_first else {}, self.ranks))
+        else:
+            self._take(stored)
 
-    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for unit in self._units(first_only=True):
-            yield from unit.items()
+    def _merged_weights(self) -> WeightsToWrite:
+        groups = self._units_of if self._converts else None
+        return weights_to_write(self._weight_boxes(), self.ranks, self._on_disk, groups)
+
+    @cached_property
+    def _converts(self) -> bool:
+        """Whether the files hold anything else than the tensors in memory."""
+        blank = {name: tensor.detach() for name, tensor in named_tensors(self.blueprint).items()}
+        shapes = {name: tensor.shape for name, tensor in blank.items()}
+        return {name: tensor.shape for name, tensor in names_on_disk(self.blueprint, blank).items()} != shapes
+
+    def _on_disk(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return names_on_disk(self.blueprint, weights) if self._converts else dict(weights)
+
+    def _units_of(self, names: Sequence[str]) -> list[list[str]]:
+        """Names by the unit that they belong to."""
+        units: dict[str, list[str]] = {}
+        for name in names:
+            units.setdefault(sharding.unit_of(name, self.unit_names), []).append(name)
+        return list(units.values())
 
     # ---- host and device ---------------------------------------------------------------------------------------
 

@@ -25,13 +25,14 @@ from verl.algorithms.aggregation import LossNorm, loss_norm
 from verl.algorithms.losses import LossFn, known_slopes, mean_weight
 from verl.algorithms.schedules import build_schedule
 from verl.checkpoint.files import FileRecord
-from verl.checkpoint.state import EngineState, prefixed
+from verl.checkpoint.part import prepare_weights, write_hf
+from verl.checkpoint.state import EngineState, StateSection, prefixed
 from verl.checkpoint.tensors import write_tensors
 from verl.config.node import key_of
 from verl.device import torch_dtype
 from verl.distributed import Ranks
+from verl.distributed.boxes import written_once
 from verl.distributed.metrics import merged
-from verl.distributed.shards import mirror
 from verl.engines import memory
 from verl.engines.activations import host_activations
 from verl.engines.adapters import adapter_writer
@@ -42,6 +43,7 @@ from verl.engines.optimizer import build_optimizer, copied, load_optimizer_state
 from verl.engines.packing import computed_tokens, pack, padded, plan_packed, plan_packed_together
 from verl.engines.rng import rng_state, set_rng_state
 from verl.engines.rows import AlignedRows, MicroBatch
+from verl.engines.saving import WeightsToWrite, held, weights_to_write
 from verl.engines.settings import PassSettings, check_settings, compute_dtype, recompute_activations
 from verl.engines.step import StepReport, clip_and_step, tell_broken_rows
 from verl.errors import CheckpointError, EngineError, ModelError
@@ -54,8 +56,9 @@ from verl.models.loading import value_head
 from verl.models.lora import LoraSettings
 from verl.models.routers import RouterStatistics
 from verl.models.tiled_mlp import tile_mlps
-from verl.models.weights import named_tensors
+from verl.models.weights import named_tensors, names_on_disk
 from verl.protocol import DataProto
+from verl.protocol.sharding import ShardSpec
 
 T = TypeVar("T")
 LOADERS = {"causal_lm": load_causal_lm, "value": load_value_model}
@@ -165,10 +168,6 @@ class TorchEngine(Engine):
     def _fill(self, given: dict[str, Tensor]) -> None:
         """Take over weights under Hugging Face names; values on rank 0, names and shapes everywhere."""
 
-    @abstractmethod
-    def _saved_weights(self) -> dict[str, Tensor]:
-        """Whole weights under Hugging Face names on rank 0, nothing elsewhere."""
-
     def _join(self) -> Ranks:
         """The ranks that hold this model together."""
         return Ranks()
@@ -187,25 +186,24 @@ class TorchEngine(Engine):
     def _build_optimizer(self, parameters: list[nn.Parameter], optim: Any) -> torch.optim.Optimizer:
         return build_optimizer(parameters, optim, self.device)
 
-    def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """As `optimizer_state`, whole tensors on rank 0 and none elsewhere."""
+    def _box(self, tensor: Tensor, name: str) -> tuple[ShardSpec, Tensor]:
+        """This rank's box of a weight, or of something that is laid out like the weight of this name."""
+        return ShardSpec.of(tensor), tensor.detach()
+
+    def _optimizer_boxes(self) -> tuple[dict[str, tuple[ShardSpec, Tensor]], dict[str, Any]]:
+        """As `optimizer_state`, of every tensor what this rank holds."""
         assert self.optimizer is not None, "a frozen engine has no optimizer state"
         named, scalars = optimizer_state(self.optimizer, self._parameter_names())
-        saved = {name: self._saved(tensor, name.rpartition("/")[0]) for name, tensor in named.items()}
-        return {name: tensor for name, tensor in saved.items() if tensor is not None}, scalars
+        return held({full: self._box(t, full.rpartition("/")[0]) for full, t in named.items()}), scalars
 
-    def _load_optimizer_state(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        """As `load_optimizer_state`; values on rank 0."""
+    def _load_optimizer_state(self, saved: StateSection, scalars: Mapping[str, Any]) -> None:
+        """As `load_optimizer_state`."""
         assert self.optimizer is not None, "a frozen engine has no optimizer state"
-        load_optimizer_state(self.optimizer, self._parameter_names(), tensors, scalars, self._placed)
+        load_optimizer_state(self.optimizer, self._parameter_names(), saved, scalars, self._placed)
 
-    def _saved(self, tensor: Tensor, name: str) -> Tensor | None:
-        """A whole optimizer tensor of a weight on rank 0, None elsewhere."""
-        return tensor
-
-    def _placed(self, tensor: Tensor, name: str, parameter: nn.Parameter, device: torch.device) -> Tensor:
-        """A saved optimizer tensor (its values on rank 0) of a weight as this rank's optimizer keeps it."""
-        return copied(tensor, name, parameter, device)
+    def _placed(self, saved: StateSection, name: str, parameter: nn.Parameter, device: torch.device) -> Tensor:
+        """A saved optimizer tensor as this rank's optimizer keeps it."""
+        return copied(saved, name, parameter, device)
 
     def _total_norm(self, grads: list[Tensor]) -> Tensor:
         """L2 norm over all shards."""
@@ -224,6 +222,9 @@ class TorchEngine(Engine):
     @property
     def is_first(self) -> bool:
         return self.ranks.is_first
+
+    def together(self, work: Callable[[], T]) -> T:
+        return self.ranks.together(lambda: (work(), None))[0]
 
     def only_first(self, work: Callable[[], T]) -> T | None:
         return self.ranks.only_first(work)
@@ -444,8 +445,9 @@ class TorchEngine(Engine):
         return write
 
     def save_hf(self, folder: str | Path, tokenizer: Any = None) -> None:
-        weights = self._saved_weights()
-        self.only_first(lambda: self._model_writer(tokenizer)(Path(folder), weights.items()))
+        state, writer = self._as_state(self._merged_weights(), {}), self._model_writer(tokenizer)
+        self.only_first(lambda: prepare_weights(Path(folder)))
+        self.ranks.together(lambda: (write_hf(Path(folder), state, writer), None))
 
     def without_adapter(self) -> AbstractContextManager[None]:
         """Within the block the model is the one that its LoRA adapter was put on."""
@@ -457,32 +459,43 @@ class TorchEngine(Engine):
             if name in names:
                 yield names[name], tensor.detach()
 
-    def _state_weights(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the model: its weights, or what is trained of a model with an adapter."""
-        if not lora.has_adapter(self.blueprint):
-            return self._saved_weights()
-        names = lora.adapter_names(self.blueprint)
-        return {names[name]: tensor for name, tensor in self._whole_tensors() if name in names}
+    def _weight_boxes(self) -> dict[str, tuple[ShardSpec, Tensor]]:
+        """This rank's boxes of all weights, under their names in memory."""
+        return held({name: self._box(tensor, name) for name, tensor in named_tensors(self.model).items()})
 
-    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name in memory -> tensor, on rank 0 alone."""
-        for name, tensor in named_tensors(self.model).items():
-            yield name, tensor.detach()
+    def _merged_weights(self) -> WeightsToWrite:
+        """Of all weights those that this rank writes; an adapter is merged."""
+        return weights_to_write(self._weight_boxes(), self.ranks, partial(names_on_disk, self.blueprint))
+
+    def _state_weights(self) -> WeightsToWrite:
+        """What this rank writes of the model: of its weights, or of what is trained of a model with an adapter."""
+        if not lora.has_adapter(self.blueprint):
+            return self._merged_weights()
+        names = lora.adapter_names(self.blueprint)
+        boxes = {name: box for name, box in self._weight_boxes().items() if name in names}
+        return weights_to_write(boxes, self.ranks, lambda own: {names[n]: t for n, t in own.items()}, in_one_file=True)
+
+    def _as_state(self, weights: WeightsToWrite, scalars: dict[str, Any]) -> EngineState:
+        """A state of this rank that holds its weights."""
+        tensors, fresh = prefixed("model", weights.tensors), frozenset(f"model/{name}" for name in weights.fresh)
+        return EngineState(tensors, scalars, {}, self.ranks.rank, self.ranks.size, weights.files, fresh)
 
     def state(self) -> EngineState:
-        tensors = prefixed("model", self._state_weights())
-        tensors |= prefixed("extra", rng_state(self.device, self.ranks))
         scalars: dict[str, Any] = {
             "model": {"architecture": self.architecture},
             "extra": {"scheduler_step": self.scheduler.last_epoch if self.scheduler is not None else 0},
         }
+        state = self._as_state(self._state_weights(), scalars)
+        tensors, shards = dict(state.tensors), {}
+        tensors |= prefixed("extra", rng_state(self.device, self.ranks))
         if self.optimizer is not None:
-            named, scalars["optimizer"] = self._optimizer_state()
-            tensors |= prefixed("optimizer", named)
-        return EngineState(tensors, scalars)
+            boxes, scalars["optimizer"] = self._optimizer_boxes()
+            for name, (spec, tensor) in written_once(boxes, self.ranks).items():
+                tensors[f"optimizer/{name}"], shards[f"optimizer/{name}"] = tensor, spec
+        return replace(state, tensors=tensors, shards=shards)
 
     def load_state(self, state: EngineState) -> None:
-        state = EngineState(mirror(state.tensors, self.ranks), self.ranks.from_first(dict(state.scalars)))
+        self.ranks.agree("which state to load", self.ranks.exchange(sorted(state.scalars)))
         if "model" in state.scalars:
             self._load_model_state(state)
         if "optimizer" in state.scalars and self.optimizer is not None:
@@ -529,9 +542,13 @@ class TorchEngine(Engine):
         if saved != self.architecture:
             raise CheckpointError("the checkpoint holds another architecture", got=saved, allowed=self.architecture)
         try:
-            self._fill(state.section("model"))
+            self._take_saved(state.section("model"))
         except ModelError as error:
             raise CheckpointError(f"the checkpoint's weights do not fit this model: {error}") from error
+
+    def _take_saved(self, saved: StateSection) -> None:
+        """Take over the weights of a checkpoint."""
+        self._fill(dict(saved))
 
     def _set_schedule(self, step: int) -> None:
         """Put the learning rate where it was after ``step`` global steps; LambdaLR has no call for that."""

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -82,17 +82,54 @@ class StoredBlock:
         return in_file, inside
 
 
+class Boxes(Protocol):
+    """Weights under their names in files, of which parts can be read."""
+
+    def __contains__(self, name: str) -> bool: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def box(self, name: str, bounds: Bounds) -> Tensor: ...
+
+
 class StoredWeights:
     """See `stored_weights`."""
 
     def __init__(
         self,
-        folder: SlicedFolder,
+        folder: Boxes,
         shapes: Mapping[str, torch.Size],
         blocks: Mapping[str, list[StoredBlock]],
         new: Mapping[str, Tensor],
     ):
         self._folder, self._shapes, self._blocks, self._new = folder, shapes, blocks, new
+
+    @classmethod
+    def of(cls, files: Boxes, model: Any) -> StoredWeights | None:
+        """Of files that hold all weights of a model without adapter; None where they are no parts of those in memory.
+
+        Args:
+            model: only its names and shapes count.
+
+        Raises:
+            ModelError: the files lack a weight, or have it in another shape.
+        """
+        tensors = named_tensors(model)
+        blocks = _blocks(files, model, {name: (name, tensor) for name, tensor in tensors.items()}, "this checkpoint")
+        if blocks is None:
+            return None
+        return cls(files, {name: tensor.shape for name, tensor in tensors.items()}, blocks, {})
+
+    @classmethod
+    def renamed(cls, files: Boxes, names: Mapping[str, str]) -> StoredWeights:
+        """Of files that hold weights as they are in memory, under other names: name in memory -> name in the files."""
+        shapes = {name: torch.Size(files.shape(other)) for name, other in names.items()}
+        blocks = {
+            name: [StoredBlock(other, tuple(shapes[name]), (0,) * len(shapes[name]), tuple(range(len(shapes[name]))))]
+            for name, other in names.items()
+        }
+        return cls(files, shapes, blocks, {})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes
 
     def shape(self, name: str) -> torch.Size:
         """Of a whole weight."""
@@ -137,16 +174,33 @@ def stored_weights(path: str, model: Any) -> Iterator[StoredWeights]:
         raise ModelError("the weights are quantized", got=path)
     new = new_tensors(model)
     tensors = {name: tensor for name, tensor in named_tensors(model).items() if name not in new}
-    in_base = {name.replace(".base_layer", ""): name for name in tensors}
-    places = places_on_disk(model, {base: tensors[name] for base, name in in_base.items()})
-    if places is None:
-        raise ModelError("weights of the files are no parts of those in memory", got=type(model).__name__)
-    blocks: dict[str, list[StoredBlock]] = {}
+    in_base = {name.replace(".base_layer", ""): (name, tensor) for name, tensor in tensors.items()}
     with SlicedFolder.opened(path) as folder:
-        for name, place in places.items():
-            owner = in_base[place.owner]
-            block = StoredBlock.of(name, place, tensors[owner].shape)
-            if block is None or name not in folder or folder.shape(name) != place.shape:
-                raise ModelError(f"the files do not hold {name} as it is in memory", got=path)
-            blocks.setdefault(owner, []).append(block)
+        blocks = _blocks(folder, model, in_base, path)
+        if blocks is None:
+            raise ModelError("weights of the files are no parts of those in memory", got=type(model).__name__)
         yield StoredWeights(folder, {name: t.shape for name, t in (tensors | new).items()}, blocks, new)
+
+
+def _blocks(
+    files: Boxes, model: Any, tensors: Mapping[str, tuple[str, Tensor]], where: str
+) -> dict[str, list[StoredBlock]] | None:
+    """The blocks of every weight in memory; None where weights of the files are no parts of those.
+
+    Args:
+        tensors: name without an adapter -> name in memory and the weight.
+
+    Raises:
+        ModelError: the files lack a weight, or have it in another shape.
+    """
+    places = places_on_disk(model, {name: tensor for name, (_, tensor) in tensors.items()})
+    if places is None:
+        return None
+    blocks: dict[str, list[StoredBlock]] = {}
+    for name, place in places.items():
+        owner, tensor = tensors[place.owner]
+        block = StoredBlock.of(name, place, tensor.shape)
+        if block is None or name not in files or tuple(files.shape(name)) != place.shape:
+            raise ModelError(f"the files do not hold {name} as it is in memory", got=where)
+        blocks.setdefault(owner, []).append(block)
+    return blocks

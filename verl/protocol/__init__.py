@@ -14,10 +14,9 @@ from verl.protocol.padding import (
     unpad_dataproto,
 )
 from verl.protocol.settings import SHARED_ROWS, DataProtoConfig
-from verl.protocol.sharding import REPLICATE, ShardSpec
+from verl.protocol.sharding import ShardSpec
 
 __all__ = [
-    "REPLICATE",
     "SHARED_ROWS",
     "DataProto",
     "DataProtoConfig",

@@ -1,123 +1,74 @@
-"""`ShardSpec`: which part of a weight one rank holds.
+"""`ShardSpec`: which part of a tensor one rank holds.
 
-An engine exports ``(name, ShardSpec, tensor)``; whoever receives the pieces (weight sync, a checkpoint) plans from
-the specs alone which bytes go where, without asking the engine. Cuts follow torch's rule: along an axis of length n cut
-into k parts, each part has ceil(n / k) entries, except the last ones, which get what is left, possibly nothing.
+Engines give ``name -> (ShardSpec, tensor)``. Whoever receives the parts (a checkpoint, say) plans from the specs alone
+who writes or sends what, and needs to know no layout.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from verl.errors import EngineError
-
-REPLICATE = -1
-"""The placement of a mesh axis along which every rank holds the same part."""
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """A box inside a global tensor, and the mesh that cut it.
+    """A box of a tensor: where it begins along each axis, and how long it is.
 
     Args:
-        global_shape: shape of the whole weight.
-        offsets, shape: where this rank's box starts and how large it is, per tensor axis.
-        mesh_axes, mesh_shape: names and sizes of the mesh axes, outermost first; empty for an unsharded weight.
-        placements: per mesh axis the tensor axis it cuts, or `REPLICATE`.
-        coordinate: this rank's place in the mesh.
+        shape: of the complete tensor.
+        dtype: as torch calls it, without ``torch.``.
+        start: the first index along each axis.
+        lengths: of the box along each axis.
 
     Example:
-        >>> ShardSpec.cut((10, 4), ("fsdp", "tp"), (2, 2), placements=(0, 1), coordinate=(1, 0))
-        ... # rows 5 to 10, columns 0 to 2
+        >>> ShardSpec.along(rows, (10, 4), axis=0, low=5)  # rows 5 and after of ten, as many as there are in ``rows``
     """
 
-    global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
     shape: tuple[int, ...]
-    mesh_axes: tuple[str, ...] = ()
-    mesh_shape: tuple[int, ...] = ()
-    placements: tuple[int, ...] = ()
-    coordinate: tuple[int, ...] = ()
+    dtype: str
+    start: tuple[int, ...]
+    lengths: tuple[int, ...]
 
     @classmethod
-    def full(cls, shape: Sequence[int]) -> ShardSpec:
-        """The whole weight on this rank."""
-        return cls(tuple(shape), (0,) * len(shape), tuple(shape))
+    def of(cls, tensor: Tensor, shape: Sequence[int] | None = None, start: Sequence[int] | None = None) -> ShardSpec:
+        """Of a box; without a shape it is the complete tensor."""
+        lengths = tuple(tensor.shape)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(tuple(shape or lengths), dtype, tuple(start or (0,) * len(lengths)), lengths)
 
     @classmethod
-    def cut(
-        cls,
-        global_shape: Sequence[int],
-        mesh_axes: Sequence[str],
-        mesh_shape: Sequence[int],
-        placements: Sequence[int],
-        coordinate: Sequence[int],
-    ) -> ShardSpec:
-        """The box of one rank; the mesh axes cut one after the other, outermost first.
-
-        Raises:
-            EngineError: the lists do not match, a tensor axis does not exist, or the coordinate lies outside the mesh.
-        """
-        if not len(mesh_axes) == len(mesh_shape) == len(placements) == len(coordinate):
-            raise EngineError("mesh axes, sizes, placements and coordinate must have the same length", got=mesh_axes)
-        offsets, shape = [0] * len(global_shape), list(global_shape)
-        for name, parts, axis, index in zip(mesh_axes, mesh_shape, placements, coordinate):
-            if not 0 <= index < parts or not REPLICATE <= axis < len(shape):
-                raise EngineError(f"mesh axis {name!r} of size {parts} cannot place this", got=(axis, index))
-            if axis == REPLICATE:
-                continue
-            size = -(-shape[axis] // parts)
-            start = min(index * size, shape[axis])
-            offsets[axis] += start
-            shape[axis] = min(size, shape[axis] - start)
-        return cls(
-            tuple(global_shape),
-            tuple(offsets),
-            tuple(shape),
-            tuple(mesh_axes),
-            tuple(mesh_shape),
-            tuple(placements),
-            tuple(coordinate),
-        )
+    def along(cls, tensor: Tensor, shape: Sequence[int], axis: int, low: int) -> ShardSpec:
+        """Of a box that is cut along one axis, where it begins at ``low``."""
+        return cls.of(tensor, shape, [low if number == axis else 0 for number in range(len(shape))])
 
     @property
-    def is_full(self) -> bool:
-        return self.shape == self.global_shape
+    def bounds(self) -> list[tuple[int, int]]:
+        """Begin and end along each axis."""
+        return [(low, low + length) for low, length in zip(self.start, self.lengths)]
 
     @property
-    def num_elements(self) -> int:
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
-
-    @property
-    def is_first_replica(self) -> bool:
-        """Whether this rank is the one of its replicas that should send or store the box."""
-        return all(place != REPLICATE or at == 0 for place, at in zip(self.placements, self.coordinate))
-
     def slices(self) -> tuple[slice, ...]:
-        """``whole[spec.slices()]`` is this rank's box."""
-        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.shape))
+        """``complete[spec.slices]`` is the box."""
+        return tuple(slice(low, high) for low, high in self.bounds)
 
-    def overlap(self, other: ShardSpec) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """The common box, as slices into this rank's and into the other's local tensor; None if there is none."""
-        if self.global_shape != other.global_shape:
-            raise EngineError("pieces of different weights", got=(self.global_shape, other.global_shape))
-        mine, theirs = [], []
-        for a, n, b, m in zip(self.offsets, self.shape, other.offsets, other.shape):
-            start, end = max(a, b), min(a + n, b + m)
-            if start >= end:
-                return None
-            mine.append(slice(start - a, end - a))
-            theirs.append(slice(start - b, end - b))
-        return tuple(mine), tuple(theirs)
+    @property
+    def numel(self) -> int:
+        """Elements of the box."""
+        return math.prod(self.lengths)
 
-    def to_json(self) -> dict[str, list[Any]]:
-        return {key: list(value) for key, value in asdict(self).items()}
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the box."""
+        return self.numel * self.torch_dtype.itemsize
 
-    @classmethod
-    def from_json(cls, data: dict[str, list[Any]]) -> ShardSpec:
-        return cls(**{key: tuple(value) for key, value in data.items()})
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype itself."""
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"no dtype of torch: {self.dtype}")
+        return dtype

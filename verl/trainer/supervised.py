@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from verl.checkpoint import (
     BackgroundCopies,
     CheckpointReader,
     CheckpointWriter,
-    EngineState,
+    FileRecord,
     RemoteCheckpoints,
     find_or_fetch,
 )
@@ -36,7 +38,7 @@ from verl.single_controller.spmd import Spmd
 from verl.trainer import rng, runtime
 from verl.trainer.signals import StopSignals
 from verl.trainer.watch import Watch, signs_of_supervised
-from verl.workers.part import ModelPart, PassLimits, layout, local_model, make_engine
+from verl.workers.part import ModelPart, PassLimits, layout, load_part, local_model, make_engine, save_part
 
 
 class SupervisedTrainer:
@@ -232,18 +234,26 @@ class SupervisedTrainer:
     def save_checkpoint(self) -> None:
         """Write ``global_step_<step>`` with the model as a Hugging Face folder in ``model/huggingface``."""
         state = {"step": self.step, "data": self.train_loader.state_dict(), "rng": rng.rng_state()}
-        contents = {"model": list(self.config.checkpoint.save_contents)}
-        parts, writers = {"model": self.engine.state()}, {"model": self.engine.hf_writer(self.tokenizer)}
+        contents, writer = tuple(self.config.checkpoint.save_contents), self.writer
 
-        def save() -> None:
-            assert self.writer is not None, "saving is off"
-            self.writer.save(self.step, parts, hf=writers, trainer_state=state, contents=contents,
-                texts=self.provenance.files(self.places))  # fmt: skip
+        def begin() -> str:
+            assert writer is not None, "saving is off"
+            return str(writer.begin(self.step, ("model",), state, self.provenance.files(self.places)))
 
-        self.ctx.only_main(save)
+        folder = Path(self.ctx.on_main(begin)) / "model"
+        with nullcontext() if writer is None else writer.guarded():
+            records = save_part(self.part, str(folder), contents, self.tokenizer)
+            everyone = self.ctx.ranks.exchange({name: asdict(record) for name, record in records.items()})
+        written = {name: FileRecord(**record) for answer in everyone for name, record in answer.items()}
+
+        def complete() -> None:
+            assert writer is not None, "it has begun"
+            writer.complete({"model": written})
+
+        self.ctx.only_main(complete)
 
     def load_checkpoint(self) -> None:
-        """Continue from the checkpoint that ``trainer.resume_mode`` names, if there is one; only rank 0 reads."""
+        """Continue from the checkpoint that ``trainer.resume_mode`` names, if there is one; rank 0 chooses it."""
         trainer, checkpoint, ctx = self.config.trainer, self.config.checkpoint, self.ctx
         accept = trainer.resume_changed == "accept"
 
@@ -269,10 +279,11 @@ class SupervisedTrainer:
         rng.set_rng_state(state["rng"])
         self.step = int(state["step"])
         ctx.set_generator(self.step)
-        wanted = list(checkpoint.load_contents or checkpoint.save_contents)
+        wanted = tuple(checkpoint.load_contents or checkpoint.save_contents)
+        folder = ctx.on_main(lambda: reader and str(reader.folder / "model"))
         # Behind the controller's generators, because it holds each rank's own; of which python's and numpy's are the
         # controller's here, and so the same on all ranks, also on more of them than before.
-        self.engine.load_state(ctx.only_main(lambda: reader and reader.load("model", wanted)) or EngineState())
+        load_part(self.part, folder, wanted)
         rng.set_host_rng_state(state["rng"])
         if reader is not None:
             notice("trainer.resume_mode", f"continues from {reader.folder}")

@@ -316,7 +316,7 @@ class ModelWorker(ProfiledWorker):
     def save_checkpoint(
         self, local_path: str, contents: tuple[str, ...] = CONTENTS, background: bool = False
     ) -> dict[str, FileRecord]:
-        """Write this model's state into ``local_path``; returns the records of the files (see `write_part`).
+        """Write this rank's part of the model's state into ``local_path``; returns the records of its files.
 
         With ``background`` it returns after copying the state, and `checkpoint_records` has the records later.
         """

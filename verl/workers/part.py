@@ -14,7 +14,7 @@ from typing import Any
 
 from verl import distributed, env
 from verl.algorithms.losses import LossFn
-from verl.checkpoint import BackgroundPart, EngineState, FileRecord, read_part, write_part
+from verl.checkpoint import BackgroundPart, FileRecord, prepare_part, read_part, write_part
 from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig, replace
 from verl.config.megatron import MegatronEngineConfig
 from verl.config.node import full_keys
@@ -170,13 +170,14 @@ class ModelPart:
 
 def save_part(
     part: ModelPart, folder: str, contents: tuple[str, ...], tokenizer: Any = None, background: bool = False
-) -> dict:
-    """Write one model's sections and its Hugging Face folder; only the first rank writes and returns records.
+) -> dict[str, FileRecord]:
+    """Write one model's sections and its Hugging Face folder; every rank writes its part and returns its records.
 
     With ``background`` only the copy is made before this returns; `saved_records` has the records.
     """
     engine = part.engine
     state, writer = engine.state(), engine.hf_writer(tokenizer)
+    engine.only_first(lambda: prepare_part(Path(folder)))
 
     def write() -> dict[str, FileRecord]:
         if not background:
@@ -184,17 +185,17 @@ def save_part(
         part.being_saved.start(Path(folder), state, contents, writer)
         return {}
 
-    return engine.only_first(write) or {}
+    return engine.together(write)
 
 
 def saved_records(part: ModelPart, wait: bool) -> Mapping[str, FileRecord] | None:
-    """The records of a background save, or None while it is running; empty on all ranks but the first."""
+    """This rank's records of a background save, or None while it is running."""
     return part.being_saved.wait() if wait else part.being_saved.poll()
 
 
 def load_part(part: ModelPart, folder: str, contents: tuple[str, ...]) -> None:
-    """Load the sections in ``contents``, which only the first rank reads; the others stay as they are."""
-    part.engine.load_state(part.engine.only_first(lambda: read_part(Path(folder), contents)) or EngineState())
+    """Load the sections in ``contents``, of which each rank reads what it keeps; the others stay as they are."""
+    part.engine.load_state(part.engine.together(lambda: read_part(Path(folder), contents)))
 
 
 @contextmanager

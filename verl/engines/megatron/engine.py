@@ -19,6 +19,7 @@ from verl import distributed
 from verl.algorithms.aggregation import LossNorm
 from verl.algorithms.losses import LossFn
 from verl.algorithms.schedules import build_schedule
+from verl.checkpoint.state import StateSection
 from verl.distributed.metrics import merged
 from verl.engines.base import DataRank
 from verl.engines.megatron.adapters import Adapters
@@ -28,9 +29,10 @@ from verl.engines.megatron.layers import build_chunks, padded_vocabulary
 from verl.engines.megatron.optimizer import ShardedState, optimizer_section
 from verl.engines.megatron.parallel import MegatronSizes, check_version, import_megatron, join, silence_megatron
 from verl.engines.megatron.routers import RouterLoss, StageRouters
-from verl.engines.megatron.weights import WeightTable, check_given, model_templates
+from verl.engines.megatron.weights import Read, WeightTable, check_given, model_templates, part_of
 from verl.engines.optimizer import move_optimizer_state
 from verl.engines.rows import MicroBatch
+from verl.engines.saving import WeightsToWrite, weights_to_write
 from verl.engines.sequence_parallel import rows_of_peers
 from verl.engines.torch_engine import LOADERS, RankWork, TorchEngine
 from verl.metrics import MetricSet, log
@@ -43,6 +45,7 @@ from verl.models.megatron import family_of
 from verl.models.slices import SlicedFolder
 from verl.models.weights import named_tensors, names_on_disk
 from verl.protocol import DataProto
+from verl.protocol.sharding import ShardSpec
 from verl.weight_sync.resharding import Layout, ModelWeights, Plan, Resharder, make_plan
 
 Piece = Callable[[str], Tensor]
@@ -329,24 +332,23 @@ class MegatronEngine(TorchEngine):
     def _everywhere(self, model: ModelWeights) -> Plan:
         return make_plan(model, self.sizes.layout, Layout(data=self.ranks.size))
 
-    def _saved_weights(self) -> dict[str, Tensor]:
-        return self._weights_on_first(self.table.model, self._weight)
+    def _weight_boxes(self) -> dict[str, tuple[ShardSpec, Tensor]]:
+        return self._boxes(self.table, self._weight)
 
-    def _state_weights(self) -> dict[str, Tensor]:
+    def _merged_weights(self) -> WeightsToWrite:
+        return weights_to_write(self._weight_boxes(), self.ranks, dict)
+
+    def _state_weights(self) -> WeightsToWrite:
         if self.adapters is None:
-            return self._saved_weights()
-        return self._weights_on_first(self.trainable.model, self._trained)
+            return self._merged_weights()
+        return weights_to_write(self._boxes(self.trainable, self._trained), self.ranks, dict, in_one_file=True)
 
-    def _weights_on_first(self, model: ModelWeights, piece: Piece) -> dict[str, Tensor]:
-        self.onload(optimizer=False)
-        weights = self._on_first(model, piece, self.dtype)
-        self.offload(params=self.idle["params"], optimizer=False)
-        return weights
-
-    def _on_first(self, model: ModelWeights, piece: Piece, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Copies on rank 0's host; no other rank receives anything."""
-        weights = self._gathered(piece, dtype, self._everywhere(model).only_for(0))
-        return {name: tensor.to("cpu", copy=True) for name, tensor in weights}
+    def _boxes(self, table: WeightTable, piece: Piece) -> dict[str, tuple[ShardSpec, Tensor]]:
+        """This rank's parts, under Hugging Face names and in the dtype in which they are exported."""
+        boxes = {}
+        for name, dtype in table.dtypes_here(self.dtype):
+            boxes[name] = table.box(name, piece(name).to(dtype))
+        return boxes
 
     def _fill(self, given: dict[str, Tensor]) -> None:
         def check() -> tuple[None, None]:
@@ -365,7 +367,8 @@ class MegatronEngine(TorchEngine):
             have = parts.setdefault(b.slot.ours, {})
             have[name] = values
             if len(have) == len(b.slot.theirs):
-                self._put(b, parts.pop(b.slot.ours))
+                ready = parts.pop(b.slot.ours)
+                self._put(b, lambda name, axis, low, high: ready[name].narrow(axis, low, high - low))  # noqa: B023
 
     def load_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         """As `Engine.load_weights`; rank 0's weights count, the others may pass the same ones or none."""
@@ -373,11 +376,20 @@ class MegatronEngine(TorchEngine):
         kept = {name: tensor.cpu() if self.is_first else tensor.to("meta") for name, tensor in items}
         self._fill(distributed.shards.mirror(kept, self.ranks))
 
-    @torch.no_grad()
-    def _put(self, bound: Any, values: Mapping[str, Tensor]) -> None:
-        def read(name: str, axis: int, low: int, high: int) -> Tensor:
-            return values[name].narrow(axis, low, high - low)
+    def _take_saved(self, saved: StateSection) -> None:
+        """Read this rank's parts of a checkpoint's weights."""
 
+        def check() -> tuple[None, None]:
+            check_given(self.trainable.shapes, saved.blank())
+            return None, None
+
+        self.ranks.together(check)
+        self.onload(optimizer=False)
+        for bound in self.trainable.bound:
+            self._put(bound, partial(part_of, saved))
+
+    @torch.no_grad()
+    def _put(self, bound: Any, read: Read) -> None:
         self.table.put(bound, bound.parameter, read)
         master = self.gradients.masters.get(bound.parameter) if hasattr(self, "gradients") else None
         if master is not None and master is not bound.parameter:
@@ -390,30 +402,13 @@ class MegatronEngine(TorchEngine):
         values = tensor.contiguous() if self.is_first else torch.empty(tensor.shape, dtype=tensor.dtype)
         return self.ranks.broadcast(values)
 
-    def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        named: dict[str, Tensor] = {}
-        for key, counts in self.stepper.keys(self.ranks):
-            values = {bound.parameter: tensor for bound, tensor in self.stepper.tensors(key)}
-            if counts:
-                named |= self._steps(key, values)
-                continue
-            piece = partial(self.trainable.piece, tensor_of=values.__getitem__)
-            whole = self._on_first(self.trainable.trained_model, piece, torch.float32)
-            named |= {f"{name}/{key}": tensor for name, tensor in whole.items()}
-        return _renamed(named, {} if self.adapters is None else self.adapters.names), self.stepper.scalars()
+    def _optimizer_boxes(self) -> tuple[dict[str, tuple[ShardSpec, Tensor]], dict[str, Any]]:
+        names = {} if self.adapters is None else self.adapters.names
+        boxes = {f"{names.get(name, name)}/{key}": box for name, key, box in self.stepper.boxes()}
+        return boxes, self.stepper.scalars()
 
-    def _steps(self, key: str, values: Mapping[Any, Tensor]) -> dict[str, Tensor]:
-        """Counters, one per weight; on rank 0."""
-        here = {name: float(values[b.parameter]) for b in self.trainable.trained for name in b.slot.theirs}
-        steps: dict[str, float] = {}
-        for answer in self.ranks.exchange(here):
-            steps |= answer
-        names = [name for name in self.trainable.shapes if name in steps] if self.is_first else []
-        return {f"{name}/{key}": torch.tensor(steps[name]) for name in names}
-
-    def _load_optimizer_state(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        names = {} if self.adapters is None else {name: disk for disk, name in self.adapters.names.items()}
-        self.stepper.load(_renamed(tensors, names), scalars, self._whole)
+    def _load_optimizer_state(self, saved: StateSection, scalars: Mapping[str, Any]) -> None:
+        self.stepper.load(saved, scalars, {} if self.adapters is None else self.adapters.names)
 
     # ---- host and device ---------------------------------------------------------------------------------------
 
@@ -436,12 +431,6 @@ class MegatronEngine(TorchEngine):
                 if master is not parameter:
                     master.data = master.data.to(to, non_blocking=True)
             move_optimizer_state(self.optimizer, moves)
-
-
-def _renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """A state under other names of weights: ``{name}/{key}``."""
-    parts = ((*full.rpartition("/"), tensor) for full, tensor in tensors.items())
-    return {f"{names.get(name, name)}/{key}": tensor for name, _, key, tensor in parts}
 
 
 def _detached(blueprint: Any) -> dict[str, Tensor]:

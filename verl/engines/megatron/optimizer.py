@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from verl.checkpoint.state import EngineState
+from verl.checkpoint.state import EngineState, StateSection
 from verl.config.optimizers import for_megatron
 from verl.distributed import Ranks
 from verl.engines.megatron.gradients import Gradients
 from verl.engines.megatron.parallel import ParallelGroups
-from verl.engines.megatron.weights import Bound, WeightTable
+from verl.engines.megatron.weights import Bound, WeightTable, part_of
 from verl.engines.optimizer import (
     check_class,
     known,
@@ -27,6 +27,7 @@ from verl.engines.optimizer import (
     take_group_options,
 )
 from verl.engines.sharded_optimizer import build_flat_optimizer
+from verl.protocol.sharding import ShardSpec
 
 __all__ = ["EngineState", "ShardedState"]
 ALIASES = {"adam": "AdamW", "sgd": "SGD"}
@@ -77,65 +78,47 @@ class ShardedState:
         """What of the state is no tensor."""
         return optimizer_state(self.optimizer, _Anonymous())[1]
 
-    def keys(self, ranks: Ranks) -> list[tuple[str, bool]]:
-        """Names of the state's tensors on all ranks, and whether each is one number per weight."""
-        states = self.optimizer.state.values()
-        own = {(key, v.dim() == 0) for entries in states for key, v in entries.items() if _is_tensor(v)}
-        return sorted({(key, counts) for answer in ranks.exchange(sorted(own)) for key, counts in answer})
-
-    def tensors(self, key: str) -> Iterator[tuple[Bound, Tensor]]:
-        """One tensor of the state for each of this rank's weights; whoever shares it is sent it. Collective."""
+    def boxes(self) -> Iterator[tuple[str, str, tuple[ShardSpec, Tensor]]]:
+        """Of every tensor of the state what this rank holds: name of the weight, key, box."""
         for bound in self.table.trained:
-            master = self.gradients.masters[bound.parameter]
-            ranks, owner = self.owner[bound.slot.ours]
-            entry = self.optimizer.state.get(master, {}).get(key)
-            if ranks.size > 1 and owner >= 0:
-                count = torch.tensor([0 if entry is None else 1 + (entry.dim() == 0)])
-                torch.distributed.broadcast(count, group=ranks.group, group_src=owner)
-                if not int(count):
-                    continue
-                if entry is None:
-                    entry = torch.zeros(()) if int(count) == 2 else torch.zeros_like(master)
-                else:
-                    entry = entry.clone()
-                torch.distributed.broadcast(entry, group=ranks.group, group_src=owner)
-            if entry is not None:
-                yield bound, entry
+            for key, entry in self.optimizer.state.get(self.gradients.masters[bound.parameter], {}).items():
+                for name in bound.slot.theirs if isinstance(entry, Tensor) else ():
+                    if entry.dim() == 0:
+                        yield name, key, (ShardSpec.of(entry), entry)
+                    else:
+                        yield name, key, self.table.box(name, self.table.piece(name, lambda _, entry=entry: entry))  # type: ignore[misc]
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any], whole: Any) -> None:
-        """Continue from a state under Hugging Face names.
+    def load(self, saved: StateSection, scalars: Mapping[str, Any], names: Mapping[str, str]) -> None:
+        """Continue from a state under Hugging Face names, of which this rank reads what it keeps.
 
         Args:
-            tensors: name/key -> tensor; values on rank 0, shapes elsewhere.
-            whole: gives every rank the values of one of them. Collective.
+            names: of a weight -> that under which its state is saved, where the two differ.
         """
         check_class(self.optimizer, scalars)
-        by_name = {name: (b, i) for b in self.table.trained for i, name in enumerate(b.slot.theirs)}
-        self.optimizer.state.clear()
-        waiting: dict[tuple[str, str], dict[str, Tensor]] = {}
-        for full_name, tensor in tensors.items():
-            values = whole(tensor)
+        by_saved = {names.get(name, name): name for name in self.table.shapes}
+        keys: dict[str, list[str]] = {}
+        for full_name in saved:
             name, _, key = full_name.rpartition("/")
-            known({**self.table.shapes, **dict.fromkeys(by_name)}, name)
-            if name not in by_name or not self._is_mine(by_name[name][0]):
-                continue
-            bound, _ = by_name[name]
-            parts = waiting.setdefault((bound.slot.ours, key), {})
-            parts[name] = values
-            if len(parts) == len(bound.slot.theirs):
-                self._put(bound, key, waiting.pop((bound.slot.ours, key)))
+            keys.setdefault(known(by_saved, name), []).append(key)
+        self.optimizer.state.clear()
+        for bound in self.table.trained:
+            if self._is_mine(bound):
+                for key in keys.get(bound.slot.theirs[0], []):
+                    self._put(bound, key, saved, names)
         take_group_options(self.optimizer, scalars)
 
-    def _put(self, bound: Bound, key: str, parts: Mapping[str, Tensor]) -> None:
+    def _put(self, bound: Bound, key: str, saved: StateSection, names: Mapping[str, str]) -> None:
+        def full(name: str) -> str:
+            return f"{names.get(name, name)}/{key}"
+
         master = self.gradients.masters[bound.parameter]
-        device = state_device(key, master, self.optimizer)
-        first = next(iter(parts.values()))
-        if first.dim() == 0:
-            value = first.clone()
+        device, first = state_device(key, master, self.optimizer), full(bound.slot.theirs[0])
+        if not saved.shape(first):
+            value = saved[first].clone()
         else:
             value = torch.zeros_like(master)
-            self.table.put(bound, value, lambda name, axis, low, high: parts[name].narrow(axis, low, high - low))
+            self.table.put(bound, value, lambda name, *span: part_of(saved, full(name), *span))
         self.optimizer.state.setdefault(master, {})[key] = value.to(device)
 
 
@@ -161,10 +144,6 @@ def _owners(bound: list[Bound], groups: ParallelGroups, shares: bool) -> Iterato
         owner = min(range(len(load)), key=load.__getitem__)
         load[owner] += b.parameter.numel()
         yield b.slot.ours, (ranks, owner)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def optimizer_section(optim: Any) -> Any:

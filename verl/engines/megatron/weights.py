@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verl.checkpoint.state import StateSection
 from verl.engines.megatron.parallel import MegatronSizes, ParallelGroups
 from verl.errors import ModelError, suggest
 from verl.metrics import notice
@@ -35,6 +36,7 @@ from verl.models.megatron import (
     slots_of,
 )
 from verl.models.slices import SlicedFolder
+from verl.protocol.sharding import ShardSpec
 from verl.weight_sync.resharding import ModelWeights, Weight
 from verl.weight_sync.resharding.model import ENDS, FIRST, LAST, LAYER
 
@@ -169,6 +171,17 @@ class WeightTable:
             return tensor[: high - low]
         return tensor
 
+    def box(self, name: str, piece: Tensor) -> tuple[ShardSpec, Tensor]:
+        """This rank's part of a Hugging Face weight, or of something of its shape, with its place in it."""
+        bound, number = self._by_name[name]
+        axis, low, _ = self._span(bound, bound.weights[number])
+        return ShardSpec.along(piece, bound.weights[number].shape, axis, low), piece
+
+    def dtypes_here(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.dtype]]:
+        """Hugging Face names of this rank's weights, and in which dtype each is exported."""
+        for name, (bound, number) in self._by_name.items():
+            yield name, self.dtypes.get(bound.weights[number].name, dtype)
+
     def parameter_names(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Megatron-Core's names, as they are on every rank, and the parameters of this one."""
         for bound in self.bound:
@@ -261,6 +274,12 @@ class WeightTable:
                 for expert in range(experts):
                     names.update(filled(slot, layer, expert).theirs)
         return names
+
+
+def part_of(saved: StateSection, name: str, axis: int, low: int, high: int) -> Tensor:
+    """A `Read` from a state."""
+    bounds = [(low, high) if number == axis else (0, length) for number, length in enumerate(saved.shape(name))]
+    return saved.box(name, bounds)
 
 
 def check_given(shapes: Mapping[str, tuple[int, ...]], given: Mapping[str, Tensor]) -> None:

@@ -15,14 +15,14 @@ How a loop uses it (``ranks`` is what `verl.distributed.start` gives; on one ran
             loader.load_state_dict(state["data"])
             rng.set_rng_state(state["rng"])                    # first the controller's generators, on all ranks,
             ctx.set_generator(step)
-            model = ctx.only_main(lambda: CheckpointReader(folder).load("model"))
-            engine.load_state(model or EngineState())          # then each rank's own; rank 0's state is all ranks'
+            load_part(part, folder + "/model", contents)       # then each rank's own; each reads what it keeps
             rng.set_host_rng_state(state["rng"])               # python's and numpy's are the controller's, on all
         for batch in batches:                                  # the same batch on every rank
             metrics = part.train(ctx.share(batch)).values()    # equal on all ranks: engines reduce them
             tracking.log(metrics, step)
-            model = engine.state()                             # all ranks: whole tensors are gathered on rank 0
-            ctx.only_main(lambda: writer.save(step, {"model": model}, trainer_state=...))
+            beside = ctx.on_main(lambda: str(writer.begin(step, ("model",), trainer_state)))
+            records = save_part(part, beside + "/model", contents)  # all ranks: each writes its part
+            ctx.only_main(lambda: writer.complete({"model": records_of_all_ranks}))
         total, count = ctx.sum(nll, tokens)                    # validation: sums over everyone's share
 """
 

@@ -6,7 +6,7 @@ A reference policy that moves (``trainer.ref_update_freq``) is saved, too; one t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,10 +67,20 @@ class GroupInWork:
         self._group = group
 
     def poll(self) -> Mapping[str, FileRecord] | None:
-        return self._group.checkpoint_records(wait=False)[0]
+        return _of_all(self._group.checkpoint_records(wait=False))
 
     def wait(self) -> Mapping[str, FileRecord]:
-        return self._group.checkpoint_records(wait=True)[0]
+        return _of_all(self._group.checkpoint_records(wait=True)) or {}
+
+
+def _of_all(answers: Sequence[Mapping[str, FileRecord] | None]) -> dict[str, FileRecord] | None:
+    """The records of the files of all ranks; None while one is still writing."""
+    records: dict[str, FileRecord] = {}
+    for answer in answers:
+        if answer is None:
+            return None
+        records |= answer
+    return records
 
 
 class RunCheckpoints:
@@ -174,7 +184,7 @@ class RunCheckpoints:
         parts: dict[str, Callable[[Path], Any]] = {name: self._role_writer(name) for name in self._trained()}
         if self._reference_moves:
             reference = self.roles[REFERENCE].group
-            parts[REFERENCE] = lambda folder: reference.save_checkpoint(str(folder), ("model",))[0]
+            parts[REFERENCE] = lambda folder: _of_all(reference.save_checkpoint(str(folder), ("model",)))
         for name, batch in boundary.batches.items():
             parts[name] = partial(_save_batch, batch)
         folder = self.writer.save(boundary.step, parts, trainer_state=boundary.state, hold=True,
@@ -268,7 +278,7 @@ class RunCheckpoints:
     def _role_writer(self, name: str) -> Callable[[Path], Any]:
         group, contents = self.roles[name].group, tuple(self._contents(name)["save_contents"])
         if not self._in_background(name):
-            return lambda folder: group.save_checkpoint(str(folder), contents)[0]
+            return lambda folder: _of_all(group.save_checkpoint(str(folder), contents))
 
         def start(folder: Path) -> GroupInWork:
             group.save_checkpoint(str(folder), contents, background=True)
