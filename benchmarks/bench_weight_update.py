@@ -141,7 +141,7 @@ def main() -> None:
         changes = {"rollout.requests_at_update": "pause", "rollout.checkpoint_engine.backend": "shared_memory"}
         policy = replace(ActorRolloutRefConfig(), **changes, **{"rollout.name": "hf", "model.path": str(folder)})
         kind, begin = transport_of(policy.rollout, policy.model, "cpu")
-        bucket = policy.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
+        bucket = policy.rollout.checkpoint_engine.bucket_bytes
         clock = Clock(model.state_dict().items(), bucket, asked.rows)
         context = processes.get_context("spawn")
         ready, ring = context.Semaphore(0), begin()

@@ -6,18 +6,23 @@ import asyncio
 import gc
 import threading
 import time
+from functools import partial
 
 import pytest
+import torch
 
-from tests.rollout.builders import prompt, requests, sample, tiny_model
+from tests.rollout.builders import prompt, reference_log_probs, requests, sample, tiny_model
 from tests.rollout.test_updates_in_flight import hf, weights
 from verl.errors import RolloutError
+from verl.registry import TRANSPORTS
 from verl.rollout import Request, SamplingParams
 from verl.rollout.apart import ApartSampler, apart
 from verl.rollout.hf.sampler import HFSampler
+from verl.rollout.hosted import HostedSampler, SamplerHost
 from verl.rollout.service import SamplerService
+from verl.single_controller.local.handle import LocalHandle
+from verl.weight_sync import chunk_weights
 
-STEP = 0.1
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 
 
@@ -25,7 +30,22 @@ class Slow(HFSampler):
     """Its forward passes take their time."""
 
     def _step(self) -> None:
-        time.sleep(STEP)
+        time.sleep(0.005)
+        super()._step()
+
+
+class Gated(HFSampler):
+    """Its forward passes run when they are let, and say which model's weights they saw."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.passes, self.begun, self.weights_seen = threading.Semaphore(0), 0, []
+        self._marks = {tiny_model(seed=seed).lm_head.weight.sum().item(): str(seed) for seed in range(3)}
+
+    def _step(self) -> None:
+        self.begun += 1
+        assert self.passes.acquire(timeout=30)
+        self.weights_seen.append(self._marks.get(self.model.lm_head.weight.sum().item(), "mixed"))
         super()._step()
 
 
@@ -44,30 +64,104 @@ def test_concurrent_requests_join_the_same_forward_passes_and_get_the_same_bits(
     assert not threads()
 
 
-def test_while_a_forward_pass_runs_calls_are_answered_and_new_weights_wait_for_its_end_alone():
-    """A call over HTTP takes several turns of its loop; 20 of them are far less than one forward pass."""
-    sampler = ApartSampler(Slow(tiny_model(seed=0), at_update="pause", owns_model=True))
-    arrived: list[float] = []
+def test_while_a_forward_pass_runs_calls_are_answered_and_new_weights_are_received_but_not_used():
+    """As much of them as a bucket holds and the chunk after that; one more pass is never begun with the old ones."""
+    inner = Gated(tiny_model(seed=0), at_update="pause", owns_model=True)
+    read: list[int] = []
+    chunks = list(chunk_weights(tiny_model(seed=1).state_dict().items(), 1 << 12, 1))
+    sampler = ApartSampler(inner, sum(chunk.num_bytes for chunk in chunks[:3]))
+
+    async def until(condition):
+        while not condition():
+            await asyncio.sleep(0.001)
 
     async def run():
         work = asyncio.ensure_future(sampler.generate(Request("a", (5, 6), LONG)))
-        while sampler.stats()["response_tokens"] < 2:
-            await asyncio.sleep(0.01)
-        steps, chunks = sampler.stats()["steps"], list(weights(1))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert await sampler.confirm(0) == 0 and sampler.stats()["steps"] - steps <= 4
-        steps = sampler.stats()["steps"]
-        await sampler.update_weights((arrived.append(sampler.stats()["steps"]) or one for one in chunks), 1)
-        assert arrived[0] - steps <= 4 and not work.done()
-        while sampler.stats()["steps"] < arrived[0] + 3:
-            await asyncio.sleep(0.01)
+        inner.passes.release(2)
+        await until(lambda: inner.begun == 3)
+        assert await sampler.confirm(0) == 0
+        update = asyncio.ensure_future(sampler.update_weights((read.append(n) or c for n, c in enumerate(chunks)), 1))
+        await until(lambda: len(read) == 4)
+        await asyncio.sleep(0.02)
+        assert len(read) == 4 < len(chunks) and sampler.version == 0 and not update.done()
+        assert all(map(torch.equal, inner.model.state_dict().values(), tiny_model(seed=0).state_dict().values()))
+        inner.passes.release()
+        await update
+        assert read == list(range(len(chunks))) and inner.weights_seen == ["0"] * 3
+        inner.passes.release(LONG.max_tokens)
+        await until(lambda: inner.begun > 5)
         assert await sampler.abort() == 1
         return await work
 
     done = asyncio.run(asyncio.wait_for(run(), 30))
-    assert done.finish_reason == "abort" and set(done.token_versions) == {0, 1}
-    assert list(done.token_versions) == sorted(done.token_versions)
+    assert done.finish_reason == "abort" and done.token_versions[:4] == (0, 0, 0, 1)
+    assert inner.weights_seen[3:] == ["1"] * (len(inner.weights_seen) - 3), "a pass saw new weights alone"
+    sampler.close()
+
+
+def test_an_update_that_is_cancelled_while_the_pass_runs_ends_its_stream_and_the_next_one_works():
+    inner = Gated(tiny_model(seed=0), at_update="pause", owns_model=True)
+    sampler, over = ApartSampler(inner, 1 << 30), threading.Event()
+
+    def stream():
+        try:
+            yield from weights(1)
+            over.wait(10)  # as a transport does whose other end is silent
+            yield next(weights(1))
+        finally:
+            over.set()
+
+    async def run():
+        work = asyncio.ensure_future(sampler.generate(Request("a", (5, 6), LONG)))
+        inner.passes.release()
+        while inner.begun < 2:
+            await asyncio.sleep(0.001)
+        update = asyncio.ensure_future(sampler.update_weights(stream(), 1))
+        await asyncio.sleep(0.02)
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        over.set()
+        inner.passes.release(LONG.max_tokens)
+        await sampler.update_weights(weights(2), 2)
+        await sampler.abort()
+        return await work
+
+    assert set(asyncio.run(asyncio.wait_for(run(), 30)).token_versions) <= {0, 2} and sampler.version == 2
+    sampler.close()
+
+
+@pytest.mark.parametrize("kind", ["shared_memory", "gloo", "disk", "delta"])
+def test_weights_that_come_by_any_transport_beside_forward_passes_draw_the_tokens_of_their_version(kind):
+    """Teacher-forced by the model of its version, each token has the log-prob that the sampler reported."""
+    sampler = ApartSampler(Slow(tiny_model(seed=0), at_update="pause", owns_model=True), 1 << 20)
+    host = LocalHandle(SamplerHost(sampler))
+    replica = HostedSampler(host, kind, partial(TRANSPORTS.get(kind).begin, 1 << 20, "cpu"))
+    wanted = Request("a", (5, 6, 7), LONG)
+
+    async def run():
+        await replica.update_weights(weights(1), 1)
+        work = asyncio.ensure_future(replica.generate(wanted))
+        for version in (2, 3, None):
+            drawn = sampler.stats()["response_tokens"]
+            while sampler.stats()["response_tokens"] < drawn + 3:
+                await asyncio.sleep(0.001)
+            if version is not None:
+                await replica.update_weights(weights(version), version)
+        await replica.abort()
+        return await work
+
+    try:
+        done = asyncio.run(asyncio.wait_for(run(), 60))
+    finally:
+        replica.forget_transport()
+        sampler.close()
+    assert set(done.token_versions) == {1, 2, 3} and list(done.token_versions) == sorted(done.token_versions)
+    for version in (1, 2, 3):
+        logs = reference_log_probs(tiny_model(seed=version), wanted, done)
+        drawn = torch.tensor(done.token_versions) == version
+        expected = logs.gather(-1, torch.tensor(done.token_ids)[:, None])[:, 0]
+        assert (expected[drawn] - torch.tensor(done.log_probs)[drawn]).abs().max() < 4e-5
 
 
 def test_an_abort_reaches_the_requests_of_the_same_turn_and_a_cancelled_one_frees_its_place():
@@ -97,7 +191,10 @@ def test_errors_reach_the_caller_and_a_sampler_that_is_dropped_leaves_no_thread(
     with pytest.raises(RolloutError, match="it sleeps"):
         asyncio.run(sampler.generate(Request("a", (5,), LONG)))
     del sampler
-    gc.collect()
+    end = time.monotonic() + 30
+    while threads() and time.monotonic() < end:  # its thread may still be at the end of the last call
+        gc.collect()
+        time.sleep(0.01)
     assert not threads()
     service = SamplerService({"one": hf("wait")})
     assert apart(service) is service, "it computes nothing itself"

@@ -203,6 +203,9 @@ class Sampler(ABC):
         with computes their tokens so far anew: no pass reads a cache that other weights filled.
         """
 
+    def expect_call(self) -> None:  # noqa: B027 -- most samplers compute elsewhere than in their loop
+        """From any thread: a call will be in the event loop at once, and should not wait for a second forward pass."""
+
     async def confirm(self, version: int) -> int:
         """The version in use, asked for after ``version`` was sent, perhaps by another process."""
         return self.version

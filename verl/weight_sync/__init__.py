@@ -1,5 +1,6 @@
 """Weights on their way from a trainer to samplers: buckets with a version, checks, transports, differences."""
 
+from verl.weight_sync.ahead import ReadAhead
 from verl.weight_sync.chunks import WeightChunk, chunk_weights
 from verl.weight_sync.collective import BroadcastTransport
 from verl.weight_sync.cuda_ipc import CudaIpcTransport
@@ -18,6 +19,7 @@ __all__ = [
     "DeltaEncoder",
     "DeltaTransport",
     "DiskTransport",
+    "ReadAhead",
     "SharedMemoryTransport",
     "StreamReceiver",
     "Transport",

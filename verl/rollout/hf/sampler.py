@@ -47,6 +47,8 @@ from verl.rollout.resume import continued
 from verl.rollout.uniforms import stream_key, uniforms
 from verl.weight_sync import WeightChunk
 
+CALL_TURNS = 2
+"""Of the event loop, in which a call that comes from another thread begins."""
 RECORD_AFTER = 3
 """Decoding steps over the same rows before they are recorded as a CUDA graph."""
 
@@ -146,7 +148,7 @@ class HFSampler(Sampler):
         self._state = Readiness()
         self._task: asyncio.Task[None] | None = None
         self.at_update = at_update
-        self._is_held = self._interrupts = False
+        self._is_held = self._interrupts = self._is_called = False
         self._drawn_at_update = 0
         self._in_flight: dict[str, Row] = {}
         self._columns: tuple[list[Row], DrawColumns] | None = None
@@ -235,6 +237,9 @@ class HFSampler(Sampler):
                 self._runner.refresh()
             self._counts["weight_updates"] += 1
             self._drawn_at_update = self._counts["response_tokens"]
+
+    def expect_call(self) -> None:
+        self._is_called = True
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
         wanted = set(self._in_flight if request_ids is None else request_ids)
@@ -331,6 +336,9 @@ class HFSampler(Sampler):
         while True:
             # One turn of the loop first, so that concurrent requests join the same batch.
             await asyncio.sleep(0)
+            for _ in range(CALL_TURNS if self._is_called else 0):
+                self._is_called = False
+                await asyncio.sleep(0)
             owes = self._interrupts and self._owes_progress()
             if self._interrupts and not owes:
                 self._interrupt()
