@@ -1,11 +1,13 @@
 """What the books of a run cost: their share of a GRPO step of a model of 0.1M parameters.
 
-    python benchmarks/bench_ledger.py [--mode fully_async] [--steps 30]
+    python benchmarks/bench_ledger.py [--steps 30]
 
-A real run of `bench_grpo_step.py` (16 prompts x 8 samples x 32 tokens) in one process, where nothing overlaps. Timed
-from inside, by the clock and by the CPU's time, and divided by the step (two runs would differ by more than that): all
-that writes the ledger, the trace or the recorded schedule, the queue with what its groups need beside a batch, and the
-check of every trained token against the bound. Under ``sync`` there is no queue.
+Two real runs of `bench_grpo_step.py` (16 prompts x 8 samples x 32 tokens) in one process, where nothing overlaps:
+under ``fully_async`` and under ``sync``. Timed from inside, by the clock and by the CPU's time, and divided by the step
+(two runs would differ by more than that): all that writes the ledger, the trace or the recorded schedule, its digest of
+every step included; the check of every trained token against the bound; and the queue with all that its groups need,
+from single prompts to the batch that is trained on. A synchronous step does part of this, too: it writes ledger and
+trace, and the filter and the pool make its batch. That is measured in the second run, and subtracted.
 """
 
 from __future__ import annotations
@@ -30,9 +32,12 @@ from verl.config import load_config  # noqa: E402
 from verl.observability.ledger import Ledger  # noqa: E402
 from verl.observability.schedule import ScheduleRecord  # noqa: E402
 from verl.observability.spans import Spans  # noqa: E402
+from verl.protocol import DataProto  # noqa: E402
 from verl.trainer.main_ppo import TaskRunner, run_ppo  # noqa: E402
-from verl.trainer.ppo import accounting, beside, staleness  # noqa: E402
+from verl.trainer.ppo import accounting, beside, record, stages, staleness  # noqa: E402
 from verl.trainer.ppo.callbacks import Callback  # noqa: E402
+from verl.trainer.ppo.context import SamplePool  # noqa: E402
+from verl.trainer.ppo.groups import Drawn  # noqa: E402
 from verl.trainer.ppo.queue import GroupQueue  # noqa: E402
 from verl.trainer.ppo.schedules import queued  # noqa: E402
 
@@ -44,45 +49,58 @@ MODES = {
         "algorithm.rollout_correction.bypass_mode=true",
     ),
 }  # fmt: skip
-EVENTS = ("ask", "sampled", "scored", "drop_rest", "batched", "chosen", "trained")
+EVENTS = ("ask", "sampled", "scored", "drop", "drop_rest", "drop_rows", "batched", "chosen", "trained")
 PARTS: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 """Seconds of this step by what is timed, by the clock and by the CPU."""
-
-
-RUNNING: set[str] = set()
-"""What is timed at the moment; what it calls is part of it."""
+COUNTED = ("queue", "bound", "recorded schedule", "ledger", "trace")
+NOT_COUNTED = "loader"
+RUNNING: list[tuple[str, list[float]]] = [("", [0.0, 0.0])]
+"""What is timed at the moment, and the seconds of what else was timed inside it."""
 
 
 def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """What it calls is part of it, unless that is timed under another name."""
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if name in RUNNING:
+        if name == RUNNING[-1][0]:
             return function(*args, **kwargs)
-        RUNNING.add(name)
-        clock, processor = time.perf_counter(), time.thread_time()
+        inside = [0.0, 0.0]
+        RUNNING.append((name, inside))
+        begin = time.perf_counter(), time.thread_time()
         try:
             return function(*args, **kwargs)
         finally:
-            PARTS[name][0] += time.perf_counter() - clock
-            PARTS[name][1] += time.thread_time() - processor
-            RUNNING.discard(name)
+            seconds = time.perf_counter() - begin[0], time.thread_time() - begin[1]
+            RUNNING.pop()
+            for kind in (0, 1):
+                PARTS[name][kind] += seconds[kind] - inside[kind]
+                RUNNING[-1][1][kind] += seconds[kind]
 
     return call
 
 
 def time_the_parts() -> None:
-    """Wrap everything that is measured."""
-    for name in EVENTS:
-        setattr(accounting, name, timed("ledger", getattr(accounting, name)))
-    Ledger.end = timed("ledger", Ledger.end)  # type: ignore[method-assign]
-    for name in ("_enter", "_leave", "flush"):
-        setattr(Spans, name, timed("trace", getattr(Spans, name)))
-    for name in ("room", "admit", "complete", "lose", "is_ready", "drop_overdue", "take", "publish"):
-        setattr(GroupQueue, name, timed("queue", getattr(GroupQueue, name)))
-    beside.judged = timed("queue", beside.judged)  # type: ignore[attr-defined]
-    queued.together = timed("queue", queued.together)  # type: ignore[attr-defined]
-    staleness.check = timed("bound", staleness.check)
-    ScheduleRecord.add = timed("recorded schedule", ScheduleRecord.add)  # type: ignore[method-assign]
+    """Wrap everything that is measured; without a queue the same work for the batch as a whole."""
+
+    def wrap(part: str, owner: Any, *names: str) -> None:
+        for name in names:
+            setattr(owner, name, timed(part, getattr(owner, name)))
+
+    wrap("ledger", accounting, *EVENTS)
+    wrap("ledger", Ledger, "end")
+    wrap("trace", Spans, "_enter", "_leave", "flush")
+    wrap("queue", GroupQueue, "room", "admit", "complete", "lose", "is_ready", "drop_overdue", "take", "publish")
+    wrap("queue", Drawn, "next")
+    wrap(NOT_COUNTED, stages.PromptSource, "next_prompts")
+    wrap("queue", beside, "judged")
+    wrap("queue", DataProto, "concat")
+    wrap("queue", queued, "joined")
+    wrap("queue", stages, "keep", "take_batch")
+    wrap("queue", SamplePool, "add")
+    wrap("bound", staleness, "check")
+    wrap("recorded schedule", ScheduleRecord, "add")
+    wrap("recorded schedule", record, "note_step")
 
 
 class Clock(Callback):
@@ -101,13 +119,12 @@ class Clock(Callback):
         self._last = now
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30, help=f"the first {WARMUP} and the last are not counted")
-    parser.add_argument("--mode", default="fully_async", choices=list(MODES))
-    args = parser.parse_args()
-    time_the_parts()
-    clock = Clock()
+Rows = list[tuple[dict[str, list[float]], float, float]]
+
+
+def measure(mode: str, steps: int) -> Rows:
+    """The parts and the length of every step that counts, of a run in a folder of its own."""
+    clock, home = Clock(), Path.cwd()
 
     class Runner(TaskRunner):
         def make_trainer(self, config: Any, tokenizer: Any, processor: Any) -> Any:
@@ -123,23 +140,38 @@ def main() -> None:
             "data.max_prompt_length=64", "data.max_response_length=32", f"actor_rollout_ref.model.path={model}",
             "actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.ignore_eos=true",
             "actor_rollout_ref.actor.ppo_mini_batch_size=16", "reward.custom_reward_function.path=reward.py",
-            f"trainer.total_training_steps={args.steps}", "trainer.logger=[file]", "trainer.runtime=local",
-            "trainer.default_local_dir=run", "trainer.device=cpu", f"trainer.v1.trainer_mode={args.mode}",
-            *MODES[args.mode],
+            f"trainer.total_training_steps={steps}", "trainer.logger=[file]", "trainer.runtime=local",
+            "trainer.default_local_dir=run", "trainer.device=cpu", f"trainer.v1.trainer_mode={mode}", *MODES[mode],
         ]  # fmt: skip
         run_ppo(load_config("ppo_trainer", words), Runner)
-        sizes = {name: Path("run", name).stat().st_size / args.steps for name in ("ledger.jsonl", "trace.jsonl")}
-    rows = clock.rows[WARMUP:]
+        sizes = {name: Path("run", name).stat().st_size / steps for name in ("ledger.jsonl", "trace.jsonl")}
+        os.chdir(home)
+    print(f"{mode}, bytes per step: " + ", ".join(f"{name} {size:.0f}" for name, size in sizes.items()))
+    return clock.rows[WARMUP:]
+
+
+def medians(rows: Rows, kind: int) -> tuple[dict[str, float], float]:
+    """Median seconds of each part, and of a step; by the clock (0) or by the CPU (1)."""
+    parts = {name: statistics.median(row[0].get(name, (0.0, 0.0))[kind] for row in rows) for name in COUNTED}
+    return parts, statistics.median(row[1 + kind] for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30, help=f"the first {WARMUP} and the last are not counted")
+    args = parser.parse_args()
+    time_the_parts()
+    rows = {mode: measure(mode, args.steps) for mode in MODES}
     for number, kind in enumerate(("clock", "CPU")):
-        step = statistics.median(row[1 + number] for row in rows)
+        without, _ = medians(rows["sync"], number)
+        parts, step = medians(rows["fully_async"], number)
         print(f"step of 128 samples by the {kind}: {step * 1e3:.1f} ms")
-        total = 0.0
-        for part in sorted({name for row in rows for name in row[0]}):
-            seconds = statistics.median(row[0].get(part, (0.0, 0.0))[number] for row in rows)
-            total += seconds
-            print(f"  {part}: {seconds * 1e3:.3f} ms, {seconds / step:.2%}")
-        print(f"  together: {total / step:.2%}, goal {GOAL:.0%}{'' if total / step <= GOAL else ': missed'}")
-    print("bytes per step: " + ", ".join(f"{name} {size:.0f}" for name, size in sizes.items()))
+        for name, seconds in parts.items():
+            print(f"  {name}: {seconds * 1e3:.3f} ms, {seconds / step:.2%}; under sync {without[name] * 1e3:.3f} ms")
+        total = sum(parts.values())
+        more = (total - sum(without.values())) / step
+        print(f"  together: {total / step:.2%}; more than sync: {more:.2%}, goal {GOAL:.0%}"
+              f"{'' if more <= GOAL else ': missed'}")  # fmt: skip
     print(f"load of the machine: {os.getloadavg()[0]:.1f}")
 
 

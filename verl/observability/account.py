@@ -97,14 +97,14 @@ class Account:
         """Numbers of samples in flight, and the keys that are none; the same key twice gives two attempts at it."""
         known: list[int] = []
         unknown: list[Key] = []
-        again: Counter[Key] = Counter()
+        times: dict[Key, int] = {}
         for key in keys:
-            waiting = self._ids.get(key, ())
-            if again[key] < len(waiting):
-                known.append(waiting[again[key]])
+            waiting, before = self._ids.get(key, ()), times.get(key, 0)
+            times[key] = before + 1
+            if before < len(waiting):
+                known.append(waiting[before])
             else:
                 unknown.append(key)
-            again[key] += 1
         return known, unknown
 
     def missing(self, waiting: Iterable[Key]) -> list[SampleRecord]:

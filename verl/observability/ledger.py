@@ -24,6 +24,8 @@ from verl.observability.account import REASONS, Account, Entry, Key, names_of, r
 from verl.observability.places import file_of_run, set_aside
 
 KEY, NAME, FORMAT = "trainer.ledger", "ledger.jsonl", 1
+SAYABLE = frozenset((int, str, bool, type(None)))
+"""Types whose every value JSON can say."""
 
 
 class Ledger:
@@ -235,7 +237,7 @@ def entry_of(line: bytes) -> Entry | None:
 
 def _packed(values: Sequence[Any]) -> Any:
     """One value where all are equal."""
-    plain = [_plain(value) for value in values]
+    plain = [value if type(value) in SAYABLE else _plain(value) for value in values]
     return plain[0] if plain and not isinstance(plain[0], list) and plain.count(plain[0]) == len(plain) else plain
 
 

@@ -261,9 +261,9 @@ class Script:
 
 def digest(rows: Iterable[Sequence[Any]]) -> str:
     """A short name of values, equal for equal ones."""
-    total = hashlib.blake2b(digest_size=12)
+    total, encoder = hashlib.blake2b(digest_size=12), json.JSONEncoder(separators=(",", ":"))
     for row in rows:
-        total.update(json.dumps(list(row), separators=(",", ":")).encode() + b"\n")
+        total.update(encoder.encode(list(row)).encode() + b"\n")
     return total.hexdigest()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -44,7 +45,7 @@ class Field:
     padding_value: PaddingValue = 0
     doc: str = ""
 
-    @property
+    @cached_property
     def time_axis(self) -> int | None:
         """The padded axis as a negative index, or None for a column that has no time."""
         for axis, symbol in enumerate(self.shape):
@@ -52,7 +53,7 @@ class Field:
                 return axis - len(self.shape)
         return None
 
-    @property
+    @cached_property
     def time_symbol(self) -> str | None:
         axis = self.time_axis
         return None if axis is None else self.shape[axis]

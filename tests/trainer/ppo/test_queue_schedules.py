@@ -31,7 +31,7 @@ from verl.trainer.ppo import stages
 from verl.trainer.ppo.beside import Beside
 from verl.trainer.ppo.context import RunState, together
 from verl.trainer.ppo.filling import Filling
-from verl.trainer.ppo.groups import Done, Drawn, carried_groups, check_not_starved
+from verl.trainer.ppo.groups import Done, Drawn, GroupRows, carried_groups, check_not_starved
 from verl.trainer.ppo.queue import BoundBroken, GroupQueue, QueueBound
 from verl.trainer.ppo.schedules.colocate_async import ColocateAsyncSchedule
 from verl.trainer.ppo.schedules.fully_async import FullyAsyncSchedule
@@ -240,7 +240,7 @@ def test_a_group_that_fails_is_sampled_once_more_before_its_prompt_is_left_out()
             begun.extend(prompts)
 
         def results(self, ctx, wait, may_stop=True):
-            return [Done(number, prompt, why="failed") for number in {*begun}]
+            return [Done(number, GroupRows.of(prompt), why="failed") for number in {*begun}]
 
     filling = Filling(GroupQueue(QueueBound(groups=2, chunk=1)), ctx.run)
     begun.append(filling.queue.admit(prompt))

@@ -19,7 +19,7 @@ from verl.errors import ConfigError, ReplayError, RolloutError
 from verl.metrics import notices, reset_notices
 from verl.observability.schedule import NAME, Script
 from verl.trainer.ppo import beside, record
-from verl.trainer.ppo.groups import Done
+from verl.trainer.ppo.groups import Done, GroupRows
 from verl.trainer.ppo.schedules import queued
 
 MODE, RULES = "trainer.v1.trainer_mode", "trainer.v1.sampler"
@@ -47,7 +47,7 @@ class Explored(beside.Driven):
         if number not in self.failing:
             return await super()._group(number, asked, half, spans)
         self.failing.remove(number)
-        self._done.put((Done(number, asked, why="failed"), half, RolloutError("no process is left")))
+        self._done.put((Done(number, GroupRows.of(asked), why="failed"), half, RolloutError("no process is left")))
 
     def results(self, ctx, wait, may_stop=True):
         for _ in range(self.die.randrange(12)):

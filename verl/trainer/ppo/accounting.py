@@ -6,7 +6,8 @@ schedule that drops samples itself calls `drop`; one that holds some between two
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,6 +66,12 @@ def drop(samples: DataProto, reason: str, ctx: StepContext) -> None:
         ctx.ledger.dropped(ctx.step, reason, keys_of(samples))
 
 
+def drop_rows(samples: DataProto, rows: np.ndarray, reason: str, ctx: StepContext) -> None:
+    """The same for those rows (B,) bool of them."""
+    if ctx.ledger is not None and rows.any():
+        ctx.ledger.dropped(ctx.step, reason, list(compress(keys_of(samples), rows)))
+
+
 def drop_rest(samples: DataProto, kept: DataProto, reason: str, ctx: StepContext) -> None:
     """The same for those samples that are not among the kept ones."""
     if ctx.ledger is not None and len(kept) < len(samples):
@@ -94,19 +101,19 @@ def trained(batch: DataProto, ctx: StepContext, updated: bool = True) -> None:
     """
     if ctx.ledger is None:
         return
-    by_reason: dict[str, list[Key]] = {"": []}
-    for key, reason in zip(keys_of(batch), _why_not(batch, ctx, updated)):
+    by_reason, keys = dict[str, list[Key]]({"": []}), keys_of(batch)
+    for key, reason in zip(keys, _why_not(batch, keys, ctx, updated)):
         by_reason.setdefault(reason, []).append(key)
     ctx.ledger.trained(ctx.step, by_reason.pop(""), by_reason)
 
 
-def _why_not(batch: DataProto, ctx: StepContext, updated: bool) -> Iterator[str]:
+def _why_not(batch: DataProto, keys: Sequence[Key], ctx: StepContext, updated: bool) -> Iterator[str]:
     """Why each row was not trained on; empty for those that were."""
     columns, tensors, rows = batch.non_tensor_batch, batch.tensors, range(len(batch))
-    masked = columns.get("unscorable", np.zeros(len(batch))).astype(bool)
+    masked = columns.get("unscorable", np.zeros(len(batch))).astype(bool).tolist()
     kept = tensors.get(KEPT_MASK, tensors["response_mask"]).bool().any(-1)
-    rejected = (tensors["response_mask"].bool().any(-1) & ~kept).numpy()
-    keys, method = keys_of(batch), "not_paired" if ctx.learns_from_pairs else "not_drawn"
+    rejected = (tensors["response_mask"].bool().any(-1) & ~kept).tolist()
+    method = "not_paired" if ctx.learns_from_pairs else "not_drawn"
     for row in rows:
         if masked[row]:
             yield _why_masked(columns, row)

@@ -24,7 +24,7 @@ from verl.single_controller.base import Roles
 from verl.single_controller.base.interrupts import Interrupt
 from verl.trainer.ppo import accounting, stages
 from verl.trainer.ppo.context import StepContext
-from verl.trainer.ppo.groups import Done, judged
+from verl.trainer.ppo.groups import Done, GroupRows, judged
 from verl.workers.sampling import FOLLOW, SERVED
 
 T = TypeVar("T")
@@ -99,9 +99,7 @@ class InTurn:
         if ctx.needs_reward_baselines:
             with ctx.timed("gen_max"):
                 stages.add_reward_baselines(samples, batch, self.roles, half)
-        each = ctx.samples_per_prompt
-        for place, number in enumerate(prompts):
-            self._done.append(judged(number, samples.slice(place * each, (place + 1) * each), half))
+        self._done += judged(list(prompts), samples, half)
         ctx.take_in(half)
 
     def results(self, ctx: StepContext, wait: bool, may_stop: bool = True) -> list[Done]:
@@ -239,7 +237,7 @@ class Beside:
                 samples = stages.with_answers(asked, made, half.metrics)
                 done = replace(await self._score(number, samples, half), served=served)
         except BaseException as error:  # carried over to the thread that trains
-            self._done.put((Done(number, asked, why="failed"), half, error))
+            self._done.put((Done(number, GroupRows.of(asked), why="failed"), half, error))
             if not _is_of_group(error):
                 self.failed.set()
         else:
@@ -252,7 +250,7 @@ class Beside:
         accounting.sampled(samples, half)
         with half.spans.apart("reward", half.step, f"group {number}"):
             samples = stages.score(samples, self.roles, half)
-        return judged(number, samples, half)
+        return judged([number], samples, half)[0]
 
     def close(self) -> None:
         if self._thread.is_alive():

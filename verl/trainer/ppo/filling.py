@@ -71,7 +71,7 @@ class Filling:
                 sampling.dropped(overdue, ctx)
                 for late in overdue:
                     if late.is_complete:  # the others are dropped when they end
-                        accounting.drop(late.samples, "stale", ctx)
+                        accounting.drop(late.samples.alone(), "stale", ctx)
                 if queue.is_ready() and queue.complete_groups >= until:
                     break
                 check_not_starved(queue, self.lost, ctx)
@@ -94,15 +94,15 @@ class Filling:
         again = {}
         for done in ended:
             if done.why == "failed":
-                accounting.drop(done.samples, "failed_loop", ctx)
+                accounting.drop(done.rows.alone(), "failed_loop", ctx)
                 prompt = self._once_more(done.number)
                 if prompt is not None:
                     again[done.number] = prompt
                     continue
             if done.why:
                 self.queue.lose(done.number, done.why)
-            elif not self.queue.complete(done.number, done.samples, done.oldest):
-                accounting.drop(done.samples, "stale", ctx)
+            elif not self.queue.complete(done.number, done.rows, done.oldest):
+                accounting.drop(done.rows.alone(), "stale", ctx)
         sampling.begin(again, ctx)
 
     def _once_more(self, number: int) -> DataProto | None:
@@ -126,7 +126,7 @@ class Filling:
         """Of groups that are complete, and of those that are in flight."""
         for entry in self.queue:
             if entry.is_complete:
-                yield entry.samples
+                yield entry.samples.alone()
             elif entry.number not in self._again:
                 yield stages.rows_of(entry.prompt, self.run.samples_per_prompt)
 

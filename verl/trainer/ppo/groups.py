@@ -6,6 +6,11 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
 
 from verl.errors import ConfigError, DataError
 from verl.metrics import notice
@@ -14,7 +19,7 @@ from verl.protocol import DataProto
 from verl.protocol.fields import declared_field
 from verl.trainer.ppo import stages
 from verl.trainer.ppo.context import ABOUT_THE_REQUEST, StepContext, together
-from verl.trainer.ppo.queue import GroupQueue, QueuedGroup, oldest_version
+from verl.trainer.ppo.queue import GroupQueue, QueuedGroup
 from verl.trainer.ppo.stages import PromptSource
 
 FINISHED, PROMPTS = "queue", "queue_prompts"
@@ -41,57 +46,107 @@ class Drawn:
 
 
 @dataclass(frozen=True)
+class GroupRows:
+    """The rows of a group in the batch that it was sampled with: a group is cut out only where it goes on alone.
+
+    Args:
+        batch: which nobody changes.
+        start, stop: rows of it.
+    """
+
+    batch: DataProto
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, batch: DataProto) -> GroupRows:
+        """All rows of a batch."""
+        return cls(batch, 0, len(batch))
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def alone(self) -> DataProto:
+        """A batch of these rows, which shares their memory."""
+        return self.batch if len(self) == len(self.batch) else self.batch.slice(self.start, self.stop)
+
+
+@dataclass(frozen=True)
 class Done:
     """What became of a group.
 
     Args:
         number: of the group in the queue.
-        samples: all of them; of a group that failed the rows that were asked for.
+        rows: its samples; of a group that failed what was asked for.
         oldest: version of its oldest token, where the sampler names versions.
         why: there is nothing to train on: ``filtered`` or ``failed``.
         served: how each of its requests was served, where the sampler says so.
     """
 
     number: int
-    samples: DataProto
+    rows: GroupRows
     oldest: int | None = None
     why: str = ""
     served: Mapping[str, Notes] = field(default_factory=dict)
 
 
-def judged(number: int, samples: DataProto, ctx: StepContext) -> Done:
-    """A scored group, or the reason why there is nothing to train on."""
-    kept = stages.keep(samples, ctx)
-    if not len(kept):
-        return Done(number, samples, why="filtered")
-    kept = trimmed(kept)
-    kept.meta_info = {k: v for k, v in kept.meta_info.items() if k not in ABOUT_THE_REQUEST}
-    versions = kept.tensors["token_versions"].flatten().tolist() if "token_versions" in kept.tensors.keys() else []
-    return Done(number, kept, oldest_version(versions))
+def judged(numbers: Sequence[int], samples: DataProto, ctx: StepContext) -> list[Done]:
+    """Scored groups of equal size, or why there is nothing to train on.
+
+    Args:
+        numbers: of the groups in the queue.
+        samples: of the first one, then of the next.
+    """
+    each = len(samples) // len(numbers)
+    dropped = stages.filtered(samples, np.repeat(np.arange(len(numbers)), each), ctx)
+    samples = trimmed(samples)
+    samples.meta_info = {k: v for k, v in samples.meta_info.items() if k not in ABOUT_THE_REQUEST}
+    places = zip(numbers, range(0, len(samples), each), dropped, _oldest(samples, len(numbers)), strict=True)
+    return [
+        Done(number, GroupRows(samples, start, start + each), oldest, why="filtered" if is_dropped else "")
+        for number, start, is_dropped, oldest in places
+    ]
+
+
+def _oldest(samples: DataProto, groups: int) -> list[int | None]:
+    """The version of each group's oldest token; None where no token has one (-1: padding, inserted text)."""
+    versions = samples.tensors.get("token_versions", None)
+    if versions is None:
+        return [None] * groups
+    highest = torch.iinfo(versions.dtype).max
+    oldest = torch.where(versions >= 0, versions, highest).reshape(groups, -1).amin(-1)
+    return [None if version == highest else version for version in oldest.tolist()]
+
+
+def joined(groups: Sequence[GroupRows]) -> DataProto:
+    """The samples of groups as one batch, only as wide as the longest prompt and response in it."""
+    runs: list[GroupRows] = []
+    for rows in groups:
+        if runs and runs[-1].batch is rows.batch and runs[-1].stop == rows.start:
+            runs[-1] = GroupRows(rows.batch, runs[-1].start, rows.stop)
+        else:
+            runs.append(rows)
+    parts = [rows.alone() for rows in runs]
+    return trimmed(parts[0] if len(parts) == 1 else together(parts))
 
 
 def trimmed(samples: DataProto) -> DataProto:
-    """Only as wide as the longest prompt and response in it, so that no number depends on what it was sampled with.
+    """A copy, only as wide as the longest prompt and response in it: no number depends on what it was sampled with.
 
     Args:
         samples: ``prompts`` (B, P) padded left, ``responses`` (B, T) padded right, ``attention_mask`` (B, P+T).
     """
-    tensors = samples.tensors
+    tensors: dict[str, Any] = dict(samples.tensors.items())
     width, mask = tensors["prompts"].shape[-1], tensors["attention_mask"].bool()
     prompt = max(1, int(mask[:, :width].sum(-1).max()))
     response = max(1, int(mask[:, width:].sum(-1).max()))
-    parts = {
-        "P": slice(width - prompt, None),
-        "T": slice(None, response),
-        "P+T": slice(width - prompt, width + response),
-    }
-    made = samples.select()
-    for name in list(made.tensors.keys()):
+    parts = {"P": (width - prompt, prompt), "T": (0, response), "P+T": (width - prompt, prompt + response)}
+    for name, column in tensors.items():
         field = declared_field(name)
-        if field is not None and field.time_symbol is not None and field.time_axis is not None:
-            axis, part = tensors[name].dim() + field.time_axis, parts[field.time_symbol]
-            made.tensors[name] = tensors[name][(slice(None),) * axis + (part,)].clone()
-    return made
+        if field is not None and field.time_axis is not None:
+            tensors[name] = column.narrow(field.time_axis, *parts[str(field.time_symbol)]).clone()
+    batch = TensorDict(tensors, batch_size=samples.tensors.batch_size, device=samples.tensors.device)
+    return DataProto(batch, dict(samples.non_tensor_batch), dict(samples.meta_info))
 
 
 def check_not_starved(queue: GroupQueue, lost_before: int, ctx: StepContext) -> None:
@@ -133,7 +188,7 @@ def carried_groups(queue: GroupQueue, drawn: Drawn, details: Sequence[str]) -> d
     Args:
         details: columns that the scorer returned besides the scores.
     """
-    finished = [entry.samples for entry in queue if entry.is_complete]
+    finished = [entry.samples.alone() for entry in queue if entry.is_complete]
     unfinished = [entry.prompt for entry in queue if not entry.is_complete]
     rows = [len(samples) for samples in finished]
     state = {**queue.state_dict(), "rows": rows, "unfinished": len(unfinished), "details": list(details)}
@@ -154,7 +209,8 @@ def groups_carried(parts: Mapping[str, DataProto], queue: GroupQueue, drawn: Dra
     state, starts = states[0], [0]
     for count in state["rows"]:
         starts.append(starts[-1] + count)
-    samples = [trimmed(saved[FINISHED].slice(start, end)) for start, end in pairwise(starts)]
+    finished = trimmed(saved[FINISHED]) if FINISHED in saved else None
+    samples = [] if finished is None else [GroupRows(finished, start, stop) for start, stop in pairwise(starts)]
     left = saved.get(PROMPTS)
     rows = [] if left is None else [left.slice(row, row + 1) for row in range(len(left))]
     waiting = iter(rows[: state["unfinished"]])

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -328,8 +328,3 @@ def check_version(oldest: int, step: int, allowed: int, what: str) -> None:
     if step - oldest > allowed:
         raise BoundBroken(f"{what} has a token of version {oldest}, trained on at version {step}: "
                           f"{step - oldest} versions, where {allowed} are allowed")  # fmt: skip
-
-
-def oldest_version(versions: Iterable[int], unknown: int = -1) -> int | None:
-    """The smallest version of sampled tokens; None where no token has one (``unknown``: padding, inserted text)."""
-    return min((version for version in versions if version != unknown), default=None)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from verl.config import PPOTrainerConfig
 from verl.config.pools import Pools
@@ -87,11 +90,12 @@ def note_step(batch: DataProto, ctx: StepContext) -> None:
     columns, tensors = batch.non_tensor_batch, batch.tensors
     width = tensors["responses"].shape[-1]
     masks, scores = tensors["attention_mask"][:, -width:].bool(), tensors["token_level_scores"]
-    samples = (
-        [str(uid), int(index), tokens[mask].tolist(), score[score != 0].tolist()]
-        for uid, index, tokens, mask, score in zip(
-            columns["uid"], columns["sample_index"], tensors["responses"], masks, scores, strict=True
-        )
+    samples = zip(
+        map(str, columns["uid"]),
+        map(int, columns["sample_index"]),
+        _chosen(tensors["responses"], masks),
+        _chosen(scores, scores != 0),
+        strict=True,
     )
     versions = staleness.versions_of(batch)
     oldest, newest = (None, None) if versions is None or not len(versions[0]) else (
@@ -101,6 +105,12 @@ def note_step(batch: DataProto, ctx: StepContext) -> None:
     if record.script is not None:
         left = len(record.script.decisions) - record.script.at
         ctx.metrics.add("replay/decisions_left", float(left), "last")
+
+
+def _chosen(values: Tensor, mask: Tensor) -> Iterator[list[Any]]:
+    """What each row (T) of the values (B, T) has where the mask (B, T) is true."""
+    flat = iter(values[mask].tolist())
+    return (list(islice(flat, count)) for count in mask.sum(-1).tolist())
 
 
 def _processes(config: PPOTrainerConfig) -> dict[str, Any]:

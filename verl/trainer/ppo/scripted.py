@@ -18,7 +18,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo import accounting, stages
 from verl.trainer.ppo.beside import Sampling
 from verl.trainer.ppo.context import StepContext
-from verl.trainer.ppo.groups import Done
+from verl.trainer.ppo.groups import Done, GroupRows
 from verl.trainer.ppo.queue import GroupQueue, QueuedGroup
 
 
@@ -228,10 +228,11 @@ def _answers(done: Done, requests: Mapping[str, Any], boundary: int) -> dict[str
     }
     if not any(old.values()):  # also of a group that failed, which has no tensors
         return {}
-    tensors = done.samples.tensors
+    samples = done.rows.alone()
+    tensors = samples.tensors
     if "token_versions" not in tensors.keys():
         return {}
-    columns, answers = done.samples.non_tensor_batch, dict[str, Any]()
+    columns, answers = samples.non_tensor_batch, dict[str, Any]()
     drawn = tensors["token_versions"] >= 0
     has_log_probs = "rollout_log_probs" in tensors.keys()
     for row, (uid, index) in enumerate(zip(columns["uid"], columns["sample_index"], strict=True)):
@@ -255,4 +256,4 @@ def _failed(number: int, prompt: DataProto, ctx: StepContext) -> Done:
     asked = stages.repeated(prompt, ctx.run.open(ctx.step))
     accounting.ask(asked, ctx)
     ctx.metrics.add("training/rollout_failure/evicted_samples", len(asked), "sum")
-    return Done(number, asked, why="failed")
+    return Done(number, GroupRows.of(asked), why="failed")

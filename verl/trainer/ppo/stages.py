@@ -210,26 +210,37 @@ def add_reward_baselines(samples: DataProto, prompts: DataProto, roles: Roles, c
 
 def keep(samples: DataProto, ctx: StepContext) -> DataProto:
     """Dynamic sampling: drop groups whose samples all have the same outcome; a single sample is always kept."""
+    groups = group_filter.group_numbers(samples)
+    dropped = filtered(samples, groups, ctx)
+    if ctx.config.algorithm.filter_groups.enable:
+        return samples.select_idxs(np.flatnonzero(~dropped[groups]))
+    liked = oversampling.choose(samples, ctx)
+    accounting.drop_rest(samples, liked, "surplus", ctx)
+    return liked
+
+
+def filtered(samples: DataProto, groups: np.ndarray, ctx: StepContext) -> np.ndarray:
+    """(G,) bool: groups that dynamic sampling drops, counted and entered into the ledger.
+
+    Args:
+        groups: (B,) int, of each row, 0 .. G - 1.
+    """
     algorithm = ctx.config.algorithm
     rule = algorithm.filter_groups
     metrics = [rule.metric if rule.enable else None]
     listed = of_estimator(ctx.config).rewards
     if rule.metric is None and listed is not None and algorithm[listed]:
         metrics = list(algorithm[listed])  # one varying reward is enough
-    groups = group_filter.group_numbers(samples)
     columns = [group_filter.outcomes(samples, metric, ctx.sample_info) for metric in metrics]
     flat = group_filter.same_outcome(groups, columns, group_filter.out_of_statistics(samples))
     ctx.metrics.add("training/zero_variance_groups", float(flat.mean()), weight=len(flat))
     if not rule.enable:
-        liked = oversampling.choose(samples, ctx)
-        accounting.drop_rest(samples, liked, "surplus", ctx)
-        return liked
+        return np.zeros_like(flat)
     dropped = flat[groups]
     ctx.metrics.add("training/filter_groups/dropped_groups", int(flat.sum()), "sum")
     ctx.metrics.add("training/filter_groups/evicted_samples", int(dropped.sum()), "sum")
-    kept = samples.select_idxs(np.flatnonzero(~dropped))
-    accounting.drop_rest(samples, kept, "filtered_group", ctx)
-    return kept
+    accounting.drop_rows(samples, dropped, "filtered_group", ctx)
+    return flat
 
 
 def take_batch(ctx: StepContext) -> DataProto:

@@ -25,7 +25,7 @@ from verl.trainer.ppo import accounting, stages, staleness
 from verl.trainer.ppo.beside import Beside, Driven, InTurn, Sampling
 from verl.trainer.ppo.context import RunState, StepContext, together
 from verl.trainer.ppo.filling import Filling
-from verl.trainer.ppo.groups import Report
+from verl.trainer.ppo.groups import Report, joined
 from verl.trainer.ppo.lending import Lending
 from verl.trainer.ppo.queue import GroupQueue, QueueBound
 from verl.trainer.ppo.schedules.sync import AHEAD, RESUMED, SyncSchedule
@@ -69,7 +69,7 @@ class QueueSchedule(SyncSchedule):
             lending = None if parts else self._lending
             taken = filling.next_chunk(source, sampling, ctx, may_stop=not parts, lending=lending)
             report.trained(taken, ctx.step - 1)
-            chunk = together([entry.samples for entry in taken])
+            chunk = joined([entry.samples for entry in taken])
             accounting.batched(chunk, ctx)
             staleness.check(chunk, ctx, bound.enforced)
             train = partial(learn, chunk, roles, ctx, self.stages)
