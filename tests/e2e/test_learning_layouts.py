@@ -14,7 +14,7 @@ from tests.e2e.runs import command, curve
 from tests.e2e.test_learning import ACCURACY, learn
 
 pytestmark = pytest.mark.e2e
-GRPO, STEPS, WARM_UP = "algorithm.adv_estimator=grpo", 20, 320
+GRPO, STEPS, WARM_UP = "algorithm.adv_estimator=grpo", 10, 320
 TWO = ["trainer.nnodes=1", "trainer.n_gpus_per_node=2", "trainer.device=cpu", "actor_rollout_ref.actor.strategy=fsdp2"]
 
 
@@ -68,4 +68,4 @@ def mixture(arithmetic) -> Path:
 def test_grpo_teaches_a_mixture_whose_experts_two_processes_share(arithmetic, mixture):
     """Each process holds two of the four experts of a layer."""
     changes = [f"actor_rollout_ref.model.path={mixture}", "actor_rollout_ref.actor.fsdp_config.expert_parallel_size=2"]
-    check(learn(arithmetic, "experts", STEPS, GRPO, *TWO, *changes))
+    check(learn(arithmetic, "experts", 2 * STEPS, GRPO, *TWO, *changes))

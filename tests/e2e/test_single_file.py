@@ -12,7 +12,7 @@ from tests.e2e.runs import PROJECT, run
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize(("name", "steps"), [("grpo", 30), ("ppo", 40)])
+@pytest.mark.parametrize(("name", "steps"), [("grpo", 12), ("ppo", 16)])
 def test_run_freely_it_raises_the_held_out_accuracy_as_the_library_does(arithmetic, name, steps):
     script, data = PROJECT / "examples/single_file" / f"{name}.py", arithmetic.folder / "data"
     words = ["--model", str(arithmetic.model), "--train", f"{data}/train.parquet", "--test", f"{data}/test.parquet"]

@@ -60,8 +60,8 @@ def test_grpo_learns_on_two_nodes_and_prints_the_node_of_every_rank(arithmetic, 
         "trainer.device=cpu",
         f"trainer.experiment_name={name}",
         f"trainer.default_local_dir={name}",
-        "trainer.total_training_steps=30",
-        "trainer.test_freq=30",
+        "trainer.total_training_steps=10",
+        "trainer.test_freq=10",
     ]
     path = f"{arithmetic.folder}{os.pathsep}{PROJECT}"
     logs = str(arithmetic.folder / "logs")
