@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import statistics
 from pathlib import Path
 
@@ -91,6 +92,39 @@ def test_an_answer_that_was_broken_off_says_nothing_of_how_long_others_take():
         return await waiting.call(2)
 
     assert asyncio.run(run()) == ["a0", "b0"]
+
+
+def test_whose_turn_it_is_among_many_is_what_a_look_at_each_of_them_says():
+    """Seconds are different for every prompt, so that there is one answer."""
+
+    async def run(seed):
+        waiting, draw, prompts = Waiting(), random.Random(seed), [f"p{number}" for number in range(12)]
+        await waiting.add(*(sample(prompt, number) for prompt in prompts for number in range(4)))
+        took, began, left = dict[str, list[float]](), dict[str, float](), dict.fromkeys(prompts, 4)
+        for prompt in prompts:
+            waiting.ran(prompt, seconds := draw.random())
+            took[prompt] = [seconds]
+        for call in range(1, 48):
+            prompt = draw.choice(prompts)
+            if draw.random() < 0.5 and prompt not in began:
+                waiting.queue.began(sample(prompt, 99), -prompts.index(prompt))
+                began[prompt] = waiting.clock.now
+            elif prompt in began and left[prompt]:
+                waiting.queue.ended(sample(prompt, 99), -prompts.index(prompt), in_full=True)
+                took[prompt].append(waiting.clock.now - began.pop(prompt))
+            waiting.clock.now += draw.random()
+            now = waiting.clock.now
+            expected = {one: max(statistics.mean(took[one]), now - began.get(one, now)) for one in prompts if left[one]}
+            waiting.queue.call_next()
+            await asyncio.sleep(0)
+            chosen = waiting.order[-1][:-1]
+            left[chosen] -= 1
+            if call % OLDEST_EVERY:
+                assert chosen == max(expected, key=expected.__getitem__), (seed, call)
+        await waiting.call(0)
+
+    for seed in range(20):
+        asyncio.run(run(seed))
 
 
 def test_the_one_that_came_first_is_not_passed_over_for_ever():
