@@ -16,11 +16,9 @@ class ColocateAsyncConfig(ConfigNode):
 
 @dataclass(frozen=True)
 class HybridRolloutConfig(ConfigNode):
-    """The trainers' devices sample too, while the trainer waits at the beginning of a step."""
+    """The trainers' devices sample too, while the trainer waits."""
 
-    enable_switch: bool = setting(
-        False, "lend the trainers' devices to sampling while the first groups of a step are waited for"
-    )
+    enable_switch: bool = setting(False, "lend the trainers' devices to sampling while the trainer waits for groups")
     switch_threshold_ratio: float = setting(
         0.4,
         "share of a step's groups that must be complete before lent devices are given back, above 0 and at most 1; never "

@@ -194,6 +194,11 @@ class SamplerService(Sampler):
     def version(self) -> int:
         return self._version if self._published or not self._is_single else self.replicas[0].sampler.version
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a slot."""
+        return self._queue.waiting
+
     async def generate(self, request: Request) -> Completion:
         parts: list[Completion] = []
         self._in_flight.add(request.id)

@@ -174,6 +174,10 @@ class SamplingWorker(ReplicaWorker):
         """Return once these replicas have no request; what they were computing goes on elsewhere."""
         return await self.service.take_back(names)
 
+    async def waiting(self) -> int:
+        """Requests that no replica has a slot for."""
+        return self.service.waiting
+
     async def give_up(self, reason: str) -> None:
         """No replica will be replaced any more, so every request from here on is an error."""
         self.service.give_up(reason)

@@ -9,19 +9,21 @@ import torch
 
 from verl.observability.gantt import busy_seconds, by_role
 from verl.observability.spans import read_spans
+from verl.trainer.ppo.lending import LendingRule
 
 pytestmark = pytest.mark.dist
 
 SWITCH = "trainer.v1.separate_async.hybrid_rollout"
 SETTINGS = (
     "trainer.v1.trainer_mode=separate_async",
-    "trainer.v1.separate_async.num_warmup_batches=0.5",
+    "trainer.v1.separate_async.num_warmup_batches=1",
     "trainer.v1.separate_async.parameter_sync_step=2",
     f"{SWITCH}.enable_switch=true",
     "algorithm.rollout_correction.bypass_mode=true",
     "actor_rollout_ref.rollout.full_determinism=true",
     "actor_rollout_ref.rollout.ignore_eos=true",
     "actor_rollout_ref.rollout.free_cache_engine=true",
+    "actor_rollout_ref.rollout.max_num_seqs=1",
     "data.max_response_length=64",
     "trainer.save_freq=3",
 )
@@ -34,8 +36,11 @@ OWN_POOL = (
 )
 
 
-def test_a_trainer_that_lends_its_device_trains_on_the_samples_of_one_that_has_none_to_lend(train):
-    """Lent devices have the version of the samplers, and what they give back goes on from its prefix."""
+def test_a_trainer_that_lends_its_device_trains_on_the_samples_of_one_that_has_none_to_lend(train, monkeypatch):
+    """Lent devices have the version of the samplers, also once the trainer has gone on, as in the waits after its first
+    mini-batch and before an update; what they give back goes on from its prefix."""
+    for name in ("cost", "cost_again"):  # so that every wait is worth it in which requests have no slot
+        monkeypatch.setattr(LendingRule, name, -1.0)
     lent = train("lent", 3, *SETTINGS, *OWN_POOL, "trainer.trace=true")
     alone = train("lent_alone", 3, *SETTINGS, "trainer.runtime=local", "trainer.replay_from=lent")
     shown = ("input", "output", "score")
@@ -47,6 +52,11 @@ def test_a_trainer_that_lends_its_device_trains_on_the_samples_of_one_that_has_n
     assert lent.steps[0]["separate_async/decision/lend"] == 1
     tokens = sum(step["separate_async/switch/lent_tokens"] for step in lent.steps)
     assert 0 < tokens < 3 * 8 * 64
+    times = [step["separate_async/switch/times"] for step in lent.steps]
+    begun = [step["separate_async/decision/lend"] for step in lent.steps]
+    assert sum(times) > sum(begun), (times, begun)
+    moved = sum(step["separate_async/switch/moved_requests"] for step in lent.steps)
+    assert moved == (lent.folder / "ledger.jsonl").read_text().count('"moved"')
     assert all(step["training/off_policy/trajectory_staleness_worst/max"] <= 1 for step in lent.steps)
     decisions = [json.loads(line) for line in (lent.folder / "schedule.jsonl").read_text().splitlines()]
     drew = {span[0] for one in decisions if one["event"] == "ended" for group in one["groups"]

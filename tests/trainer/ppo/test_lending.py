@@ -13,7 +13,7 @@ from verl.config.lending import KEY, lends
 from verl.config.trainer import HybridRolloutConfig
 from verl.errors import ConfigError
 from verl.metrics import notices, reset_notices
-from verl.trainer.ppo.lending import TO_SAMPLING, TO_TRAINING, LendingRule
+from verl.trainer.ppo.lending import HANDED, TO_SAMPLING, TO_TRAINING, LendingRule
 from verl.trainer.ppo.queue import GroupQueue, QueueBound
 
 SWITCH = "trainer.v1.separate_async.hybrid_rollout"
@@ -63,6 +63,22 @@ def test_devices_are_lent_where_the_groups_that_are_missing_take_longer_than_the
     assert one.cost == 22.0 and one.until(complete=0) == 0
     one.waited_for(10, 20.0, is_lent=False)
     assert one.benefit(complete=0) == 26.0 and one.until(complete=0) == 26
+
+
+def test_the_weights_of_a_step_are_handed_over_once_and_joining_again_costs_the_switches_alone():
+    one = rule()
+    assert one.is_worth_weights() and one.is_worthwhile_later(1)  # nothing is known yet
+    one.waited_for(20, 10.0, is_lent=True)  # a second per group without
+    for way, seconds in ((HANDED, 8.0), (TO_SAMPLING, 1.0), (TO_TRAINING, 2.0)):
+        one.switched(way, seconds)
+    assert (one.cost, one.cost_again) == (11.0, 3.0)
+    assert [one.is_worthwhile_later(missing) for missing in (0, 6, 7)] == [False, False, True]  # half a second each
+    assert [one.until(complete) for complete in (3, 4)] == [26, 0]
+    decided = []
+    for spared in (11.0, 11.5):
+        one.spared_later = spared
+        decided.append(one.is_worth_weights())
+    assert decided == [False, True]
 
 
 def test_the_share_moves_after_alike_steps_in_a_row():

@@ -146,6 +146,16 @@ class Beside:
     def idle_seconds(self) -> float:
         return self._idle + (0.0 if self.in_flight else time.monotonic() - self._since)
 
+    @property
+    def running(self) -> int:
+        """Groups that have not ended."""
+        return self.in_flight - self._done.qsize()
+
+    @property
+    def waiting(self) -> int:
+        """Those of them that have no place yet."""
+        return max(0, self.running - self._limit)
+
     def begin(self, prompts: Mapping[int, DataProto], ctx: StepContext, follow: Follow | None = None) -> None:
         if prompts and not self.in_flight:
             self._idle += time.monotonic() - self._since

@@ -6,7 +6,7 @@ This is the half of the schedules with a queue that comes before training, and w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 
 from verl.protocol import DataProto
 from verl.single_controller.base.interrupts import Interrupted, interruptible
@@ -57,13 +57,19 @@ class Filling:
         """The groups that the step trains on next; samples, or waits for them.
 
         Args:
+            may_stop: nothing was trained on in this step.
             lending: may lend the trainers' devices meanwhile.
         """
         queue, is_replay = self.queue, sampling.follows is not None
-        until = sampling.lends(0 if lending is None else lending.until(queue, ctx), ctx)
-        is_lent = until > 0 and not is_replay
-        waiting = nullcontext() if lending is None else lending.beginning(queue, ctx, is_lent)
-        with ctx.stop.droppable() if may_stop else nullcontext(), waiting:
+        until = sampling.lends(lending.until(queue, ctx) if lending is not None and may_stop else 0, ctx)
+        with ExitStack() as waiting:
+            if may_stop:
+                waiting.enter_context(ctx.stop.droppable())
+            if is_replay:
+                lending = None
+            elif lending is not None and may_stop:
+                waiting.enter_context(lending.beginning(queue, ctx, is_lent=until > 0))
+                lending = None
             while not (may_stop and ctx.stop.requested):
                 self._admit(source, sampling, ctx)
                 self.take_in(sampling, ctx, wait=False)
@@ -75,6 +81,10 @@ class Filling:
                 if queue.is_ready() and queue.complete_groups >= until:
                     break
                 check_not_starved(queue, self.lost, ctx)
+                if lending is not None:
+                    missing = max(1, queue.bound.chunk - queue.complete_groups)
+                    waiting.enter_context(lending.later(ctx, missing))
+                    lending = None
                 self.take_in(sampling, ctx, wait=True, may_stop=may_stop)
         self.lost, taken = queue.lost, queue.take()
         sampling.took(taken, ctx)

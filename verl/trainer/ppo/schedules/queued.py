@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import cast
 
@@ -66,8 +67,7 @@ class QueueSchedule(SyncSchedule):
         for left in reversed(range(bound.groups // bound.chunk)):
             ctx.goes_on = left > 0
             # Nothing is saved between two chunks: once the first one changed the weights, the step goes on to its end.
-            lending = None if parts else self._lending
-            taken = filling.next_chunk(source, sampling, ctx, may_stop=not parts, lending=lending)
+            taken = filling.next_chunk(source, sampling, ctx, may_stop=not parts, lending=self._lending)
             report.trained(taken, ctx.step - 1)
             chunk = joined([entry.samples for entry in taken])
             accounting.batched(chunk, ctx)
@@ -75,8 +75,6 @@ class QueueSchedule(SyncSchedule):
             train = partial(learn, chunk, roles, ctx, self.stages)
             parts.append(filling.beside(train, sampling, ctx))
         report.add_to(ctx, sampling.idle_seconds)
-        if self._lending is not None:
-            self._lending.end_step(ctx)
         ctx.sample_info = {name: [] for name in filling.details}
         if len(parts) == 1:
             return parts[0]
@@ -91,8 +89,14 @@ class QueueSchedule(SyncSchedule):
             sampling = self._opened(roles, ctx)[1]
             # After the last step only groups that were dropped meanwhile are in flight; the ledger hears of their end.
             waits, is_last = self._waits(sampling, ctx), ctx.step >= ctx.total_steps
-            while (waits or is_last) and sampling.in_flight and (is_last or not ctx.stop.requested):
-                filling.take_in(sampling, ctx, wait=True, may_stop=not is_last)
+            lent = nullcontext() if self._lending is None or is_last or not waits else self._lending.later(ctx)
+            with lent:
+                while (waits or is_last) and sampling.in_flight and (is_last or not ctx.stop.requested):
+                    filling.take_in(sampling, ctx, wait=True, may_stop=not is_last)
+            idle = ctx.timers.seconds.get("wait_for_samples", 0.0)
+            ctx.metrics.add(f"{self.prefix}/trainer/idle_seconds", idle, "last")  # with the wait before an update
+            if self._lending is not None:
+                self._lending.end_step(ctx)
             sampling.before_weights(ctx)
         super().publish(roles, ctx)
 

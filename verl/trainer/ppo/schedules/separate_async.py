@@ -3,7 +3,7 @@
 A step trains on ``data.train_batch_size`` prompts, ``trainer.v1.separate_async.parameter_sync_step`` mini-batches, and
 then sends its weights. Where the sampler's log-probs are the old ones, each mini-batch is trained on as soon as it is
 complete; else the step takes its batch as a whole, because all its mini-batches share the log-probs of one old policy.
-With ``hybrid_rollout.enable_switch`` the trainers' devices sample until the first of these groups are there.
+With ``hybrid_rollout.enable_switch`` the trainers' devices sample while the trainer waits.
 """
 
 from __future__ import annotations
