@@ -15,6 +15,7 @@ import pytest
 
 from tests.trainer.test_replicas import OWN_POOL, configured
 from verl import stacks
+from verl.errors import WorkerError
 from verl.metrics import notices, reset_notices
 from verl.trainer.replicas import files
 from verl.trainer.replicas.keeper import ReplicaKeeper
@@ -97,10 +98,15 @@ class Run:
         pool.further = lambda each: pool
         self.keeper = ReplicaKeeper(config, None, {"actor": actors, "rollout": rollout}, pool, "cpu")
         self.keeper._start = self._start
-        self.folder = folder
+        self.folder, self.stops = folder, False
 
     def _change(self, changes):
         self.changes.append(changes)
+        for name in changes[0].catch_up if self.stops else ():
+            self.stops = False
+            os.kill(self.units[name].process.pid, signal.SIGSTOP)
+            self.units[name].process.wait()  # as a trainer, whose stream ends with the other process
+            return [SyncResult(0.0, {name: WorkerError("the trainer's stream broke")})]
         return [SyncResult()]
 
     def _start(self, name, slots):
@@ -202,3 +208,29 @@ def test_a_user_asks_for_more_and_for_fewer_and_hears_why_one_cannot_join(in_run
         run.until(lambda: files.read_seen(run.folder)["said"] == "A replica could not join: no room")
         assert run.keeper.metrics()["rollout/replicas/replaced"] == 0 and not run.service.given_up
     assert list(run.folder.iterdir()) == []
+
+
+def test_a_replacement_that_is_stopped_while_it_takes_weights_is_named_and_the_next_one_serves(in_run):
+    """Nobody but the keeper knows of it so far, and the trainer waits for it."""
+    with in_run(2) as run:
+        run.stops = True
+        os.kill(run.units["replica 0"].process.pid, signal.SIGKILL)
+        run.until(lambda: set(run.service.names) == {"replica 1", "replica 3"})
+        hung = run.units["replica 2"].process
+        said = notices()["rollout, replica 0, replacement 1 failed"]
+        assert "replacement 2 of 2 starts: its replacement did not start: WorkerError: hangs: " in said
+        assert f"(process {hung.pid} on node here, stopped by a signal) made no progress for" in said
+        assert hung.poll() == -signal.SIGKILL and run.keeper.metrics()["rollout/replicas/alive"] == 2
+        assert run.changes[-1][0].leave == ("replica 2",), "the trainer sends it nothing more"
+
+
+def test_one_that_an_update_holds_because_another_one_is_stopped_is_not_taken_for_the_culprit(in_run):
+    """It answers, has requests and computes nothing, as long as the other one does not take its weights."""
+    with in_run(2) as run:
+        os.kill(run.units["replica 1"].process.pid, signal.SIGSTOP)
+        end = time.monotonic() + 30
+        while not run.service.discarded:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        run.until(lambda: set(run.service.names) == {"replica 0", "replica 2"})
+        assert run.service.discarded == ["replica 1"] and run.keeper.replaced == 1

@@ -58,6 +58,7 @@ class Placed:
         rank: of the actor that sends it weights.
         own: the pool that was reserved for it alone; None: it lies in the run's.
         seen: when it last made progress, on the clock that never goes back.
+        heard: when it last answered.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Placed:
     own: Any = None
     state: str = "serving"
     seen: float = field(default_factory=time.monotonic)
+    heard: float = field(default_factory=time.monotonic)
     question: asyncio.Task[Any] | None = None
     counted: Any = None
 
@@ -90,6 +92,8 @@ class ReplicaKeeper:
         self._actors, self._service = groups["actor"], groups["rollout"].handle(0)
         self._each = processes_of(config.actor_rollout_ref.rollout, pool.world_size)
         self._replicas: list[Placed] = []
+        self._joining: list[Placed] = []
+        """Those that take the last version before they serve."""
         self._spare: list[tuple[Sequence[Any], Any]] = []
         self._gone: list[str] = []
         self._started = self._coming = self._at_trainer = 0
@@ -179,7 +183,11 @@ class ReplicaKeeper:
         is_looking = self._thread is not None and now - self._looked < max(half, 1.0)
         # One that waits for a trainer is not counted: the trainer may be what hangs.
         is_starting = self._coming > self._at_trainer
-        return is_looking and (is_starting or any(now - one.seen > half for one in list(self._replicas)))
+        return is_looking and (is_starting or any(now - one.seen > half for one in self._placed))
+
+    @property
+    def _placed(self) -> list[Placed]:
+        return [*self._replicas, *self._joining]
 
     @property
     def number(self) -> int:
@@ -198,7 +206,7 @@ class ReplicaKeeper:
 
     def look_at(self) -> list[Process]:
         """State and stacks of every replica's processes."""
-        return [process for one in list(self._replicas) for process in one.unit.look_at()]
+        return [process for one in self._placed for process in one.unit.look_at()]
 
     def _run(self) -> None:
         assert self._loop is not None, "made by `watch`"
@@ -252,15 +260,16 @@ class ReplicaKeeper:
         question, one.question = one.question, None
         if question.cancelled() or question.exception() is not None:
             return
+        one.heard = time.monotonic()
         counted = (question.result(), known.completed)
         if not known.requests or counted != one.counted:
-            one.seen = time.monotonic()
+            one.seen = one.heard
         one.counted = counted
 
     async def _why_hung(self, one: Placed, known: ReplicaState) -> str:
         """What is known of a replica that made no progress for too long; empty for others."""
         late = time.monotonic() - one.seen
-        if self._limit is None or late <= self._limit:
+        if self._limit is None or late <= self._limit or self._waits_for_another(one, self._limit / 2):
             return ""
         processes = await asyncio.to_thread(one.unit.look_at)
         node = one.unit.members[0].address  # also of a process that this node looked at itself
@@ -269,6 +278,14 @@ class ReplicaKeeper:
         more = f" and {len(known.requests) - 8} more" if len(known.requests) > 8 else ""
         where = await asyncio.to_thread(self._write_stacks, one, processes)
         return f"hangs: {who} made no progress for {late:.1f} seconds. {serves}{more}. {where}"
+
+    def _waits_for_another(self, one: Placed, half: float) -> bool:
+        """Whether it answers and another one does not: an update that both take holds it until the other is ended."""
+        now = time.monotonic()
+        waits = now - one.heard <= half and any(now - other.heard > half for other in self._placed)
+        if waits:
+            one.seen = now - half  # so long it has to go on, once the other one is gone
+        return waits
 
     def _write_stacks(self, one: Placed, processes: Sequence[Process]) -> str:
         if not any(process.stacks for process in processes):
@@ -296,13 +313,15 @@ class ReplicaKeeper:
             await asyncio.to_thread(one.unit.close)
             self._replicas.remove(one)
             self._gone.append(name)
+            told = f"rollout, {name}, replaced"
             while self.replaced < allowed:
                 self.replaced += 1
-                notice(f"rollout, {name}, replaced", f"replacement {self.replaced} of {allowed} starts: {reason}")
+                notice(told, f"replacement {self.replaced} of {allowed} starts: {reason}")
                 try:
                     return await self._add(one.slots, one.rank, one.own)
                 except Exception as error:  # boundary: whatever the new process or its engine raises
                     reason = f"its replacement did not start: {type(error).__name__}: {error}"
+                    told = f"rollout, {name}, replacement {self.replaced} failed"  # what is told twice is shown once
             await self._end(name, reason)
         except Exception as error:  # boundary: the service is gone, or Ray
             await self._end(name, f"{reason}. It could not be replaced: {error}")
@@ -316,19 +335,50 @@ class ReplicaKeeper:
             await self._service.call("give_up", self.error)
 
     async def _add(self, slots: Sequence[Any], rank: int, own: Any) -> None:
-        """Start a replica, send it the last version, and let it serve."""
+        """Start a replica, send it the last version, and let it serve.
+
+        Raises:
+            Exception: it did not start, or hangs while it takes the weights.
+        """
         name = self._next_name()
         unit = await asyncio.to_thread(self._start, name, slots)
         try:
             limit = self.config.trainer.ray_wait_register_center_timeout
             await asyncio.wait_for(unit.call_all("init_model"), limit)
-            await self._feed(unit, rank)
-            await self._service.call("add_replica", name, unit.handle)
+            one = Placed(name, unit, slots, rank, own)
+            await self._unless_it_hangs(one, self._serve(one))
         except BaseException:
             self._gone.append(name)
             await asyncio.to_thread(unit.close)
             raise
-        self._replicas.append(Placed(name, unit, slots, rank, own))
+        self._replicas.append(one)
+
+    async def _serve(self, one: Placed) -> None:
+        await self._feed(one.unit, one.rank)
+        await self._service.call("add_replica", one.name, one.unit.handle)
+
+    async def _unless_it_hangs(self, one: Placed, work: Coroutine[Any, Any, None]) -> None:
+        """Do something that waits for a replica which is not among the others so far.
+
+        Raises:
+            WorkerError: it hangs, and was ended, so that whoever waits for it goes on.
+        """
+        task = asyncio.ensure_future(work)
+        self._joining.append(one)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=LOOK_SECONDS)
+                self._ask(one, UNKNOWN)
+                reason = await self._why_hung(one, UNKNOWN)
+                if reason:
+                    await asyncio.to_thread(one.unit.close)
+                    await asyncio.wait({task}, timeout=CLOSE_SECONDS)
+                    raise WorkerError(reason)
+            await task
+        finally:
+            self._joining.remove(one)
+            task.cancel()
+            task.add_done_callback(_heard)
 
     async def _feed(self, unit: Unit, rank: int) -> None:
         """Trainers have calls of their own in work; this one comes between two of them."""
