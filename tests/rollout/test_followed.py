@@ -67,8 +67,12 @@ def spans(notes: dict[str, Notes], answers: Answers, gone: int = 0) -> dict[str,
     return made
 
 
-def followed(wanted: dict[str, Draws], first: int = 0) -> tuple[Answers, dict[str, Notes]]:
-    """One replica, whose weights arrive once all that is of earlier ones is drawn; it begins with version ``first``."""
+def followed(wanted: dict[str, Draws], first: int = 0, times: int = 1) -> tuple[Answers, dict[str, Notes]]:
+    """One replica, whose weights arrive once all that is of earlier ones is drawn; it begins with version ``first``.
+
+    Args:
+        times: each conversation is begun so often, by processes of which all but one are lost.
+    """
 
     async def run():
         service = FollowedService({"one": hf("wait", full_determinism=True)})
@@ -77,7 +81,7 @@ def followed(wanted: dict[str, Draws], first: int = 0) -> tuple[Answers, dict[st
         service.follow(NAMES, wanted)
         service.note(NAMES)
         die = random.Random(99)
-        tasks = [asyncio.ensure_future(converse(service, die, *one, answers)) for one in CONVERSATIONS]
+        tasks = [asyncio.ensure_future(converse(service, die, *one, answers)) for one in CONVERSATIONS * times]
         try:
             for version in range(first + 1, 4):
                 counts = {name: sum(n for v, n in its.counts if v < version) for name, its in wanted.items()}
@@ -115,6 +119,13 @@ def test_tokens_whose_weights_are_gone_are_taken_as_they_were():
     assert {name: counts_of({"spans": its.spans}) for name, its in served.items()} == {
         name: counts_of({"spans": its.spans}) for name, its in notes.items()
     }
+
+
+def test_a_conversation_that_begins_anew_while_it_is_followed_gets_the_answers_that_it_had():
+    """Also after the weights that drew them are gone, and its notes are those of one run."""
+    answers, notes = explored("pause", 1)
+    once = followed(spans(notes, answers))
+    assert followed(spans(notes, answers), times=2) == once and once[0] == answers
 
 
 def test_a_request_that_cannot_draw_what_it_drew_says_so():

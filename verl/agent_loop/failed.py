@@ -7,9 +7,11 @@ sampler does is masked, and ``on_error: zero`` gives it 0 where an action may be
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal, get_args
 
 from verl.agent_loop.base import AgentLoopOutput
@@ -18,6 +20,7 @@ from verl.metrics import notice
 
 OnError = Literal["mask", "zero", "raise"]
 HINT = "on_error in the loop's YAML: raise stops the run instead, zero gives the score 0."
+OUR_FOLDER, PYTHON_FOLDER = str(Path(__file__).parents[1]), sysconfig.get_paths()["stdlib"]
 COLUMN = "agent_error"
 """Column of a batch that says what went wrong in a row, None where nothing did."""
 
@@ -62,9 +65,26 @@ def failed(output: AgentLoopOutput, who: str, error: Exception, on_error: OnErro
 
 
 def place_of(error: BaseException) -> str:
-    """Where an exception of a user's code comes from: `` (file.py, line 3)``; nothing for errors of our own."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and not isinstance(error, VerlError) else ""
+    """Where an exception of a user's code comes from: `` (file.py, line 3)``, the last line in the file that we called.
+
+    Nothing for errors of our own, unless one of the user's is their cause.
+    """
+    is_ours = type(error).__module__.startswith("verl.")
+    if isinstance(error, VerlError) or (is_ours and error.__cause__ is None):
+        return ""
+    frames = traceback.extract_tb((error.__cause__ if is_ours else error).__traceback__)  # type: ignore[union-attr]
+    theirs = [frame for frame in frames if not _is_between(frame.filename)]
+    if is_ours and not theirs:
+        return ""
+    last = [frame for frame in theirs if frame.filename == theirs[0].filename] or frames
+    return f" ({last[-1].filename}, line {last[-1].lineno})" if last else ""
+
+
+def _is_between(file: str) -> bool:
+    """Whether it is of this library or of Python itself, through which a user's code is called."""
+    if "site-packages" in Path(file).parts:
+        return file.startswith(OUR_FOLDER)
+    return file.startswith((OUR_FOLDER, PYTHON_FOLDER, "<"))
 
 
 def check_some_worked(outputs: Sequence[AgentLoopOutput]) -> None:

@@ -10,6 +10,10 @@ from verl.rewards.samples import RewardFailure, RewardResult, RewardSample
 from verl.rewards.scoring import OnError
 
 
+class NothingScored(RewardError):
+    """Every sample of a batch failed and is masked: a group of a queue is left out, any other batch ends the run."""
+
+
 def report_failures(
     samples: Sequence[RewardSample],
     results: Sequence[RewardResult],
@@ -23,6 +27,7 @@ def report_failures(
         ours: whether the function is one of this library; where it fails on a text, the answer counts as empty.
 
     Raises:
+        NothingScored: every sample failed, and is masked.
         RewardError: ``on_error`` is ``raise`` and a sample failed, or every sample failed.
     """
     if ours:
@@ -40,7 +45,7 @@ def report_failures(
     if on_error == "raise":
         raise RewardError(shown, fix=_way_out(failure)) from failure.exception
     if len(failed) == len(results):
-        raise RewardError(
+        raise (NothingScored if all(masked for *_, masked in failed) else RewardError)(
             f"all {len(results)} samples of a batch failed, so there is nothing to learn from. The first: {shown}",
             fix=_way_out(failure),
         ) from failure.exception

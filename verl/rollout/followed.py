@@ -8,6 +8,7 @@ weights, prompt and key (``rollout.full_determinism``) these are the tokens of b
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -35,6 +36,8 @@ class FollowedService(SamplerService):
         self._spans: dict[str, Draws] = {}
         self._follows: set[str] = set()
         self._drawn: dict[str, int] = {}
+        self._work: dict[str, asyncio.Future[Completion]] = {}
+        """Requests that follow spans, until their conversation is over."""
         self._change = ChangeEvent()
 
     def note(self, conversations: Sequence[str]) -> None:
@@ -43,6 +46,9 @@ class FollowedService(SamplerService):
 
     def notes(self, conversations: Sequence[str]) -> dict[str, Notes]:
         """Request -> its notes, of these conversations, which are noted no longer."""
+        ended = {*conversations}
+        for name in [name for name in self._work if _conversation(name) in ended]:
+            self._work.pop(name).cancel()
         return {name: notes for one in conversations for name, notes in self._noted.pop(one, {}).items()}
 
     def follow(self, conversations: Sequence[str], spans: Mapping[str, Draws]) -> None:
@@ -56,12 +62,22 @@ class FollowedService(SamplerService):
             await self._change.wait()
 
     async def generate(self, request: Request) -> Completion:
-        self._forget(request)
         if _conversation(request.id) not in self._follows:
+            self._forget(request)
             return await super().generate(request)
-        if request.id not in self._spans:
-            raise ReplayError(f"request {request.id} is one that the recorded run did not make")
-        return await self._follow(request, self._spans.pop(request.id))
+        work = self._work.get(request.id)
+        if work is None:
+            if request.id not in self._spans:
+                raise ReplayError(
+                    f"request {request.id} is one that the recorded run did not make",
+                    fix="Its agent loop, tools or environment went on in another way than then; without "
+                    "trainer.replay_from the run decides itself.",
+                )
+            work = asyncio.ensure_future(self._follow(request, self._spans.pop(request.id)))
+            self._work[request.id] = work
+        # Where the process of its loop was lost, the request comes again, when its weights may be gone: it gets the
+        # answer to the first one, which goes on whatever becomes of those that wait for it.
+        return await asyncio.shield(work)
 
     async def _follow(self, request: Request, spans: Draws) -> Completion:
         parts: list[Completion] = []

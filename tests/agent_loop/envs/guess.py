@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 
@@ -17,6 +18,8 @@ class Guess:
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         self.seed = seed
+        if self.broken == "reset":
+            json.loads("no board")
         self.digit = (options or {}).get("digit", random.Random(seed).randrange(10))
         return "Guess a digit.", {"digit": self.digit}
 

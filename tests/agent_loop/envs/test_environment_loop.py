@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import gymnasium
 import pytest
 
+from tests.agent_loop.envs import guess
 from tests.agent_loop.envs.guess import Guess
 from tests.agent_loop.server.scripted import END, TOKENIZER, Scripted, ids, rows, settings
 from verl.agent_loop import AgentLoopManager
@@ -106,10 +107,17 @@ def test_an_environment_made_by_gymnasium_works(tmp_path):
     assert made.batch["rm_scores"].sum().item() == 1.0
 
 
+def place(words: str) -> str:
+    """Where the environment's file says so."""
+    lines = Path(guess.__file__).read_text().splitlines()
+    return f"{guess.__file__}, line {next(n for n, line in enumerate(lines, start=1) if words in line)})"
+
+
 @pytest.mark.parametrize(
     "broken, said",
     [
-        ("raise", "step raised ValueError: the board is gone"),
+        ("raise", "step raised ValueError: the board is gone (" + place("the board is gone")),
+        ("reset", "column 1 (char 0) (" + place("no board")),
         ("exit", "SystemExit: 2"),
         ("hang", "step took longer than 2 s"),
         ("shape", "step returned 'x', not (observation, reward"),

@@ -357,7 +357,7 @@ def test_a_queue_that_keeps_one_group_of_many_goes_on_with_a_notice_and_one_that
     check_not_starved(queue, 0, ctx.open(3))
     said = notices()["algorithm.filter_groups.max_num_gen_batches"]
     assert "80 groups of samples were left out" in said
-    assert "in acc, 0 because sampling failed), and 1 of the 2 that are trained on at once are there" in said
+    assert "in acc, 0 because sampling or scoring failed), and 1 of the 2 that are trained on at once are there" in said
     assert "max_num_gen_batches=20 the run ends here" in said and "change the data, or the filter" in said
     hopeless = GroupQueue(QueueBound(groups=4, chunk=2))
     for _ in range(80):

@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trainer.ppo.small_runs import Seen, prepare, train
-from verl.errors import ConfigError, ReplayError, RolloutError
+from verl.errors import ConfigError, ReplayError, RewardError, RolloutError
 from verl.metrics import notices, reset_notices
+from verl.observability.ledger_reader import History
 from verl.observability.schedule import NAME, Script
 from verl.trainer.ppo import beside, record
 from verl.trainer.ppo.groups import Done, GroupRows
@@ -181,3 +182,30 @@ def test_a_replay_that_would_have_other_bits_is_refused_with_every_key_before_an
     assert error.value.key == "trainer.replay_from" and not Path("other", "config.yaml").exists()
     listed = [line.partition(":")[0].strip(" -") for line in str(error.value).splitlines()[1:] if "was" in line]
     assert listed == ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", f"{RULES}.max_off_policy_strategy"]
+
+
+def test_a_group_of_which_no_sample_has_a_score_is_left_out_counted_and_left_out_again_in_a_replay():
+    picky = "reward.custom_reward_function.path=picky.py"
+    Path("picky.py").write_text("""def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if extra_info["index"] % 3 == 1:
+        raise ValueError("not this one")
+    return len(set(solution_str)) / 10
+""")
+    seen = explored("picky", 3, picky)
+    again = run("picky_again", picky, "trainer.replay_from=picky")
+    assert same("picky_again", "picky") and taken("picky_again") == taken("picky")
+    counts = [[step.get("reward/unscorable", 0.0) for step in one.metrics] for one in (seen, again)]
+    dropped = [History.of(Path(folder, "ledger.jsonl")).dropped for folder in ("picky", "picky_again")]
+    assert counts[0] == counts[1] and dropped[0] == dropped[1]
+    assert dropped[0]["unscorable"] == sum(counts[0]) > 0
+    assert "not this one" in notices()["reward, groups"]
+
+
+def test_a_run_of_which_no_group_gets_a_score_ends_with_one_error():
+    Path("broken.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    1 / 0\n"
+    )
+    for begin in (explored, lambda folder, _, *changes: run(folder, *changes)):
+        with pytest.raises(RewardError, match=r"no sample of 8 groups in a row got a score: .* division by zero"):
+            begin("broken", 4, "reward.custom_reward_function.path=broken.py")
+        shutil.rmtree("broken")

@@ -17,14 +17,16 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from verl.agent_loop.failed import RunStops
-from verl.errors import RolloutError
+from verl.errors import RewardError, RolloutError
+from verl.metrics import notice
 from verl.observability.schedule import Draws
 from verl.protocol import DataProto
+from verl.rewards.failures import NothingScored
 from verl.single_controller.base import Roles
 from verl.single_controller.base.interrupts import Interrupt
 from verl.trainer.ppo import accounting, stages
 from verl.trainer.ppo.context import StepContext
-from verl.trainer.ppo.groups import Done, GroupRows, judged
+from verl.trainer.ppo.groups import Done, GroupRows, count_lost, judged
 from verl.workers.sampling import FOLLOW, SERVED
 
 T = TypeVar("T")
@@ -87,6 +89,7 @@ class InTurn:
     def __init__(self, roles: Roles):
         self.roles, self.failed = roles, Interrupt()
         self._done: list[Done] = []
+        self._failed_in_a_row = 0
 
     def begin(self, prompts: Mapping[int, DataProto], ctx: StepContext, follow: Follow | None = None) -> None:
         if not prompts:
@@ -94,13 +97,29 @@ class InTurn:
         batch, half = DataProto.concat(list(prompts.values())), ctx.run.open(ctx.step)
         with ctx.timed("gen"):
             samples = stages.generate(batch, self.roles, half)
-        with ctx.timed("reward"):
-            samples = stages.score(samples, self.roles, half)
+        try:
+            with ctx.timed("reward"):
+                samples = stages.score(samples, self.roles, half)
+        except NothingScored as error:
+            self._left_out(list(prompts), samples, half, error)
+            ctx.take_in(half)
+            return
+        self._failed_in_a_row = 0
         if ctx.needs_reward_baselines:
             with ctx.timed("gen_max"):
                 stages.add_reward_baselines(samples, batch, self.roles, half)
         self._done += judged(list(prompts), samples, half)
         ctx.take_in(half)
+
+    def _left_out(self, numbers: list[int], samples: DataProto, half: StepContext, error: NothingScored) -> None:
+        """Groups none of whose samples could be scored; raises where they are many."""
+        self._failed_in_a_row += len(numbers)
+        _check_few(self._failed_in_a_row, error)
+        each = half.samples_per_prompt
+        for place, number in enumerate(numbers):
+            rows = GroupRows(samples, place * each, (place + 1) * each)
+            self._done.append(Done(number, rows, why="unscorable"))
+            count_lost(self._done[-1], half)
 
     def results(self, ctx: StepContext, wait: bool, may_stop: bool = True) -> list[Done]:
         done, self._done = self._done, []
@@ -230,9 +249,10 @@ class Beside:
         ctx.sample_info = {**ctx.sample_info, **half.sample_info}
         self._failed_in_a_row = self._failed_in_a_row + 1 if error is not None else 0
         if error is not None:
-            if not _is_of_group(error) or self._failed_in_a_row >= FAILURES:
+            if not _is_of_group(error):
                 raise error
-            ctx.metrics.add("training/rollout_failure/evicted_samples", ctx.samples_per_prompt, "sum")
+            _check_few(self._failed_in_a_row, error)
+            count_lost(done, ctx)
         return done
 
     async def _group(self, number: int, asked: DataProto, half: StepContext, spans: Mapping[str, Draws] | None) -> None:
@@ -247,7 +267,8 @@ class Beside:
                 samples = stages.with_answers(asked, made, half.metrics)
                 done = replace(await self._score(number, samples, half), served=served)
         except BaseException as error:  # carried over to the thread that trains
-            self._done.put((Done(number, GroupRows.of(asked), why="failed"), half, error))
+            why = "unscorable" if isinstance(error, NothingScored) else "failed"
+            self._done.put((Done(number, GroupRows.of(asked), why=why), half, error))
             if not _is_of_group(error):
                 self.failed.set()
         else:
@@ -303,7 +324,27 @@ class Driven(Beside):
 
 def _is_of_group(error: BaseException) -> bool:
     """Whether it may be the group's alone; what its agent loops say must stop the run is not."""
-    return isinstance(error, RolloutError) and not isinstance(error, RunStops)
+    return isinstance(error, RolloutError | NothingScored) and not isinstance(error, RunStops)
+
+
+def _check_few(in_a_row: int, error: BaseException) -> None:
+    """Say that groups are left out, or end the run.
+
+    Raises:
+        BaseException: so many groups failed in a row that the fault is not theirs.
+    """
+    if not isinstance(error, NothingScored):
+        if in_a_row >= FAILURES:
+            raise error
+        return
+    if in_a_row >= FAILURES:
+        text = f"no sample of {in_a_row} groups in a row got a score: {error.message}"
+        raise RewardError(text, fix=error.fix) from error
+    notice(
+        "reward, groups",
+        f"a group is left out, as no sample of it got a score: {error.message}. Further ones are only counted as "
+        f"reward/unscorable, and {FAILURES} in a row end the run.",
+    )
 
 
 async def _end_others() -> None:

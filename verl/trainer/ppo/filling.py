@@ -12,7 +12,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base.interrupts import Interrupted, interruptible
 from verl.trainer.ppo import accounting, stages
 from verl.trainer.ppo.context import RunState, StepContext
-from verl.trainer.ppo.groups import Drawn, carried_groups, check_in_time, check_not_starved, groups_carried
+from verl.trainer.ppo.groups import OF_FAILED, Drawn, carried_groups, check_in_time, check_not_starved, groups_carried
 from verl.trainer.ppo.lending import Lending
 from verl.trainer.ppo.queue import GroupQueue, QueuedGroup
 from verl.trainer.ppo.scripted import ScriptedSampling
@@ -103,14 +103,14 @@ class Filling:
         self.details |= dict.fromkeys(ctx.sample_info)
         again = {}
         for done in ended:
-            if done.why == "failed":
-                accounting.drop(done.rows.alone(), "failed_loop", ctx)
-                prompt = self._once_more(done.number)
+            if done.why in OF_FAILED:
+                accounting.drop(done.rows.alone(), OF_FAILED[done.why], ctx)
+                prompt = self._once_more(done.number) if done.why == "failed" else None
                 if prompt is not None:
                     again[done.number] = prompt
                     continue
             if done.why:
-                self.queue.lose(done.number, done.why)
+                self.queue.lose(done.number, "failed" if done.why in OF_FAILED else done.why)
             elif not self.queue.complete(done.number, done.rows, done.oldest):
                 accounting.drop(done.rows.alone(), "stale", ctx)
         sampling.begin(again, ctx)

@@ -25,6 +25,8 @@ from verl.trainer.ppo.stages import PromptSource
 FINISHED, PROMPTS = "queue", "queue_prompts"
 """Parts of a checkpoint: samples of finished groups; prompts of the others, and of those that are not admitted yet."""
 STATE = "queue"
+OF_FAILED = {"failed": "failed_loop", "unscorable": "unscorable"}
+"""Why a group failed, and what the ledger says of its samples. Sampling is tried once more, scoring is not."""
 MANY_LOST = 20
 """Batches of groups of which none is kept: a run without a limit of its own ends there."""
 LIMIT = "algorithm.filter_groups.max_num_gen_batches"
@@ -79,7 +81,7 @@ class Done:
         number: of the group in the queue.
         rows: its samples; of a group that failed what was asked for.
         oldest: version of its oldest token, where the sampler names versions.
-        why: there is nothing to train on: ``filtered`` or ``failed``.
+        why: there is nothing to train on: ``filtered``, ``failed`` or ``unscorable``.
         served: how each of its requests was served, where the sampler says so.
     """
 
@@ -88,6 +90,14 @@ class Done:
     oldest: int | None = None
     why: str = ""
     served: Mapping[str, Notes] = field(default_factory=dict)
+
+
+def count_lost(done: Done, ctx: StepContext) -> None:
+    """Metrics of a group that failed, or of which no sample could be scored."""
+    if done.why == "unscorable":
+        ctx.metrics.add("reward/unscorable", len(done.rows), "sum")
+        ctx.metrics.add("reward/unscorable_fraction", 1.0, weight=len(done.rows))
+    ctx.metrics.add("training/rollout_failure/evicted_samples", len(done.rows), "sum")
 
 
 def judged(numbers: Sequence[int], samples: DataProto, ctx: StepContext) -> list[Done]:
@@ -168,7 +178,7 @@ def check_not_starved(queue: GroupQueue, lost_before: int, ctx: StepContext) -> 
         because += f" in {rule.metric or 'the reward'}"
     text = (
         f"since the last update {lost} groups of samples were left out ({because}, {queue.counts['failed']} because "
-        f"sampling failed), and {waiting} of the {queue.bound.chunk} that are trained on at once are there"
+        f"sampling or scoring failed), and {waiting} of the {queue.bound.chunk} that are trained on at once are there"
     )
     if limit <= 0 and waiting:
         notice(LIMIT, f"step {ctx.step}: the queue is nearly starved: {text}. Without a limit it goes on until the "

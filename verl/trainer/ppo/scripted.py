@@ -18,7 +18,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo import accounting, stages
 from verl.trainer.ppo.beside import Sampling
 from verl.trainer.ppo.context import StepContext
-from verl.trainer.ppo.groups import Done, GroupRows
+from verl.trainer.ppo.groups import OF_FAILED, Done, GroupRows, count_lost
 from verl.trainer.ppo.queue import GroupQueue, QueuedGroup
 
 
@@ -145,8 +145,8 @@ class ScriptedSampling:
             end = script.end_of(number)  # type: ignore[union-attr]  # there is one
             if end is None:
                 self._later[number] = begun.pop(number)
-            elif end["why"] == "failed":
-                self._held[number] = _failed(number, begun.pop(number), ctx)
+            elif end["why"] in OF_FAILED:
+                self._held[number] = _failed(number, begun.pop(number), str(end["why"]), ctx)
             else:
                 self._spans[number] = _spans_of(end, gone)
         self.inner.begin(begun, ctx, self._spans if script is not None else None)
@@ -251,9 +251,10 @@ def _answers(done: Done, requests: Mapping[str, Any], boundary: int) -> dict[str
     return answers
 
 
-def _failed(number: int, prompt: DataProto, ctx: StepContext) -> Done:
-    """A group whose sampling failed in the recorded run."""
+def _failed(number: int, prompt: DataProto, why: str, ctx: StepContext) -> Done:
+    """A group whose sampling or scoring failed in the recorded run."""
     asked = stages.repeated(prompt, ctx.run.open(ctx.step))
     accounting.ask(asked, ctx)
-    ctx.metrics.add("training/rollout_failure/evicted_samples", len(asked), "sum")
-    return Done(number, GroupRows.of(asked), why="failed")
+    done = Done(number, GroupRows.of(asked), why=why)
+    count_lost(done, ctx)
+    return done
