@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.dist.engine_cells import flat, loss_of, plain, sharded, share, shared_model
 from tests.engines.builders import ragged_batch, relative_error
-from verl.checkpoint import CheckpointReader, CheckpointWriter, FileRecord, find_checkpoint
+from verl.checkpoint import CheckpointReader, CheckpointWriter, FileRecord, find_checkpoint, read_part
 from verl.distributed import Ranks
 from verl.engines.base import Engine
 from verl.errors import CheckpointError, VerlError
 from verl.models.hf_folder import read_weights
-from verl.workers.part import ModelPart, load_part, save_part
+from verl.workers.part import ModelPart, load_part, save_part, saved_records
 
 STEPS = 2
 CONTENTS = ("model", "optimizer", "extra")
@@ -130,6 +130,13 @@ def written_by_a_worker(ranks: Ranks, folder: Path) -> dict:
     expected = train(part.engine, ranks, 1)["loss"]
     load_part(part, str(target), CONTENTS)
     found = train(part.engine, ranks, 1)["loss"]
+    behind = folder / f"behind-{ranks.size}"
+    save_part(part, str(behind), CONTENTS, background=True)
+    copies = part.being_saved._buffers.items()
+    copied = {name: sum(t.nbytes for full, t in copies if full.startswith(name)) for name in ("model", "optimizer")}
+    alike = sorted(saved_records(part, wait=True)) == sorted(records)
+    ranks.barrier()
+    complete = sum(tensor.nbytes for tensor in read_part(behind).section("optimizer").values())
     part.engine.save_hf(folder / f"hf-{ranks.size}")
     try:
         load_part(part, str(folder / "nowhere"), ("model",))
@@ -142,6 +149,7 @@ def written_by_a_worker(ranks: Ranks, folder: Path) -> dict:
         "records": sorted(records),
         "losses": [expected, found],
         "told": told,
+        "behind": {"alike": alike, "copied": copied, "complete": complete},
         "hf": all(torch.equal(saved[name], tensor) for name, tensor in current.items()),
     }
 

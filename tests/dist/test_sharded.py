@@ -275,6 +275,15 @@ def test_every_worker_writes_its_part_and_fails_with_the_others(runs, size, name
         assert "holds no such role" in answer["told"]
 
 
+@world("written_by_a_worker")
+def test_a_save_in_the_background_copies_what_a_rank_writes_of_the_optimizer_and_no_weight(runs, size, name):
+    """Weights are put together for the save in memory of their own, so they need no copy."""
+    saves = [answer["behind"] for answer in runs[size][name]]
+    assert all(save["alike"] and save["copied"]["model"] == 0 for save in saves)
+    copied = [save["copied"]["optimizer"] for save in saves]
+    assert sum(copied) == saves[0]["complete"] > 0 and max(copied) <= 1.1 * sum(copied) / size
+
+
 @world("loaded_into_a_frozen_engine")
 def test_a_frozen_engine_takes_only_weights_and_no_other_models(runs, size, name):
     for answer in runs[size][name]:
