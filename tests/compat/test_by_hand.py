@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.support import tiny_model_dir
+from verl.errors import CheckpointError
 from verl.metrics import notices, reset_notices
 from verl.utils import fsdp_utils
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
@@ -52,6 +53,16 @@ def test_a_checkpoint_without_a_schedule_is_loaded_and_a_schedule_is_told_that_i
     reset_notices()
     FSDPCheckpointManager(other, again, schedule_again).load_checkpoint(str(tmp_path))
     assert schedule_again.last_epoch == 0 and "the schedule begins anew" in notices()["lr_scheduler"]
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_the_name_that_differs(tmp_path):
+    model, optimizer, schedule = trained()
+    step(model, optimizer, schedule)
+    FSDPCheckpointManager(model, optimizer).save_checkpoint(str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"2\.weight is in one of the two only"):
+        FSDPCheckpointManager(nn.Sequential(*model, nn.Linear(2, 2, bias=False))).load_checkpoint(str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"0\.weight has another shape.*\[4, 4\].*\[2, 4\]"):
+        FSDPCheckpointManager(nn.Sequential(nn.Linear(4, 2), model[1])).load_checkpoint(str(tmp_path))
 
 
 def test_a_gradient_is_clipped_as_torch_does_it():

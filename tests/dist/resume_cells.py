@@ -9,12 +9,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from tests.dist.engine_cells import flat, loss_of, plain, sharded, share, shared_model
 from tests.engines.builders import ragged_batch, relative_error
 from verl.checkpoint import CheckpointReader, CheckpointWriter, FileRecord, find_checkpoint, read_part
-from verl.distributed import Ranks
+from verl.distributed import Ranks, data_parallel_mesh
+from verl.distributed.shards import gather
 from verl.engines.base import Engine
+from verl.engines.by_hand import FSDPCheckpointManager, shard_largest
 from verl.errors import CheckpointError, VerlError
 from verl.models.hf_folder import read_weights
 from verl.workers.part import ModelPart, load_part, save_part, saved_records
@@ -166,6 +170,37 @@ def loaded_into_a_frozen_engine(ranks: Ranks, folder: Path) -> dict:
     except CheckpointError as error:
         return {"moved": moved, "told": str(error)}
     return {"moved": moved, "told": ""}
+
+
+def by_hand(ranks: Ranks, folder: Path) -> dict:
+    """A module and an optimizer of one's own, cut along rows and columns: files, bits of a resume, and sharded by none."""
+    root = folder / "by-hand"
+
+    def made(cut: bool) -> tuple:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+        if cut:
+            mesh = data_parallel_mesh(ranks, "cpu", -1)
+            fully_shard(model, mesh=mesh, shard_placement_fn=shard_largest(ranks.size))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        model(torch.arange(8.0).view(2, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [gather(p).clone() for p in model.parameters()]
+
+    one = made(True)
+    step(*one)
+    FSDPCheckpointManager(*one).save_checkpoint(str(root))
+    expected, others = step(*one), {}
+    for name, cut in (("cut", True), ("complete", False)):
+        other = made(cut)
+        FSDPCheckpointManager(*other).load_checkpoint(str(root))
+        others[name] = [float((a - b).abs().max()) for a, b in zip(step(*other), expected, strict=True)]
+    files = {file.name: sorted(load_file(file)) for file in sorted(root.rglob("*.safetensors"))}
+    sizes = [sum(t.nbytes for t in load_file(file).values()) for file in sorted(root.glob("optimizer*"))]
+    return {"others": others, "files": files, "sizes": sizes}
 
 
 def plain_saved(folder: Path) -> dict:

@@ -33,6 +33,7 @@ CELLS = {
         cells.weights_copied,
         *RESUME,
         resume.written_by_a_worker,
+        resume.by_hand,
         switch_cells.switches,
         kl_cells.exact_kl_to_the_base,
         kl_cells.exact_kl_to_a_model,
@@ -282,6 +283,18 @@ def test_a_save_in_the_background_copies_what_a_rank_writes_of_the_optimizer_and
     assert all(save["alike"] and save["copied"]["model"] == 0 for save in saves)
     copied = [save["copied"]["optimizer"] for save in saves]
     assert sum(copied) == saves[0]["complete"] > 0 and max(copied) <= 1.1 * sum(copied) / size
+
+
+@world("by_hand")
+def test_a_module_of_ones_own_is_saved_by_every_rank_and_goes_on_sharded_or_not(runs, size, name):
+    for answer in runs[size][name]:
+        assert max(answer["others"]["cut"]) == 0 and max(answer["others"]["complete"]) < 1e-6
+        names = [f"{kind}-0000{rank}-of-00002.safetensors" for kind in ("model", "optimizer") for rank in (1, 2)]
+        assert list(answer["files"]) == names
+        weights = [weight for file in names[:2] for weight in answer["files"][file]]
+        assert sorted(weights) == ["0.bias", "0.weight", "1.bias", "1.weight"], "each weight is stored once"
+        # Rank 0 has two moments of 12 + 3 + 9 + 2 numbers, rank 1 of 12 + 3 + 9 + 1, and so it writes three of four counters.
+        assert answer["sizes"] == [8 * 26 + 4 * 1, 8 * 25 + 4 * 3]
 
 
 @world("loaded_into_a_frozen_engine")

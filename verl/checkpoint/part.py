@@ -34,8 +34,9 @@ def prepare_part(folder: Path) -> None:
     Before `write_part`, by one rank where several write.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for file in folder.glob("optimizer*.safetensors"):
-        file.unlink(missing_ok=True)
+    for pattern in ("optimizer*.safetensors", "model.safetensors"):
+        for file in folder.glob(pattern):
+            file.unlink(missing_ok=True)
     prepare_weights(folder / HUGGINGFACE)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from verl.distributed.ranks import Ranks
 from verl.errors import EngineError
+from verl.protocol.sharding import ShardSpec
 
 
 def scatter(whole: Tensor, target: DTensor) -> None:
@@ -47,6 +48,27 @@ def first_row(tensor: DTensor) -> int:
     """Where this rank's rows begin; behind the last row where it has none."""
     rows = -(-tensor.shape[0] // _pieces(tensor))
     return min(tensor.shape[0], rows * tensor.device_mesh.get_local_rank(tensor.device_mesh.ndim - 1))
+
+
+def own_box(tensor: Tensor) -> tuple[ShardSpec, Tensor]:
+    """This rank's box of a tensor, along whichever axes it is cut, and its values; of one that is not cut, all of it.
+
+    Raises:
+        EngineError: it is cut in a way that is no box.
+    """
+    if not isinstance(tensor, DTensor):
+        return ShardSpec.of(tensor), tensor.detach()
+    start, lengths = [0] * tensor.ndim, list(tensor.shape)
+    for number, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            continue
+        if type(placement) is not Shard:
+            raise EngineError("this tensor is cut in a way that is no box", got=str(tensor.placements))
+        axis, parts = placement.dim, tensor.device_mesh.size(number)
+        part = -(-lengths[axis] // parts)
+        low = min(part * tensor.device_mesh.get_local_rank(number), lengths[axis])
+        start[axis], lengths[axis] = start[axis] + low, min(part, lengths[axis] - low)
+    return ShardSpec.of(tensor.to_local(), tensor.shape, start), tensor.to_local().detach()
 
 
 def gather(tensor: Tensor) -> Tensor:

@@ -27,12 +27,16 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from verl import device
-from verl.checkpoint import EngineState, read_part, write_part
-from verl.checkpoint.state import prefixed
+from verl.checkpoint import EngineState, prepare_part, read_part, write_part
+from verl.checkpoint.state import StateSection, prefixed
+from verl.checkpoint.tensors import write_tensors
+from verl.distributed import Ranks
+from verl.distributed.boxes import written_once
+from verl.distributed.shards import own_box
+from verl.engines.saving import held, weights_to_write
 from verl.engines.sharding import unit_modules
+from verl.errors import CheckpointError
 from verl.metrics import notice
-
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def own_device() -> Any:
@@ -127,19 +131,31 @@ def move_optimizer(optimizer: Optimizer, to: Any = "cpu") -> None:
                 entries[key] = entry.to(to)
 
 
-def whole_state(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The state of both with nothing cut, on the host of rank 0. Collective."""
-    weights = get_model_state_dict(model, options=WHOLE)
-    return weights, None if optimizer is None else get_optimizer_state_dict(model, optimizer, options=WHOLE)
+def state_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Weights and optimizer state by name, as this rank has them: nothing is gathered. Without an optimizer: empty."""
+    return get_model_state_dict(model), {} if optimizer is None else get_optimizer_state_dict(model, optimizer)
 
 
-def take_whole_state(
-    model: nn.Module, optimizer: Optimizer | None, weights: dict[str, Any], state: dict[str, Any] | None
-) -> None:
-    """Continue from what `whole_state` gave, which every rank has."""
-    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
-    if optimizer is not None and state is not None:
-        set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
+def fill(saved: StateSection, targets: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy this rank's boxes of saved tensors into its own; what is no tensor comes back as it was saved.
+
+    Raises:
+        CheckpointError: a tensor was not saved, or with another shape, or there is none for a saved one; nothing is
+            copied then.
+    """
+    apart = sorted(set(saved) ^ set(targets))
+    if apart:
+        raise CheckpointError(f"the checkpoint is of another model or optimizer: {apart[0]} is in one of the two only")
+    tensors = {name: target for name, target in targets.items() if isinstance(target, Tensor)}
+    for name, target in tensors.items():
+        if saved.shape(name) != target.shape:
+            raise CheckpointError(
+                f"{name} has another shape", got=list(saved.shape(name)), allowed=str([*target.shape])
+            )
+    for name, target in tensors.items():
+        spec, local = own_box(target)
+        local.copy_(saved.box(name, spec.bounds))
+    return {name: type(value)(saved[name].item()) for name, value in targets.items() if name not in tensors}
 
 
 class FSDPCheckpointManager:
@@ -156,41 +172,62 @@ class FSDPCheckpointManager:
         self.processing_class = processing_class
 
     def save_checkpoint(self, local_path: str, hdfs_path: Any = None, global_step: int = 0, **kwargs: Any) -> None:
-        """Write weights, optimizer and schedule into a folder. Collective."""
-        weights, optimizer = whole_state(self.model, self.optimizer)
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            tensors, scalars = (
-                prefixed("model", weights),
-                {"model": {}, "optimizer": {}, "extra": {"step": global_step}},
-            )
-            for name, entries in (optimizer or {}).get("state", {}).items():
-                tensors |= prefixed(
-                    f"optimizer/{name}", {key: torch.as_tensor(value) for key, value in entries.items()}
-                )
-            scalars["optimizer"] = {"param_groups": (optimizer or {}).get("param_groups", [])}
-            if self.lr_scheduler is not None:
-                scalars["extra"]["scheduler"] = int(self.lr_scheduler.last_epoch)
-            write_part(Path(local_path), EngineState(tensors, scalars))
-            if self.processing_class is not None:
-                self.processing_class.save_pretrained(Path(local_path) / "huggingface")
-        if dist.is_initialized():
-            dist.barrier()  # every rank: the files are there for all of them
+        """Write weights, optimizer and schedule into a folder, every rank its part. Collective."""
+        ranks, folder = _ranks(), Path(local_path)
+        weights, optimizer = state_of(self.model, self.optimizer)
+        written = weights_to_write(held({name: own_box(t) for name, t in weights.items()}), ranks, dict)
+        tensors, shards = prefixed("model", written.tensors), {}
+        entries = {name: torch.as_tensor(value) for name, value in _by_name(optimizer.get("state", {})).items()}
+        for name, (spec, tensor) in written_once(held({n: own_box(t) for n, t in entries.items()}), ranks).items():
+            tensors[f"optimizer/{name}"], shards[f"optimizer/{name}"] = tensor, spec
+        scalars: dict[str, Any] = {"model": {}, "extra": {"step": global_step}}
+        scalars["optimizer"] = {"param_groups": optimizer.get("param_groups", [])}
+        if self.lr_scheduler is not None:
+            scalars["extra"]["scheduler"] = int(self.lr_scheduler.last_epoch)
+        state = EngineState(tensors, scalars, shards, ranks.rank, ranks.size, written.files)
+        ranks.only_first(lambda: prepare_part(folder))
+        ranks.together(lambda: (write_part(folder, state, hf=self._write_rest), None))
+
+    def _write_rest(self, folder: Path, weights: Iterable[tuple[str, Tensor]] | None) -> None:
+        """What lies beside the weights, and on one rank they themselves."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if weights is not None:
+            write_tensors(folder / "model.safetensors", dict(weights))
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
 
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: Any = None, del_local_after_load: bool = False
     ) -> None:
-        """Continue from what `save_checkpoint` wrote. Collective."""
+        """Continue from what `save_checkpoint` wrote, of which every rank reads what it keeps. Collective.
+
+        Raises:
+            CheckpointError: it is of another model or optimizer.
+        """
         if local_path is None:
             return
-        state = read_part(Path(local_path))
-        entries: dict[str, dict[str, Any]] = {}
-        for full_name, tensor in state.section("optimizer").items():
-            name, _, key = full_name.rpartition("/")
-            entries.setdefault(name, {})[key] = tensor
-        kept = {"state": entries, **state.scalars["optimizer"]}
-        take_whole_state(self.model, self.optimizer, dict(state.section("model")), kept if entries else None)
+        state, _ = _ranks().together(lambda: (read_part(Path(local_path)), None))
+        weights, own = state_of(self.model, self.optimizer)
+        saved = state.section("optimizer")
+        _ranks().together(lambda: (fill(state.section("model"), weights), None))  # in place: they are the model's
+        if own and saved:
+            own |= state.scalars["optimizer"]
+            values, _ = _ranks().together(lambda: (fill(saved, _by_name(own["state"])), None))
+            for full, value in values.items():
+                name, _, key = full.rpartition("/")
+                own["state"][name][key] = value
+            set_optimizer_state_dict(self.model, self.optimizer, own)
         epoch = state.scalars["extra"].get("scheduler")
         if self.lr_scheduler is not None and epoch is None:
             notice("lr_scheduler", f"{local_path} was saved without one: the schedule begins anew")
         elif self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict({**self.lr_scheduler.state_dict(), "last_epoch": epoch})
+
+
+def _ranks() -> Ranks:
+    return Ranks.of_world() if dist.is_initialized() else Ranks()
+
+
+def _by_name(state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """``parameter/key`` -> entry of an optimizer's state."""
+    return {f"{name}/{key}": value for name, entries in state.items() for key, value in entries.items()}
