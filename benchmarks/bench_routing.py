@@ -17,7 +17,7 @@ import asyncio
 import selectors
 import statistics
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 
 import numpy as np
 from figures import Figures, add_json
@@ -67,7 +67,7 @@ class Simulated(Sampler):
     async def update_weights(self, chunks: object, version: int) -> None:
         self.version = version
 
-    async def abort(self, request_ids: object = None) -> int:
+    async def abort(self, request_ids: Iterable[str] | None = None) -> int:
         return 0
 
     async def sleep(self, level: int = 1) -> None: ...

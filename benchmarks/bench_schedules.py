@@ -1,12 +1,17 @@
 """Schedules beside each other where sampling waits for an environment: wall clock per trained sample.
 
     python benchmarks/bench_schedules.py [--prompts 64] [--samples 4] [--turns 4] [--tokens 32] [--steps 6] [--rounds 1]
+                                         [--slots 512] [--schedules NAME ...]
 
 The quickstart's model samples conversations: every answer of ``--tokens`` tokens is followed by an environment that
 takes log-normal seconds (median 0.2, sigma 1, drawn by row and turn, so that each schedule waits equally), without
 using a CPU. The sampler's log-probs are the old ones everywhere. One trainer and one sampler, each with its own pool
 and one thread, on Ray, ``colocate_async`` too. Every schedule but ``sync`` may sample one step ahead. They run in turn,
 each in its own process.
+
+``separate_async, lent`` is ``separate_async`` with the trainer's process lent to sampling while the trainer waits. It
+can have only requests that wait for a slot, so without fewer ``--slots`` than conversations it is the same; it does not
+run unless ``--schedules`` names it.
 
 Printed as a Markdown table, for each schedule:
 
@@ -62,10 +67,15 @@ SCHEDULES = {
     "one_step_off": (f"{MODE}=one_step_off",),
     "colocate_async": (f"{MODE}=colocate_async",),
     "separate_async": (f"{MODE}=separate_async", "trainer.v1.separate_async.parameter_sync_step={chunks}"),
+    "separate_async, lent": (
+        *(f"{MODE}=separate_async", "trainer.v1.separate_async.parameter_sync_step={chunks}"),
+        "trainer.v1.separate_async.hybrid_rollout.enable_switch=true",
+    ),
     "fully_async": FULLY,
     "fully_async, completion": (*FULLY, "trainer.v1.sampler.order=completion"),
 }
 """Name -> words of the command line; a step is trained on in so many chunks."""
+USUAL = [name for name in SCHEDULES if "lent" not in name]
 COMMON = (
     "algorithm.adv_estimator=grpo",
     "algorithm.rollout_correction.bypass_mode=true",
@@ -193,7 +203,7 @@ def measure(folder: Path, schedule: str, asked: argparse.Namespace) -> dict[str,
         f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}",
         f"data.max_response_length={asked.turns * (asked.tokens + 1)}",
         f"actor_rollout_ref.rollout.agent.default_agent_loop={Path(__file__).stem}:WaitingLoop",
-        f"actor_rollout_ref.rollout.max_num_seqs={2 * asked.prompts * asked.samples}",
+        f"actor_rollout_ref.rollout.max_num_seqs={asked.slots or 2 * asked.prompts * asked.samples}",
         f"trainer.total_training_steps={asked.steps}",
         f"trainer.default_local_dir={schedule.replace(', ', '-')}",
     ]
@@ -259,7 +269,10 @@ def main() -> None:
     usual = {"prompts": 64, "samples": 4, "turns": 4, "tokens": 32, "steps": 6, "rounds": 1}
     for name, number in usual.items():
         parser.add_argument(f"--{name}", type=int, default=number)
-    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
+    parser.add_argument(
+        "--slots", type=int, help="conversations that a sampler computes at once; two steps' if left out"
+    )
+    parser.add_argument("--schedules", nargs="+", default=USUAL, choices=list(SCHEDULES))
     add_json(parser)
     asked = parser.parse_args()
     if asked.steps < 3:

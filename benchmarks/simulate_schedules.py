@@ -1,9 +1,11 @@
 """Simulated, not measured: how the schedules compare on more devices than there are here.
 
     python benchmarks/simulate_schedules.py [--devices 2 8 32 128] [--staleness 1 4] [--steps 6] [--measured FILE]
+                                            [--slots 256] [--schedules NAME ...]
 
-The admission rule and the queue (`verl.trainer.ppo.queue`) and the router with its line of waiting requests
-(`verl.rollout.service`) are the program's own. The rest is a model, and the clock is simulated:
+The admission rule and the queue (`verl.trainer.ppo.queue`), the router with its line of waiting requests
+(`verl.rollout.service`) and the rule of lending (`verl.trainer.ppo.lending`) are the program's own. The rest is a
+model, and the clock is simulated:
 
 - half of the devices sample, half train; a step has ``--prompts`` prompts per trainer, so that a larger machine has a
   larger batch with a longer tail;
@@ -11,7 +13,9 @@ The admission rule and the queue (`verl.trainer.ppo.queue`) and the router with 
 - a conversation has ``--turns`` answers of log-normal length (median ``--length`` tokens, sigma ``--length-sigma``),
   each followed by an environment that takes log-normal seconds (``--env``, ``--env-sigma``);
 - a trainer takes ``--train-ms`` per token, all trainers share a chunk's tokens equally; an update of the weights takes
-  ``--update-s``, while which samplers and trainers stand still.
+  ``--update-s``, while which samplers and trainers stand still;
+- ``separate_async, lent``, which runs where ``--schedules`` names it: trainers that wait sample too. A switch takes
+  ``--switch-s`` each way, with the weights for it. Only requests that wait for one of ``--slots`` can go to them.
 
 Lengths and environments are drawn by row and turn, so that every schedule has the same work. Printed as a Markdown
 table: how many times less wall clock a trained sample takes than under ``sync``, over ``--steps`` steps between those
@@ -33,7 +37,8 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import count, pairwise
@@ -43,8 +48,10 @@ from bench_routing import Simulated, SimulatedClock
 from figures import ROOT, Figures, add_json
 
 sys.path.insert(0, str(ROOT))
+from verl.config.trainer import HybridRolloutConfig
 from verl.rollout.base import Completion, Request, SamplingParams
 from verl.rollout.service import SamplerService
+from verl.trainer.ppo.lending import TO_SAMPLING, TO_TRAINING, LendingRule
 from verl.trainer.ppo.queue import GroupQueue, QueueBound
 
 CHUNKS = 4
@@ -61,6 +68,7 @@ class Schedule:
         is_ahead: sampling may be ahead, by the staleness that is asked for.
         most: the largest staleness that the schedule has.
         waits: new weights wait for all groups in flight; else these pause and go on.
+        lends: trainers that wait sample.
     """
 
     chunks: int = 1
@@ -68,6 +76,7 @@ class Schedule:
     most: int = 1000
     waits: bool = True
     in_order: bool = True
+    lends: bool = False
 
 
 SCHEDULES = {
@@ -75,6 +84,7 @@ SCHEDULES = {
     "one_step_off": Schedule(most=1),
     "colocate_async": Schedule(),
     "separate_async": Schedule(CHUNKS),
+    "separate_async, lent": Schedule(CHUNKS, lends=True),
     "fully_async": Schedule(CHUNKS, waits=False),
     "fully_async, completion": Schedule(CHUNKS, waits=False, in_order=False),
 }
@@ -91,6 +101,7 @@ class Job:
         train: of a token, by one trainer.
         overhead: of a chunk, whatever its size.
         update: of new weights.
+        switch: of a trainer that begins to sample, or to train again.
         slots: requests that a sampler computes at once.
         steps: that count.
     """
@@ -112,6 +123,7 @@ class Job:
     steps: int
     seed: int = 0
     overhead: float = 0.0
+    switch: float = 0.0
 
     def conversation(self, group: int, sample: int) -> list[tuple[int, float]]:
         """Tokens and environment's seconds of each turn."""
@@ -130,19 +142,31 @@ class Engine(Simulated):
 
     def __init__(self, job: Job):
         self._job, self._loop = job, asyncio.get_running_loop()
-        self._running: list[tuple[float, int, asyncio.Future[None]]] = []
-        """Which token of the engine is the last of a request."""
+        self._running: list[tuple[float, int, asyncio.Future[int], str, int]] = []
+        """Which token of the engine is the last of a request; its tokens, when it ends; its name, and its budget."""
         self._numbers = count()
         self._token, self._since, self._timer = 0.0, self._loop.time(), None
         self.is_paused = False
 
     async def generate(self, request: Request) -> Completion:
         self._advance()
-        done: asyncio.Future[None] = self._loop.create_future()
-        heapq.heappush(self._running, (self._token + request.sampling.max_tokens, next(self._numbers), done))
+        done: asyncio.Future[int] = self._loop.create_future()
+        left = (request.sampling.max_tokens or 1) - len(request.generated_prefix)
+        heapq.heappush(self._running, (self._token + left, next(self._numbers), done, request.id, left))
         self._plan()
-        await done
-        return Completion(request.id, (), (), "stop", ())
+        drawn = await done
+        return Completion(request.id, (0,) * drawn, (), "stop" if drawn == left else "abort", ())
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> int:
+        self._advance()
+        wanted = None if request_ids is None else set(request_ids)
+        chosen = [entry for entry in self._running if wanted is None or entry[3] in wanted]
+        self._running = [entry for entry in self._running if entry not in chosen]
+        heapq.heapify(self._running)
+        for end, _, done, _, left in chosen:
+            done.set_result(max(0, min(left - 1, int(left - (end - self._token)))))
+        self._plan()
+        return len(chosen)
 
     def pause(self, is_paused: bool) -> None:
         self._advance()
@@ -171,7 +195,8 @@ class Engine(Simulated):
     def _end(self) -> None:
         self._advance()
         while self._running and self._running[0][0] <= self._token + 1e-6:
-            heapq.heappop(self._running)[2].set_result(None)
+            _, _, done, _, left = heapq.heappop(self._running)
+            done.set_result(left)
         self._plan()
 
 
@@ -191,6 +216,8 @@ class Run:
         names = {str(number): engine for number, engine in enumerate(self.engines)}
         self.service = SamplerService(names, slots=job.slots, clock=asyncio.get_running_loop().time)
         self.ended, self.in_flight, self.idle = asyncio.Event(), 0, 0.0
+        speedup = (job.samplers + job.trainers) / job.samplers
+        self.rule = LendingRule(HybridRolloutConfig(), job.prompts, chunk, speedup)
         self.tokens: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -207,20 +234,50 @@ class Run:
         return [end - begin for begin, end in pairwise(marks)]
 
     async def _train(self) -> None:
-        for _ in range(self.schedule.chunks):
-            while True:
-                self._admit()
-                if self.queue.drop_overdue():
-                    continue
-                if self.queue.is_ready():
-                    break
-                await self._next_end()
+        for part in range(self.schedule.chunks):
+            may_lend = self.schedule.lends
+            until = 0 if part or not may_lend else self.rule.until(self.queue.complete_groups)
+            async with AsyncExitStack() as waiting:
+                while True:
+                    self._admit()
+                    if self.queue.drop_overdue():
+                        continue
+                    if self.queue.is_ready() and self.queue.complete_groups >= until:
+                        break
+                    if may_lend:
+                        missing = max(1, self.queue.bound.chunk - self.queue.complete_groups)
+                        await waiting.enter_async_context(self._lent(until > 0 if part == 0 else self._pays(missing)))
+                        may_lend = False
+                    else:
+                        await self._next_end()
             tokens = sum(self.tokens.pop(entry.number) for entry in self.queue.take())
             await asyncio.sleep(self.job.overhead + tokens * self.job.train / self.job.trainers)
 
+    def _pays(self, missing: int) -> bool:
+        return self.service.waiting > 0 and self.rule.is_worthwhile_later(missing)
+
+    @asynccontextmanager
+    async def _lent(self, is_lent: bool) -> AsyncIterator[None]:
+        """The trainers sample inside, or wait alone."""
+        lent = {f"lent {number}": Engine(self.job) for number in range(self.job.trainers if is_lent else 0)}
+        if is_lent:
+            await asyncio.sleep(self.job.switch)
+            self.rule.switched(TO_SAMPLING, self.job.switch)
+        for name, engine in lent.items():
+            await self.service.add(name, engine)
+        before, idle = self.in_flight, self.idle
+        yield
+        self.rule.waited_for(before - self.in_flight, self.idle - idle, is_lent)
+        if is_lent:
+            await self.service.take_back(list(lent))
+            await asyncio.sleep(self.job.switch)
+            self.rule.switched(TO_TRAINING, self.job.switch)
+
     async def _publish(self, version: int) -> None:
-        while self.schedule.waits and self.in_flight:
-            await self._next_end()
+        waits = self.schedule.waits and self.in_flight > 0
+        async with self._lent(self.schedule.lends and waits and self._pays(self.in_flight)):
+            while waits and self.in_flight:
+                await self._next_end()
         for engine in self.engines:
             engine.pause(True)
         await asyncio.sleep(self.job.update)
@@ -300,6 +357,7 @@ def scaled(asked: argparse.Namespace, devices: int) -> Job:
         row=asked.row_ms * 1e-3,
         train=asked.train_ms * 1e-3,
         update=asked.update_s,
+        switch=asked.switch_s,
         slots=asked.slots,
         steps=asked.steps * max(1, 16 // devices),
     )
@@ -317,7 +375,7 @@ def scaling(asked: argparse.Namespace, figures: Figures) -> str:
     ]
     for staleness in asked.staleness:
         for name, schedule in SCHEDULES.items():
-            if not schedule.is_ahead or staleness > schedule.most:
+            if name not in asked.schedules or not schedule.is_ahead or staleness > schedule.most:
                 continue
             rows = {devices: simulated(job, name, staleness) for devices, job in jobs.items()}
             times = {devices: base[devices]["step, s"] / row["step, s"] for devices, row in rows.items()}
@@ -369,9 +427,11 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="+", default=[2, 8, 32, 128])
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--measured", type=Path)
+    usual = [name for name, schedule in SCHEDULES.items() if not schedule.lends]
+    parser.add_argument("--schedules", nargs="+", default=usual, choices=list(SCHEDULES))
     whole = {"prompts": 16, "samples": 4, "turns": 4, "steps": 6, "slots": 256}
     real = {"length": 128.0, "length-sigma": 0.7, "env": 0.2, "env-sigma": 1.0, "token-ms": 10.0, "row-ms": 0.05,
-            "train-ms": 0.15, "update-s": 0.5}  # fmt: skip
+            "train-ms": 0.15, "update-s": 0.5, "switch-s": 0.5}  # fmt: skip
     for name, value in {**whole, **real}.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     add_json(parser)
