@@ -18,6 +18,7 @@ from verl.observability.gantt import busy_seconds, by_role
 from verl.observability.schedule import Script, counts_of
 from verl.observability.spans import read_spans
 from verl.trainer.replicas import __main__ as replicas
+from verl.trainer.replicas.keeper import ReplicaKeeper
 
 pytestmark = pytest.mark.dist
 
@@ -82,8 +83,33 @@ def states_in(folder: Path) -> list[str]:
     return [one["state"] for one in seen_in(folder).values()]
 
 
-def test_replicas_that_die_hang_and_join_while_a_run_goes_on_change_no_number(train, in_turn, task):
-    """One is killed and one is stopped, both with requests in flight, and a third one joins."""
+def disturb_replacements(monkeypatch) -> None:
+    """The first one is stopped when weights are about to be sent to it, the second one is killed before it has loaded.
+
+    Both take the place that the run's pool reserved; one that joins has a place of its own.
+    """
+    serve, start, stopped, killed = ReplicaKeeper._serve, ReplicaKeeper._start, [], []
+
+    def stop_first(keeper, one):
+        if one.own is None and not stopped:
+            stopped.append(one)
+            os.kill(one.unit.members[0].pid, signal.SIGSTOP)
+        return serve(keeper, one)
+
+    def kill_second(keeper, name, slots):
+        unit = start(keeper, name, slots)
+        if stopped and slots == stopped[0].slots and not killed:
+            killed.append(unit)
+            os.kill(unit.members[0].pid, signal.SIGKILL)
+        return unit
+
+    monkeypatch.setattr(ReplicaKeeper, "_serve", stop_first)
+    monkeypatch.setattr(ReplicaKeeper, "_start", kill_second)
+
+
+def test_replicas_that_die_hang_and_join_while_a_run_goes_on_change_no_number(train, in_turn, task, monkeypatch):
+    """One is killed and one is stopped, both with requests in flight, a third one joins, and two replacements fail."""
+    disturb_replacements(monkeypatch)
     (task / "gated.py").write_text(GATED)
     folder, over = task / "elastic", threading.Event()
 
@@ -108,7 +134,8 @@ def test_replicas_that_die_hang_and_join_while_a_run_goes_on_change_no_number(tr
     thread.start()
     try:
         run = train("elastic", 3, *STREAM, *OWN_POOL, "actor_rollout_ref.rollout.max_replacements=6",
-                    "trainer.hang_seconds=16", "reward.custom_reward_function.path=gated.py")  # fmt: skip
+                    "trainer.hang_seconds=12", "reward.custom_reward_function.path=gated.py",
+                    "reward.timeout=300")  # fmt: skip
     finally:
         over.set()
         thread.join()
@@ -121,10 +148,15 @@ def test_replicas_that_die_hang_and_join_while_a_run_goes_on_change_no_number(tr
     moved = sum(step["rollout/replicas/resent"] for step in run.steps)
     lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
     assert 0 < moved <= sum(line["event"] == "moved" for line in lines)
-    assert run.steps[-1]["rollout/replicas/alive"] == 3 and run.steps[-1]["rollout/replicas/replaced"] >= 2
+    assert run.steps[-1]["rollout/replicas/alive"] == 3 and run.steps[-1]["rollout/replicas/replaced"] >= 4
     said = notices()["rollout, replica 1, replaced"]
     culprit = r"\(process \d+ on node [\d.]+, stopped by a signal\)"
     assert re.search(culprit + r" made no progress for .*It serves \S+, ", said)
+    failures = r"rollout, replica \d, replacement \d failed"
+    failed = [text for key, text in notices().items() if re.fullmatch(failures, key)]
+    assert len(failed) == 2 and all("its replacement did not start: WorkerError: " in text for text in failed)
+    assert re.search(r"hangs: replica \d " + culprit + r" made no progress for .*It serves no request", failed[0])
+    assert re.search(r"the worker replica \d died", failed[1])
     assert not (folder / "replicas.json").exists()
 
 
