@@ -25,6 +25,7 @@ from verl.metrics import notice
 from verl.models import attention
 from verl.models.fused_head import FusedHead, fusable
 from verl.models.head import output_head, select_positions
+from verl.models.router_replay import COLUMN, RouterReplay
 
 OUTPUTS = {"causal_lm": ("log_probs", "entropy", "sum_pi_squared"), "value": ("values",)}
 
@@ -46,6 +47,7 @@ class TokenForward:
         self.passes = self._possible(passes or PassSettings())
         self.fused = self._fused_head(self.passes.fused_head) if kind == "causal_lm" else None
         self.reference: Any = None
+        self.routing = RouterReplay(model) if self.passes.router_replay and kind == "causal_lm" else None
 
     @property
     def logits_per_token(self) -> int:
@@ -81,24 +83,37 @@ class TokenForward:
         return replace(passes, packed=works, share_prompts=works and passes.share_prompts)
 
     def __call__(self, micro: MicroBatch, outputs: Sequence[str], temperature: float = 1.0) -> dict[str, Tensor]:
-        """Name -> (b, T) float32, zero where no response token is.
+        """Name -> (b, T) float32, zero where no response token is; ``routed_experts`` (b, l, layers, top_k) int16.
 
         Raises:
             EngineError: this kind of model has no such output.
             ConfigError: the temperature is not positive.
         """
         self.check(outputs, temperature)
+        if self.routing is None or COLUMN not in outputs:
+            return self._computed(micro, outputs, temperature)
+        with self.routing.recording():
+            computed = self._computed(micro, [name for name in outputs if name != COLUMN], temperature)
+            return {**computed, COLUMN: micro.experts_by_row(self.routing.take())}
+
+    def _computed(self, micro: MicroBatch, outputs: Sequence[str], temperature: float) -> dict[str, Tensor]:
+        """As `__call__`, of what is computed from the last hidden states."""
         if self.fused is not None:
             return self._fused(self.fused, micro, tuple(outputs), temperature)
         if self.kind == "value":
             return {"values": micro.scatter(self._logits(micro).float().squeeze(-1))}
         # The reference first: it may be this very module, and a sharded one runs one pass at a time.
-        expected = self.reference.logits(micro, temperature) if "full_kl" in outputs else None
+        expected = self._of_reference(micro, temperature) if "full_kl" in outputs else None
         logits = self.logits(micro, temperature)
         statistics = self._statistics(logits, micro.labels, outputs)
         if expected is not None:
             statistics["full_kl"] = full_kl_in_chunks(logits, expected)
         return {name: micro.scatter(values) for name, values in statistics.items()}
+
+    def _of_reference(self, micro: MicroBatch, temperature: float) -> Tensor:
+        """The reference's logits; it chooses its experts itself."""
+        logits: Tensor = self.reference.logits(replace(micro, experts=None), temperature)
+        return logits
 
     def logits(self, micro: MicroBatch, temperature: float) -> Tensor:
         """(N, V) float32, divided by the temperature."""
@@ -144,6 +159,8 @@ class TokenForward:
         return {name: micro.scatter(values) + 0.0 * returned for name, values in statistics.items()}
 
     def _run(self, micro: MicroBatch) -> Any:
+        if self.routing is not None:
+            self.routing.replay(micro.recorded_experts())
         plan = {} if micro.attention is None else {"attention_plan": micro.attention}
         return self.model(
             input_ids=micro.input_ids,
@@ -158,6 +175,8 @@ class TokenForward:
         if "full_kl" in outputs and self.kind == "causal_lm":
             self._check_comparison()
             outputs = [name for name in outputs if name != "full_kl"]
+        if self.routing is not None:
+            outputs = [name for name in outputs if name != COLUMN]
         check_outputs(self.kind, outputs, temperature)
 
     def _check_comparison(self) -> None:

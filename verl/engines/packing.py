@@ -37,8 +37,12 @@ def families(rows: AlignedRows, members: Iterable[int], share: bool) -> list[Pro
         return [PromptFamily([row], 0) for row in members]
     by_prompt: dict[bytes, list[int]] = {}
     tokens = rows.tokens.numpy()
+    experts = None if rows.experts is None else rows.experts.numpy()
     for row in members:
-        by_prompt.setdefault(tokens[row, : rows.prompts[row]].tobytes(), []).append(row)
+        prompt = tokens[row, : rows.prompts[row]].tobytes()
+        if experts is not None:  # what is computed once has one choice of experts
+            prompt += experts[row, : rows.prompts[row]].tobytes()
+        by_prompt.setdefault(prompt, []).append(row)
     result = []
     for group in by_prompt.values():
         shared = min(rows.prompts[group[0]], max(rows.lengths[row] for row in group)) if len(group) > 1 else 0
@@ -154,7 +158,22 @@ def pack(rows: AlignedRows, members: Sequence[int], device: str, share: bool = F
         places=(row * rows.mask.shape[1] + t).to(device),
         num_responses=rows.mask.shape[1],
         attention=PackedPlan(segments),
+        token_of=_tokens_of(rows, members, prompt_of, own_of) if rows.routes else None,
+        experts=None if rows.experts is None else rows.experts[index, : max(rows.lengths[r] for r in members)],
     )
+
+
+def _tokens_of(
+    rows: AlignedRows, members: Sequence[int], prompt_of: dict[int, tuple[int, int]], own_of: dict[int, int]
+) -> Tensor:
+    """(b, l) where each token of the members lies in the packed row, -1 behind a member's last."""
+    table = torch.full((len(members), max(rows.lengths[r] for r in members)), -1, dtype=torch.long)
+    for number, member in enumerate(members):
+        (first, shared), length = prompt_of.get(member, (0, 0)), rows.lengths[member]
+        table[number, :shared] = torch.arange(first, first + shared)
+        if length > shared:
+            table[number, shared:length] = torch.arange(own_of[member], own_of[member] + length - shared)
+    return table
 
 
 def _places_in_row(

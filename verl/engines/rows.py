@@ -17,6 +17,7 @@ from torch import Tensor
 
 from verl.errors import DataError, NotBuiltError
 from verl.models.attention import AttentionPlan
+from verl.models.router_replay import COLUMN, NO_RECORD
 from verl.protocol import DataProto
 
 
@@ -34,6 +35,9 @@ class MicroBatch:
         attention: who attends to whom in a packed row; None where each row is a sequence.
         slopes: (N,) d loss / d log_probs, where the loss says so beforehand.
         padding: tokens at the end of a packed row that are no row's.
+        token_of: (b, l) where each token of the rows lies in the flattened tokens, -1 where it is none of them; only
+            where experts are recorded or replayed.
+        experts: (b, l, layers, top_k) those to replay, of each token of the rows.
     """
 
     index: Tensor
@@ -46,6 +50,8 @@ class MicroBatch:
     attention: AttentionPlan | None = None
     slopes: Tensor | None = None
     padding: int = 0
+    token_of: Tensor | None = None
+    experts: Tensor | None = None
 
     @classmethod
     def filler(cls, device: str) -> MicroBatch:
@@ -57,6 +63,23 @@ class MicroBatch:
         """(N,) -> (b, T), zero elsewhere; gradients flow."""
         flat = values.new_zeros(len(self.index) * self.num_responses).index_copy(0, self.places, values)
         return flat.view(len(self.index), self.num_responses)
+
+    def recorded_experts(self) -> Tensor | None:
+        """(tokens, layers, top_k) of the flattened tokens, `NO_RECORD` where there is no record of one."""
+        if self.experts is None or self.token_of is None:
+            return None
+        flat = self.experts.new_full((self.input_ids.numel(), *self.experts.shape[2:]), NO_RECORD)
+        here = self.token_of >= 0
+        flat[self.token_of[here]] = self.experts[here]  # tokens that rows share have the same experts in all of them
+        return flat.to(self.input_ids.device)
+
+    def experts_by_row(self, chosen: Tensor) -> Tensor:
+        """The reverse: (tokens, layers, top_k) that a pass chose -> (b, l, layers, top_k)."""
+        if self.token_of is None:
+            return chosen.new_zeros(0, 0, *chosen.shape[1:])  # a filler
+        rows = chosen[self.token_of.clamp(min=0).to(chosen.device)]
+        rows[self.token_of.to(chosen.device) < 0] = NO_RECORD
+        return rows
 
 
 @dataclass(frozen=True)
@@ -70,6 +93,8 @@ class AlignedRows:
         mask: (B, T) bool.
         lengths: per row how many tokens the model must read for the last masked response token, at least 1.
         prompts: per row how many tokens its prompt has.
+        routes: experts are recorded or replayed, so micro-batches say where each token of a row is.
+        experts: (B, L, layers, top_k) the recorded experts, if the batch has any.
     """
 
     tokens: Tensor
@@ -78,10 +103,12 @@ class AlignedRows:
     mask: Tensor
     lengths: list[int]
     prompts: list[int]
+    routes: bool = False
+    experts: Tensor | None = None
 
     @classmethod
-    def of(cls, batch: DataProto) -> AlignedRows:
-        """From the standard fields of a batch."""
+    def of(cls, batch: DataProto, routes: bool = False) -> AlignedRows:
+        """From the standard fields of a batch; with ``routes`` also its recorded experts."""
         _refuse_vision(batch)
         tensors: Any = batch.batch
         input_ids, attended = tensors["input_ids"].cpu(), tensors["attention_mask"].cpu().bool()
@@ -97,7 +124,13 @@ class AlignedRows:
         _check_predictable(mask, attended[:, num_prompt:], before)
         reach = torch.where(mask, before + 1, 1)  # a batch whose responses are all empty reaches nowhere
         needed = reach.amax(-1).tolist() if reach.shape[1] else [1] * len(reach)
-        return cls(tokens, before, responses, mask, needed, attended[:, :num_prompt].sum(-1).tolist())
+        prompts = attended[:, :num_prompt].sum(-1).tolist()
+        experts = None
+        if routes and COLUMN in tensors.keys():
+            recorded = tensors[COLUMN].cpu()
+            experts = recorded.new_full((*tokens.shape, *recorded.shape[2:]), NO_RECORD)
+            experts[rows, places[rows, columns]] = recorded[rows, columns]
+        return cls(tokens, before, responses, mask, needed, prompts, routes, experts)
 
     def micro_batch(self, rows: Sequence[int], device: str) -> MicroBatch:
         """The given rows, trimmed to the longest of them, on the device; a filler where there are none."""
@@ -117,6 +150,8 @@ class AlignedRows:
             labels=self.responses[index][row, t].to(device),
             places=(row * num_responses + t).to(device),
             num_responses=num_responses,
+            token_of=torch.arange(len(rows) * length).view(len(rows), length) if self.routes else None,
+            experts=None if self.experts is None else self.experts[index, :length],
         )
 
 

@@ -21,6 +21,7 @@ from verl.engines.packing import padded
 from verl.engines.rows import MicroBatch
 from verl.errors import ConfigError, NotBuiltError
 from verl.models.attention import PackedPlan
+from verl.models.router_replay import COLUMN
 from verl.protocol import SHARED_ROWS, DataProto
 from verl.protocol.codec import tensor_bytes, tensor_from_bytes
 
@@ -74,7 +75,11 @@ class SequenceForward(TokenForward):
 
     def __call__(self, micro: MicroBatch, outputs: Any, temperature: float = 1.0) -> dict[str, Tensor]:
         parts = super().__call__(part_of(micro, self.peers), outputs, temperature)
-        return {name: summed(values, self.peers) for name, values in parts.items()}
+        chosen = parts.pop(COLUMN, None)
+        whole = {name: summed(values, self.peers) for name, values in parts.items()}
+        if chosen is not None:  # every token is on one rank, and NO_RECORD on the others
+            whole[COLUMN] = self.peers.max(chosen.int()).to(chosen.dtype) if chosen.numel() else chosen
+        return whole
 
 
 def part_of(micro: MicroBatch, peers: Ranks) -> MicroBatch:
@@ -86,6 +91,10 @@ def part_of(micro: MicroBatch, peers: Ranks) -> MicroBatch:
     assert isinstance(plan, PackedPlan), "sequence parallelism cuts packed rows"
     length = plan.segments.num_tokens // peers.size
     first = peers.rank * length
+    token_of = None
+    if micro.token_of is not None:
+        is_here = (micro.token_of >= first) & (micro.token_of < first + length)
+        token_of = torch.where(is_here, micro.token_of - first, -1)
     here = ((micro.positions >= first) & (micro.positions < first + length)).nonzero().flatten()
     return replace(
         micro,
@@ -96,6 +105,7 @@ def part_of(micro: MicroBatch, peers: Ranks) -> MicroBatch:
         places=micro.places[here],
         slopes=None if micro.slopes is None else micro.slopes[here],
         attention=UlyssesPlan(plan, peers),
+        token_of=token_of,
     )
 
 

@@ -15,7 +15,7 @@ from verl.metrics import notice
 
 @dataclass(frozen=True)
 class PassSettings:
-    """How a forward pass is laid out; none of it changes a result.
+    """How a forward pass is laid out; nothing but ``router_replay`` changes a result.
 
     Args:
         packed: rows without padding (``model.use_remove_padding``).
@@ -25,6 +25,8 @@ class PassSettings:
         entropy_again: the entropy is computed again in the backward pass (``entropy_checkpointing``).
         multiple: packed rows get padding until their tokens are a multiple of it (``pad_to_length``).
         packed_key: the setting behind ``packed``, for messages.
+        router_replay: experts that a batch has recorded are chosen again, and the output ``routed_experts`` records them
+            (``actor.router_replay.mode``).
     """
 
     packed: bool = True
@@ -34,9 +36,12 @@ class PassSettings:
     entropy_again: bool = False
     multiple: int = 1
     packed_key: str = "use_remove_padding"
+    router_replay: bool = False
 
     @classmethod
-    def of(cls, model: Any, engine: Any, share_prompts: bool = False) -> PassSettings:
+    def of(
+        cls, model: Any, engine: Any, share_prompts: bool = False, router_replay: bool = False
+    ) -> PassSettings:
         """From the ``model`` section and that of the engine."""
         chunked, rows = engine.entropy_from_logits_with_chunking, engine.entropy_from_logits_chunk_size
         fused, backend = model.use_fused_kernels, model.fused_kernel_options.impl_backend
@@ -57,6 +62,7 @@ class PassSettings:
             entropy_again=bool(engine.entropy_checkpointing),
             multiple=multiple,
             packed_key=key_of(model, "use_remove_padding"),
+            router_replay=router_replay,
         )
 
 

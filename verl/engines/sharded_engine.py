@@ -30,6 +30,7 @@ from verl.errors import ModelError, NotBuiltError
 from verl.metrics import MetricSet, log, notice
 from verl.models import count_parameters, lora
 from verl.models.loading import HOLLOW
+from verl.models.router_replay import COLUMN
 from verl.models.stored import StoredWeights, stored_weights
 from verl.models.weights import loose_tensors, named_tensors, names_in_memory, names_on_disk
 from verl.protocol import DataProto
@@ -186,8 +187,14 @@ class ShardedEngine(TorchEngine):
 
     def infer(self, batch: DataProto, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         whole, mine = rows_of_peers(batch, self.peers)
-        width = batch.tensors["responses"].shape[1]
-        return {name: values[mine, :width] for name, values in super().infer(whole, *args, **kwargs).items()}
+        responses, width = batch.tensors["responses"].shape[1], batch.tensors["input_ids"].shape[1]
+        made = super().infer(whole, *args, **kwargs)
+        chosen = made.pop(COLUMN, None)
+        own = {name: values[mine, :responses] for name, values in made.items()}
+        if chosen is not None:  # prompts are padded on the left, to the longest of all peers
+            first = chosen.shape[1] - whole.tensors["responses"].shape[1] - (width - responses)
+            own[COLUMN] = chosen[mine, first : first + width]
+        return own
 
     def train_batch(self, batch: DataProto, *args: Any, **kwargs: Any) -> MetricSet:
         return super().train_batch(rows_of_peers(batch, self.peers)[0], *args, **kwargs)

@@ -41,6 +41,7 @@ from verl.engines.forward import TokenForward
 from verl.engines.micro_batch import automatic_tokens, plan_padded, plan_together
 from verl.engines.optimizer import build_optimizer, copied, load_optimizer_state, optimizer_state
 from verl.engines.packing import computed_tokens, pack, padded, plan_packed, plan_packed_together
+from verl.engines.recorded_experts import RecordedExperts, check_experts
 from verl.engines.rng import rng_state, set_rng_state
 from verl.engines.rows import AlignedRows, MicroBatch
 from verl.engines.saving import WeightsToWrite, held, weights_to_write
@@ -54,6 +55,7 @@ from verl.models.flops import ModelFlops
 from verl.models.liger import apply_liger
 from verl.models.loading import value_head
 from verl.models.lora import LoraSettings
+from verl.models.router_replay import COLUMN
 from verl.models.routers import RouterStatistics
 from verl.models.tiled_mlp import tile_mlps
 from verl.models.weights import named_tensors, names_on_disk
@@ -249,11 +251,16 @@ class TorchEngine(Engine):
         work = self._prepare("infer", batch, outputs, temperature, micro_batch_size, max_tokens)
         self.onload(optimizer=False)
         self.model.eval()
-        results = {name: torch.zeros(work.rows.mask.shape, dtype=torch.float32) for name in outputs}
-        with torch.no_grad(), self._reference_at_hand(outputs):
+        per_token = [name for name in outputs if name != COLUMN]
+        results = {name: torch.zeros(work.rows.mask.shape, dtype=torch.float32) for name in per_token}
+        chosen = RecordedExperts(batch)
+        with torch.no_grad(), self._reference_at_hand(outputs), self._replaying():
             for index, computed in self._passes(work, outputs, temperature):
+                chosen.add(index, computed.pop(COLUMN, None))
                 for name, values in computed.items():
                     results[name][index] = values.cpu()
+        if COLUMN in outputs:
+            results[COLUMN] = chosen.column()
         self._after_passes()
         self.offload(**self.idle)
         return results
@@ -290,9 +297,11 @@ class TorchEngine(Engine):
             return StepReport(0.0, lr, skipped_empty=True).metrics(0.0)
         mean = mean_weight(loss_fn, lambda: self._log_probs(work, tensors, temperature), self.ranks.sum)
         norm = replace(norm, mean_weight=mean)
-        with self.routers.watching(), self._reference_at_hand(loss_fn.outputs):
+        with self.routers.watching(), self._reference_at_hand(loss_fn.outputs), self._replaying():
             total, metrics, broken = self._accumulate(work, tensors, loss_fn, temperature, norm)
         self._after_passes()
+        if work.rows.experts is not None and self.forward.routing is not None:
+            metrics.merge(self.forward.routing.metrics(self.ranks.sum))
         metrics.merge(self.routers.metrics(self.ranks.sum)).merge(work.waste(self.ranks.sum))
         report = clip_and_step(self.optimizer, self.model.parameters(), self.grad_clip, self._total_norm)
         if report.skipped_nonfinite:
@@ -303,7 +312,7 @@ class TorchEngine(Engine):
     def _log_probs(self, work: RankWork, tensors: Any, temperature: float) -> Iterator[tuple[Tensor, Any]]:
         """Log-probs before an optimizer step, without gradient, and their rows, micro-batch by micro-batch."""
         self.model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self._replaying():
             for index, computed in self._passes(work, ("log_probs",), temperature):
                 yield computed["log_probs"], tensors[index].to(self.device)
         self._after_passes()
@@ -346,6 +355,10 @@ class TorchEngine(Engine):
     def _reference_at_hand(self, outputs: Sequence[str]) -> AbstractContextManager[None]:
         return self.reference.ready() if "full_kl" in outputs else nullcontext()
 
+    def _replaying(self) -> AbstractContextManager[None]:
+        """Around passes that may replay recorded experts."""
+        return nullcontext() if self.forward.routing is None else self.forward.routing.in_passes()
+
     @property
     def packs(self) -> bool:
         """Whether a micro-batch may be packed rows."""
@@ -383,7 +396,9 @@ class TorchEngine(Engine):
 
         def cut() -> tuple[tuple[AlignedRows, list[list[int]]], dict[str, Any]]:
             self.forward.check(outputs, temperature)
-            rows = AlignedRows.of(batch)
+            rows = AlignedRows.of(batch, routes=self.forward.routing is not None)
+            if self.forward.routing is not None:
+                check_experts(rows.experts, self.forward.routing)
             plan = self._plan(
                 rows, micro_batch_size, self._budget(rows, micro_batch_size, max_tokens, together), together
             )

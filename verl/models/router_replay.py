@@ -1,0 +1,217 @@
+"""Router replay: the experts that a mixture chose for each token, recorded, and chosen again in another pass.
+
+A sampler and a trainer differ by rounding, and where a router's scores lie close that makes a token go to another expert:
+a small difference becomes a large one. With replay the choice is the recorded one; the weights of the chosen experts stay
+those of the router that computes now, so that it gets its gradient (Ma et al. 2025, arXiv 2510.11370).
+
+Nothing here knows a family: a router of transformers returns (logits, weights, experts), and its experts come out of a
+top-k of scores. That one call is answered with the recorded experts and their scores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from verl.errors import EngineError, ModelError
+from verl.metrics import MetricSet
+from verl.models.routers import Sum, router_modules
+
+COLUMN = "routed_experts"
+"""Column of a batch, and output of a pass: (B, P+T, layers, top_k) int16, `NO_RECORD` where the router chooses itself."""
+NO_RECORD = -1
+_TOP_K = (torch.topk, torch.Tensor.topk)
+
+
+def mixture_routers(model: Any) -> list[nn.Module]:
+    """The routers of a mixture, in the order of its layers.
+
+    Raises:
+        ModelError: the model is dense, or its family does not say which modules are its routers.
+    """
+    routers = [
+        router for router in router_modules(model) if hasattr(router, "top_k") and hasattr(router, "num_experts")
+    ]
+    if not routers:
+        message = f"{type(model).__name__} has no routers whose choice of experts could be recorded or replayed"
+        fix = "Router replay is for mixtures of experts: set router_replay.mode=disabled and leave the recording off."
+        raise ModelError(message, fix=fix)
+    return routers
+
+
+class ExpertRecorder:
+    """Records what the routers of a model choose.
+
+    Args:
+        model: a mixture.
+
+    Raises:
+        ModelError: see `mixture_routers`.
+    """
+
+    def __init__(self, model: Any):
+        self.routers = mixture_routers(model)
+        self._seen: dict[int, Tensor] = {}
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within the block a forward pass leaves its choices for `take`."""
+        self._seen = {}
+        handles = [
+            router.register_forward_hook(lambda module, inputs, out, layer=layer: self._note(layer, module, out))
+            for layer, router in enumerate(self.routers)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, layer: int, module: nn.Module, out: Any) -> None:
+        self._seen[layer] = experts_of(module, out).to(torch.int16)
+
+    def take(self) -> Tensor:
+        """(tokens, layers, top_k) int16 of the last pass, on its device."""
+        assert len(self._seen) == len(self.routers), "a pass goes through every router"
+        seen, self._seen = self._seen, {}
+        return torch.stack([seen[layer] for layer in range(len(self.routers))], dim=1)
+
+
+class RouterReplay(ExpertRecorder):
+    """Also chooses recorded experts again, in the passes of a model that belongs to an engine.
+
+    Args:
+        model: a mixture; its routers stay wrapped.
+    """
+
+    def __init__(self, model: Any):
+        super().__init__(model)
+        self._recorded: Tensor | None = None
+        self._place: dict[type, int] = {}
+        self._differing = [0, 0]
+        for layer, router in enumerate(self.routers):
+            router.forward = _Wrapped(self, layer, router)  # type: ignore[method-assign,assignment]
+
+    def replay(self, experts: Tensor | None) -> None:
+        """From here on passes choose these, also where a backward pass computes one again.
+
+        Args:
+            experts: (tokens, layers, top_k), in the order of the tokens of the passes; None lets the routers choose.
+        """
+        self._recorded = None if experts is None else experts.long()
+
+    @contextlib.contextmanager
+    def in_passes(self) -> Iterator[None]:
+        """Around the passes of a call: what they replay ends with them, since a model may be borrowed in between."""
+        self._differing = [0, 0]
+        try:
+            yield
+        finally:
+            self._recorded = None
+
+    def metrics(self, sum_over_ranks: Sum = lambda x: x) -> MetricSet:
+        """``moe/replay_differs``: share of replayed choices that this model's routers would not have made. Collective.
+
+        Of the passes in training mode since `in_passes` began.
+        """
+        differing, all_of_them = sum_over_ranks(torch.tensor(self._differing, dtype=torch.float64)).tolist()
+        metrics = MetricSet()
+        if all_of_them:
+            metrics.add("moe/replay_differs", differing / all_of_them)
+        return metrics
+
+    def choose(self, layer: int, router: nn.Module, forward: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+        """One call of a router."""
+        if self._recorded is None:
+            return forward(*inputs)
+        recorded = self._recorded[:, layer]
+        number = inputs[0].numel() // inputs[0].shape[-1]
+        if len(recorded) != number:
+            message = f"a router was called with {number} tokens, and experts of {len(recorded)} are to be replayed"
+            raise EngineError(message, fix="Does something compute the layers' tokens in pieces (tiled_mlp)?")
+        kind = type(router)
+        if kind not in self._place:
+            self._place[kind] = self._find(router, forward, inputs)
+        with _TopK(self._place[kind], recorded) as calls:
+            out = forward(*inputs)
+        assert calls.own is not None, "the same router makes the same calls"
+        if router.training:
+            self._compare(recorded, calls.own)
+        return out
+
+    @torch.no_grad()
+    def _find(self, router: nn.Module, forward: Callable[..., Any], inputs: Sequence[Any]) -> int:
+        """Which of a router's top-k calls gives its experts, seen in one call."""
+        with _TopK() as calls:
+            chosen = experts_of(router, forward(*inputs))
+        places = [number for number, indices in enumerate(calls.indices) if indices is chosen]
+        if len(places) != 1:
+            message = f"{type(router).__name__} does not take its experts from one top-k call, so none can be replayed"
+            raise EngineError(message, key="router_replay.mode", fix="Set it to disabled for this family.")
+        return places[0]
+
+    @torch.no_grad()
+    def _compare(self, recorded: Tensor, own: Tensor) -> None:
+        known = recorded[:, 0] != NO_RECORD
+        same = (recorded[known][:, :, None] == own[known][:, None, :]).any(-1)
+        self._differing[0] += int((~same).sum())
+        self._differing[1] += same.numel()
+
+
+class _Wrapped:
+    """The forward pass of a router, which asks `RouterReplay` whether the choice is made already."""
+
+    def __init__(self, replay: RouterReplay, layer: int, router: nn.Module):
+        self.replay, self.layer, self.router, self.whole = replay, layer, router, router.forward
+
+    @torch.compiler.disable  # what is replayed changes with every pass: compiled layers end in front of it
+    def __call__(self, *inputs: Any) -> Any:
+        return self.replay.choose(self.layer, self.router, self.whole, inputs)
+
+
+class _TopK(TorchFunctionMode):
+    """Notes the top-k calls within the block, and answers one of them.
+
+    Args:
+        place: number of that call; None answers none.
+        experts: (tokens, top_k) its indices; it keeps its own where they are `NO_RECORD`.
+
+    Attributes:
+        indices: of each call, as it was answered.
+        own: the indices that the answered call had itself.
+    """
+
+    def __init__(self, place: int | None = None, experts: Tensor | None = None):
+        super().__init__()
+        self.place, self.experts = place, experts
+        self.indices: list[Tensor] = []
+        self.own: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func not in _TOP_K:
+            return out
+        if len(self.indices) == self.place and self.experts is not None:
+            scores, self.own = (args[0] if args else (kwargs or {})["input"]), out[1]
+            experts = torch.where(self.experts == NO_RECORD, out[1], self.experts)
+            out = torch.return_types.topk((scores.gather(-1, experts), experts))  # type: ignore[attr-defined]
+        self.indices.append(out[1])
+        return out
+
+
+def experts_of(router: nn.Module, out: Any) -> Tensor:
+    """(tokens, top_k) the experts in what a router returned.
+
+    Raises:
+        EngineError: it returned something else than (logits, weights, experts).
+    """
+    experts = out[2] if isinstance(out, tuple) and len(out) == 3 else None
+    if not isinstance(experts, Tensor) or experts.dim() != 2 or experts.is_floating_point():
+        message = f"{type(router).__name__} does not return the experts of each token"
+        raise EngineError(message, key="router_replay.mode", fix="Set it to disabled for this family.")
+    return experts
