@@ -20,6 +20,7 @@ RM = "reward.reward_model"
 
 WORKS = [
     (f"{A}.lora.r", "16", f"{M}.lora_rank", 16),
+    (f"{A}.megatron.router_replay.mode", "R2", f"{A}.router_replay.mode", "R2"),
     (f"{A}.policy_loss.tau_pos", "2.0", f"{A}.tau_pos", 2.0),
     (f"{A}.policy_loss.tau_neg", "3.0", f"{A}.tau_neg", 3.0),
     *(
@@ -226,7 +227,8 @@ IDLE = [
 """Keys of families whose switch is off, or whose engine is another one."""
 
 NOT_BUILT = [
-    (f"{A}.router_replay.mode", "R2", f"{A}.megatron.router_replay.mode", "router replay"),
+    (f"{REF}.router_replay.mode", "R2", f"{REF}.megatron.router_replay.mode", "router replay"),
+    (f"{A}.megatron.router_replay.record_file", "/f", f"{A}.router_replay.record_file", "router replay from a file"),
     (f"{R}.pipeline_parallel_size", "2", f"{R}.pipeline_model_parallel_size", "sampling on several ranks"),
     ("skip.rollout_tq.enable", "true", "skip.rollout_tq.enable", "replay of rollouts by the transfer queue"),
     ("data.sampler.class_path", "/s.py", "trainer.v1.sampler.custom_sampler.path", "a sampler of batches of your own"),

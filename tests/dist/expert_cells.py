@@ -7,15 +7,31 @@ from typing import Any
 
 import torch
 
-from tests.dist.engine_cells import Case, compare, flat, local_bytes, loss_of, plain, sharded, share, shared_model
+from tests.dist.engine_cells import (
+    OPTIM,
+    ROWS,
+    Case,
+    compare,
+    flat,
+    gathered_gradient,
+    local_bytes,
+    loss_of,
+    order_of,
+    plain,
+    sharded,
+    share,
+    shared_model,
+)
 from tests.dist.resume_cells import load, save
-from tests.engines.builders import ragged_batch, relative_error
+from tests.engines.builders import gradients, make_engine, ragged_batch, relative_error
 from verl.distributed import Ranks
 from verl.distributed.experts import ExpertExchange
 from verl.engines.expert_parallel import expert_modules
+from verl.engines.settings import PassSettings
 from verl.errors import ConfigError, NotBuiltError
 
 KEY = "expert_parallel_size"
+STANDARD = ("input_ids", "attention_mask", "position_ids", "response_mask")
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
@@ -30,6 +46,36 @@ def experts_in_pairs(ranks: Ranks, folder: Path) -> dict:
     engine = {KEY: 2, "ulysses_sequence_parallel_size": 2}
     model = {"enable_gradient_checkpointing": True}
     return compare(ranks, folder, Case("qwen3_moe", config=MIXTURE, engine=engine, model=model, idle=(1,)))
+
+
+def experts_replayed(ranks: Ranks, folder: Path) -> dict:
+    """Recorded experts on ranks that share experts, and with four ranks sequences as well, of which one has no rows."""
+    idle, sharing = ((1,), 2) if ranks.size == 4 else ((), 1)
+    path, passes = shared_model(ranks, folder, "qwen3_moe", **MIXTURE), PassSettings(router_replay=True)
+    engine = sharded(path, engine={KEY: 2, "ulysses_sequence_parallel_size": sharing}, passes=passes)
+    batch, loss_fn = ragged_batch(rows=ROWS, seed=1), loss_of("causal_lm")
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.rand(*batch.batch["input_ids"].shape, 2, 4, generator=generator).argsort(-1)[..., :2]
+    there = batch.batch["attention_mask"].bool()[..., None, None]
+    batch.batch["routed_experts"] = torch.where(there, drawn, -1).short()
+    mine, free = (share(ranks, rows, idle) for rows in (batch, batch.select(["responses", *STANDARD])))
+    outputs = ("log_probs", "routed_experts")
+    found = [engine.infer(rows, outputs, max_tokens=24) for rows in (mine, free)]
+    answers = ranks.exchange([{name: values.tolist() for name, values in one.items()} for one in found])
+    loss, gradient = gathered_gradient(engine, mine, loss_fn, max_tokens=24)
+    differs = engine.train_batch(mine, loss_fn, max_tokens=24).values()["moe/replay_differs"]
+    if not ranks.is_first:
+        return {"differs": differs}
+    reference = make_engine(path, optim=OPTIM, seed=5, passes=passes)
+    errors, order = {}, order_of(ranks, batch, idle)
+    for number, rows in enumerate((batch, batch.select(["responses", *STANDARD]))):
+        for name, expected in reference.infer(rows, outputs).items():
+            whole = torch.tensor([row for answer in answers for row in answer[number][name]])
+            errors[f"{name} {number}"] = relative_error(whole, expected[order])
+    expected_loss, expected_gradient = gradients(reference, batch, loss_fn)
+    errors["loss"], errors["gradient"] = abs(loss - expected_loss), relative_error(gradient, expected_gradient)
+    own = reference.train_batch(batch, loss_fn).values()["moe/replay_differs"]
+    return {"errors": errors, "differs": differs, "expected": own}
 
 
 def experts_that_nobody_asks(ranks: Ranks, folder: Path) -> dict:

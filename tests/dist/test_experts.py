@@ -16,13 +16,14 @@ EXACT = 1e-5
 CELLS = {
     2: (
         cells.experts,
+        cells.experts_replayed,
         cells.experts_that_nobody_asks,
         cells.experts_are_shared,
         cells.experts_resume,
         cells.experts_with_an_adapter,
         cells.experts_refused,
     ),
-    4: (cells.experts, cells.experts_in_pairs, cells.experts_are_shared, cells.experts_resume),
+    4: (cells.experts, cells.experts_replayed, cells.experts_in_pairs, cells.experts_are_shared, cells.experts_resume),
 }
 
 
@@ -46,6 +47,14 @@ def test_outputs_loss_gradient_and_weights_equal_the_plain_engine(runs, size, na
     assert {"loss", "gradient", "weights"} < set(errors)
     assert all(error <= EXACT for error in errors.values()), errors
     assert sum(answer["rows"] for answer in runs[size][name]) == ROWS
+
+
+@cases(cells.experts_replayed)
+def test_recorded_experts_are_replayed_and_recorded_as_on_the_plain_engine(runs, size, name):
+    errors = runs[size][name][0]["errors"]
+    assert len(errors) == 6 and all(error <= EXACT for error in errors.values()), errors
+    expected = runs[size][name][0]["expected"]
+    assert [answer["differs"] for answer in runs[size][name]] == pytest.approx([expected] * size, abs=1e-6)
 
 
 def test_an_adapter_on_experts_trains(runs):

@@ -15,6 +15,7 @@ from verl.errors import DataError, EngineError, ModelError
 from verl.models.router_replay import NO_RECORD, RouterReplay
 from verl.protocol import DataProto
 
+ROUTERS = ("Qwen3MoeTopKRouter", "MixtralTopKRouter", "DeepseekV3TopkRouter")
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FAMILIES = {"qwen3_moe": EXPERTS, "mixtral": MIXTRAL, "deepseek_v3": LATENT}
 LAYOUTS = {
@@ -50,8 +51,7 @@ class Forced:
     def __init__(self, model, family, experts):
         """(B, L, layers, top_k): of rows without padding in front."""
         self.handles = []
-        kind = {"qwen3_moe": "Qwen3MoeTopKRouter", "mixtral": "MixtralTopKRouter", "deepseek_v3": "DeepseekV3TopkRouter"}
-        routers = [module for module in model.modules() if type(module).__name__ == kind[family]]
+        routers = [module for module in model.modules() if type(module).__name__ in ROUTERS]
         for layer, router in enumerate(routers):
             chosen = experts[:, :, layer].flatten(0, 1).long()
             self.handles.append(router.register_forward_hook(self._hook(family, chosen)))
@@ -70,7 +70,7 @@ class Forced:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layout_replays_as_the_routers_formula_written_out(paths, family):
-    """One row at a time through a model whose routers are told their experts, against all layouts of a batch."""
+    """One row at a time through a model whose routers have their experts given, against all layouts of a batch."""
     batch, loss_fn = grouped_batch(prompts=2, samples=3), SFTLoss()
     layers = 1 if family == "deepseek_v3" else 2
     batch = with_experts(batch, random_experts(batch, layers))
@@ -104,7 +104,7 @@ def test_every_layout_replays_as_the_routers_formula_written_out(paths, family):
 
 
 def test_a_router_of_two_experts_that_must_take_the_worse_one_by_hand():
-    """Logits 2 and 0, one expert per token: the weight is softmax's share of the forced one, and its gradient p(1-p)."""
+    """Logits 2 and 0, one expert per token: the weight is softmax's share of the forced one."""
 
     class Router(torch.nn.Module):
         top_k, num_experts = 1, 2
@@ -172,7 +172,8 @@ def test_what_is_recorded_is_what_was_replayed_and_says_how_much_differs(paths):
     differs = (experts[needed][..., :, None] != own[needed][..., None, :]).all(-1).float().mean()
     values = engine.train_batch(with_experts(batch, found), SFTLoss()).values()
     # Deeper layers see other hidden states than without replay, so the first alone can be compared exactly.
-    assert 0.3 < values["moe/replay_differs"] < 0.7 and values["moe/replay_differs"] == pytest.approx(float(differs), abs=0.1)
+    assert 0.3 < values["moe/replay_differs"] < 0.7
+    assert values["moe/replay_differs"] == pytest.approx(float(differs), abs=0.1)
 
 
 def test_rows_share_a_prompt_only_where_its_experts_are_the_same(paths):

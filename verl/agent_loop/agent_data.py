@@ -13,6 +13,7 @@ from verl.agent_loop.unfinished import metrics_of, plain_metrics
 from verl.data.special_tokens import SampledMessage
 from verl.metrics import MetricSet
 from verl.rollout.base import Completion
+from verl.rollout.resume import extended
 
 
 @dataclass
@@ -23,7 +24,8 @@ class AgentData:
         row: the columns of the data.
         messages: the conversation; answers carry their calls as the model wrote them.
         tools_kwargs: arguments of tools by name.
-        prompt_ids, response_ids, response_mask, response_logprobs, token_versions: as in `AgentLoopOutput`.
+        prompt_ids, response_ids, response_mask, response_logprobs, token_versions, routed_experts: as in
+            `AgentLoopOutput`.
         turn_scores: rewards of the simulated user, one per turn.
         tool_rewards: step rewards of tools, in the order of the calls.
         instances: ids of the tools' instances by name.
@@ -38,6 +40,7 @@ class AgentData:
     response_mask: list[int] = field(default_factory=list)
     response_logprobs: list[float] | None = field(default_factory=list)
     token_versions: list[int] = field(default_factory=list)
+    routed_experts: Any = None
     assistant_turns: int = 0
     user_turns: int = 0
     tool_call_count: int = 0
@@ -61,6 +64,9 @@ class AgentData:
             self.response_logprobs += answer.log_probs
         else:
             self.response_logprobs = None
+        if answer.routed_experts is not None:
+            known = len(self.prompt_ids) + len(self.response_ids)  # the answer may have been cut behind a stop text
+            self.routed_experts = extended(self.routed_experts, answer.routed_experts[:known])
         self.assistant_turns += 1
         self.finish_reason = answer.finish_reason
         if answer.num_preempted >= 0:
@@ -104,6 +110,7 @@ class AgentData:
             response_mask=self.response_mask,
             response_logprobs=self.response_logprobs,
             token_versions=self.token_versions,
+            routed_experts=self.routed_experts,
             num_turns=self.user_turns + self.assistant_turns + 1,
             metrics=AgentLoopMetrics(tool_calls=self.tool_seconds, num_preempted=self.num_preempted),
             extra_fields={**fields, **self.extra_fields},

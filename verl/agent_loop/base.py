@@ -40,6 +40,8 @@ class AgentLoopOutput:
         response_mask: 1 on sampled tokens, 0 on inserted ones.
         response_logprobs: of sampled tokens as the sampler drew them, 0 on inserted ones; None if the sampler has none.
         token_versions: version of the weights that drew each token, -1 on inserted ones.
+        routed_experts: (tokens, layers, top_k) array: the experts of the first tokens of prompt and response, at most
+            all of them; None if nothing recorded them.
         reward_score: a score that the loop already knows.
         step_rewards: (place in the response, reward) of each step, where it is not one score at the end; its sum is
             ``reward_score``.

@@ -13,6 +13,7 @@ from torch import Tensor
 from verl.agent_loop.base import AgentLoopOutput
 from verl.errors import RolloutError
 from verl.metrics import Metric, MetricSet
+from verl.models.router_replay import NO_RECORD
 from verl.protocol import DataProto
 
 NO_VERSION = -1
@@ -81,6 +82,9 @@ def to_batch(outputs: Sequence[AgentLoopOutput], pad_token_id: int, with_log_pro
         tensors["rollout_log_probs"] = pad_rows([o.response_logprobs or [] for o in outputs], 0.0, torch.float32)
     if all(o.token_versions is not None for o in outputs):
         tensors["token_versions"] = pad_rows([o.token_versions or [] for o in outputs], NO_VERSION, torch.int32)
+    experts = experts_table(outputs, tensors["attention_mask"].bool())
+    if experts is not None:
+        tensors["routed_experts"] = experts
     columns: dict[str, Sequence[object]] = {
         "__num_turns__": [o.num_turns for o in outputs],
         "finish_reason": [o.finish_reason for o in outputs],
@@ -94,6 +98,23 @@ def to_batch(outputs: Sequence[AgentLoopOutput], pad_token_id: int, with_log_pro
             tensors["rm_scores"] = with_step_rewards(scores, [o.step_rewards for o in outputs])
     arrays = {name: object_array(values) for name, values in columns.items()}
     return DataProto.from_dict(tensors=tensors, non_tensors=arrays, meta_info={"pad_token_id": pad_token_id})
+
+
+def experts_table(outputs: Sequence[AgentLoopOutput], attended: Tensor) -> Tensor | None:
+    """(B, P+T, layers, top_k) int16, `NO_RECORD` where no experts are recorded; None if none are anywhere.
+
+    Args:
+        attended: (B, P+T) where the tokens of each row are.
+    """
+    known = [output.routed_experts for output in outputs if output.routed_experts is not None]
+    if not known:
+        return None
+    table = torch.full((*attended.shape, *known[0].shape[1:]), NO_RECORD, dtype=torch.int16)
+    for row, output in enumerate(outputs):
+        if output.routed_experts is not None:
+            columns = attended[row].nonzero().flatten()[: len(output.routed_experts)]
+            table[row, columns] = torch.from_numpy(output.routed_experts[: len(columns)])
+    return table
 
 
 def on_last_sampled_token(scores: Sequence[float], mask: Tensor) -> Tensor:

@@ -60,6 +60,19 @@ class PolicyLossConfig(ConfigNode):
 
 
 @dataclass(frozen=True)
+class RouterReplayConfig(ConfigNode):
+    """Experts of a mixture that were recorded in one pass and are chosen again in another."""
+
+    mode: str = setting(
+        "disabled",
+        "replay of a mixture's choice of experts in updates: R3 takes the sampler's (with "
+        "rollout.enable_rollout_routing_replay=true; also in the pass over old log-probs), R2 those of the pass over old "
+        "log-probs; disabled: each pass chooses its own",
+        choices=("disabled", "R2", "R3"),
+    )
+
+
+@dataclass(frozen=True)
 class ActorConfig(ConfigNode):
     """The trained policy: batches, loss, optimizer and backend."""
 
@@ -153,6 +166,7 @@ class ActorConfig(ConfigNode):
     optim: OptimizerConfig = section(OptimizerConfig)
     fsdp_config: FSDPEngineConfig = section(FSDPEngineConfig)
     megatron: MegatronEngineConfig = section(MegatronEngineConfig)
+    router_replay: RouterReplayConfig = section(RouterReplayConfig)
     profiler: ProfilerConfig = section(ProfilerConfig)
 
     @property

@@ -120,7 +120,10 @@ _MEGATRON = {
         "context_parallel_size",
         "sequence_parallel",
     )
-} | {f"{role}.router_replay": to(f"{role}.megatron.router_replay") for role in (_A, _REF)}
+} | {
+    f"{_A}.megatron.router_replay": to(f"{_A}.router_replay"),
+    f"{_REF}.router_replay": to(f"{_REF}.megatron.router_replay"),
+}
 _ROLLOUT = {
     f"{_R}.tensor_parallel_size": to(f"{_R}.tensor_model_parallel_size"),
     f"{_R}.pipeline_parallel_size": to(f"{_R}.pipeline_model_parallel_size"),
@@ -290,6 +293,7 @@ SFT_MOVED: dict[str, MovedKey] = {
         for name in names_of(MegatronEngineConfig)
         if name not in names_of(FSDPEngineConfig)
     },
+    "engine.router_replay": to("engine.megatron.router_replay"),
 }
 SFT_REMOVED: dict[str, str] = {"engine.tensor_parallel_size": _shared_layers("engine", "engine.megatron")}
 SFT_IGNORED: dict[str, str] = {

@@ -14,6 +14,7 @@ from verl.config import (
     pools,
     queues,
     recipes,
+    replayed_experts,
     sampled_log_probs,
     validate_megatron,
 )
@@ -46,6 +47,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
         _settings_of_losses,
         _correction,
         sampled_log_probs.tell,
+        replayed_experts.tell,
         _critic,
         _merging,
         _prompt_filter,

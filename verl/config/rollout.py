@@ -350,6 +350,13 @@ class RolloutConfig(ConfigNode):
     val_kwargs: SamplingConfig = section(SamplingConfig)
     multi_turn: MultiTurnConfig = section(MultiTurnConfig)
     calculate_log_probs: bool = setting(True, "keep the log-probs of sampled tokens (rollout_log_probs)")
+    enable_rollout_routing_replay: bool = setting(
+        False,
+        "record which experts of a mixture the sampler chose for each token (routed_experts), for actor.router_replay.mode=R3",
+    )
+    moe_load_balance_metrics_interval: int = setting(
+        0, "report every so many steps how evenly the sampler of a mixture used its experts (rollout/moe/*); 0: never"
+    )
     agent: AgentLoopConfig = section(AgentLoopConfig)
     trace: RolloutTraceSection = section(RolloutTraceSection)
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig)

@@ -27,6 +27,7 @@ from verl.config import (
     queues,
     ranges,
     recipes,
+    replayed_experts,
     reward_model,
     sampler_sizes,
     shared_rows,
@@ -92,7 +93,7 @@ def _rules(served: bool) -> tuple[Rule, ...]:
     """What no machine changes."""
     placed = (sampler_sizes.served_problems,) if served else (topology.problems,)
     return (_names, _kl, ranges.numbers, optimizers.problems, losses.problems, _groups, _values, _batches, *placed, _micro_batches,
-            _sampling, _mirrors, shared_rows.problems, model_fits.problems, vllm_fits.problems, reward_model.reward_model, oversampling.problems, partial_rollouts.problems, recipes.problems, validate_megatron.problems,
+            _sampling, _mirrors, shared_rows.problems, model_fits.problems, vllm_fits.problems, reward_model.reward_model, oversampling.problems, partial_rollouts.problems, recipes.problems, validate_megatron.problems, replayed_experts.problems,
             validate_profiler.problems, correcting.rollout, correcting.groups, off_policy.problems, queues.problems, elastic.problems, lending.problems, _plugins, _resume, _validation)  # fmt: skip
 
 

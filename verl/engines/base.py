@@ -99,7 +99,9 @@ class Engine(ABC):
 
         Args:
             outputs: of ``log_probs``, ``entropy``, ``sum_pi_squared``, ``full_kl`` (a language model), ``values`` (a
-                value model). ``full_kl`` is the KL to the model of `compare_with` over the whole vocabulary.
+                value model). ``full_kl`` is the KL to the model of `compare_with` over the whole vocabulary. An engine
+                that replays experts has ``routed_experts``, too: (B, P+T, layers, top_k) int16, those that the passes
+                chose, -1 where no pass was needed.
             temperature: logits are divided by it.
 
         Returns:

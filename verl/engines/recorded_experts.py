@@ -37,7 +37,9 @@ def check_experts(experts: Tensor | None, routing: RouterReplay) -> None:
     count = kinds[0][0]
     if experts.numel() and not NO_RECORD <= int(experts.min()) <= int(experts.max()) < count:
         wrong = [int(x) for x in (experts.min(), experts.max()) if not NO_RECORD <= int(x) < count]
-        raise DataError("a recorded expert is none of this model's", key=COLUMN, got=wrong[0], allowed=f"0 to {count - 1}")
+        raise DataError(
+            "a recorded expert is none of this model's", key=COLUMN, got=wrong[0], allowed=f"0 to {count - 1}"
+        )
 
 
 def facts(router: Any) -> tuple[int, int]:

@@ -25,8 +25,8 @@ class PassSettings:
         entropy_again: the entropy is computed again in the backward pass (``entropy_checkpointing``).
         multiple: packed rows get padding until their tokens are a multiple of it (``pad_to_length``).
         packed_key: the setting behind ``packed``, for messages.
-        router_replay: experts that a batch has recorded are chosen again, and the output ``routed_experts`` records them
-            (``actor.router_replay.mode``).
+        router_replay: experts that a batch has recorded are chosen again, and the output ``routed_experts`` records
+            them (``actor.router_replay.mode``).
     """
 
     packed: bool = True
@@ -39,9 +39,7 @@ class PassSettings:
     router_replay: bool = False
 
     @classmethod
-    def of(
-        cls, model: Any, engine: Any, share_prompts: bool = False, router_replay: bool = False
-    ) -> PassSettings:
+    def of(cls, model: Any, engine: Any, share_prompts: bool = False, router_replay: bool = False) -> PassSettings:
         """From the ``model`` section and that of the engine."""
         chunked, rows = engine.entropy_from_logits_with_chunking, engine.entropy_from_logits_chunk_size
         fused, backend = model.use_fused_kernels, model.fused_kernel_options.impl_backend

@@ -1,8 +1,8 @@
 """Router replay: the experts that a mixture chose for each token, recorded, and chosen again in another pass.
 
-A sampler and a trainer differ by rounding, and where a router's scores lie close that makes a token go to another expert:
-a small difference becomes a large one. With replay the choice is the recorded one; the weights of the chosen experts stay
-those of the router that computes now, so that it gets its gradient (Ma et al. 2025, arXiv 2510.11370).
+A sampler and a trainer differ by rounding, and where a router's scores lie close that makes a token go to another
+expert: a small difference becomes a large one. With replay the choice is the recorded one; the weights of the chosen
+experts stay those of the router that computes now, so that it gets its gradient (Ma et al. 2025, arXiv 2510.11370).
 
 Nothing here knows a family: a router of transformers returns (logits, weights, experts), and its experts come out of a
 top-k of scores. That one call is answered with the recorded experts and their scores.
@@ -23,7 +23,7 @@ from verl.metrics import MetricSet
 from verl.models.routers import Sum, router_modules
 
 COLUMN = "routed_experts"
-"""Column of a batch, and output of a pass: (B, P+T, layers, top_k) int16, `NO_RECORD` where the router chooses itself."""
+"""Column of a batch, and output of a pass: (B, P+T, layers, top_k) int16, `NO_RECORD` where the router is free."""
 NO_RECORD = -1
 _TOP_K = (torch.topk, torch.Tensor.topk)
 
@@ -39,7 +39,7 @@ def mixture_routers(model: Any) -> list[nn.Module]:
     ]
     if not routers:
         message = f"{type(model).__name__} has no routers whose choice of experts could be recorded or replayed"
-        fix = "Router replay is for mixtures of experts: set router_replay.mode=disabled and leave the recording off."
+        fix = "Leave router replay off, and the recording of experts in the sampler."
         raise ModelError(message, fix=fix)
     return routers
 
@@ -152,7 +152,7 @@ class RouterReplay(ExpertRecorder):
         places = [number for number, indices in enumerate(calls.indices) if indices is chosen]
         if len(places) != 1:
             message = f"{type(router).__name__} does not take its experts from one top-k call, so none can be replayed"
-            raise EngineError(message, key="router_replay.mode", fix="Set it to disabled for this family.")
+            raise EngineError(message, fix="Leave router replay off for this family.")
         return places[0]
 
     @torch.no_grad()
@@ -213,5 +213,5 @@ def experts_of(router: nn.Module, out: Any) -> Tensor:
     experts = out[2] if isinstance(out, tuple) and len(out) == 3 else None
     if not isinstance(experts, Tensor) or experts.dim() != 2 or experts.is_floating_point():
         message = f"{type(router).__name__} does not return the experts of each token"
-        raise EngineError(message, key="router_replay.mode", fix="Set it to disabled for this family.")
+        raise EngineError(message, fix="Leave router replay off for this family.")
     return experts

@@ -127,7 +127,8 @@ class Completion:
         log_probs: of each token under the distribution it was drawn from.
         finish_reason: ``stop`` (a stop token), ``length`` (the budget), ``abort`` (partial, see `Sampler.abort`).
         token_versions: version of the weights that each token was drawn with.
-        routed_experts: per token and layer the chosen experts, where a mixture model and the sampler report them.
+        routed_experts: (tokens, layers, top_k) int16 array, where the sampler was made to report them: the experts of
+            each token of the prompt, of the prefix and of these, but of the last one, which went through no pass.
         num_preempted: how often the request lost its place and was computed again.
         is_interrupted: new weights aborted it, so it is to go on (`verl.rollout.resume`).
     """

@@ -27,7 +27,8 @@ def continued(request: Request, done: Completion) -> Request:
 def joined(parts: Sequence[Completion]) -> Completion:
     """The attempts at one response, in order, as one completion.
 
-    Log-probs are there where every attempt has them, and so are experts; ``num_preempted`` is the sum of those known.
+    Log-probs are there where every attempt has them, experts as far as any attempt has them;
+    ``num_preempted`` is the sum of those known.
     """
     last = parts[-1]
     if len(parts) == 1:
@@ -39,7 +40,7 @@ def joined(parts: Sequence[Completion]) -> Completion:
         token_ids=_chained(part.token_ids for part in parts),
         log_probs=_chained(part.log_probs for part in parts) if has_log_probs else (),
         token_versions=_chained(part.token_versions for part in parts),
-        routed_experts=_experts([part for part in parts if part.token_ids]),
+        routed_experts=_experts(parts),
         num_preempted=sum(counts) if counts else last.num_preempted,
     )
 
@@ -49,5 +50,19 @@ def _chained(pieces: Any) -> tuple[Any, ...]:
 
 
 def _experts(parts: Sequence[Completion]) -> Any:
-    known = [part.routed_experts for part in parts]
-    return None if not known or any(one is None for one in known) else np.concatenate(known)
+    """Each token's are those of the pass that drew the next one, so what earlier attempts recorded stays."""
+    joined = None
+    for part in parts:
+        if part.token_ids and part.routed_experts is not None:
+            joined = extended(joined, part.routed_experts)
+    return joined
+
+
+def extended(known: np.ndarray | None, later: np.ndarray) -> np.ndarray:
+    """The experts of a sequence that goes on: those of its first tokens, and what a later request has behind them.
+
+    Args:
+        known: (tokens, layers, top_k) so far; None: nothing.
+        later: of a request whose prompt begins with these tokens.
+    """
+    return later if known is None else np.concatenate([known, later[len(known) :]])

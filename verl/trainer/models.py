@@ -51,6 +51,7 @@ def actor(config: PPOTrainerConfig) -> ModelRole:
         shuffle_seed=c.data_loader_seed,
         rows_per_step=c.ppo_mini_batch_size * c.rollout_n,
         share_prompts=c.use_prefix_grouper,
+        router_replay=c.router_replay.mode,
         has_tokenizer=True,
         profiler=c.profiler,
     )

@@ -75,6 +75,7 @@ class ModelRole:
         epochs, shuffle, shuffle_seed: how the loop goes through a batch.
         rows_per_step: rows per optimizer step, over all ranks; 0: all rows of a call.
         share_prompts: the prompt of several rows is computed once.
+        router_replay: what the experts of a mixture are replayed from: disabled, R2 or R3.
         reference_of: the role whose reference this model is; if both share a process, an adapter's base is not loaded
             twice, and its exact KL is measured against this model.
         has_tokenizer: its folder in a checkpoint gets the tokenizer.
@@ -102,6 +103,7 @@ class ModelRole:
     shuffle_seed: int = 0
     rows_per_step: int = 0
     share_prompts: bool = True
+    router_replay: str = "disabled"
     reference_of: str = ""
     has_tokenizer: bool = False
     profiler: ProfilerConfig | None = None
@@ -174,7 +176,9 @@ class ModelWorker(ProfiledWorker):
             else schedule_steps(role.optim, context),
             device=context.device,
             seed=context.seed,
-            **layout(strategy, role.model, role.fsdp, role.megatron, role.share_prompts),
+            **layout(
+                strategy, role.model, role.fsdp, role.megatron, role.share_prompts, role.router_replay != "disabled"
+            ),
         )
 
     def profiling(self) -> tuple[str, ProfilerConfig | None]:

@@ -129,7 +129,7 @@ class ModelPart:
         self.being_saved = BackgroundPart()
 
     def infer(self, batch: DataProto, outputs: tuple[str, ...]) -> dict[str, Any]:
-        """Forward passes without gradient: name -> (B, T) float32."""
+        """Forward passes without gradient: name -> (B, T) float32; see `Engine.infer`."""
         limits = self.infer_limits
         with limits.named(*self.sections):
             return self.engine.infer(
@@ -240,13 +240,19 @@ def schedule_steps(optim: OptimizerConfig, context: WorkerContext) -> int:
 
 
 def layout(
-    strategy: str, model: HFModelConfig, fsdp: FSDPEngineConfig, megatron: MegatronEngineConfig, share_prompts: bool
+    strategy: str,
+    model: HFModelConfig,
+    fsdp: FSDPEngineConfig,
+    megatron: MegatronEngineConfig,
+    share_prompts: bool,
+    router_replay: bool = False,
 ) -> dict[str, Any]:
     """``engine`` and ``passes`` of `make_engine`: the section that the backend reads, and how its rows are laid out."""
     kind = ENGINES.get(strategy)
     engine = getattr(kind, "section", Engine.section)(fsdp, megatron)
     aligns = getattr(kind, "aligns_rows", Engine.aligns_rows)
-    return {"engine": engine, "passes": PassSettings.of(model, engine, share_prompts) if aligns else None}
+    passes = PassSettings.of(model, engine, share_prompts, router_replay) if aligns else None
+    return {"engine": engine, "passes": passes}
 
 
 def data_rank_of(worker: Worker, engine: Engine) -> DataRank:

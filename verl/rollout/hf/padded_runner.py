@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from verl.models.router_replay import ExpertRecorder
 from verl.rollout.hf.rows import Chunk, Prompt, Row
 from verl.rollout.hf.runner import UNLIMITED, BorrowedModel
 
@@ -36,6 +39,7 @@ class PaddedRunner:
 
     can_chunk = False
     keeps_prompts = False
+    recorder: ExpertRecorder | None = None
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
@@ -109,9 +113,11 @@ class PaddedRunner:
         ids = torch.tensor([[0] * pad + list(p.token_ids) for pad, p in zip(pads, prompts)], device=device)
         mask = (torch.arange(longest) >= torch.tensor(pads)[:, None]).long().to(device)
         cache = DynamicCache(config=self.model.config)
-        logits = self._forward(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0), cache)
-        for prompt in prompts:
+        logits, experts = self._forward(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0), cache)
+        for number, (prompt, pad) in enumerate(zip(prompts, pads)):
             prompt.num_done = prompt.length
+            if experts is not None:
+                prompt.experts.append(experts[number, pad:])
         self._started = (prompts, cache, mask)
         self.prefill_tokens += ids.numel()
         return logits
@@ -120,9 +126,16 @@ class PaddedRunner:
         ids = torch.tensor([[row.tokens[-1]] for row in batch.rows], device=batch.mask.device)
         batch.mask = torch.cat((batch.mask, torch.ones_like(ids)), dim=1)
         self.decode_tokens += ids.numel()
-        return self._forward(ids, batch.mask, batch.mask.sum(-1, keepdim=True) - 1, batch.cache)
+        logits, experts = self._forward(ids, batch.mask, batch.mask.sum(-1, keepdim=True) - 1, batch.cache)
+        if experts is not None:
+            for row, chosen in zip(batch.rows, experts):
+                row.experts.append(chosen)
+        return logits
 
-    def _forward(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
+    def _forward(
+        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any
+    ) -> tuple[torch.Tensor, np.ndarray | None]:
+        """(rows, V) logits of the last position, and the recorded experts (rows, tokens, layers, top_k)."""
         arguments = {"position_ids": positions, "logits_to_keep": 1, "attention_mask": mask}
         if "past_key_values" in self._accepts:
             arguments["past_key_values"] = cache
@@ -132,4 +145,8 @@ class PaddedRunner:
             if ids.shape[1] < mask.shape[1]:
                 del arguments["attention_mask"]
         known = {name: value for name, value in arguments.items() if name in self._accepts}
-        return self.model(input_ids=ids, use_cache=True, **known).logits[:, -1]
+        with nullcontext() if self.recorder is None else self.recorder.recording():
+            logits = self.model(input_ids=ids, use_cache=True, **known).logits[:, -1]
+            if self.recorder is None:
+                return logits, None
+            return logits, self.recorder.take().unflatten(0, tuple(ids.shape)).cpu().numpy()

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from verl.models.router_replay import ExpertRecorder
 from verl.rollout.hf.attention import ATTENTION_NAME, DecodePlan, PrefillPlan, StepPlan, attending
 from verl.rollout.hf.kv_pool import BufferPool, Cell, Group, KVBlock, KVShape, capacity_class, move_groups, regroup
 from verl.rollout.hf.native import NativeModel
@@ -68,6 +70,7 @@ class PoolRunner:
 
     can_chunk = True
     keeps_prompts = True
+    recorder: ExpertRecorder | None = None
 
     def __init__(
         self,
@@ -225,12 +228,26 @@ class PoolRunner:
         positions.append(torch.zeros(padding, dtype=torch.int64, device=device))
         prefill = PrefillPlan.staging(chunks, self.shape, same_length_only=self.policy.exact) if chunks else None
         plan, wanted = StepPlan(plans, prefill, padding), self._wanted(len(rows), chunks)
-        logits = self._logits(torch.tensor(ids, device=device), torch.cat(positions), plan, wanted)
+        with nullcontext() if self.recorder is None else self.recorder.recording():
+            logits = self._logits(torch.tensor(ids, device=device), torch.cat(positions), plan, wanted)
+            self._note_experts(rows, chunks)
         if prefill is not None:
             prefill.keep()
         self.prefill_tokens += num_prompt
         self.decode_tokens += len(rows) + padding * self.policy.exact
         return logits[: len(rows) + sum(c.completes for c in chunks)]
+
+    def _note_experts(self, rows: Sequence[Row], chunks: Sequence[Chunk]) -> None:
+        """Leave what the pass chose with the rows and prompts whose tokens they are."""
+        if self.recorder is None:
+            return
+        chosen = self.recorder.take().cpu().numpy()
+        for number, row in enumerate(rows):
+            row.experts.append(chosen[number : number + 1])
+        end = len(rows)
+        for chunk in chunks:
+            chunk.prompt.experts.append(chosen[end : end + chunk.length])
+            end += chunk.length
 
     def _logits(
         self, ids: torch.Tensor, positions: torch.Tensor, plan: StepPlan, wanted: torch.Tensor | None

@@ -23,6 +23,7 @@ class Row:
 
     ``state`` belongs to the scheduler; ``cell`` is the runner's own note of the place; ``most`` tokens may be drawn.
     ``earlier`` is what the response got before new weights interrupted it, which the request has as its prefix.
+    ``experts``, where they are recorded, are pieces (tokens, layers, top_k) of those of its prompt and of its tokens.
     """
 
     request: Request
@@ -36,6 +37,7 @@ class Row:
     cell: object = None
     uniforms: list[float] = field(default_factory=list)
     earlier: tuple[Completion, ...] = ()
+    experts: list[np.ndarray] = field(default_factory=list)
     most: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,7 +76,8 @@ class Row:
     def attempt(self, reason: FinishReason, version: int) -> Completion:
         """The tokens since the response began, or was last interrupted."""
         versions = (version,) * len(self.tokens)
-        return Completion(self.request.id, tuple(self.tokens), tuple(self.log_probs), reason, versions)
+        experts = np.concatenate(self.experts) if self.experts else None
+        return Completion(self.request.id, tuple(self.tokens), tuple(self.log_probs), reason, versions, experts)
 
     def finish(self, reason: FinishReason, version: int, is_interrupted: bool = False) -> None:
         """Resolve the caller's future."""
@@ -98,6 +101,7 @@ class Prompt:
         num_done: tokens computed.
         pieces: keys (layers, heads, tokens, dim) and values of ``token_ids[:num_done]``, in order.
         logits: (V,) of the last position, once everything is computed.
+        experts: of ``token_ids[:num_done]``, in order, where they are recorded.
     """
 
     token_ids: tuple[int, ...]
@@ -106,6 +110,7 @@ class Prompt:
     num_done: int = 0
     pieces: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     logits: torch.Tensor | None = None
+    experts: list[np.ndarray] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -113,7 +118,7 @@ class Prompt:
 
     def forget(self) -> None:
         """Drop what was computed; the next row starts from nothing."""
-        self.num_done, self.pieces, self.logits = 0, [], None
+        self.num_done, self.pieces, self.logits, self.experts = 0, [], None, []
 
 
 @dataclass(frozen=True)

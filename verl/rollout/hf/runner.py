@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from verl.models.router_replay import ExpertRecorder
 from verl.rollout.hf.rows import Chunk, Prompt, Row
 
 UNLIMITED = 1 << 62
@@ -23,8 +24,10 @@ class ModelRunner(Protocol):
         can_chunk: whether a prompt may be computed in several steps.
         keeps_prompts: whether a computed prompt can serve rows that are admitted later.
         prefill_tokens, decode_tokens: what went through the model so far; padding counts where exactness asks for it.
+        recorder: leaves the experts of each token in ``experts`` of its row or prompt; None: nothing is recorded.
     """
 
+    recorder: ExpertRecorder | None
     can_chunk: bool
     keeps_prompts: bool
     prefill_tokens: int

@@ -18,11 +18,13 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from verl import stacks
 from verl.config.node import key_of
+from verl.config.replayed_experts import records_experts
 from verl.device import give_memory_back, keep_freed_memory, torch_dtype
 from verl.errors import ConfigError, NotBuiltError, RolloutError
 from verl.metrics import notice
 from verl.models import load_causal_lm
 from verl.models.lora import LoraSettings
+from verl.models.router_replay import ExpertRecorder
 from verl.rollout.adapters import separate_adapter
 from verl.rollout.base import (
     AtUpdate,
@@ -80,6 +82,10 @@ class HFSampler(Sampler):
         adapter: see `SamplerWeights`.
         at_update: what new weights do to running requests.
         logprobs_mode: one of `LOGPROBS_MODES`.
+        record_experts: completions say which experts a mixture chose for each token.
+
+    Raises:
+        ModelError: the model has no experts to record.
 
     Example:
         >>> sampler = HFSampler("path/to/model")
@@ -108,6 +114,7 @@ class HFSampler(Sampler):
         adapter: LoraSettings | None = None,
         at_update: AtUpdate = "wait",
         logprobs_mode: str = "processed_logprobs",
+        record_experts: bool = False,
     ):
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise RolloutError(
@@ -135,7 +142,9 @@ class HFSampler(Sampler):
             record_after=RECORD_AFTER if record else None,
             cache_bytes=cache_bytes,
         )
+        recorder = ExpertRecorder(model) if record_experts else None
         self._runner: ModelRunner = _make_runner(model, self.max_model_len, policy, owned)
+        self._runner.recorder = recorder
         self._scheduler = Scheduler(
             max_num_seqs,
             max_num_batched_tokens,
@@ -197,6 +206,7 @@ class HFSampler(Sampler):
             enforce_eager=rollout.enforce_eager,
             at_update=rollout.requests_at_update,
             logprobs_mode=rollout.logprobs_mode,
+            record_experts=records_experts(rollout),
             **options,
         )
         tell_of_context(rollout, sampler.max_model_len)
@@ -402,6 +412,8 @@ class HFSampler(Sampler):
         parts = [logits[: len(rows)], *(p.logits.expand(len(p.rows), -1) for p in prompts if p.logits is not None)]
         admitted = [(prompt, self._scheduler.take(prompt)) for prompt in prompts]
         fresh = [row for _, members in admitted for row in members]
+        for row in fresh:
+            row.experts = list(row.prompt.experts)
         self._draw([*rows, *fresh], parts)
         ended = [row for row in (*rows, *fresh) if row.is_complete]
         for row in ended:

@@ -24,7 +24,7 @@ from verl.protocol import DataProto
 from verl.rewards.failures import NothingScored
 from verl.single_controller.base import Roles
 from verl.single_controller.base.interrupts import Interrupt
-from verl.trainer.ppo import accounting, stages
+from verl.trainer.ppo import accounting, experts, stages
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.groups import Done, GroupRows, count_lost, judged
 from verl.workers.sampling import FOLLOW, SERVED
@@ -279,6 +279,7 @@ class Beside:
 
     def _scored(self, number: int, samples: DataProto, half: StepContext) -> Done:
         accounting.sampled(samples, half)
+        experts.measure(samples, half)
         with half.spans.apart("reward", half.step, f"group {number}"):
             samples = stages.score(samples, self.roles, half)
         return judged([number], samples, half)[0]

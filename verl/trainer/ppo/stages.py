@@ -24,7 +24,7 @@ from verl.config.root import of_estimator, updates_once
 from verl.metrics import MetricSet
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.base import RoleHandle, Roles
-from verl.trainer.ppo import accounting, correction, group_filter, oversampling, positive
+from verl.trainer.ppo import accounting, correction, experts, group_filter, oversampling, positive
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.pairing import pair_up
 from verl.trainer.ppo.scoring import measure_parts, score_samples, tell_missing_parts
@@ -105,6 +105,7 @@ def generate(prompts: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
         if ctx.replay is not None:
             ctx.replay.keep(samples, ctx.step, ctx.gen_batches)
     accounting.sampled(samples, ctx)
+    experts.measure(samples, ctx)
     return samples
 
 
@@ -283,9 +284,18 @@ def add_old_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
     if ctx.config.algorithm.rollout_correction.bypass_mode:
         correction.use_rollout_log_probs(batch)
         return
-    wanted = {"sum_pi_squared": ctx.needs_sum_pi_squared, "full_kl": ctx.charges_exact_kl}
+    replay = experts.mode_of(ctx)
+    wanted = {
+        "sum_pi_squared": ctx.needs_sum_pi_squared,
+        "full_kl": ctx.charges_exact_kl,
+        experts.COLUMN: replay == "R2",
+    }
     more = tuple(name for name, is_read in wanted.items() if is_read)
-    made = roles["actor"].infer(batch, InferOptions(("log_probs", "entropy", *more))).tensors
+    experts.check(batch, ctx)
+    asked = batch if replay == "R3" else experts.without(batch)
+    made = roles["actor"].infer(asked, InferOptions(("log_probs", "entropy", *more))).tensors
+    if replay == "R2":
+        batch.tensors[experts.COLUMN] = made[experts.COLUMN]
     if ctx.needs_sum_pi_squared:
         batch.tensors["sum_pi_squared"] = made["sum_pi_squared"]
     if ctx.charges_exact_kl:
@@ -299,12 +309,12 @@ def add_old_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
 
 def add_ref_log_prob(batch: DataProto, roles: Roles) -> None:
     """Adds ref_log_prob (B, T), the log-probs of the reference policy."""
-    batch.tensors["ref_log_prob"] = roles["ref"].infer(batch, InferOptions()).tensors["log_probs"]
+    batch.tensors["ref_log_prob"] = roles["ref"].infer(experts.without(batch), InferOptions()).tensors["log_probs"]
 
 
 def add_values(batch: DataProto, roles: Roles) -> None:
     """Adds values (B, T), the critic's estimates before each response token."""
-    batch.tensors["values"] = roles["critic"].infer(batch, InferOptions(("values",))).tensors["values"]
+    batch.tensors["values"] = roles["critic"].infer(experts.without(batch), InferOptions(("values",))).tensors["values"]
 
 
 def measure_sampler(batch: DataProto, ctx: StepContext) -> None:
@@ -424,7 +434,7 @@ def resample(batch: DataProto, ctx: StepContext) -> DataProto:
 
 TRAIN_KEYS = (
     "prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask", "advantages", "returns",
-    "values", "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights", "positive",
+    "values", "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights", "positive", experts.COLUMN,
 )  # fmt: skip
 
 
@@ -438,6 +448,10 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
     # Where there is one update the loss takes its own log-probs as the old ones: a ratio of exactly 1, to the last bit
     # the same whether or not something else asked for old log-probs.
     unread = {"old_log_probs"} if updates_once(ctx.config) else set()
+    if role.name == "actor":
+        experts.check(batch, ctx)
+    if role.name != "actor" or experts.mode_of(ctx) == "disabled":
+        unread.add(experts.COLUMN)
     present = [key for key in keys if key in batch.tensors.keys() and key not in unread]
     data = batch.select(batch_keys=present, non_tensor_batch_keys=[])
     if correction.KEPT_MASK in batch.tensors.keys():

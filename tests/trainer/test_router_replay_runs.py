@@ -1,0 +1,129 @@
+"""Whole runs of a tiny mixture: the sampler's experts, or those of the old log-probs, in the updates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import tiny_model_dir, write_prompts
+from verl.config import load_config
+from verl.errors import RolloutError, VerlError
+from verl.protocol import DataProto
+from verl.trainer import main_ppo
+from verl.trainer.ppo.experts import balance
+
+SCORER = (
+    "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) % 5\n"
+)
+MODE, RECORD = "actor_rollout_ref.actor.router_replay.mode", "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+EVERY = "actor_rollout_ref.rollout.moe_load_balance_metrics_interval"
+R3 = [f"{MODE}=R3", f"{RECORD}=true"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("mixture")
+    tiny_model_dir(folder / "dense")
+    tiny_model_dir(folder / "model", "qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+    write_prompts(folder / "train.parquet", 8)
+    (folder / "scorer.py").write_text(SCORER)
+    return folder
+
+
+def run(folder: Path, name: str, monkeypatch, *more: str) -> list[dict]:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(folder / "logs"))
+    config = load_config(
+        "ppo_trainer",
+        [
+            "algorithm.adv_estimator=grpo",
+            "data.train_files=train.parquet",
+            "data.train_batch_size=2",
+            "data.max_prompt_length=64",
+            "data.max_response_length=6",
+            "actor_rollout_ref.model.path=model",
+            "actor_rollout_ref.rollout.n=4",
+            "actor_rollout_ref.actor.optim.lr=1e-4",
+            "reward.custom_reward_function.path=scorer.py",
+            "trainer.logger=[file]",
+            "trainer.project_name=moe",
+            f"trainer.experiment_name={name}",
+            f"trainer.default_local_dir={name}",
+            "trainer.total_training_steps=2",
+            "trainer.save_freq=-1",
+            *more,
+        ],
+    )
+    main_ppo.run_ppo(config)
+    lines = (folder / "logs" / "moe" / f"{name}.jsonl").read_text().splitlines()
+    return [json.loads(line)["data"] for line in lines]
+
+
+TWO_UPDATES = ["actor_rollout_ref.actor.ppo_mini_batch_size=1", "actor_rollout_ref.rollout.dtype=bfloat16"]
+
+
+def test_the_samplers_experts_are_replayed_in_old_log_probs_and_updates(folder, monkeypatch):
+    more = [*TWO_UPDATES, "actor_rollout_ref.actor.use_kl_loss=true", f"{EVERY}=2"]
+    steps = run(folder, "r3", monkeypatch, *R3, *more)
+    for step in steps[-2:]:
+        assert 0 <= step["moe/replay_differs"] < 0.05 and step["training/rollout_probs_diff_max"] < 0.01
+    assert ["rollout/moe/entropy" in step for step in steps[-2:]] == [False, True]
+    last = steps[-1]
+    assert 1 / 8 <= last["rollout/moe/max_share"] <= 1 / 2
+    assert last["rollout/moe/max_load"] == pytest.approx(8 * last["rollout/moe/max_share"])
+    assert 0 < last["rollout/moe/entropy"] <= torch.tensor(8.0).log()
+
+
+def test_the_trainers_own_experts_are_replayed_with_several_updates(folder, monkeypatch):
+    steps = run(folder, "r2", monkeypatch, f"{MODE}=R2", *TWO_UPDATES)
+    # The first update of a batch is where the experts were recorded; the second has other weights.
+    assert all(0 <= step["moe/replay_differs"] < 0.05 for step in steps[-2:])
+    assert not any(name.startswith("rollout/moe") for name in steps[-1])
+
+
+def test_a_loop_that_loses_the_experts_is_no_run_with_replay(folder, monkeypatch):
+    from verl.agent_loop import single_turn
+
+    made = single_turn.AgentLoopOutput
+    monkeypatch.setattr(single_turn, "AgentLoopOutput", lambda **given: made(**{**given, "routed_experts": None}))
+    with pytest.raises(RolloutError, match="no sample came with them"):
+        run(folder, "lost", monkeypatch, *R3, *TWO_UPDATES)
+
+
+REFUSED = {
+    "a dense model": ([*R3, "actor_rollout_ref.model.path=dense"], "dense"),
+    "nothing recorded": ([f"{MODE}=R3"], "not recorded"),
+    "another sampler": ([*R3, "actor_rollout_ref.rollout.name=vllm"], "sampler vllm does not say"),
+    "no old log-probs": ([f"{MODE}=R2", "algorithm.rollout_correction.bypass_mode=true"], "makes no such pass"),
+    "Megatron-Core": ([*R3, "actor_rollout_ref.actor.strategy=megatron"], "Megatron-Core"),
+    "from a file": (["actor_rollout_ref.actor.router_replay.replay_file=/r"], "router replay from a file"),
+    "the reference": (["actor_rollout_ref.ref.router_replay.mode=R3"], "router replay"),
+    "a negative interval": ([f"{EVERY}=-1"], "no number of steps"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_cannot_be_replayed_is_refused_before_a_model_is_loaded(folder, monkeypatch, why):
+    more, message = REFUSED[why]
+    with pytest.raises(VerlError, match=message):
+        run(folder, "refused", monkeypatch, *more)
+    assert not (folder / "logs" / "moe" / "refused.jsonl").exists()
+
+
+def test_the_balance_of_recorded_experts_by_hand():
+    """Two response tokens with a record, of four experts: layer 0 takes 0,1 and 0,2; layer 1 takes 3,1 and 3,1."""
+    experts = torch.full((1, 5, 2, 2), -1, dtype=torch.int16)
+    experts[0, 1] = 2  # a prompt's token
+    experts[0, 2] = torch.tensor([[0, 1], [3, 1]])
+    experts[0, 3] = torch.tensor([[0, 2], [3, 1]])
+    batch = DataProto.from_dict(tensors={"routed_experts": experts, "responses": torch.zeros(1, 3)})
+    found = balance(batch, 4)
+    half, quarter = torch.tensor([0.5, 0.25]).log().tolist()
+    entropies = [-(0.5 * half + 2 * 0.25 * quarter), -half]
+    assert found == pytest.approx({"max_share": 0.5, "max_load": 2.0, "entropy": sum(entropies) / 2})
+    assert "max_load" not in balance(batch, None)
+    experts[:] = -1
+    assert balance(DataProto.from_dict(tensors={"routed_experts": experts, "responses": torch.zeros(1, 3)}), 4) == {}

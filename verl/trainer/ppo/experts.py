@@ -1,0 +1,71 @@
+"""The experts of a mixture in the dataflow: what the sampler recorded, how even it is, and which pass reads it."""
+
+from __future__ import annotations
+
+import torch
+
+from verl.config.config_json import experts_of, facts_of
+from verl.errors import RolloutError
+from verl.metrics import Reduction
+from verl.models.router_replay import COLUMN, NO_RECORD
+from verl.protocol import DataProto
+from verl.trainer.ppo.context import StepContext
+
+MODE = "actor_rollout_ref.actor.router_replay.mode"
+
+
+def mode_of(ctx: StepContext) -> str:
+    """What is replayed: disabled, R2 or R3."""
+    return str(ctx.config.actor_rollout_ref.actor.router_replay.mode)
+
+
+def without(batch: DataProto) -> DataProto:
+    """The batch for a model that chooses its experts itself."""
+    if COLUMN not in batch.tensors.keys():
+        return batch
+    kept = [key for key in batch.tensors.keys() if key != COLUMN]
+    return batch.select(batch_keys=kept)
+
+
+def check(batch: DataProto, ctx: StepContext) -> None:
+    """Raise where the sampler's experts are to be replayed, and there are none.
+
+    Raises:
+        RolloutError: see above.
+    """
+    if mode_of(ctx) == "R3" and COLUMN not in batch.tensors.keys():
+        message = "the sampler's experts are to be replayed, and no sample came with them"
+        fix = "Does the agent loop hand on routed_experts of the answers that it gets (AgentLoopOutput.routed_experts)?"
+        raise RolloutError(message, key=MODE, got="R3", fix=fix)
+
+
+def measure(samples: DataProto, ctx: StepContext) -> None:
+    """Report how evenly the sampler used its experts, every so many steps; leave out what nothing else reads.
+
+    ``rollout/moe/max_share`` is the largest share of one expert in the choices of a layer, ``max_load`` that share over
+    the mean one, ``entropy`` the entropy of the shares in nats, its mean over layers. All are of response tokens.
+    """
+    interval = ctx.config.actor_rollout_ref.rollout.moe_load_balance_metrics_interval
+    if COLUMN not in samples.tensors.keys():
+        return
+    if interval > 0 and ctx.step % interval == 0:
+        known = experts_of(facts_of(ctx.config.actor_rollout_ref.model.path) or {})
+        for name, value in balance(samples, known).items():
+            kind: Reduction = "mean" if name == "entropy" else "max"
+            ctx.metrics.add(f"rollout/moe/{name}", value, kind, weight=int(samples.tensors["response_mask"].sum()))
+    if mode_of(ctx) != "R3":
+        samples.tensors.pop(COLUMN)
+
+
+def balance(samples: DataProto, num_experts: int | None) -> dict[str, float]:
+    """See `measure`; ``max_load`` only where the number of experts is known, nothing where no token has a record."""
+    chosen = samples.tensors[COLUMN][:, -samples.tensors["responses"].shape[1] :]
+    chosen = chosen[chosen[..., 0, 0] != NO_RECORD].long()
+    if not len(chosen):
+        return {}
+    layers = chosen.shape[1]
+    experts = num_experts or int(chosen.max()) + 1
+    counts = torch.stack([torch.bincount(chosen[:, layer].flatten(), minlength=experts) for layer in range(layers)])
+    shares = counts.double() / counts.sum(-1, keepdim=True)
+    metrics = {"max_share": float(shares.max()), "entropy": float(torch.special.entr(shares).sum(-1).mean())}
+    return metrics if num_experts is None else {**metrics, "max_load": float(shares.max()) * experts}
