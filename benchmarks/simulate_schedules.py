@@ -214,7 +214,8 @@ class Run:
         self.job, self.schedule, self.queue = job, schedule, GroupQueue(bound)
         self.engines = [Engine(job) for _ in range(job.samplers)]
         names = {str(number): engine for number, engine in enumerate(self.engines)}
-        self.service = SamplerService(names, slots=job.slots, clock=asyncio.get_running_loop().time)
+        clock = asyncio.get_running_loop().time
+        self.service = SamplerService(names, slots=job.slots, clock=clock, is_joined=True)  # slots hold for one, too
         self.ended, self.in_flight, self.idle = asyncio.Event(), 0, 0.0
         speedup = (job.samplers + job.trainers) / job.samplers
         self.rule = LendingRule(HybridRolloutConfig(), job.prompts, chunk, speedup)
