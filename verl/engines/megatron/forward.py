@@ -56,6 +56,7 @@ class StageForward:
     Attributes:
         real: (tokens of this rank,) which are no padding, while a stage runs for the first time; else None.
         masks: whether routers are told which tokens are padding.
+        routing: None: experts are neither recorded nor replayed here.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class StageForward:
         self.logits_per_token = width
         self.real: Tensor | None = None
         self.masks = False
+        self.routing = None
 
     def check(self, outputs: Sequence[str], temperature: float) -> None:
         """Raise as a pass does, without one."""
