@@ -24,6 +24,7 @@ from verl.protocol import DataProto
 from verl.rewards.failures import NothingScored
 from verl.single_controller.base import Roles
 from verl.single_controller.base.interrupts import Interrupt
+from verl.trainer.placement import topology_of
 from verl.trainer.ppo import accounting, experts, stages
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.groups import Done, GroupRows, count_lost, judged
@@ -321,6 +322,21 @@ class Driven(Beside):
             self._loop.run_until_complete(_end_others())
             self._loop.close()
         self._scorer.shutdown(wait=False, cancel_futures=True)
+
+
+def sampling_of(roles: Roles, ctx: StepContext) -> Sampling:
+    """Where a run samples its groups: what it has follows from where its roles are, or from the record it follows."""
+    script = ctx.run.script
+    if script is not None and not script.about["beside"]:
+        return InTurn(roles)
+    if roles["rollout"].group.shares_processes(roles["actor"].group):
+        return InTurn(roles) if script is None else Driven(roles)
+    if ctx.needs_reward_baselines:
+        why = "the greedy answers of its baseline are sampled with their batch, so sampling and training take turns"
+        notice("algorithm.adv_estimator", why)
+        return InTurn(roles)
+    each = ctx.config.async_training.concurrent_samples_per_replica
+    return Beside(roles, each * len(topology_of(ctx.config).replicas), each)
 
 
 def _is_of_group(error: BaseException) -> bool:

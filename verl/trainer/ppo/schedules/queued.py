@@ -21,9 +21,8 @@ from verl.config import PPOTrainerConfig
 from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.single_controller.base import Roles
-from verl.trainer.placement import topology_of
 from verl.trainer.ppo import accounting, stages, staleness
-from verl.trainer.ppo.beside import Beside, Driven, InTurn, Sampling
+from verl.trainer.ppo.beside import Sampling, sampling_of
 from verl.trainer.ppo.context import RunState, StepContext, together
 from verl.trainer.ppo.filling import Filling
 from verl.trainer.ppo.groups import Report, joined
@@ -118,23 +117,10 @@ class QueueSchedule(SyncSchedule):
             queue = GroupQueue(bound, ctx.step - 1, (ctx.step - 1) * bound.groups)
             filling = self._filling = Filling(queue, ctx.run)
         if filling.sampling is None:
-            inner = self._sampling(roles, ctx)
+            inner = sampling_of(roles, ctx)
             self._lending = self._lender(inner, roles, ctx)
             filling.start(ScriptedSampling(inner, ctx.run.record), ctx)
         return filling, cast(ScriptedSampling, filling.sampling)
-
-    def _sampling(self, roles: Roles, ctx: StepContext) -> Sampling:
-        script = ctx.run.script
-        if script is not None and not script.about["beside"]:
-            return InTurn(roles)
-        if roles["rollout"].group.shares_processes(roles["actor"].group):
-            return InTurn(roles) if script is None else Driven(roles)
-        if ctx.needs_reward_baselines:
-            why = "the greedy answers of its baseline are sampled with their batch, so sampling and training take turns"
-            notice("algorithm.adv_estimator", why)
-            return InTurn(roles)
-        each = ctx.config.async_training.concurrent_samples_per_replica
-        return Beside(roles, each * len(topology_of(ctx.config).replicas), each)
 
     def _lender(self, sampling: Sampling, roles: Roles, ctx: StepContext) -> Lending | None:
         """What lends the trainers' devices to the samplers; a schedule may have it."""
