@@ -184,7 +184,7 @@ def _weights(folder: Path) -> Mapping[str, Tensor]:
     _refuse_missing(files)
     merged: dict[str, Tensor] = {}
     for file in files:
-        tensors = read_tensors(file)
+        tensors = read_tensors(file, small=0)
         twice = next((name for name in tensors if name in merged), None)
         if twice is not None:
             raise CheckpointError(f"two files hold the weight {twice}", got=str(file.parent))

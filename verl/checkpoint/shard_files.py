@@ -22,6 +22,7 @@ from verl.checkpoint.tensors import read_metadata, read_tensors
 from verl.errors import CheckpointError
 from verl.json_text import read_json
 from verl.protocol.sharding import ShardSpec
+from verl.protocol.tensor_file import SMALL
 
 _NUMBERED = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 
@@ -81,9 +82,10 @@ class StoredTensors(LazyTensors):
             CheckpointError: a file is damaged or is not the one that its name says, or boxes are missing.
         """
         complete: dict[str, _Stored] = {}
+        small = SMALL if section == "extra" else 0  # of the small pieces of all ranks, each needs its own alone
         for number, file in enumerate(files, start=1):
             boxes = self._boxes(file, number, len(files)) if len(files) > 1 else {}
-            for name, tensor in read_tensors(file).items():
+            for name, tensor in read_tensors(file, small).items():
                 shape, start = boxes.get(name, (tuple(tensor.shape), (0,) * tensor.dim()))
                 spec = ShardSpec.of(tensor, shape, start)
                 stored = complete.setdefault(name, _Stored(spec))

@@ -18,7 +18,7 @@ from verl.checkpoint.stream import FileStream
 from verl.errors import CheckpointError
 from verl.json_text import read_json
 from verl.protocol.codec import tensor_bytes
-from verl.protocol.tensor_file import read_tensor_file
+from verl.protocol.tensor_file import SMALL, read_tensor_file
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -66,14 +66,14 @@ def write_tensors(
     return stream.record
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file, on the CPU.
+def read_tensors(path: Path, small: int = SMALL) -> dict[str, Tensor]:
+    """All tensors of a file, on the CPU; those of more than ``small`` bytes are read when they are used.
 
     Raises:
         CheckpointError: the file is absent or damaged.
     """
     try:
-        return read_tensor_file(path)
+        return read_tensor_file(path, small)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"this file cannot be read: {error}", got=str(path)) from error
 

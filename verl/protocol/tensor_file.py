@@ -17,11 +17,14 @@ from verl.json_text import read_json
 from verl.protocol.codec import DTYPES
 
 SMALL = 1 << 16
-"""Bytes up to which a tensor has memory of its own."""
+"""Bytes of a tensor that is read at once, unless the caller says otherwise."""
 
 
-def read_tensor_file(path: str | Path) -> dict[str, Tensor]:
+def read_tensor_file(path: str | Path, small: int = SMALL) -> dict[str, Tensor]:
     """Name -> tensor, on the CPU; writing to one changes the copy in memory alone.
+
+    Args:
+        small: bytes up to which a tensor has memory of its own; of the others nothing is read before it is used.
 
     Raises:
         OSError: the file cannot be opened.
@@ -40,14 +43,14 @@ def read_tensor_file(path: str | Path) -> dict[str, Tensor]:
     if not end:
         return {name: torch.empty(entry["shape"], dtype=_dtype(name, entry)) for name, entry in header.items()}
     content = torch.from_file(str(path), shared=False, size=8 + length + end, dtype=torch.uint8)[8 + length :]
-    return {name: _tensor(content, name, entry, aligned=length % 8 == 0) for name, entry in header.items()}
+    return {name: _tensor(content, name, entry, small if length % 8 == 0 else end) for name, entry in header.items()}
 
 
-def _tensor(content: Tensor, name: str, entry: dict[str, Any], aligned: bool) -> Tensor:
+def _tensor(content: Tensor, name: str, entry: dict[str, Any], small: int) -> Tensor:
     first, last = entry["data_offsets"]
     dtype = _dtype(name, entry)
     raw = content[first:last]
-    if last - first <= SMALL or not aligned or first % dtype.itemsize:
+    if last - first <= small or first % dtype.itemsize:
         raw = raw.clone()  # torch's generators read a state from the beginning of its storage, whatever its offset
     return raw.view(dtype).view(entry["shape"])
 
