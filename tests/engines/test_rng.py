@@ -11,17 +11,6 @@ from verl.distributed import Ranks
 from verl.engines.rng import rng_state, set_rng_state
 
 
-class Heard(Ranks):
-    """Rank ``rank`` of ``size`` that hears what rank 0 has."""
-
-    def __init__(self, rank: int, size: int, first: dict[str, torch.Tensor]):
-        super().__init__(rank, size)
-        self.to_come = list(first.values())
-
-    def broadcast(self, values):
-        return self.to_come.pop(0)
-
-
 def state_of(seed: int) -> torch.Tensor:
     torch.manual_seed(seed)
     return torch.get_rng_state()
@@ -29,8 +18,7 @@ def state_of(seed: int) -> torch.Tensor:
 
 def drawn_on(rank: int, size: int, first: dict[str, torch.Tensor]) -> float:
     torch.manual_seed(99)
-    mirrored = {name: t if rank == 0 else t.to("meta") for name, t in first.items()}
-    set_rng_state(mirrored, "cpu", Heard(rank, size, first))
+    set_rng_state(first, "cpu", Ranks(rank, size))
     return torch.rand(1).item()
 
 

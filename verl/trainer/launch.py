@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from verl.distributed import Ranks
     from verl.trainer.supervised import SupervisedTrainer
 
+UNTIL_TOLD = 10.0
+"""Seconds that another rank leaves rank 0 to report an error that all have."""
 Build = Callable[..., "SupervisedTrainer"]
 """``build(config, tokenizer, ctx)`` makes the trainer of a checked configuration."""
 
@@ -75,4 +78,8 @@ def main(program: str, build: Build, first_look: FirstLook, argv: list[str] | No
 
 
 def _failed(error: VerlError, tell: bool) -> int:
-    return report(error) if tell else 2
+    if tell:
+        return report(error)
+    if env.get("TORCHELASTIC_RUN_ID"):
+        time.sleep(UNTIL_TOLD)  # torchrun ends all ranks as soon as one has left: rank 0 has to say why first
+    return 2

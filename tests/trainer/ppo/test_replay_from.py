@@ -21,7 +21,6 @@ from verl.observability.ledger_reader import History
 from verl.observability.schedule import NAME, Script
 from verl.trainer.ppo import beside, record
 from verl.trainer.ppo.groups import Done, GroupRows
-from verl.trainer.ppo.schedules import queued
 
 MODE, RULES = "trainer.v1.trainer_mode", "trainer.v1.sampler"
 BASE = (
@@ -78,7 +77,7 @@ def explored(folder: str, seed: int, *changes: str, failing: tuple[int, ...] = (
     """A run whose groups are sampled one by one, and end in a random order."""
     Explored.die, Explored.failing = random.Random(seed), {*failing}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(queued, "InTurn", Explored)
+        patch.setattr(beside, "InTurn", Explored)
         patch.setattr(record, "samples_beside", lambda config: True)
         return run(folder, *changes)
 
