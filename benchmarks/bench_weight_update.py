@@ -10,8 +10,9 @@ and their medians:
 - samples: to the replica while ``--rows`` requests are in flight, which pause (``requests_at_update=pause``), from the
   beginning of the update until the replica has confirmed the version.
 
-The goal is samples <= 1.2 x transport. Before the replica takes weights it ends the forward pass that it is in, of one
-token per row; how long one takes is printed, too. Two cores at least, else the two ends wait for each other.
+The goal is samples <= 1.2 x transport. Before the replica takes weights it leaves the forward pass that it is in, of
+one token per row, at the next layer; how long a complete one takes is printed, too. Two cores at least, else the two
+ends wait for each other.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def main() -> None:
         changes = {"rollout.requests_at_update": "pause", "rollout.checkpoint_engine.backend": "shared_memory"}
         policy = replace(ActorRolloutRefConfig(), **changes, **{"rollout.name": "hf", "model.path": str(folder)})
         kind, begin = transport_of(policy.rollout, policy.model, "cpu")
-        bucket = policy.rollout.checkpoint_engine.bucket_bytes
+        bucket = policy.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
         clock = Clock(model.state_dict().items(), bucket, asked.rows)
         context = processes.get_context("spawn")
         ready, ring = context.Semaphore(0), begin()

@@ -21,7 +21,6 @@ from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.hosted import HostedSampler, SamplerHost
 from verl.rollout.service import SamplerService
 from verl.single_controller.local.handle import LocalHandle
-from verl.weight_sync import chunk_weights
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 
@@ -64,12 +63,10 @@ def test_concurrent_requests_join_the_same_forward_passes_and_get_the_same_bits(
     assert not threads()
 
 
-def test_while_a_forward_pass_runs_calls_are_answered_and_new_weights_are_received_but_not_used():
-    """As much of them as a bucket holds and the chunk after that; one more pass is never begun with the old ones."""
+def test_a_forward_pass_lets_calls_through_and_is_left_for_new_weights():
+    """No other pass is begun with the old ones, and the pass that was left draws nothing."""
     inner = Gated(tiny_model(seed=0), at_update="pause", owns_model=True)
-    read: list[int] = []
-    chunks = list(chunk_weights(tiny_model(seed=1).state_dict().items(), 1 << 12, 1))
-    sampler = ApartSampler(inner, sum(chunk.num_bytes for chunk in chunks[:3]))
+    sampler = ApartSampler(inner)
 
     async def until(condition):
         while not condition():
@@ -80,48 +77,81 @@ def test_while_a_forward_pass_runs_calls_are_answered_and_new_weights_are_receiv
         inner.passes.release(2)
         await until(lambda: inner.begun == 3)
         assert await sampler.confirm(0) == 0
-        update = asyncio.ensure_future(sampler.update_weights((read.append(n) or c for n, c in enumerate(chunks)), 1))
-        await until(lambda: len(read) == 4)
+        update = asyncio.ensure_future(sampler.update_weights(weights(1), 1))
         await asyncio.sleep(0.02)
-        assert len(read) == 4 < len(chunks) and sampler.version == 0 and not update.done()
+        assert sampler.version == 0 and not update.done()
         assert all(map(torch.equal, inner.model.state_dict().values(), tiny_model(seed=0).state_dict().values()))
         inner.passes.release()
         await update
-        assert read == list(range(len(chunks))) and inner.weights_seen == ["0"] * 3
+        assert inner.weights_seen == ["0"] * 3
         inner.passes.release(LONG.max_tokens)
         await until(lambda: inner.begun > 5)
         assert await sampler.abort() == 1
         return await work
 
     done = asyncio.run(asyncio.wait_for(run(), 30))
-    assert done.finish_reason == "abort" and done.token_versions[:4] == (0, 0, 0, 1)
+    assert done.finish_reason == "abort" and done.token_versions[:3] == (0, 0, 1)
     assert inner.weights_seen[3:] == ["1"] * (len(inner.weights_seen) - 3), "a pass saw new weights alone"
     sampler.close()
 
 
-def test_an_update_that_is_cancelled_while_the_pass_runs_ends_its_stream_and_the_next_one_works():
+def test_updates_that_meet_every_pass_leave_each_version_its_tokens():
+    """The pass after an update computes the prompt and draws a token: it is not left for the next update."""
     inner = Gated(tiny_model(seed=0), at_update="pause", owns_model=True)
-    sampler, over = ApartSampler(inner, 1 << 30), threading.Event()
+    sampler = ApartSampler(inner)
 
-    def stream():
-        try:
-            yield from weights(1)
-            over.wait(10)  # as a transport does whose other end is silent
-            yield next(weights(1))
-        finally:
-            over.set()
+    async def run():
+        work = asyncio.ensure_future(sampler.generate(Request("a", (5, 6), LONG)))
+        for version in (1, 2):
+            begun = inner.begun
+            while inner.begun == begun:
+                await asyncio.sleep(0.001)
+            update = asyncio.ensure_future(sampler.update_weights(weights(version), version))
+            await asyncio.sleep(0.02)
+            inner.passes.release(2)
+            await update
+        inner.passes.release(LONG.max_tokens)
+        while inner.begun < 6:
+            await asyncio.sleep(0.001)
+        await sampler.abort()
+        return await work
+
+    assert set(asyncio.run(asyncio.wait_for(run(), 30)).token_versions) == {0, 1, 2}
+    sampler.close()
+
+
+def test_a_pass_that_is_left_for_an_update_that_never_comes_is_computed_again_with_the_same_bits():
+    wanted = requests([prompt(5, 5), prompt(11, 11)], samples=2, max_tokens=12)
+    left: list[bool] = []
+
+    class Announced(HFSampler):
+        """Every third time that a layer may ask, an update is said to come."""
+
+        def _step(self) -> None:
+            self.expect_call()
+            super()._step()
+
+    plain, announced = HFSampler(tiny_model()), Announced(tiny_model())
+    ask = announced._call.leaves_pass
+    announced._runner.is_unwanted = lambda: bool(left.append(ask()) or (left[-1] and len(left) % 3 == 0))
+    assert sample(announced, wanted) == sample(plain, wanted)
+    assert any(left) and announced.stats()["response_tokens"] == plain.stats()["response_tokens"]
+
+
+def test_an_update_that_is_cancelled_while_the_pass_runs_changes_nothing_and_the_next_one_works():
+    inner = Gated(tiny_model(seed=0), at_update="pause", owns_model=True)
+    sampler = ApartSampler(inner)
 
     async def run():
         work = asyncio.ensure_future(sampler.generate(Request("a", (5, 6), LONG)))
         inner.passes.release()
         while inner.begun < 2:
             await asyncio.sleep(0.001)
-        update = asyncio.ensure_future(sampler.update_weights(stream(), 1))
+        update = asyncio.ensure_future(sampler.update_weights(weights(1), 1))
         await asyncio.sleep(0.02)
         update.cancel()
         with pytest.raises(asyncio.CancelledError):
             await update
-        over.set()
         inner.passes.release(LONG.max_tokens)
         await sampler.update_weights(weights(2), 2)
         await sampler.abort()
@@ -134,7 +164,7 @@ def test_an_update_that_is_cancelled_while_the_pass_runs_ends_its_stream_and_the
 @pytest.mark.parametrize("kind", ["shared_memory", "gloo", "disk", "delta"])
 def test_weights_that_come_by_any_transport_beside_forward_passes_draw_the_tokens_of_their_version(kind):
     """Teacher-forced by the model of its version, each token has the log-prob that the sampler reported."""
-    sampler = ApartSampler(Slow(tiny_model(seed=0), at_update="pause", owns_model=True), 1 << 20)
+    sampler = ApartSampler(Slow(tiny_model(seed=0), at_update="pause", owns_model=True))
     host = LocalHandle(SamplerHost(sampler))
     replica = HostedSampler(host, kind, partial(TRANSPORTS.get(kind).begin, 1 << 20, "cpu"))
     wanted = Request("a", (5, 6, 7), LONG)

@@ -102,11 +102,6 @@ class CheckpointEngineConfig(ConfigNode):
     engine_kwargs: dict = setting({}, "arguments of the transport")
     custom_backend_module: str | None = setting(None, "module or Python file that registers a transport")
 
-    @property
-    def bucket_bytes(self) -> int:
-        """Most bytes of a bucket."""
-        return int(self.update_weights_bucket_megabytes) << 20
-
 
 _SERVERS = ("server", "sglang")
 

@@ -11,11 +11,10 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable
-from contextlib import closing
 from typing import Any, TypeVar
 
 from verl.rollout.base import Completion, Request, Sampler
-from verl.weight_sync import ReadAhead, WeightChunk
+from verl.weight_sync import WeightChunk
 
 T = TypeVar("T")
 END_SECONDS = 5.0
@@ -26,18 +25,17 @@ class ApartSampler(Sampler):
     """The same sampler, which from here on is used through this object alone.
 
     Requests of one turn of the caller's loop arrive together, so that they join the same forward pass. New weights that
-    interrupt requests are received while the pass in work goes on to its end, and copied into the model after it.
+    interrupt requests do not wait for the end of the pass in work, which is left at its next layer.
 
     Args:
         sampler: of this process.
-        bucket_bytes: of new weights that may be held until that pass has ended.
 
     Example:
-        >>> sampler = ApartSampler(HFSampler("path/to/model"), 512 << 20)
+        >>> sampler = ApartSampler(HFSampler("path/to/model"))
     """
 
-    def __init__(self, sampler: Sampler, bucket_bytes: int = 0):
-        self.sampler, self.bucket_bytes = sampler, bucket_bytes
+    def __init__(self, sampler: Sampler):
+        self.sampler = sampler
         self.at_update, self.logprobs_mode = sampler.at_update, sampler.logprobs_mode
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="verl-sampler", daemon=True)
@@ -69,11 +67,9 @@ class ApartSampler(Sampler):
             self._loop.call_soon_threadsafe(gate.set_result, None)
 
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
-        if self.at_update == "wait":  # requests may be long, and a bucket of copies would be held for no gain
-            return await self._after_requests(lambda: self.sampler.update_weights(chunks, version))
-        with closing(ReadAhead(chunks, self.bucket_bytes)) as stream:
+        if self.at_update != "wait":
             self.sampler.expect_call()
-            await self._after_requests(lambda: self.sampler.update_weights(stream, version))
+        await self._after_requests(lambda: self.sampler.update_weights(chunks, version))
 
     async def confirm(self, version: int) -> int:
         return self.sampler.version
@@ -104,13 +100,9 @@ class ApartSampler(Sampler):
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
 
-def apart(sampler: Sampler, bucket_bytes: int = 0) -> Sampler:
-    """The sampler for a process that also answers others: in a loop of its own if it would keep this one.
-
-    Args:
-        bucket_bytes: see `ApartSampler`.
-    """
-    return ApartSampler(sampler, bucket_bytes) if sampler.computes_in_loop else sampler
+def apart(sampler: Sampler) -> Sampler:
+    """The sampler for a process that also answers others: in a loop of its own if it would keep this one."""
+    return ApartSampler(sampler) if sampler.computes_in_loop else sampler
 
 
 async def _begun(begin: Callable[[], Coroutine[Any, Any, T]]) -> T:

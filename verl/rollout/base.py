@@ -205,7 +205,7 @@ class Sampler(ABC):
         """
 
     def expect_call(self) -> None:  # noqa: B027 -- most samplers compute elsewhere than in their loop
-        """From any thread: a call will be in the event loop at once, and should not wait for a second forward pass."""
+        """From any thread: an update will be in the event loop at once; the forward pass in work may be left for it."""
 
     async def confirm(self, version: int) -> int:
         """The version in use, asked for after ``version`` was sent, perhaps by another process."""

@@ -62,7 +62,6 @@ class SamplerHost:
         try:
             await self.sampler.update_weights(end.receive(), version)
         except BaseException:
-            end.abandon("the sampler did not take the weights")  # a thread may read ahead of it
             self._ends.pop(key).close()
             raise
         return self.sampler.version

@@ -62,7 +62,7 @@ def _made(rollout: Any, model: Any, device: str, is_beside: bool) -> Sampler:
         rollout = replace(rollout, gpu_memory_utilization=rollout.standalone_gpu_memory_utilization)
     if not is_beside or rollout.checkpoint_engine.backend == SAME_PROCESS:
         sampler: Sampler = SAMPLERS.get(rollout.name).from_config(rollout, model, device=device)
-        return sampler if is_beside else apart(sampler, rollout.checkpoint_engine.bucket_bytes)
+        return sampler if is_beside else apart(sampler)
     kind, begin = transport_of(rollout, model, device)
     hosted = HostedSampler(ChildHandle(rollout, model, device, kind), kind, begin)
     atexit.register(hosted.close)
@@ -96,7 +96,7 @@ def transport_of(
     _check_options(kind, below, options)
     if kind.startswith("delta"):
         options["dtype"] = _dtype(rollout, device)
-    size = engine.bucket_bytes
+    size = int(engine.update_weights_bucket_megabytes) << 20
     if below in RINGS:
         size = min(size, _enough(model, size))
     return kind, partial(TRANSPORTS.get(kind).begin, size, device, **options)

@@ -1,6 +1,5 @@
 """Weights on their way from a trainer to samplers: buckets with a version, checks, transports, differences."""
 
-from verl.weight_sync.ahead import ReadAhead
 from verl.weight_sync.chunks import WeightChunk, chunk_weights
 from verl.weight_sync.collective import BroadcastTransport
 from verl.weight_sync.cuda_ipc import CudaIpcTransport
@@ -19,7 +18,6 @@ __all__ = [
     "DeltaEncoder",
     "DeltaTransport",
     "DiskTransport",
-    "ReadAhead",
     "SharedMemoryTransport",
     "StreamReceiver",
     "Transport",

@@ -114,7 +114,7 @@ class WeightSender:
         Raises:
             Exception: an error of the export itself, not of a replica.
         """
-        bucket_bytes = self.rollout.checkpoint_engine.bucket_bytes
+        bucket_bytes = self.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
         alone = separate_adapter(self.rollout, self.model)
         weights = engine.export_weights() if alone is None else engine.export_adapter()
         chunks = chunk_weights(self._counted(weights), bucket_bytes, version=version)

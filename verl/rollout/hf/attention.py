@@ -12,7 +12,7 @@ E cells that a row can see (prefix capacity + own capacity), d head dimension.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +33,10 @@ HIDDEN = 1 << 40
 """Position of a cell that holds no token: larger than any query's."""
 PADDING_LIMIT = 1.25
 """Prompts share one attention call while the longest is at most that many times the shortest."""
+
+
+class PassAbandoned(Exception):
+    """A forward pass was left between two layers; nothing that it computed is used."""
 
 
 class UnsupportedModelError(RolloutError):
@@ -304,16 +308,24 @@ class PrefillPlan:
 
 @dataclass
 class StepPlan:
-    """Everything one forward pass attends to: T = rows of the blocks in order, then prompts, then padding."""
+    """Everything one forward pass attends to: T = rows of the blocks in order, then prompts, then padding.
+
+    Args:
+        is_unwanted: asked in every layer: whether to leave the pass by `PassAbandoned`. The cache takes no harm, as the
+            next pass writes to the same places.
+    """
 
     decode: list[DecodePlan]
     prefill: PrefillPlan | None
     num_padding: int = 0
+    is_unwanted: Callable[[], bool] | None = None
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: AttentionVariant
     ) -> torch.Tensor:
         """(T, H, d), (T, h, d), (T, h, d_v) -> (T, H, d_v)."""
+        if self.is_unwanted is not None and self.is_unwanted():
+            raise PassAbandoned
         parts, first = [], 0
         for plan in self.decode:
             rows = slice(first, first + len(plan.rows))

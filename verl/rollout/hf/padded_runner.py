@@ -7,7 +7,7 @@ one forward pass a step, and rows that end leave their batch. Prompts shared ins
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +40,7 @@ class PaddedRunner:
     can_chunk = False
     keeps_prompts = False
     recorder: ExpertRecorder | None = None
+    is_unwanted: Callable[[], bool] | None = None
 
     def __init__(self, model: PreTrainedModel):
         self.model = model

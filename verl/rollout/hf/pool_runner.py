@@ -8,7 +8,7 @@ larger block, and splits groups that have become sparse; during a step nothing m
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +71,7 @@ class PoolRunner:
     can_chunk = True
     keeps_prompts = True
     recorder: ExpertRecorder | None = None
+    is_unwanted: Callable[[], bool] | None = None
 
     def __init__(
         self,
@@ -227,7 +228,8 @@ class PoolRunner:
         positions += [torch.arange(c.start, c.end, device=device) for c in chunks]
         positions.append(torch.zeros(padding, dtype=torch.int64, device=device))
         prefill = PrefillPlan.staging(chunks, self.shape, same_length_only=self.policy.exact) if chunks else None
-        plan, wanted = StepPlan(plans, prefill, padding), self._wanted(len(rows), chunks)
+        plan = StepPlan(plans, prefill, padding, None if chunks else self.is_unwanted)
+        wanted = self._wanted(len(rows), chunks)
         with nullcontext() if self.recorder is None else self.recorder.recording():
             logits = self._logits(torch.tensor(ids, device=device), torch.cat(positions), plan, wanted)
             self._note_experts(rows, chunks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
@@ -25,9 +25,12 @@ class ModelRunner(Protocol):
         keeps_prompts: whether a computed prompt can serve rows that are admitted later.
         prefill_tokens, decode_tokens: what went through the model so far; padding counts where exactness asks for it.
         recorder: leaves the experts of each token in ``experts`` of its row or prompt; None: nothing is recorded.
+        is_unwanted: asked within a pass that computes no prompt: whether to leave it by `PassAbandoned`; a runner that
+            cannot leave a pass does not ask.
     """
 
     recorder: ExpertRecorder | None
+    is_unwanted: Callable[[], bool] | None
     can_chunk: bool
     keeps_prompts: bool
     prefill_tokens: int

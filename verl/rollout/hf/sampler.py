@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -36,7 +37,7 @@ from verl.rollout.base import (
     tell_of_context,
 )
 from verl.rollout.hf.adjust import Adjustment
-from verl.rollout.hf.attention import UnsupportedModelError
+from verl.rollout.hf.attention import PassAbandoned, UnsupportedModelError
 from verl.rollout.hf.draw import DrawColumns, draw, raw_log_probs
 from verl.rollout.hf.pool_runner import PoolPolicy
 from verl.rollout.hf.probe import padded_runner, pool_runner
@@ -145,6 +146,8 @@ class HFSampler(Sampler):
         recorder = ExpertRecorder(model) if record_experts else None
         self._runner: ModelRunner = _make_runner(model, self.max_model_len, policy, owned)
         self._runner.recorder = recorder
+        self._call = _Call()
+        self._runner.is_unwanted = self._call.leaves_pass
         self._scheduler = Scheduler(
             max_num_seqs,
             max_num_batched_tokens,
@@ -157,7 +160,7 @@ class HFSampler(Sampler):
         self._state = Readiness()
         self._task: asyncio.Task[None] | None = None
         self.at_update = at_update
-        self._is_held = self._interrupts = self._is_called = False
+        self._is_held = self._interrupts = False
         self._drawn_at_update = 0
         self._in_flight: dict[str, Row] = {}
         self._columns: tuple[list[Row], DrawColumns] | None = None
@@ -249,7 +252,7 @@ class HFSampler(Sampler):
             self._drawn_at_update = self._counts["response_tokens"]
 
     def expect_call(self) -> None:
-        self._is_called = True
+        self._call.is_waiting = True
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
         wanted = set(self._in_flight if request_ids is None else request_ids)
@@ -346,8 +349,8 @@ class HFSampler(Sampler):
         while True:
             # One turn of the loop first, so that concurrent requests join the same batch.
             await asyncio.sleep(0)
-            for _ in range(CALL_TURNS if self._is_called else 0):
-                self._is_called = False
+            for _ in range(CALL_TURNS if self._call.is_waiting else 0):
+                self._call.is_waiting = False
                 await asyncio.sleep(0)
             owes = self._interrupts and self._owes_progress()
             if self._interrupts and not owes:
@@ -403,7 +406,12 @@ class HFSampler(Sampler):
             admission = Admission()
         else:
             admission = self._scheduler.admit(running, only_begun=self._is_held and self._has_drawn())
-        logits = self._runner.step(admission.chunks) if running or admission.chunks else torch.empty(0, 0)
+        # What is computed anew under the new weights need not be finished; but a token between two updates has to be.
+        self._call.may_interrupt = self._has_drawn() and not (admission.chunks or admission.joining)
+        try:
+            logits = self._runner.step(admission.chunks) if running or admission.chunks else torch.empty(0, 0)
+        except PassAbandoned:
+            return
         rows = list(self._runner.rows)
         complete = [chunk.prompt for chunk in admission.chunks if chunk.completes]
         prompts = [*complete, *admission.joining]
@@ -468,6 +476,18 @@ class HFSampler(Sampler):
         row.state = "ended"
         self._counts["requests"] += 1
         row.finish("stop" if row.tokens[-1] in row.stops else "length", self._state.version)
+
+
+@dataclass
+class _Call:
+    """A call of another thread that will be in the event loop at once, and the pass that it may find in work."""
+
+    is_waiting: bool = False
+    may_interrupt: bool = False
+
+    def leaves_pass(self) -> bool:
+        """Whether the pass is left for the call."""
+        return self.is_waiting and self.may_interrupt
 
 
 class _Hold:

@@ -51,9 +51,7 @@ class ChildHandle(Handle):
     def __init__(self, rollout: Any, model: Any, device: str, transport: str):
         super().__init__("the sampler's process")
         # Its own sampler is an ordinary one in its process: the transport is between that process and this one.
-        engine = rollout.checkpoint_engine
-        here = type(engine)(update_weights_bucket_megabytes=engine.update_weights_bucket_megabytes)
-        plain = dataclasses.replace(rollout, checkpoint_engine=here)
+        plain = dataclasses.replace(rollout, checkpoint_engine=type(rollout.checkpoint_engine)())
         sections = {"actor_rollout_ref": {"rollout": to_dict(plain), "model": to_dict(model)}}
         threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
         file = (FILE, json.dumps(sections))

@@ -245,9 +245,7 @@ def main(argv: list[str] | None = None) -> int:
         if known.socket:
             atexit.register(Path(known.socket).unlink, missing_ok=True)
         folder = _own_folder(known.weights_dir)
-        bucket = config.actor_rollout_ref.rollout.checkpoint_engine.bucket_bytes
-        sampler = apart(make_sampler(config, known.device), bucket)
-        host = Host(sampler, _key(folder), known.device, known.transport, folder)
+        host = Host(apart(make_sampler(config, known.device)), _key(folder), known.device, known.transport, folder)
         names = () if known.socket else names_of(known.host)
         asyncio.run(host.serve(on, lambda address: _announce(address, known.announce), names))
     except VerlError as error:
