@@ -8,10 +8,11 @@ the call takes: weights reach a sampler that is sampling about as fast as one th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from verl.rollout.base import Completion, Request, Sampler
 from verl.weight_sync import WeightChunk
@@ -42,7 +43,7 @@ class ApartSampler(Sampler):
         self._thread.start()
         # Also at the end of the process: a thread that is in native code then would end it with an error.
         self._finish = weakref.finalize(self, _end, self._loop, self._thread)
-        self._gates: dict[asyncio.AbstractEventLoop, asyncio.Future[None]] = {}
+        self._gathered: dict[asyncio.AbstractEventLoop, list[_Call[Any]]] = {}
 
     @property
     def version(self) -> int:
@@ -50,21 +51,17 @@ class ApartSampler(Sampler):
 
     async def generate(self, request: Request) -> Completion:
         mine = asyncio.get_running_loop()
-        gate = self._gates.get(mine)
-        if gate is None:
-            gate = self._gates[mine] = self._loop.create_future()
-            mine.call_soon(mine.call_soon, self._open, mine)  # two turns, as the engine waits for its first requests
-        return await self._call(self._enter(gate, request))
+        if mine not in self._gathered:
+            self._gathered[mine] = []
+            mine.call_soon(mine.call_soon, self._send, mine)  # two turns, as the engine waits for its first requests
+        call = _Call(lambda: self.sampler.generate(request), mine.create_future())
+        self._gathered[mine].append(call)
+        return await self._answer(call)
 
-    async def _enter(self, gate: asyncio.Future[None], request: Request) -> Completion:
-        await asyncio.shield(gate)  # a request that is cancelled leaves it to the others
-        return await self.sampler.generate(request)
-
-    def _open(self, caller: asyncio.AbstractEventLoop) -> None:
-        """Let the requests in that a loop has made so far."""
-        gate = self._gates.pop(caller, None)
-        if gate is not None:
-            self._loop.call_soon_threadsafe(gate.set_result, None)
+    def _send(self, caller: asyncio.AbstractEventLoop) -> None:
+        """Let the calls in that a loop has made so far, in their order and in one turn of the sampler's loop."""
+        calls = self._gathered.pop(caller, [])
+        self._loop.call_soon_threadsafe(_begin_all, calls)
 
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
         if self.at_update != "wait":
@@ -93,20 +90,66 @@ class ApartSampler(Sampler):
 
     async def _after_requests(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The result of a call that comes behind the requests that were made before it."""
-        self._open(asyncio.get_running_loop())
-        return await self._call(_begun(begin))
+        mine = asyncio.get_running_loop()
+        call = _Call(begin, mine.create_future())
+        self._gathered.setdefault(mine, []).append(call)
+        self._send(mine)
+        return await self._answer(call)
 
-    async def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+    async def _answer(self, call: _Call[T]) -> T:
+        try:
+            return await call.answer
+        except asyncio.CancelledError:
+            # Behind the calls before it and ahead of those after it: they do not meet what it was doing.
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(call.cancel)
+            raise
+
+
+class _Call(Generic[T]):
+    """What the sampler's loop has to do, and its answer in the loop of the caller."""
+
+    def __init__(self, begin: Callable[[], Coroutine[Any, Any, T]], answer: asyncio.Future[T]):
+        self.answer = answer
+        self._begin = begin
+        self._task: asyncio.Task[T] | None = None
+
+    def begin(self) -> None:
+        """In the sampler's loop, unless its caller is gone already."""
+        if self.answer.cancelled():
+            return
+        self._task = asyncio.get_running_loop().create_task(self._begin())
+        self._task.add_done_callback(self._send)
+
+    def cancel(self) -> None:
+        """In the sampler's loop."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def _send(self, task: asyncio.Task[T]) -> None:
+        with contextlib.suppress(RuntimeError):  # the caller's loop was closed: nobody waits any more
+            self.answer.get_loop().call_soon_threadsafe(self._arrive, task)
+
+    def _arrive(self, task: asyncio.Task[T]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if self.answer.done():
+            return  # the caller was cancelled
+        if task.cancelled():
+            self.answer.cancel()
+        elif error is not None:
+            self.answer.set_exception(error)
+        else:
+            self.answer.set_result(task.result())
+
+
+def _begin_all(calls: list[_Call[Any]]) -> None:
+    for call in calls:
+        call.begin()
 
 
 def apart(sampler: Sampler) -> Sampler:
     """The sampler for a process that also answers others: in a loop of its own if it would keep this one."""
     return ApartSampler(sampler) if sampler.computes_in_loop else sampler
-
-
-async def _begun(begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    return await begin()
 
 
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
