@@ -144,7 +144,9 @@ def test_a_router_of_two_experts_that_must_take_the_worse_one_by_hand():
     # d/dz of 5 p1 + 3 p0 with p0 + p1 = 1: the logit of expert 0 gets 3 p0 p1 - 5 p0 p1, that of expert 1 the opposite.
     slope = (3 - 5) * better * worse
     assert layer.gate.weight.grad.flatten().tolist() == pytest.approx([slope, -slope])
-    assert replay.metrics().values() == {"moe/replay_differs": 1.0}  # one recorded choice, and it is not the router's
+    assert replay.differing.metrics().values() == {
+        "moe/replay_differs": 1.0
+    }  # one recorded choice, and it is not the router's
     assert layer(tokens).flatten().tolist() == pytest.approx([3 * better] * 2)  # afterwards it chooses itself
 
 

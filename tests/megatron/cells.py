@@ -34,7 +34,7 @@ TENSOR, PIPELINE, EXPERT = (
 VIRTUAL = "virtual_pipeline_model_parallel_size"
 
 
-def megatron(path, kind="causal_lm", trains=True, model=None, optim=None, **sizes):
+def megatron(path, kind="causal_lm", trains=True, model=None, optim=None, passes=None, **sizes):
     from verl.engines.megatron import MegatronEngine
     from verl.engines.megatron.parallel import leave
 
@@ -46,6 +46,7 @@ def megatron(path, kind="causal_lm", trains=True, model=None, optim=None, **size
         OptimizerConfig(**{**OPTIM, **(optim or {})}) if trains else None,
         kind=kind,
         total_training_steps=10,
+        passes=passes,
     )
 
 

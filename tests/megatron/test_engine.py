@@ -3,7 +3,7 @@
 import pytest
 
 from tests.dist.group import run_cells
-from tests.megatron import adapter_cells, cells, context_cells, setting_cells, supervised_cells
+from tests.megatron import adapter_cells, cells, context_cells, replay_cells, setting_cells, supervised_cells
 
 pytestmark = pytest.mark.dist
 PARITY = {
@@ -63,6 +63,10 @@ ADAPTERS = {
     ],
     4: [adapter_cells.adapters_on_tensor_parallel_pipeline_stages],
 }
+REPLAYED = {
+    2: [replay_cells.experts_and_tokens_shared, replay_cells.rows_padded_and_cut, replay_cells.a_dense_model],
+    4: [replay_cells.virtual_stages_computed_again],
+}
 LIMIT = 1e-5
 """Relative, in float32; three optimizer steps."""
 
@@ -70,7 +74,7 @@ LIMIT = 1e-5
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron")
-    sets = (PARITY, OTHERS, ADAPTERS)
+    sets = (PARITY, OTHERS, ADAPTERS, REPLAYED)
     return {size: run_cells(size, [c for cells in sets for c in cells[size]], folder / str(size)) for size in PARITY}
 
 
@@ -96,6 +100,17 @@ def test_three_steps_equal_those_of_the_plain_engine(answers, size, cell):
 )
 def test_a_rank_holds_its_part_of_the_weights_only(answers, size, cell, most):
     assert all(found["held"] < most for found in answers[size][cell])
+
+
+@pytest.mark.parametrize("size, cell", [(size, cell.__name__) for size in REPLAYED for cell in REPLAYED[size]])
+def test_recorded_experts_are_chosen_as_in_the_plain_engine(answers, size, cell):
+    for found in answers[size][cell]:
+        if cell == "a_dense_model":
+            assert "no routers" in found
+            continue
+        assert 0.2 < found.pop("share") < 1, "most choices are not the routers' own"
+        assert found.pop("free column") and found.pop("forced column"), "what a pass chose is what it records"
+        assert all(error < LIMIT for error in found.values()), found
 
 
 def test_layers_that_predict_further_tokens_are_left_out_and_said(answers):

@@ -98,7 +98,6 @@ REFUSED = {
     "nothing recorded": ([f"{MODE}=R3"], "not recorded"),
     "another sampler": ([*R3, "actor_rollout_ref.rollout.name=vllm"], "sampler vllm does not say"),
     "no old log-probs": ([f"{MODE}=R2", "algorithm.rollout_correction.bypass_mode=true"], "makes no such pass"),
-    "Megatron-Core": ([*R3, "actor_rollout_ref.actor.strategy=megatron"], "Megatron-Core"),
     "from a file": (["actor_rollout_ref.actor.router_replay.replay_file=/r"], "router replay from a file"),
     "the reference": (["actor_rollout_ref.ref.router_replay.mode=R3"], "router replay"),
     "a negative interval": ([f"{EVERY}=-1"], "no number of steps"),

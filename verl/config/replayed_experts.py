@@ -39,10 +39,6 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
         message = "R2 replays the experts of the pass over old log-probs, and this run makes no such pass"
         fix = "Set it to R3, or leave out what takes other log-probs as the old ones (bypass_mode, use_rollout_log_probs)."
         faults.append(ConfigError(message, key=_MODE, got=mode, fix=fix))
-    if actor.strategy == "megatron":
-        message = "router replay on Megatron-Core is not built yet"
-        fix = "Leave it out, or set actor_rollout_ref.actor.strategy=fsdp2."
-        faults.append(NotBuiltError(message, key=_MODE, got=mode, fix=fix))
     return faults + ([] if records_experts(rollout) else _mixture(cfg, _MODE, mode))
 
 

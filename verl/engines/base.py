@@ -51,7 +51,7 @@ class Engine(ABC):
     device: str
     reference: Any = None
     aligns_rows: ClassVar[bool] = True
-    """Whether it is told how rows are laid out in a pass (`PassSettings`)."""
+    """Whether it reads how rows are laid out in a pass (`PassSettings`), and not only what changes its results."""
     is_alone: ClassVar[bool] = False
     """Whether it holds a model in one process only."""
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from verl.errors import DataError
-from verl.models.router_replay import COLUMN, NO_RECORD, RouterReplay
+from verl.models.router_replay import COLUMN, NO_RECORD
 from verl.protocol import DataProto
 
 
-def check_experts(experts: Tensor | None, routing: RouterReplay) -> None:
+class Routing(Protocol):
+    """What a forward pass replays with, whichever layers it has."""
+
+    @property
+    def facts(self) -> list[tuple[int, int]]:
+        """Of each layer with experts, on any rank: how many there are, and how many a token gets."""
+        ...
+
+
+def check_experts(experts: Tensor | None, routing: Routing) -> None:
     """Refuse experts that another model chose.
 
     Args:
@@ -23,9 +32,8 @@ def check_experts(experts: Tensor | None, routing: RouterReplay) -> None:
     """
     if experts is None:
         return
-    layers = len(routing.routers)
-    kinds = sorted({(facts(router)) for router in routing.routers})
-    shape = (layers, kinds[0][1])
+    kinds = sorted(set(routing.facts))
+    shape = (len(routing.facts), kinds[0][1])
     if len(kinds) > 1 or tuple(experts.shape[2:]) != shape:
         raise DataError(
             "the recorded experts are not those of this model",
@@ -42,9 +50,18 @@ def check_experts(experts: Tensor | None, routing: RouterReplay) -> None:
         )
 
 
-def facts(router: Any) -> tuple[int, int]:
-    """Of a router: how many experts there are, and how many a token gets."""
-    return int(router.num_experts), int(router.top_k)
+def own_experts(chosen: Tensor, together: DataProto, batch: DataProto, mine: slice) -> Tensor:
+    """A rank's part of a column that was made for the rows of several.
+
+    Args:
+        chosen: (rows of all, their P+T, layers, top_k).
+        together: the rows of all; prompts are padded on the left, to the longest of any.
+        batch: the rank's own.
+        mine: where its rows lie.
+    """
+    (_, width), (_, responses) = batch.tensors["input_ids"].shape, batch.tensors["responses"].shape
+    first = chosen.shape[1] - together.tensors["responses"].shape[1] - (width - responses)
+    return chosen[mine, first : first + width]
 
 
 class RecordedExperts:
@@ -68,7 +85,8 @@ class RecordedExperts:
         chosen = chosen.cpu()
         for row, experts in zip(index.tolist(), chosen):
             columns = self._attended[row].nonzero().flatten()[: len(experts)]
-            self._column[row, columns] = experts[: len(columns)]
+            have = self._column[row, columns]
+            self._column[row, columns] = torch.maximum(have, experts[: len(columns)])  # a stage knows its own layers
 
     def column(self) -> Tensor:
         """(B, P+T, layers, top_k) int16, `NO_RECORD` on padding and on tokens that no pass needed."""

@@ -23,6 +23,7 @@ from verl.engines.base import DataRank
 from verl.engines.expert_parallel import ExpertRanks
 from verl.engines.forward import TokenForward
 from verl.engines.optimizer import move_optimizer_state
+from verl.engines.recorded_experts import own_experts
 from verl.engines.saving import WeightsToWrite, weights_to_write
 from verl.engines.sequence_parallel import SequenceForward, check_heads, rows_of_peers, sequence_peers
 from verl.engines.torch_engine import TorchEngine
@@ -187,13 +188,12 @@ class ShardedEngine(TorchEngine):
 
     def infer(self, batch: DataProto, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         whole, mine = rows_of_peers(batch, self.peers)
-        responses, width = batch.tensors["responses"].shape[1], batch.tensors["input_ids"].shape[1]
+        responses = batch.tensors["responses"].shape[1]
         made = super().infer(whole, *args, **kwargs)
         chosen = made.pop(COLUMN, None)
         own = {name: values[mine, :responses] for name, values in made.items()}
-        if chosen is not None:  # prompts are padded on the left, to the longest of all peers
-            first = chosen.shape[1] - whole.tensors["responses"].shape[1] - (width - responses)
-            own[COLUMN] = chosen[mine, first : first + width]
+        if chosen is not None:
+            own[COLUMN] = own_experts(chosen, whole, batch, mine)
         return own
 
     def train_batch(self, batch: DataProto, *args: Any, **kwargs: Any) -> MetricSet:

@@ -301,7 +301,7 @@ class TorchEngine(Engine):
             total, metrics, broken = self._accumulate(work, tensors, loss_fn, temperature, norm)
         self._after_passes()
         if work.rows.experts is not None and self.forward.routing is not None:
-            metrics.merge(self.forward.routing.metrics(self.ranks.sum))
+            metrics.merge(self.forward.routing.differing.metrics(self.ranks.sum))
         metrics.merge(self.routers.metrics(self.ranks.sum)).merge(work.waste(self.ranks.sum))
         report = clip_and_step(self.optimizer, self.model.parameters(), self.grad_clip, self._total_norm)
         if report.skipped_nonfinite:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,29 +58,55 @@ class ExpertRecorder:
     def __init__(self, model: Any):
         self.routers = mixture_routers(model)
         self._seen: dict[int, Tensor] = {}
+        self._records = False
+        for layer, router in enumerate(self.routers):
+            router.register_forward_hook(partial(self._note, layer))
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Within the block a forward pass leaves its choices for `take`."""
-        self._seen = {}
-        handles = [
-            router.register_forward_hook(lambda module, inputs, out, layer=layer: self._note(layer, module, out))
-            for layer, router in enumerate(self.routers)
-        ]
+        self._seen, self._records = {}, True
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            self._records = False
 
-    def _note(self, layer: int, module: nn.Module, out: Any) -> None:
-        self._seen[layer] = experts_of(module, out).to(torch.int16)
+    @torch.compiler.disable  # a hook that asks whether to record would have layers compiled twice
+    def _note(self, layer: int, module: nn.Module, inputs: Any, out: Any) -> None:
+        if self._records:
+            self._seen[layer] = experts_of(module, out).to(torch.int16)
 
     def take(self) -> Tensor:
         """(tokens, layers, top_k) int16 of the last pass, on its device."""
         assert len(self._seen) == len(self.routers), "a pass goes through every router"
         seen, self._seen = self._seen, {}
         return torch.stack([seen[layer] for layer in range(len(self.routers))], dim=1)
+
+
+class Differing:
+    """Counts replayed choices that the routers which compute would not have made, in training mode."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self._counts = [0, 0]
+
+    @torch.no_grad()
+    def add(self, recorded: Tensor, own: Tensor) -> None:
+        """(tokens, top_k) replayed, and what the router would have chosen; tokens without a record do not count."""
+        known = recorded[:, 0] != NO_RECORD
+        same = (recorded[known][:, :, None] == own[known][:, None, :]).any(-1)
+        self._counts[0] += int((~same).sum())
+        self._counts[1] += same.numel()
+
+    def metrics(self, sum_over_ranks: Sum = lambda x: x) -> MetricSet:
+        """``moe/replay_differs``: the share of these choices. Collective."""
+        differing, all_of_them = sum_over_ranks(torch.tensor(self._counts, dtype=torch.float64)).tolist()
+        metrics = MetricSet()
+        if all_of_them:
+            metrics.add("moe/replay_differs", differing / all_of_them)
+        return metrics
 
 
 class RouterReplay(ExpertRecorder):
@@ -93,7 +120,7 @@ class RouterReplay(ExpertRecorder):
         super().__init__(model)
         self._recorded: Tensor | None = None
         self._place: dict[type, int] = {}
-        self._differing = [0, 0]
+        self.differing = Differing()
         for layer, router in enumerate(self.routers):
             router.forward = _Wrapped(self, layer, router)  # type: ignore[method-assign,assignment]
 
@@ -108,22 +135,17 @@ class RouterReplay(ExpertRecorder):
     @contextlib.contextmanager
     def in_passes(self) -> Iterator[None]:
         """Around the passes of a call: what they replay ends with them, since a model may be borrowed in between."""
-        self._differing = [0, 0]
+        self.differing.clear()
         try:
             yield
         finally:
             self._recorded = None
 
-    def metrics(self, sum_over_ranks: Sum = lambda x: x) -> MetricSet:
-        """``moe/replay_differs``: share of replayed choices that this model's routers would not have made. Collective.
-
-        Of the passes in training mode since `in_passes` began.
-        """
-        differing, all_of_them = sum_over_ranks(torch.tensor(self._differing, dtype=torch.float64)).tolist()
-        metrics = MetricSet()
-        if all_of_them:
-            metrics.add("moe/replay_differs", differing / all_of_them)
-        return metrics
+    @property
+    def facts(self) -> list[tuple[int, int]]:
+        """Of each router: how many experts there are, and how many a token gets."""
+        routers: list[Any] = self.routers
+        return [(int(router.num_experts), int(router.top_k)) for router in routers]
 
     def choose(self, layer: int, router: nn.Module, forward: Callable[..., Any], inputs: Sequence[Any]) -> Any:
         """One call of a router."""
@@ -141,7 +163,7 @@ class RouterReplay(ExpertRecorder):
             out = forward(*inputs)
         assert calls.own is not None, "the same router makes the same calls"
         if router.training:
-            self._compare(recorded, calls.own)
+            self.differing.add(recorded, calls.own)
         return out
 
     @torch.no_grad()
@@ -155,23 +177,16 @@ class RouterReplay(ExpertRecorder):
             raise EngineError(message, fix="Leave router replay off for this family.")
         return places[0]
 
-    @torch.no_grad()
-    def _compare(self, recorded: Tensor, own: Tensor) -> None:
-        known = recorded[:, 0] != NO_RECORD
-        same = (recorded[known][:, :, None] == own[known][:, None, :]).any(-1)
-        self._differing[0] += int((~same).sum())
-        self._differing[1] += same.numel()
-
 
 class _Wrapped:
     """The forward pass of a router, which asks `RouterReplay` whether the choice is made already."""
 
     def __init__(self, replay: RouterReplay, layer: int, router: nn.Module):
-        self.replay, self.layer, self.router, self.whole = replay, layer, router, router.forward
+        self.replay, self.layer, self.router, self.inner = replay, layer, router, router.forward
 
     @torch.compiler.disable  # what is replayed changes with every pass: compiled layers end in front of it
     def __call__(self, *inputs: Any) -> Any:
-        return self.replay.choose(self.layer, self.router, self.whole, inputs)
+        return self.replay.choose(self.layer, self.router, self.inner, inputs)
 
 
 class _TopK(TorchFunctionMode):

@@ -251,7 +251,9 @@ def layout(
     kind = ENGINES.get(strategy)
     engine = getattr(kind, "section", Engine.section)(fsdp, megatron)
     aligns = getattr(kind, "aligns_rows", Engine.aligns_rows)
-    passes = PassSettings.of(model, engine, share_prompts, router_replay) if aligns else None
+    passes = PassSettings(router_replay=router_replay)
+    if aligns:
+        passes = PassSettings.of(model, engine, share_prompts, router_replay)
     return {"engine": engine, "passes": passes}
 
 

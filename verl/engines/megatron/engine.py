@@ -28,9 +28,11 @@ from verl.engines.megatron.gradients import Gradients
 from verl.engines.megatron.layers import build_chunks, padded_vocabulary
 from verl.engines.megatron.optimizer import ShardedState, optimizer_section
 from verl.engines.megatron.parallel import MegatronSizes, check_version, import_megatron, join, silence_megatron
+from verl.engines.megatron.replay import StageReplay
 from verl.engines.megatron.routers import RouterLoss, StageRouters
 from verl.engines.megatron.weights import Read, WeightTable, check_given, model_templates, part_of
 from verl.engines.optimizer import move_optimizer_state
+from verl.engines.recorded_experts import own_experts
 from verl.engines.rows import MicroBatch
 from verl.engines.saving import WeightsToWrite, weights_to_write
 from verl.engines.sequence_parallel import rows_of_peers
@@ -42,6 +44,7 @@ from verl.models.flops import ModelFlops
 from verl.models.loading import value_head
 from verl.models.lora import LoraSettings
 from verl.models.megatron import family_of
+from verl.models.router_replay import COLUMN
 from verl.models.slices import SlicedFolder
 from verl.models.weights import named_tensors, names_on_disk
 from verl.protocol import DataProto
@@ -73,6 +76,7 @@ class MegatronEngine(TorchEngine):
     Args:
         model, optim, kind, grad_clip, total_training_steps, seed: as for `PlainEngine`.
         engine: the ``megatron`` section.
+        passes: only its ``router_replay`` is read.
         device: ``cpu`` works where Megatron-Core's CUDA calls are answered (the tests do that); else an accelerator.
 
     Raises:
@@ -108,6 +112,8 @@ class MegatronEngine(TorchEngine):
         self.model = self._build(model, engine, engine.seed if seed is None else seed)
         self.routers, self.activations = StageRouters(self.model.chunks, self.table.settings, self.forward), None
         self.router_loss = RouterLoss(list(self.model.chunks), self.sizes, self.forward)
+        if passes is not None and passes.router_replay and kind == "causal_lm":
+            self.forward.routing = StageReplay(self.model.chunks, self.table.settings)
         self.gradients = Gradients(
             self.trainable.trained, self.sizes, self.groups, self.ranks, trains=optim is not None
         )
@@ -204,19 +210,29 @@ class MegatronEngine(TorchEngine):
         whole, mine = rows_of_peers(batch, self.peers)
         width = batch.tensors["responses"].shape[1]
         results = super().infer(whole, *args, **kwargs)  # zeros but on the last stage, so the sum is what that found
-        return {name: self.groups.pipeline.sum(values)[mine, :width] for name, values in results.items()}
+        chosen = results.pop(COLUMN, None)
+        own = {name: self.groups.pipeline.sum(values)[mine, :width] for name, values in results.items()}
+        if chosen is not None:  # each rank knows its layers and its tokens, and has NO_RECORD for the others
+            every = self.peers.max(chosen.int()).to(chosen.dtype)
+            own[COLUMN] = own_experts(every, whole, batch, mine)
+        return own
 
     def _passes(
         self, work: RankWork, outputs: Sequence[str], temperature: float
     ) -> Iterable[tuple[Tensor, dict[str, Tensor]]]:
         results: list[tuple[Tensor, dict[str, Tensor]]] = []
+        per_token = [name for name in outputs if name != COLUMN]
+
+        def note(stage: nn.Module, part: Part) -> None:
+            results.append((part.micro.index, {COLUMN: self.forward.experts(stage, part)}))
 
         def keep(output: Tensor, part: Part) -> Tensor:
             if len(part.micro.index):
-                results.append((part.micro.index, self.forward.read(output, part, outputs, temperature)))
+                results.append((part.micro.index, self.forward.read(output, part, per_token, temperature)))
             return output.new_zeros(())
 
-        self._schedule(self._micro_batches(work), keep, forward_only=True)
+        noted = note if COLUMN in outputs else None
+        self._schedule(self._micro_batches(work), keep, forward_only=True, noted=noted)
         return results
 
     def train_batch(self, batch: DataProto, *args: Any, **kwargs: Any) -> MetricSet:
@@ -264,8 +280,8 @@ class MegatronEngine(TorchEngine):
             micro_batches += [MicroBatch.filler(self.device)] * (-len(micro_batches) % self.sizes.pipeline)
         return [self.forward.part(micro) for micro in micro_batches]
 
-    def _schedule(self, micro_batches: list[Part], loss_of: Any, forward_only: bool) -> None:
-        """Megatron-Core's schedule: no pipeline, 1F1B, or interleaved."""
+    def _schedule(self, micro_batches: list[Part], loss_of: Any, forward_only: bool, noted: Any = None) -> None:
+        """Megatron-Core's schedule: no pipeline, 1F1B, or interleaved; ``noted`` is called when a stage has run."""
         if not micro_batches:
             return
         run = import_megatron("pipeline_parallel").get_forward_backward_func()
@@ -277,7 +293,10 @@ class MegatronEngine(TorchEngine):
             def loss(output: Tensor) -> Any:
                 return loss_of(output, part), torch.zeros((), dtype=torch.int), {}
 
-            return self.forward.run(stage, part), loss
+            output = self.forward.run(stage, part)
+            if noted is not None:
+                noted(stage, part)
+            return output, loss
 
         waiting = [iter(micro_batches) for _ in chunks]
         run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +23,13 @@ from verl.engines.megatron.parallel import (
     has_transformer_engine,
     import_megatron,
 )
+from verl.engines.megatron.replay import StageReplay
 from verl.engines.packing import padded
 from verl.engines.rows import MicroBatch
 from verl.engines.settings import PassSettings
 from verl.errors import ConfigError
 from verl.models.attention import PackedPlan, Segments
+from verl.models.router_replay import COLUMN, NO_RECORD
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class StageForward:
     Attributes:
         real: (tokens of this rank,) which are no padding, while a stage runs for the first time; else None.
         masks: whether routers are told which tokens are padding.
-        routing: None: experts are neither recorded nor replayed here.
+        routing: None: experts are neither recorded nor replayed.
     """
 
     def __init__(
@@ -85,10 +88,12 @@ class StageForward:
         self.logits_per_token = width
         self.real: Tensor | None = None
         self.masks = False
-        self.routing = None
+        self.routing: StageReplay | None = None
 
     def check(self, outputs: Sequence[str], temperature: float) -> None:
         """Raise as a pass does, without one."""
+        if self.routing is not None:
+            outputs = [name for name in outputs if name != COLUMN]
         check_outputs(self.kind, outputs, temperature)
 
     def part(self, micro: MicroBatch) -> Part:
@@ -122,13 +127,40 @@ class StageForward:
         options: dict[str, Any] = {"padding_mask": self._padding(stage, real)} if self.masks else {}
         if part.row is not None:
             options["packed_seq_params"] = part.row
+        head = self._chosen(stage, chosen, tuple(ids.shape)) if stage.post_process else contextlib.nullcontext()
         try:
-            if not stage.post_process:
-                return stage(ids, positions, None, **options)
-            with self._chosen(stage, chosen, tuple(ids.shape)):
+            with head, self._replayed(stage, micro, ids.shape[1]):
                 return stage(ids, positions, None, **options)
         finally:
             self.real = None
+
+    def _replayed(self, stage: Any, micro: MicroBatch, length: int) -> AbstractContextManager[None]:
+        """While the stage runs: the recorded experts of a micro-batch, as its routers see the tokens."""
+        if self.routing is None:
+            return contextlib.nullcontext()
+        experts = micro.recorded_experts()
+        if experts is None:
+            return self.routing.forward(None)
+        experts = experts.view(*micro.input_ids.shape, *experts.shape[1:])
+        missing = experts.new_full((len(experts), length - experts.shape[1], *experts.shape[2:]), NO_RECORD)
+        experts = torch.cat((experts, missing), 1).transpose(0, 1)  # Megatron-Core's tokens come first
+        return self.routing.forward((self._own(experts) if stage.config.sequence_parallel else experts).flatten(0, 1))
+
+    def experts(self, stage: Any, part: Part) -> Tensor:
+        """(b, l, layers, top_k) that a stage chose just now, `NO_RECORD` where other ranks have the layer or token."""
+        assert self.routing is not None, "experts are asked for only where they are recorded"
+        micro = part.micro
+        rows, length = micro.input_ids.shape
+        length += -length % self._shared_by if part.row is None else 0
+        shared = stage.config.sequence_parallel
+        number = rows * length // (self.sizes.tensor if shared else 1)
+        mine = self.routing.take(stage, number, micro.input_ids.device).unflatten(0, (-1, rows))
+        if shared:
+            every = mine.new_full((length, *mine.shape[1:]), NO_RECORD)
+            self._own(every).copy_(mine)
+            mine = every
+        chosen = mine.transpose(0, 1)[:, : micro.input_ids.shape[1]]
+        return micro.experts_by_row(chosen.flatten(0, 1))
 
     def _even(self, ids: Tensor, positions: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Padded rows, longer until each tensor-parallel rank takes as many tokens."""

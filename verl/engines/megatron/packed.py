@@ -124,6 +124,7 @@ def fast_part(micro: MicroBatch, context: Ranks, tensor: int) -> tuple[MicroBatc
         positions=place[micro.positions[here]],
         labels=micro.labels[here],
         places=micro.places[here],
+        token_of=None if micro.token_of is None else places_here(micro.token_of, place),
     )
     ends, longest = cumulative(lengths, source.device), max(lengths)
     row = PackedSeqParams(
@@ -136,6 +137,16 @@ def fast_part(micro: MicroBatch, context: Ranks, tensor: int) -> tuple[MicroBatc
         max_seqlen_kv=longest,
     )
     return mine, row, source
+
+
+def places_here(token_of: Tensor, place: Tensor) -> Tensor:
+    """Where each token of the rows lies among this rank's, -1 where it is another rank's or no token.
+
+    Args:
+        token_of: (b, l) as in `MicroBatch`.
+        place: (tokens of the packed row,) the same of the row's tokens.
+    """
+    return torch.where(token_of < 0, -1, place.cpu()[token_of.clamp(min=0)])
 
 
 def two_pieces(segments: Segments, rank: int, size: int, tensor: int) -> tuple[list[int], Tensor]:
