@@ -90,13 +90,8 @@ def local_part(micro: MicroBatch, context: Ranks) -> tuple[MicroBatch, PackedRow
     longest = max(plan.segments.lengths)
     mine = part_of(micro, context) if context.size > 1 else micro
     tokens = mine.input_ids.shape[1]
-    ends = cumulative([tokens], mine.input_ids.device)
     row = PackedRow(
-        qkv_format="thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+        **_thd(cumulative([tokens], mine.input_ids.device), longest),
         plan=mine.attention,
         position_ids=mine.position_ids[0],
     )
@@ -126,16 +121,8 @@ def fast_part(micro: MicroBatch, context: Ranks, tensor: int) -> tuple[MicroBatc
         places=micro.places[here],
         token_of=None if micro.token_of is None else places_here(micro.token_of, place),
     )
-    ends, longest = cumulative(lengths, source.device), max(lengths)
-    row = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        cu_seqlens_q_padded=ends,
-        cu_seqlens_kv_padded=ends,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+    ends = cumulative(lengths, source.device)
+    row = PackedSeqParams(**_thd(ends, max(lengths)), cu_seqlens_q_padded=ends, cu_seqlens_kv_padded=ends)
     return mine, row, source
 
 
@@ -147,6 +134,21 @@ def places_here(token_of: Tensor, place: Tensor) -> Tensor:
         place: (tokens of the packed row,) the same of the row's tokens.
     """
     return torch.where(token_of < 0, -1, place.cpu()[token_of.clamp(min=0)])
+
+
+def _thd(ends: Tensor, longest: int) -> dict[str, Any]:
+    """Fields of a row in which queries and keys are the same sequences.
+
+    Args:
+        ends: (sequences + 1,) int32, where they begin and end.
+    """
+    return {
+        "qkv_format": "thd",
+        "cu_seqlens_q": ends,
+        "cu_seqlens_kv": ends,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+    }
 
 
 def two_pieces(segments: Segments, rank: int, size: int, tensor: int) -> tuple[list[int], Tensor]:
