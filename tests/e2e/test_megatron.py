@@ -17,14 +17,14 @@ TWO = ["trainer.nnodes=1", "trainer.n_gpus_per_node=2", "trainer.device=cpu"]
 MEGATRON = [*TWO, "--config-name=ppo_megatron_trainer", "actor_rollout_ref.model.external_lib=tests.megatron.shim"]
 
 
-def test_grpo_learns_on_tensor_parallel_ranks_with_rollout_importance_sampling(arithmetic):
+def test_grpo_learns_on_packed_rows_that_two_ranks_share_with_rollout_importance_sampling(arithmetic):
     steps = learn(
         arithmetic,
         "megatron",
         6,
         *MEGATRON,
         "algorithm.adv_estimator=grpo",
-        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        "actor_rollout_ref.actor.megatron.context_parallel_size=2",
         "actor_rollout_ref.actor.use_kl_loss=true",
         "actor_rollout_ref.actor.use_dynamic_bsz=true",
         "algorithm.rollout_is_threshold=2",
@@ -34,7 +34,7 @@ def test_grpo_learns_on_tensor_parallel_ranks_with_rollout_importance_sampling(a
     before, *_, after = curve(steps, ACCURACY)
     print(f"accuracy {before:.2f} -> {after:.2f}")
     assert before <= 0.6
-    assert after >= 0.85
+    assert after >= 0.9
     assert abs(curve(steps, "actor/kl_loss")[0]) < 1e-6, "actor and reference start alike"
     for name, least in (("mean", 1.0), ("max", 1.0), ("min", 1.0)):
         assert curve(steps, f"mismatch/rollout_is_{name}") == pytest.approx([least] * 6, abs=1e-4), (
