@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.megatron.cells import EXPERT, PIPELINE, TENSOR, VIRTUAL, compared
-from tests.megatron.families import LATENT, MIXTURE, YARN
+from tests.megatron.families import GLM, LATENT, MIXTRAL, MIXTURE, MOONLIGHT, YARN
 from verl.config.megatron import MegatronEngineOverrideTransformerConfigConfig
 
 CONTEXT = "context_parallel_size"
@@ -20,6 +20,22 @@ def experts_and_tokens_shared_by_two(ranks, folder):
     return compared(
         ranks, folder, "qwen3_moe", config=MIXTURE, limits={"micro_batch_size": 4}, **{CONTEXT: 2, EXPERT: 2}
     )
+
+
+def a_mixtral_whose_tokens_are_shared(ranks, folder):
+    return compared(ranks, folder, "mixtral", config=MIXTRAL, **{CONTEXT: 2})
+
+
+def a_glm_mixture_whose_tokens_are_shared(ranks, folder):
+    return compared(ranks, folder, "glm4_moe", config=GLM, **{CONTEXT: 2, EXPERT: 2})
+
+
+def a_gemma_whose_tokens_are_shared(ranks, folder):
+    return compared(ranks, folder, "gemma", config={"tie_word_embeddings": True}, **{CONTEXT: 2})
+
+
+def a_moonlight_cut(ranks, folder):
+    return compared(ranks, folder, "deepseek_v3", config=MOONLIGHT, **{TENSOR: 2})
 
 
 def tokens_of_latent_attention_shared(ranks, folder):

@@ -7,6 +7,18 @@ LATENT = {
     "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
     "n_shared_experts": 2, "moe_intermediate_size": 16,
 }  # fmt: skip
+MOONLIGHT = {
+    **{name: value for name, value in LATENT.items() if not name.endswith("group")},
+    "q_lora_rank": None, "rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446,
+}  # fmt: skip
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+GLM = {
+    **{name: LATENT[name] for name in (
+        "first_k_dense_replace", "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group",
+        "n_shared_experts", "moe_intermediate_size",
+    )},
+    "use_qk_norm": True, "attention_bias": True,
+}  # fmt: skip
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
     "beta_fast": 32, "beta_slow": 1, "mscale": 0.8, "mscale_all_dim": 1.0,
@@ -23,5 +35,10 @@ FAMILIES = (
     ("qwen3", "qwen3", {"head_dim": 16}),
     ("qwen3_moe", "qwen3_moe", {**MIXTURE, "mlp_only_layers": [0]}),
     ("deepseek_v3", "deepseek_v3", LATENT),
+    ("mixtral", "mixtral", MIXTRAL),
+    ("gemma", "gemma", {"tie_word_embeddings": True}),
+    ("glm4_moe", "glm4_moe", GLM),
+    ("glm4_moe-plain", "glm4_moe", {**GLM, "use_qk_norm": False, "attention_bias": False}),
+    ("moonlight", "deepseek_v3", MOONLIGHT),
     ("deepseek_v3-whole-queries", "deepseek_v3", {**LATENT, "q_lora_rank": None}),
 )

@@ -24,6 +24,10 @@ PARITY = {
         context_cells.experts_and_tokens_shared_by_two,
         context_cells.tokens_of_latent_attention_shared,
         context_cells.rows_padded_as_asked_for,
+        context_cells.a_mixtral_whose_tokens_are_shared,
+        context_cells.a_glm_mixture_whose_tokens_are_shared,
+        context_cells.a_gemma_whose_tokens_are_shared,
+        context_cells.a_moonlight_cut,
     ],
     4: [
         cells.tensor_and_pipeline_parallel,

@@ -49,7 +49,8 @@ def test_positions_of_llama_3_are_scaled():
 @pytest.mark.parametrize(
     "family, fields, key",
     [
-        ("deepseek_v3", {**LATENT, "rms_norm_eps": 1e-5}, "rms_norm_eps"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ("gemma", {"attention_bias": True}, "attention_bias"),
         ("deepseek_v3", {**LATENT, "norm_topk_prob": False}, "norm_topk_prob"),
         ("deepseek_v3", {**LATENT, "topk_group": 1}, "topk_group"),
         ("deepseek_v3", {**LATENT, "rope_interleave": False}, "rope_interleave"),
@@ -69,4 +70,19 @@ def test_other_scalings_and_families_are_refused():
     with pytest.raises(ConfigError, match="llama3 with"):
         rope_settings(config("llama", rope_parameters={**LLAMA3, "high_freq_factor": 2.0}))
     with pytest.raises(ModelError, match="no table of weights"):
-        family_of(config("gemma2"))
+        family_of(config("olmo2"))
+
+
+@pytest.mark.parametrize(
+    "family, why",
+    [
+        ("gemma2", "soft caps"),
+        ("gemma3_text", "differs between layers"),
+        ("glm4", "gate and up as one weight"),
+        ("gpt_oss", "no sinks"),
+        ("qwen3_next", "linear attention"),
+    ],
+)
+def test_families_that_local_layers_cannot_be_are_refused_with_the_reason(family, why):
+    with pytest.raises(ModelError, match=f"no table of weights.*{why}"):
+        family_of(config(family))

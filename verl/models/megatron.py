@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from verl.errors import ConfigError, ModelError, suggest
 
@@ -83,6 +85,16 @@ _EXPERTS = (
     Slot(f"{_OURS}linear_fc1.weight", (f"{_THEIRS}gate_proj.weight", f"{_THEIRS}up_proj.weight"), GATED),
     Slot(f"{_OURS}linear_fc2.weight", (f"{_THEIRS}down_proj.weight",), COLUMNS),
 )
+_MIXTRAL = f"{_HF}block_sparse_moe."
+_MIXTRAL_EXPERTS = (
+    Slot(f"{_MEGATRON}mlp.router.weight", (f"{_MIXTRAL}gate.weight",)),
+    Slot(
+        f"{_OURS}linear_fc1.weight",
+        (f"{_MIXTRAL}experts.{{expert}}.w1.weight", f"{_MIXTRAL}experts.{{expert}}.w3.weight"),
+        GATED,
+    ),
+    Slot(f"{_OURS}linear_fc2.weight", (f"{_MIXTRAL}experts.{{expert}}.w2.weight",), COLUMNS),
+)
 _SHARED_OURS, _SHARED_THEIRS = f"{_MEGATRON}mlp.shared_experts.", f"{_HF}mlp.shared_experts."
 _SHARED_EXPERTS = (
     Slot(f"{_MEGATRON}mlp.router.expert_bias", (f"{_HF}mlp.gate.e_score_correction_bias",), fixed=True),
@@ -119,9 +131,13 @@ OUTPUT = Slot("output_layer.weight", ("lm_head.weight",), VOCABULARY)
 VALUE_HEAD = (Slot("output_layer.weight", ("score.weight",)), Slot("output_layer.bias", ("score.bias",)))
 
 
-def _common(config: Any) -> dict[str, Any]:
+_SILU: Mapping[str, Any] = {"silu": F.silu, "swish": F.silu}
+_GELU: Mapping[str, Any] = {"gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+
+
+def _common(config: Any, activations: Mapping[str, Any] = _SILU) -> dict[str, Any]:
     _refuse(config, "mlp_bias", bool(getattr(config, "mlp_bias", False)))
-    _refuse(config, "hidden_act", config.hidden_act not in ("silu", "swish"))
+    _refuse(config, "hidden_act", config.hidden_act not in activations)
     _refuse(config, "quantization_config", getattr(config, "quantization_config", None) is not None)
     return {
         "num_layers": config.num_hidden_layers,
@@ -130,13 +146,14 @@ def _common(config: Any) -> dict[str, Any]:
         "num_query_groups": config.num_key_value_heads,
         "ffn_hidden_size": config.intermediate_size,
         "layernorm_epsilon": config.rms_norm_eps,
+        "activation_func": activations[config.hidden_act],
     }
 
 
-def _dense(config: Any) -> dict[str, Any]:
+def _dense(config: Any, activations: Mapping[str, Any] = _SILU) -> dict[str, Any]:
     _refuse(config, "attention_bias", bool(getattr(config, "attention_bias", False)) and config.model_type == "llama")
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return {**_common(config), **_window(config), "kv_channels": head}
+    return {**_common(config, activations), **_window(config), "kv_channels": head}
 
 
 def _window(config: Any) -> dict[str, Any]:
@@ -157,6 +174,25 @@ def _with_qk_norm(config: Any) -> dict[str, Any]:
     return {**_dense(config), "qk_layernorm": True}
 
 
+def _gemma(config: Any) -> dict[str, Any]:
+    """Norms whose weight counts from 1; see `embedding_scale`."""
+    _refuse(config, "attention_bias", bool(config.attention_bias))
+    _refuse(config, "use_bidirectional_attention", bool(config.use_bidirectional_attention))
+    return {**_dense(config, _GELU), "layernorm_zero_centered_gamma": True}
+
+
+def _mixtral(config: Any) -> dict[str, Any]:
+    """Every layer has experts: the best k by their logits, weighed by a softmax over those alone."""
+    _refuse(config, "router_jitter_noise", config.router_jitter_noise != 0)
+    return {
+        **_dense(config),
+        "num_moe_experts": config.num_local_experts,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_ffn_hidden_size": config.intermediate_size,
+        "moe_layer_freq": [1] * config.num_hidden_layers,
+    }
+
+
 def _mixture(config: Any) -> dict[str, Any]:
     """Softmax over all experts, the best k, and their weights as they are or normalised to 1."""
     step, dense = config.decoder_sparse_step, set(config.mlp_only_layers)
@@ -173,19 +209,14 @@ def _mixture(config: Any) -> dict[str, Any]:
 
 
 def _deepseek(config: Any) -> dict[str, Any]:
-    """Latent attention; experts by their sigmoid, the best of the best groups, beside shared ones."""
-    best, groups, chosen = config.num_experts_per_tok, config.n_group or 1, config.topk_group or 1
-    limited = chosen < groups
+    """Latent attention, and experts beside shared ones."""
     _refuse(config, "attention_bias", bool(config.attention_bias))
     _refuse(config, "rope_interleave", not config.rope_interleave)
     _refuse(config, "num_key_value_heads", config.num_key_value_heads != config.num_attention_heads)
-    _refuse(config, "rms_norm_eps", config.rms_norm_eps != 1e-6)  # transformers' latent norms know no other
-    _refuse(config, "norm_topk_prob", config.norm_topk_prob != (best > 1))
-    _refuse(config, "topk_group", limited and best // chosen != 2)  # a group is as good as its best two experts
-    _refuse(config, "n_shared_experts", not config.n_shared_experts)
     return {
         **_common(config),
         **_latent_rope(config),
+        **_grouped_experts(config),
         "multi_latent_attention": True,
         "q_lora_rank": config.q_lora_rank,
         "kv_lora_rank": config.kv_lora_rank,
@@ -194,6 +225,27 @@ def _deepseek(config: Any) -> dict[str, Any]:
         "v_head_dim": config.v_head_dim,
         "kv_channels": config.v_head_dim,
         "qk_layernorm": True,
+    }
+
+
+def _glm_mixture(config: Any) -> dict[str, Any]:
+    """Attention over heads, of which a part is rotated, and DeepSeek-V3's experts."""
+    return {
+        **_dense(config),
+        **_grouped_experts(config),
+        "add_qkv_bias": bool(config.attention_bias),
+        "qk_layernorm": bool(config.use_qk_norm),
+    }
+
+
+def _grouped_experts(config: Any) -> dict[str, Any]:
+    """Experts by their sigmoid, the best of the best groups, beside shared ones."""
+    best, groups, chosen = config.num_experts_per_tok, config.n_group or 1, config.topk_group or 1
+    limited = chosen < groups
+    _refuse(config, "norm_topk_prob", config.norm_topk_prob != (best > 1))
+    _refuse(config, "topk_group", limited and best // chosen != 2)  # a group is as good as its best two experts
+    _refuse(config, "n_shared_experts", not config.n_shared_experts)
+    return {
         "num_moe_experts": config.n_routed_experts,
         "moe_router_topk": best,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
@@ -235,8 +287,26 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2": Family((*_ATTENTION, *_QKV_BIAS, *_MLP), _with_bias),
     "qwen3": Family((*_ATTENTION, *_QK_NORM, *_MLP), _with_qk_norm),
     "qwen3_moe": Family((*_ATTENTION, *_QK_NORM, *_MLP), _mixture, mixture=_EXPERTS),
+    "mixtral": Family(_ATTENTION, _mixtral, mixture=_MIXTRAL_EXPERTS),
+    "gemma": Family((*_ATTENTION, *_MLP), _gemma),
+    "glm4_moe": Family(
+        (*_ATTENTION, *(replace(slot, optional=True) for slot in (*_QKV_BIAS, *_QK_NORM)), *_MLP),
+        _glm_mixture,
+        mixture=(*_EXPERTS, *_SHARED_EXPERTS),
+    ),
     "deepseek_v3": Family((*_LATENT_ATTENTION, *_MLP), _deepseek, mixture=(*_EXPERTS, *_SHARED_EXPERTS)),
 }
+
+_LAYERS = "Megatron-Core's local layers have no"
+REFUSED: Mapping[str, str] = {
+    "gemma2": f"{_LAYERS} norms behind attention and MLP, and no soft caps",
+    "gemma3_text": f"{_LAYERS} norms behind attention and MLP, and no rotary base that differs between layers",
+    "glm4": f"{_LAYERS} norms behind attention and MLP, and its file holds gate and up as one weight",
+    "gpt_oss": "its file holds all experts of a layer as one weight with the gate interleaved, and "
+    "packed attention has no sinks",
+    "qwen3_next": f"{_LAYERS} linear attention",
+}
+"""Families that have no table, and why."""
 
 
 def family_of(config: Any) -> Family:
@@ -246,11 +316,13 @@ def family_of(config: Any) -> Family:
         ModelError: Megatron-Core training has no table for it.
     """
     if config.model_type not in FAMILIES:
+        why = REFUSED.get(config.model_type)
         raise ModelError(
-            "Megatron-Core training has no table of weights for this kind of model",
+            "Megatron-Core training has no table of weights for this kind of model" + (f": {why}" if why else ""),
             got=config.model_type,
             allowed=FAMILIES,
-            fix=suggest(config.model_type, FAMILIES) or "Use strategy=fsdp2, which trains any transformers model.",
+            fix=(None if why else suggest(config.model_type, FAMILIES))
+            or "Use strategy=fsdp2, which trains any transformers model.",
         )
     return FAMILIES[config.model_type]
 
@@ -294,6 +366,15 @@ def qkv_part(tensor: Tensor, part: int, groups: int, settings: Mapping[str, Any]
     return tensor.unflatten(0, (groups, -1)).narrow(1, start, size).flatten(0, 1)
 
 
+_PARTLY_ROTATED = ("glm4_moe",)
+"""Families of which transformers reads ``partial_rotary_factor``."""
+
+
+def embedding_scale(config: Any) -> float:
+    """What an embedding is multiplied by."""
+    return float(config.hidden_size) ** 0.5 if config.model_type == "gemma" else 1.0
+
+
 def rope_settings(config: Any) -> dict[str, Any]:
     """Rotary base and scaling as arguments of Megatron-Core's GPTModel.
 
@@ -303,6 +384,8 @@ def rope_settings(config: Any) -> dict[str, Any]:
     rope = dict(getattr(config, "rope_parameters", None) or {})
     kind = rope.get("rope_type", "default")
     base = {"rotary_base": rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))}
+    if config.model_type in _PARTLY_ROTATED:
+        base["rotary_percent"] = rope.get("partial_rotary_factor", 1.0)
     if kind == "default":
         return base
     known = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -23,7 +23,9 @@ from verl.engines.megatron.parallel import (
 )
 from verl.errors import ConfigError, suggest
 from verl.metrics import notice
-from verl.models.megatron import rope_settings
+from verl.models.megatron import embedding_scale, rope_settings
+
+LATENT_EPS = 1e-6
 
 
 class RMSNorm(nn.Module):
@@ -31,6 +33,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any):
         super().__init__()
+        self.from_one = bool(config.layernorm_zero_centered_gamma)
         device = import_megatron("utils").torch.cuda.current_device()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.eps = eps
@@ -39,7 +42,16 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scaled = F.rms_norm(x.float(), (x.shape[-1],), None, self.eps)
+        if self.from_one:  # Gemma, which multiplies in float32
+            return (scaled * (1.0 + self.weight.float())).to(x.dtype)
         return self.weight * scaled.to(x.dtype)
+
+
+class LatentNorm(RMSNorm):
+    """The norm of latent vectors, whose epsilon transformers takes from no configuration."""
+
+    def __init__(self, config: Any, hidden_size: int, **_: Any):
+        super().__init__(config, hidden_size, eps=LATENT_EPS)
 
 
 class ValueHead(nn.Module):
@@ -100,6 +112,8 @@ def build_chunks(
                 chunk.output_layer = ValueHead(config.hidden_size, dtype, device)
             # Hidden states are gathered where the positions are chosen that the head sees (see `forward`).
             chunk.output_layer.sequence_parallel = False
+        if first and (scale := embedding_scale(hf_config)) != 1.0:
+            chunk.embedding.register_forward_hook(lambda _, __, out: out * out.new_tensor(scale))
         if not has_transformer_engine():
             _place_by_row(chunk)
         chunks.append(chunk)
@@ -126,7 +140,6 @@ def transformer_config(settings: Mapping[str, Any], sizes: MegatronSizes, sectio
     chosen = {
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
-        "activation_func": F.silu,
         "add_bias_linear": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
@@ -224,6 +237,14 @@ def _layer_specs(config: Any, stage: int | None) -> Any:
         config, use_transformer_engine=fast, normalization=config.normalization, vp_stage=stage
     )
     if fast:
+        if config.multi_latent_attention and config.layernorm_epsilon != LATENT_EPS:
+            raise ConfigError(
+                "Transformer Engine's latent attention has one epsilon for all norms; this model's latent norms differ",
+                key="rms_norm_eps",
+                got=config.layernorm_epsilon,
+                allowed=[LATENT_EPS],
+                fix="Use strategy=fsdp2.",
+            )
         return block
     block.layer_norm = RMSNorm
     for layer in block.layer_specs:
@@ -233,7 +254,7 @@ def _layer_specs(config: Any, stage: int | None) -> Any:
             latent = importlib.import_module("verl.engines.megatron.latent")
             attention.module = latent.LatentAttention
             attention.submodules.core_attention = latent.CoreAttention
-            attention.submodules.q_layernorm = attention.submodules.kv_layernorm = RMSNorm
+            attention.submodules.q_layernorm = attention.submodules.kv_layernorm = LatentNorm
             continue
         attention.submodules.core_attention = importlib.import_module("verl.engines.megatron.packed").PackedAttention
         if config.qk_layernorm:
