@@ -91,6 +91,11 @@ def adapters_on_copies(ranks, folder):
     return beside_plain(ranks, folder)
 
 
+def adapters_on_shared_tokens(ranks, folder):
+    """Context parallel."""
+    return beside_plain(ranks, folder, limits={"micro_batch_size": 3}, context_parallel_size=2)
+
+
 def adapters_on_tensor_parallel_pipeline_stages(ranks, folder):
     """Four ranks."""
     return beside_plain(ranks, folder, limits={"micro_batch_size": 2}, **{TENSOR: 2, PIPELINE: 2})

@@ -220,10 +220,14 @@ def layers_computed_again(ranks, folder):
     return found
 
 
-def low_precision(ranks, folder):
+def low_precision_of_shared_tokens(ranks, folder):
+    return low_precision(ranks, folder, context_parallel_size=2)
+
+
+def low_precision(ranks, folder, **sizes):
     """bf16 weights with float32 copies beside the plain engine in float32."""
     path, batch = shared_model(ranks, folder, "qwen2"), ragged_batch(ROWS)
-    engine = megatron(path, dtype="bfloat16", **{TENSOR: 2})
+    engine = megatron(path, dtype="bfloat16", **(sizes or {TENSOR: 2}))
     plain = make_engine(path, optim=OPTIM)
     told = [engine.train_batch(batch[share(batch, ranks)], loss_for("causal_lm")).values() for _ in range(STEPS)]
     theirs = [plain.train_batch(batch, loss_for("causal_lm")).values() for _ in range(STEPS)]

@@ -72,6 +72,7 @@ def moved_to_the_host_in_between(ranks, folder):
 Z_LOSS = 0.25
 LAYOUTS = {
     2: {
+        "tokens": {"context_parallel_size": 2},
         "experts": {EXPERT: 2, TENSOR: 2, "expert_tensor_parallel_size": 1},
         "computed again": {EXPERT: 2, "override_transformer_config": ("full",)},
     },

@@ -45,6 +45,7 @@ OTHERS = {
         cells.folders_go_in_and_out,
         cells.layers_computed_again,
         cells.low_precision,
+        cells.low_precision_of_shared_tokens,
         cells.refusals,
         setting_cells.settings_that_nothing_reads,
         setting_cells.rows_that_all_get,
@@ -64,6 +65,7 @@ ADAPTERS = {
         adapter_cells.adapters_on_pipeline_stages,
         adapter_cells.adapters_of_a_value_model,
         adapter_cells.adapters_on_copies,
+        adapter_cells.adapters_on_shared_tokens,
     ],
     4: [adapter_cells.adapters_on_tensor_parallel_pipeline_stages],
 }
@@ -147,8 +149,9 @@ def test_activations_are_computed_again_as_often_as_asked_for(answers):
         assert found["None"]["told"] == found["selective"]["told"] == found["full"]["told"]
 
 
-def test_bf16_weights_are_rounded_from_float32_copies(answers):
-    for found in answers[2]["low_precision"]:
+@pytest.mark.parametrize("cell", ["low_precision", "low_precision_of_shared_tokens"])
+def test_bf16_weights_are_rounded_from_float32_copies(answers, cell):
+    for found in answers[2][cell]:
         assert found["dtypes"] == ["torch.bfloat16"] and found["masters"] == ["torch.float32"]
         assert found["rounded"] and found["finer"]
         assert found["loss"] < 5e-3 and found["norm"] < 5e-3, "float32's, to the digits of bf16"
