@@ -8,8 +8,10 @@ from verl.errors import NotBuiltError, VerlError, hide_in_text, printable
 
 
 def report(error: VerlError) -> int:
-    """Print the message and its causes; returns the exit status."""
+    """Print the message, the worker that it comes from, and its causes; returns the exit status."""
     print(f"error: {error}", file=sys.stderr)
+    for note in getattr(error, "__notes__", ()):
+        print(printable(hide_in_text(f"  {note}")), file=sys.stderr)
     if error.__cause__ is not None:
         cause = f"  caused by {type(error.__cause__).__name__}: {error.__cause__}"
         print(printable(hide_in_text(cause)), file=sys.stderr)

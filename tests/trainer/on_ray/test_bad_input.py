@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import socket
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.trainer.on_ray.conftest import SETTINGS
@@ -67,3 +69,36 @@ def test_a_run_on_ray_without_ray_says_how_to_install_it(said, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else find(name, *rest))
     message = said()
     assert "trainer.runtime" in message and "pip install 'ray>=2.52'" in message
+
+
+def test_a_sampler_that_does_not_start_is_named_in_one_error_and_leaves_no_process(said, two_nodes):
+    """Each is a unit of its own, which does not end with the others."""
+
+    def workers() -> set[int]:
+        names = ("ray::ReplicaWorker", "ray::SamplingWorker", "ray::Colocated")
+        named = {child.pid: "".join(_words(child)) for child in psutil.Process().children(recursive=True)}
+        return {pid for pid, words in named.items() if words.startswith(names)}
+
+    before = workers()
+    message = said(
+        f"ray_kwargs.ray_init.address={two_nodes}",
+        "actor_rollout_ref.hybrid_engine=false",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=shared_memory",
+        "actor_rollout_ref.rollout.max_replacements=1",
+        "actor_rollout_ref.rollout.max_model_len=100000",
+    )
+    assert message.startswith("error: max_model_len: longer than the model's context.")
+    assert message.count("error: ") == 1 and re.search(r"\(in worker replica [01]\.init_model\)", message), message
+    end = time.monotonic() + 30
+    while left := workers() - before:
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it has ended
+        return []
