@@ -62,9 +62,8 @@ def replayed(ranks, folder, family, config, layers, limits=None, **sizes):
 
 
 def same_where_known(ours, theirs):
-    """Of each token that both have computed the same experts, in any order."""
-    known = (ours >= 0) & (theirs >= 0)
-    assert known.float().mean() > 0.3
+    """Of each token that the plain engine computes the same experts, in any order; padded rows compute others too."""
+    known = theirs >= 0
     return bool(((ours.sort(-1)[0] == theirs.sort(-1)[0]) | ~known).all())
 
 

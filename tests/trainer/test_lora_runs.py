@@ -12,13 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support import tiny_model_dir, write_prompts
+from tests.trainer.logged_runs import SCORER, logged_steps
 from verl.config import load_config
 from verl.models.merging import merge
-from verl.trainer import main_ppo, sft_trainer
+from verl.trainer import sft_trainer
 
-SCORER = (
-    "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) % 5\n"
-)
 LORA = ["lora_rank=4", "lora_alpha=8", "target_modules=[q_proj,v_proj,up_proj]"]
 
 
@@ -33,33 +31,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_ppo(steps: int, folder: str, *more: str) -> list[dict]:
-    config = load_config(
-        "ppo_trainer",
-        [
-            "algorithm.adv_estimator=grpo",
-            "data.train_files=train.parquet",
-            "data.train_batch_size=2",
-            "data.max_prompt_length=64",
-            "data.max_response_length=6",
-            "actor_rollout_ref.model.path=model",
-            *(f"actor_rollout_ref.model.{word}" for word in LORA),
-            "actor_rollout_ref.rollout.n=4",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-            "actor_rollout_ref.actor.use_kl_loss=true",
-            "actor_rollout_ref.actor.optim.lr=0.05",
-            "reward.custom_reward_function.path=scorer.py",
-            "trainer.logger=[file]",
-            "trainer.project_name=lora",
-            f"trainer.experiment_name={folder}",
-            f"trainer.default_local_dir={folder}",
-            f"trainer.total_training_steps={steps}",
-            "trainer.save_freq=1",
-            *more,
-        ],
+    return logged_steps(
+        folder,
+        *(f"actor_rollout_ref.model.{word}" for word in LORA),
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.optim.lr=0.05",
+        f"trainer.total_training_steps={steps}",
+        "trainer.save_freq=1",
+        *more,
     )
-    main_ppo.run_ppo(config)
-    lines = Path(f"logs/lora/{folder}.jsonl").read_text().splitlines()
-    return [json.loads(line)["data"] for line in lines]
 
 
 def test_an_rl_run_trains_the_adapter_against_its_own_base_and_resumes(here):

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support import tiny_model_dir, write_prompts
-from verl.config import load_config
+from tests.trainer.logged_runs import SCORER, logged_steps
 from verl.errors import RolloutError, VerlError
 from verl.protocol import DataProto
-from verl.trainer import main_ppo
 from verl.trainer.ppo.experts import balance
 
-SCORER = (
-    "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) % 5\n"
-)
 MODE, RECORD = "actor_rollout_ref.actor.router_replay.mode", "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 EVERY = "actor_rollout_ref.rollout.moe_load_balance_metrics_interval"
 R3 = [f"{MODE}=R3", f"{RECORD}=true"]
@@ -36,30 +31,8 @@ def folder(tmp_path_factory) -> Path:
 def run(folder: Path, name: str, monkeypatch, *more: str) -> list[dict]:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(folder / "logs"))
-    config = load_config(
-        "ppo_trainer",
-        [
-            "algorithm.adv_estimator=grpo",
-            "data.train_files=train.parquet",
-            "data.train_batch_size=2",
-            "data.max_prompt_length=64",
-            "data.max_response_length=6",
-            "actor_rollout_ref.model.path=model",
-            "actor_rollout_ref.rollout.n=4",
-            "actor_rollout_ref.actor.optim.lr=1e-4",
-            "reward.custom_reward_function.path=scorer.py",
-            "trainer.logger=[file]",
-            "trainer.project_name=moe",
-            f"trainer.experiment_name={name}",
-            f"trainer.default_local_dir={name}",
-            "trainer.total_training_steps=2",
-            "trainer.save_freq=-1",
-            *more,
-        ],
-    )
-    main_ppo.run_ppo(config)
-    lines = (folder / "logs" / "moe" / f"{name}.jsonl").read_text().splitlines()
-    return [json.loads(line)["data"] for line in lines]
+    short = ("actor_rollout_ref.actor.optim.lr=1e-4", "trainer.total_training_steps=2", "trainer.save_freq=-1")
+    return logged_steps(name, *short, *more)
 
 
 TWO_UPDATES = ["actor_rollout_ref.actor.ppo_mini_batch_size=1", "actor_rollout_ref.rollout.dtype=bfloat16"]
@@ -109,7 +82,7 @@ def test_what_cannot_be_replayed_is_refused_before_a_model_is_loaded(folder, mon
     more, message = REFUSED[why]
     with pytest.raises(VerlError, match=message):
         run(folder, "refused", monkeypatch, *more)
-    assert not (folder / "logs" / "moe" / "refused.jsonl").exists()
+    assert not (folder / "logs" / "logged" / "refused.jsonl").exists()
 
 
 def test_the_balance_of_recorded_experts_by_hand():

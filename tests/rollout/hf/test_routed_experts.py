@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from tests.rollout.builders import prompt, requests, sample, tiny_model
+from verl.agent_loop import AgentLoopOutput
+from verl.agent_loop.agent_data import AgentData
+from verl.agent_loop.batch import to_batch
 from verl.errors import ModelError
+from verl.models.router_replay import NO_RECORD
 from verl.models.routers import router_modules
 from verl.rollout import Request, SamplingParams
 from verl.rollout.base import Completion
@@ -94,6 +98,26 @@ def test_what_an_interrupted_response_chose_before_stays():
     assert (two.routed_experts[:before] != one.routed_experts).any()
     unknown = Completion("a", (7,), (-0.1,), "abort", (0,))
     assert len(joined([unknown, two]).routed_experts) == len(two.routed_experts)
+
+
+def test_a_conversation_keeps_the_experts_of_the_turn_that_drew_a_token():
+    """New weights between two turns: of the first answer all but its last token went through the first model."""
+    first, second = (tiny_model("qwen3_moe", seed=seed, **MIXTURES["qwen3_moe"]) for seed in (0, 1))
+    sampling = SamplingParams(max_tokens=5, ignore_eos=True)
+    data = AgentData({}, prompt_ids=list(prompt(6, 1)))
+    for turn, model in enumerate((first, second)):
+        asked = Request(f"turn{turn}", (*data.prompt_ids, *data.response_ids), sampling, uid="a")
+        data.add_sampled(sample(HFSampler(model, record_experts=True), [asked])[0])
+        if turn == 0:
+            data.add_inserted(prompt(3, 2))
+    short = AgentLoopOutput(prompt_ids=[5], response_ids=[6], response_mask=[1])
+    tensors = to_batch([data.output(), short], pad_token_id=0).tensors
+    ids, before = [*data.prompt_ids, *data.response_ids], 6 + 5 - 1
+    expected = np.concatenate([chosen(first, ids[:-1])[:before], chosen(second, ids[:-1])[before:]])
+    assert tensors["response_mask"][0].tolist() == [1] * 5 + [0] * 3 + [1] * 5
+    experts = tensors["routed_experts"]
+    np.testing.assert_array_equal(experts[0][tensors["attention_mask"][0].bool()][:-1], expected)
+    assert (experts[0, -1] == NO_RECORD).all() and (experts[1] == NO_RECORD).all()
 
 
 def test_a_dense_model_has_none_to_report():
