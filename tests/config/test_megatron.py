@@ -88,12 +88,14 @@ def test_experts_are_split_over_processes_of_a_stage(run):
         run(f"{A}.{E}=2", f"{A}.megatron.expert_tensor_parallel_size=8", facts=MIXTURE)
 
 
-def test_an_adapter_goes_on_dense_models_alone(run):
+def test_an_adapter_goes_on_the_attention_of_a_mixture_alone(run):
     assert run("actor_rollout_ref.model.lora_rank=8").actor_rollout_ref.model.lora_rank == 8
     with pytest.raises(
-        NotBuiltError, match="lora_rank: LoRA of a mixture of experts is not built yet on Megatron-Core"
+        NotBuiltError, match="lora_rank: LoRA on the experts and routers of a mixture is not built yet on Megatron-Core"
     ):
         run("actor_rollout_ref.model.lora_rank=8", facts=MIXTURE)
+    named = "actor_rollout_ref.model.target_modules=[q_proj,v_proj]"
+    assert run("actor_rollout_ref.model.lora_rank=8", named, facts=MIXTURE).actor_rollout_ref.model.lora_rank == 8
 
 
 def test_the_reference_has_the_sizes_of_the_actor(run):

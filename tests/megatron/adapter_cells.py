@@ -6,6 +6,7 @@ import torch
 
 from tests.engines.builders import make_engine, ragged_batch, relative_error
 from tests.megatron.cells import (
+    EXPERT,
     OPTIM,
     PIPELINE,
     ROWS,
@@ -19,7 +20,7 @@ from tests.megatron.cells import (
     share,
     shared_model,
 )
-from tests.megatron.families import MIXTURE
+from tests.megatron.families import MIXTRAL, MIXTURE
 from verl.config.megatron import MegatronEngineOverrideTransformerConfigConfig
 from verl.engines.adapters import AdapterBaseEngine
 from verl.errors import NotBuiltError
@@ -96,6 +97,11 @@ def adapters_on_shared_tokens(ranks, folder):
     return beside_plain(ranks, folder, limits={"micro_batch_size": 3}, context_parallel_size=2)
 
 
+def adapters_on_the_attention_of_a_mixture(ranks, folder):
+    attention = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    return beside_plain(ranks, folder, "qwen3_moe", config=MIXTURE, model=attention, **{EXPERT: 2})
+
+
 def adapters_on_tensor_parallel_pipeline_stages(ranks, folder):
     """Four ranks."""
     return beside_plain(ranks, folder, limits={"micro_batch_size": 2}, **{TENSOR: 2, PIPELINE: 2})
@@ -132,9 +138,10 @@ def an_adapters_state_goes_elsewhere(ranks, folder):
 
 
 def adapters_that_are_refused(ranks, folder):
-    path, found = shared_model(ranks, folder, "qwen3_moe", **MIXTURE), ""
-    try:
-        megatron(path, model=LORA, **{TENSOR: 2})
-    except NotBuiltError as error:
-        found = str(error)
+    found = []
+    for family, config in (("qwen3_moe", MIXTURE), ("mixtral", MIXTRAL)):
+        try:
+            megatron(shared_model(ranks, folder, family, **config), model=LORA, **{TENSOR: 2})
+        except NotBuiltError as error:
+            found.append(str(error))
     return found

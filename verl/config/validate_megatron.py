@@ -234,11 +234,10 @@ def _model(role: MegatronRole) -> Problems:
     if expert > 1 and layers and experts is None:
         message = "a model without experts cannot share them among processes"
         problems.append(ConfigError(message, key=role.of(_E), got=expert, allowed=[1], fix="Leave it out."))
-    if experts and role.adapter:
-        message = "LoRA of a mixture of experts is not built yet on Megatron-Core"
-        problems.append(
-            NotBuiltError(message, key=role.adapter, fix=f"Leave it out, or set {role.key}.strategy=fsdp2.")
-        )
+    if experts and role.adapter and role.model.lora_rank and role.model.target_modules == "all-linear":
+        message = "LoRA on the experts and routers of a mixture is not built yet on Megatron-Core"
+        targets = f"{role.model_key}.target_modules=[q_proj,k_proj,v_proj,o_proj]"
+        problems.append(NotBuiltError(message, key=role.adapter, fix=f"Set {targets}, or {role.key}.strategy=fsdp2."))
     return problems + _divides(role, _E, experts, "experts")
 
 

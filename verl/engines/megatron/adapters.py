@@ -242,6 +242,9 @@ def _hollow(blueprint: Any, head: nn.Module | None, read: Read) -> None:
 
 def _check(blueprint: Any) -> None:
     """An adapter to go on from may be of a kind that is not two factors alone."""
+    if any(".experts." in name for name in lora.adapter_names(blueprint).values()):
+        message = "an adapter on experts is not built yet on Megatron-Core models"
+        raise NotBuiltError(message, key=KEY, fix="Name target_modules without them, or set strategy=fsdp2.")
     odd = sorted(n for n in lora.adapter_names(blueprint).values() if ".lora_" in n and not n.endswith(_FACTORS))
     dropout = blueprint.peft_config[lora.NAME].lora_dropout
     if odd or dropout:
