@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from tests.rollout.builders import prompt, reference_log_probs, requests, sample, tiny_model
 from tests.rollout.test_updates_in_flight import hf, weights
-from verl.errors import RolloutError
+from verl.errors import RolloutError, WorkerError
 from verl.registry import TRANSPORTS
 from verl.rollout import Request, SamplingParams
 from verl.rollout.apart import ApartSampler, apart
@@ -192,6 +193,81 @@ def test_weights_that_come_by_any_transport_beside_forward_passes_draw_the_token
         drawn = torch.tensor(done.token_versions) == version
         expected = logs.gather(-1, torch.tensor(done.token_ids)[:, None])[:, 0]
         assert (expected[drawn] - torch.tensor(done.log_probs)[drawn]).abs().max() < 4e-5
+
+
+class Dying(ApartSampler):
+    """Answers nothing more once it is killed, as a process does."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.killed, self.prefixes = asyncio.Event(), []
+
+    async def generate(self, request):
+        self.prefixes.append(request.generated_prefix)
+        work = asyncio.ensure_future(super().generate(request))
+        end = asyncio.ensure_future(self.killed.wait())
+        await asyncio.wait({work, end}, return_when=asyncio.FIRST_COMPLETED)
+        end.cancel()
+        if not work.done():
+            work.cancel()
+            raise WorkerError("killed")
+        return work.result()
+
+
+def test_a_request_whose_replica_is_killed_goes_on_elsewhere_from_what_it_had_reported():
+    """The same tokens as without the loss, by the same numbers; those of before the last report are not drawn again."""
+    wanted = requests([prompt(5, 5)], samples=2, max_tokens=60, ignore_eos=True)
+    plain = sample(HFSampler(tiny_model(seed=0)), wanted)
+    replicas = [Dying(Slow(tiny_model(seed=0))) for _ in range(2)]
+    service = SamplerService({str(n): one for n, one in enumerate(replicas)}, is_elastic=True, report_seconds=0.02)
+
+    async def run():
+        work = [asyncio.ensure_future(service.generate(one)) for one in wanted]
+        while not any(one.reported > 8 for one in service.replicas):
+            await asyncio.sleep(0.005)
+        victim = next(one for one in service.replicas if one.reported > 8)
+        victim.sampler.killed.set()
+        return victim.sampler, await asyncio.gather(*work)
+
+    dead, done = asyncio.run(asyncio.wait_for(run(), 60))
+    other = next(one for one in replicas if one is not dead)
+    kept = {prefix for prefix in other.prefixes if prefix}
+    assert max(map(len, kept)) > 4 and {one[2] for one in service.take_moved()} == set(map(len, kept))
+    assert kept <= {one.token_ids[: len(prefix)] for one in plain for prefix in kept}
+    for undisturbed, answer in zip(plain, done):
+        assert answer.token_ids == undisturbed.token_ids and answer.finish_reason == "length"
+        assert answer.log_probs == pytest.approx(undisturbed.log_probs, abs=2e-5)
+    assert other.stats()["response_tokens"] == sum(60 - len(tokens) for tokens in kept) + 60 * (2 - len(kept))
+    for one in replicas:
+        one.close()
+
+
+def test_what_is_reported_keeps_the_version_that_drew_each_token_and_is_nothing_beside_recorded_experts():
+    """So the bound on staleness, which holds every token's version, holds the oldest one of a prefix that is kept."""
+    inner = HFSampler(tiny_model(seed=0), at_update="pause", owns_model=True)
+    long = replace(LONG, max_tokens=100)
+
+    async def reported():
+        work = asyncio.ensure_future(inner.generate(Request("a", (5, 6), long, generated_prefix=(7,), uid="a")))
+        while inner.stats()["response_tokens"] < 10:
+            await asyncio.sleep(0)
+        await inner.update_weights(weights(1), 1)
+        while inner.stats()["response_tokens"] < 20:
+            await asyncio.sleep(0)
+        some = await inner.drawn({"a": 1, "gone": 0})
+        rest, none = await inner.drawn({"a": 4}), await inner.drawn({"a": 90})
+        inner._runner.recorder, kept = object(), inner._runner.recorder
+        beside_experts = await inner.drawn({"a": 1})
+        inner._runner.recorder = kept
+        return some, rest, none, beside_experts, await work
+
+    some, rest, none, beside_experts, done = asyncio.run(asyncio.wait_for(reported(), 60))
+    count = len(some["a"].token_ids)
+    assert some.keys() == {"a"} and none == beside_experts == {} and 20 <= count < 99
+    for name in ("token_ids", "log_probs", "token_versions"):
+        assert getattr(some["a"], name) == getattr(done, name)[:count]
+        assert getattr(rest["a"], name) == getattr(done, name)[3:count]
+    assert set(some["a"].token_versions[:10]) == {0} and some["a"].token_versions[-1] == 1
 
 
 def test_an_abort_reaches_the_requests_of_the_same_turn_and_a_cancelled_one_frees_its_place():

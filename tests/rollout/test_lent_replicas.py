@@ -40,7 +40,8 @@ def test_what_a_replica_that_is_taken_back_had_begun_goes_on_elsewhere_with_the_
         assert one.log_probs == pytest.approx(other.log_probs, abs=2e-5)
         assert one.finish_reason == "length" and len(one.token_versions) == 60 and not one.is_interrupted
     assert taken.tokens == lent.stats()["response_tokens"] >= 20
-    assert taken.completed == len(taken.moved) == 2 and {uid for uid, _ in taken.moved} <= {f"row{n}" for n in range(6)}
+    assert taken.completed == len(taken.moved) == 2 and {one[0] for one in taken.moved} <= {f"row{n}" for n in range(6)}
+    assert sum(kept for _, _, kept in taken.moved) == taken.tokens
     assert service.stats()["interrupted"] == 2
 
 

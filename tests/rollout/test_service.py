@@ -533,7 +533,7 @@ def test_where_replicas_are_replaced_requests_wait_for_one_that_joins_and_go_the
         return [done.token_ids for done in await asyncio.gather(*tasks)]
 
     assert asyncio.run(asyncio.wait_for(run(), 5)) == [(1,), (1,), ()]
-    assert service.take_moved() == [("row", 0), ("row", 1), ("row", 2)] and service.take_moved() == []
+    assert service.take_moved() == [("row", 0, 0), ("row", 1, 0), ("row", 2, 0)] and service.take_moved() == []
 
 
 def test_an_update_that_finds_every_replica_dead_counts_for_those_that_replace_them():

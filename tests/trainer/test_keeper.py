@@ -68,7 +68,7 @@ class Service:
 
     def look_at_service(self):
         states = {name: ReplicaState((f"request of {name}",), 0, False, "") for name in self.names}
-        return ServiceState(states, tuple(("row", 0) for _ in self.names))
+        return ServiceState(states, tuple(("row", 0, 0) for _ in self.names))
 
     def add_replica(self, name, handle):
         self.names[name] = handle

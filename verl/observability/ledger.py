@@ -86,13 +86,17 @@ class Ledger:
         with self._lock:
             self._add(self._entry(event, step, keys, {name: _packed(values) for name, values in columns.items()}))
 
-    def moved(self, step: int, keys: Sequence[Key]) -> None:
-        """A replica was lost with requests for these samples, which another one computes; once for each loss."""
+    def moved(self, step: int, requests: Sequence[tuple[str, int, int]]) -> None:
+        """A replica was lost with these requests, or taken back, and another one goes on; once for each time.
+
+        Args:
+            requests: uid, sample index, and tokens of the response with which it goes on.
+        """
         with self._lock:
-            known = [(uid.partition("/")[0], sample) for uid, sample in keys]  # later turns add their number
-            known = [key for key in known if self.account.ids([key])[0]]
-            for key in known:
-                self._add(self._entry("moved", step, [key], {}))
+            for uid, sample, kept in requests:
+                key = uid.partition("/")[0], sample  # later turns add their number
+                if self.account.ids([key])[0]:
+                    self._add(self._entry("moved", step, [key], {"kept": kept}))
 
     def dropped(self, step: int, reason: str, keys: Sequence[Key]) -> None:
         """Samples that will not be trained on.

@@ -17,9 +17,10 @@ from verl.observability.account import REASONS, Account, Entry, Key, SampleRecor
 from verl.observability.ledger import NAME, lines_of
 from verl.observability.places import newest_file
 
-COLUMNS = ("uid", "sample", "row", "attempt", "asked in", "turns", "tokens", "end", "versions", "score", "batch of")
+COLUMNS = ("uid", "sample", "row", "attempt", "asked in", "turns", "tokens", "end", "versions", "kept", "score",
+           "batch of")  # fmt: skip
 SHOWN = 40
-WAITING = ("asked", "sampled", "scored", "batch")
+WAITING = ("asked", "moved", "sampled", "scored", "batch")
 
 
 Choice = Callable[[SampleRecord], bool]
@@ -63,9 +64,11 @@ class History(Account):
         if one.stage == "dropped":
             why = f"dropped in step {facts['settled']}: {facts['reason']}, {REASONS.get(facts['reason'], '?')}"
             return f"{why} ({facts['error']})" if facts.get("error") else why
-        return {"asked": "being sampled", "batch": f"in the batch of step {facts.get('batch')}, in work"}.get(
-            one.stage, "waits for a batch"
-        )
+        return {
+            "asked": "being sampled",
+            "moved": "being sampled, by another replica",
+            "batch": f"in the batch of step {facts.get('batch')}, in work",
+        }.get(one.stage, "waits for a batch")
 
     def _ask(self, entry: Entry, step: int) -> None:
         before = set(self.open)
@@ -155,7 +158,7 @@ def _cells(one: SampleRecord) -> tuple[Any, ...]:
     score = facts.get("score")
     return (
         one.uid, one.sample, one.row, facts["attempt"], one.step, facts.get("turns"), facts.get("tokens"),
-        facts.get("finish"), versions, None if score is None else f"{score:g}", facts.get("batch"),
+        facts.get("finish"), versions, facts.get("kept"), None if score is None else f"{score:g}", facts.get("batch"),
     )  # fmt: skip
 
 

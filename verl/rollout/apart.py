@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 from verl.rollout.base import Completion, Request, Sampler
@@ -70,6 +70,12 @@ class ApartSampler(Sampler):
 
     async def confirm(self, version: int) -> int:
         return self.sampler.version
+
+    async def drawn(self, known: Mapping[str, int]) -> dict[str, Completion]:
+        call = _Call(lambda: self.sampler.drawn(known), asyncio.get_running_loop().create_future())
+        # Past the calls that are gathered, which it would cut in two turns.
+        self._loop.call_soon_threadsafe(call.begin)
+        return await self._answer(call)
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
         wanted = None if request_ids is None else list(request_ids)

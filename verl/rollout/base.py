@@ -7,7 +7,7 @@ which order requests finish, may change when an answer arrives but never which t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -143,18 +143,22 @@ class Completion:
     is_interrupted: bool = False
 
 
+Moved = tuple[str, int, int]
+"""A request that goes on at another replica: its uid, its sample index, and the tokens of its response so far."""
+
+
 @dataclass(frozen=True)
 class TakenBack:
     """What replicas did that were there for a while.
 
     Args:
         completed, tokens: requests, or parts of them, that they answered, and the tokens of these.
-        moved: uid and sample index of those that went on elsewhere.
+        moved: those that went on elsewhere.
     """
 
     completed: int = 0
     tokens: int = 0
-    moved: tuple[tuple[str, int], ...] = ()
+    moved: tuple[Moved, ...] = ()
 
 
 class Sampler(ABC):
@@ -210,6 +214,17 @@ class Sampler(ABC):
     async def confirm(self, version: int) -> int:
         """The version in use, asked for after ``version`` was sent, perhaps by another process."""
         return self.version
+
+    async def drawn(self, known: Mapping[str, int]) -> dict[str, Completion]:
+        """What requests in flight have drawn that the caller does not have, as far as the engine says so.
+
+        Args:
+            known: id of a request -> tokens of its response that the caller has, with the prefix that it came with.
+
+        Returns:
+            Id -> the tokens behind these, with log-probs and versions, of requests that have more.
+        """
+        return {}
 
     @abstractmethod
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:

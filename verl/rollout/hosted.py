@@ -16,7 +16,7 @@ from typing import Any
 from verl.errors import RolloutError
 from verl.registry import TRANSPORTS
 from verl.rollout.base import Completion, Request, Sampler
-from verl.rollout.service import LOSSES
+from verl.rollout.lost import LOSSES
 from verl.single_controller.base.handle import Handle
 from verl.weight_sync import Transport, WeightChunk
 from verl.weight_sync.transport import PeerFailedError
@@ -36,6 +36,9 @@ class SamplerHost:
 
     async def generate(self, request: Request) -> Completion:
         return await self.sampler.generate(request)
+
+    async def drawn(self, known: Mapping[str, int]) -> dict[str, Completion]:
+        return await self.sampler.drawn(known)
 
     async def abort(self, request_ids: list[str] | None = None) -> int:
         return await self.sampler.abort(request_ids)
@@ -95,6 +98,10 @@ class RemoteSampler(Sampler):
     async def generate(self, request: Request) -> Completion:
         done: Completion = await self._handle.call(self._generate, request)
         return done
+
+    async def drawn(self, known: Mapping[str, int]) -> dict[str, Completion]:
+        got: dict[str, Completion] = await self._handle.call("drawn", known)
+        return got
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
         wanted = None if request_ids is None else list(request_ids)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from verl.errors import RolloutError
+from verl.errors import RolloutError, WorkerError
 
 
 class EngineLostError(RolloutError):
     """An engine is dead, does not answer in time, or answers nonsense."""
+
+
+LOSSES = (EngineLostError, WorkerError, ConnectionError)
+"""What a replica raises when it, and not the request, is at fault."""
 
 
 class EngineBusyError(EngineLostError):

@@ -24,6 +24,16 @@ def continued(request: Request, done: Completion) -> Request:
     return replace(request, generated_prefix=(*request.generated_prefix, *done.token_ids))
 
 
+def after(done: Completion, count: int) -> Completion:
+    """What a completion has after so many tokens."""
+    return replace(
+        done,
+        token_ids=done.token_ids[count:],
+        log_probs=done.log_probs[count:],
+        token_versions=done.token_versions[count:],
+    )
+
+
 def joined(parts: Sequence[Completion]) -> Completion:
     """The attempts at one response, in order, as one completion.
 

@@ -17,16 +17,15 @@ from typing import Any
 
 from verl.errors import RolloutError, WorkerError, suggest
 from verl.metrics import notice
-from verl.rollout.base import Completion, Request, Sampler, TakenBack
+from verl.rollout.base import Completion, Moved, Request, Sampler, TakenBack
 from verl.rollout.change import ChangeEvent
 from verl.rollout.gated import Gate
-from verl.rollout.lost import EngineLostError
+from verl.rollout.lost import LOSSES, EngineLostError
+from verl.rollout.reports import AttemptReport, DrawnReports
 from verl.rollout.resume import continued, joined
 from verl.rollout.waiting import Queue
 from verl.weight_sync import WeightChunk, deliver
 
-LOSSES = (EngineLostError, WorkerError, ConnectionError)
-"""What a replica raises when it, and not the request, is at fault."""
 REMEMBERED = 100_000
 """Conversations and prompts whose replica is remembered."""
 SLACK = 8
@@ -47,9 +46,10 @@ class Replica:
         self.lost_at: float | None = None
         self.reason = ""
         self.is_leaving = self.is_recalled = False
-        self.moved: list[tuple[str, int]] = []
+        self.moved: list[Moved] = []
         self.is_broken = False
         self.ids: set[str] = set()
+        self._reports = DrawnReports(name, sampler)
         self._change = ChangeEvent()
 
     @property
@@ -58,17 +58,27 @@ class Replica:
         return len(self.ids)
 
     @property
+    def reported(self) -> int:
+        """Tokens of its requests that it has drawn, as far as it has said."""
+        return self._reports.num_drawn
+
+    @property
     def is_lost(self) -> bool:
         return self.lost_at is not None
 
-    async def generate(self, request: Request) -> Completion:
+    async def generate(self, request: Request, report: AttemptReport | None = None, seconds: float = 0.0) -> Completion:
+        """The answer; meanwhile the report, if there is one, gets what is drawn, once in so many seconds."""
         self.ids.add(request.id)
+        if report is not None:
+            self._reports.begin(report, seconds)
         try:
             done = await self.sampler.generate(request)
             self.completed += 1
             self.tokens += len(done.token_ids)
             return done
         finally:
+            if report is not None:
+                self._reports.end(report)
             self.ids.discard(request.id)
             self._change.tell()
 
@@ -155,6 +165,8 @@ class SamplerService(Sampler):
             turns of a conversation do not wait.
         retry_seconds: after which a lost replica is tried again.
         lost_seconds: that a lost replica may take to free its memory.
+        report_seconds: between two reports of what a request has drawn, with which it goes on elsewhere if its replica
+            is lost; None: it starts anew there, so that under ``rollout.full_determinism`` no bit depends on a loss.
         is_elastic: somebody replaces lost replicas (`add`, `discard`); there may be none at first.
         is_joined: others join for a while (`add`, `take_back`), so that requests wait here also for the only one.
 
@@ -173,11 +185,12 @@ class SamplerService(Sampler):
         clock: Callable[[], float] = time.monotonic,
         is_elastic: bool = False,
         is_joined: bool = False,
+        report_seconds: float | None = None,
     ):
         if not replicas and not is_elastic:
             raise RolloutError("there are no replicas", key="actor_rollout_ref.rollout")
         self.replicas = [Replica(name, sampler) for name, sampler in replicas.items()]
-        self.max_resends, self.slots = max_resends, slots
+        self.max_resends, self.slots, self.report_seconds = max_resends, slots, report_seconds
         self.retry_seconds, self.lost_seconds, self._clock = retry_seconds, lost_seconds, clock
         self._queue = Queue(clock)
         self._router, self._gate = Router(), Gate()
@@ -188,7 +201,7 @@ class SamplerService(Sampler):
         self._at_gate: set[str] = set()
         self._given_up: set[str] = set()
         self.is_elastic, self.is_joined, self._end = is_elastic, is_joined, ""
-        self._moved: list[tuple[str, int]] = []
+        self._moved: list[Moved] = []
 
     @property
     def version(self) -> int:
@@ -226,6 +239,7 @@ class SamplerService(Sampler):
             answer = await self.replicas[0].generate(request)
             self._answered(self.replicas[0], answer)
             return answer
+        parts: list[Completion] = []
         avoided: set[str] = set()
         last: BaseException | None = None
         arrival = self._queue.arrived()
@@ -233,17 +247,19 @@ class SamplerService(Sampler):
             replica = await self._acquire(request, arrival, avoided, last)
             if replica is None or request.id in self._given_up:
                 self._queue.call_next()  # where a slot was free, others can use it
-                return Completion(request.id, (), (), "abort", ())
+                return joined((*parts, Completion(request.id, (), (), "abort", ())))
             self._queue.began(request, arrival)
             done = None
             try:
-                done = await replica.generate(request)
+                report = None if self.report_seconds is None else AttemptReport(request)
+                done = await replica.generate(request, report, self.report_seconds or 0.0)
             except LOSSES as error:
+                request = self._with_report(replica, request, report, parts)
                 self._note_loss(replica, error)
                 avoided.add(replica.name)
                 self._counts["resent"] += 1
                 if self.is_elastic:
-                    self._moved.append((request.uid, request.sample_index))
+                    self._moved.append(_moved(request))
                 last = error
                 continue
             finally:
@@ -252,17 +268,28 @@ class SamplerService(Sampler):
             if not replica.is_lost or not self._published:
                 replica.recovered()
             self._answered(replica, done)
-            return self._parted(replica, request, done)
+            return self._parted(replica, request, joined((*parts, done)), continued(request, done))
         self._counts["resent"] -= 1
         raise EngineLostError(
             f"request {request.id!r} was lost by {len(avoided)} replicas in turn, the last time: {last}"
         ) from last
 
-    def _parted(self, replica: Replica, request: Request, done: Completion) -> Completion:
+    def _with_report(
+        self, replica: Replica, request: Request, report: AttemptReport | None, parts: list[Completion]
+    ) -> Request:
+        """The rest of a request whose replica was lost: what that had reported is kept, as one more part."""
+        part = None if report is None else report.drawn()
+        if part is None:
+            return request
+        parts.append(part)
+        self._answered(replica, part)
+        return continued(request, part)
+
+    def _parted(self, replica: Replica, request: Request, done: Completion, rest: Request) -> Completion:
         """The answer, as one that is to go on where its replica was taken back amid it."""
         if not replica.is_recalled or done.finish_reason != "abort" or request.id in self._given_up:
             return done
-        replica.moved.append((request.uid, request.sample_index))
+        replica.moved.append(_moved(rest))
         return replace(done, is_interrupted=True)
 
     def _answered(self, replica: Replica, done: Completion) -> None:
@@ -353,8 +380,8 @@ class SamplerService(Sampler):
         self._end = reason
         self._wake_waiting()
 
-    def take_moved(self) -> list[tuple[str, int]]:
-        """Prompt and sample index of the requests that lost their replica since the last call, once for each loss."""
+    def take_moved(self) -> list[Moved]:
+        """The requests that lost their replica since the last call, once for each loss."""
         moved, self._moved = self._moved, []
         return moved
 
@@ -547,3 +574,7 @@ class SamplerService(Sampler):
             notice(f"rollout, {replica.name}", f"lost, its requests go to the others: {error}")
         replica.lost_at, replica.reason = self._clock(), str(error)
         replica.is_broken = isinstance(error, LOSSES)
+
+
+def _moved(rest: Request) -> Moved:
+    return rest.uid, rest.sample_index, len(rest.generated_prefix)

@@ -83,6 +83,10 @@ class ReplicaWorker(ProfiledWorker):
     async def generate(self, request: Request) -> Completion:
         return await self.host.generate(request)
 
+    async def drawn(self, known: Mapping[str, int]) -> dict[str, Completion]:
+        """See `Sampler.drawn`."""
+        return await self.host.drawn(known)
+
     async def abort(self, request_ids: list[str] | None = None) -> int:
         return await self.host.abort(request_ids)
 

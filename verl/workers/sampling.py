@@ -13,7 +13,7 @@ from verl.data import tokenizer_of
 from verl.errors import RolloutError
 from verl.metrics import Metric
 from verl.protocol import DataProto
-from verl.rollout.base import Completion, Request, TakenBack
+from verl.rollout.base import Completion, Moved, Request, TakenBack
 from verl.rollout.followed import FollowedService
 from verl.rollout.from_sync import run_now
 from verl.rollout.hosted import RemoteSampler
@@ -28,6 +28,8 @@ from verl.workers.sending import SyncResult
 
 SERVED, FOLLOW = "served", "follow"
 """Keys of ``meta_info``; see `SamplingWorker.sample_beside`."""
+REPORT_SECONDS = 0.25
+"""Between two reports of what requests in flight have drawn, where replicas may be lost."""
 ReplicaStats = Mapping[str, Mapping[str, float]]
 
 
@@ -59,20 +61,22 @@ class ReplicaState:
         completed: requests that it has answered.
         is_lost: it gets no requests.
         broken: the error by which its engine was lost; empty otherwise.
+        reported: tokens that it has drawn of these requests, by its last report.
     """
 
     requests: tuple[str, ...]
     completed: int
     is_lost: bool
     broken: str
+    reported: int = 0
 
 
 @dataclass(frozen=True)
 class ServiceState:
-    """All replicas by name; uid and sample index of every request that moved to another one, once for each time."""
+    """All replicas by name; every request that moved to another one, once for each time."""
 
     replicas: Mapping[str, ReplicaState]
-    moved: tuple[tuple[str, int], ...]
+    moved: tuple[Moved, ...]
 
 
 class SamplingWorker(ReplicaWorker):
@@ -187,7 +191,7 @@ class SamplingWorker(ReplicaWorker):
         service = self.service
         replicas = {
             one.name: ReplicaState(
-                tuple(sorted(one.ids)), one.completed, one.is_lost, one.reason if one.is_broken else ""
+                tuple(sorted(one.ids)), one.completed, one.is_lost, one.reason if one.is_broken else "", one.reported
             )
             for one in service.replicas
         }
@@ -201,7 +205,12 @@ class SamplingWorker(ReplicaWorker):
         rollout = self.config.rollout
         attempts, slots = rollout.server.max_attempts, rollout.max_num_seqs
         self.service = FollowedService(
-            self.replicas, max_resends=attempts, slots=slots, is_elastic=self.is_elastic, is_joined=self.lends
+            self.replicas,
+            max_resends=attempts,
+            slots=slots,
+            is_elastic=self.is_elastic,
+            is_joined=self.lends,
+            report_seconds=REPORT_SECONDS if self.is_elastic and not rollout.full_determinism else None,
         )
         early = None if self.scoring is None else early_scorer(self.scoring, self.tokenizer)
         self.agent_loops = AgentLoopManager(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from verl.rollout.base import Completion, FinishReason, Request, SamplingParams
-from verl.rollout.resume import joined
+from verl.rollout.resume import after, joined
 
 RowState = Literal["waiting", "admitted", "running", "ended"]
 UNIFORMS_AT_ONCE = 32
@@ -78,6 +78,27 @@ class Row:
         versions = (version,) * len(self.tokens)
         experts = np.concatenate(self.experts) if self.experts else None
         return Completion(self.request.id, tuple(self.tokens), tuple(self.log_probs), reason, versions, experts)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the response so far, with those that it had when it came here."""
+        return len(self.request.generated_prefix) + len(self.tokens)
+
+    @property
+    def began(self) -> int:
+        """Tokens that the response had when it came here."""
+        return len(self.request.generated_prefix) - sum(len(part.token_ids) for part in self.earlier)
+
+    def since(self, count: int, version: int) -> Completion:
+        """What was drawn here behind the first ``count`` tokens of the response, without recorded experts."""
+        parts, skip = [], count - self.began
+        for part in self.earlier:
+            if skip < len(part.token_ids):
+                parts.append(after(part, skip))
+            skip = max(0, skip - len(part.token_ids))
+        tokens = tuple(self.tokens[skip:])
+        log_probs, versions = tuple(self.log_probs[skip:]), (version,) * len(tokens)
+        return joined((*parts, Completion(self.request.id, tokens, log_probs, "abort", versions)))
 
     def finish(self, reason: FinishReason, version: int, is_interrupted: bool = False) -> None:
         """Resolve the caller's future."""

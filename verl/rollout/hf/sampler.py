@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -253,6 +253,16 @@ class HFSampler(Sampler):
 
     def expect_call(self) -> None:
         self._call.is_waiting = True
+
+    async def drawn(self, known: Mapping[str, int]) -> dict[str, Completion]:
+        if self._runner.recorder is not None:
+            return {}  # the experts of a prefix would be missing
+        rows = [(self._in_flight[name], count) for name, count in known.items() if name in self._in_flight]
+        return {
+            row.request.id: row.since(count, self._state.version)
+            for row, count in rows
+            if row.state != "ended" and row.began <= count < row.length
+        }
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
         wanted = set(self._in_flight if request_ids is None else request_ids)

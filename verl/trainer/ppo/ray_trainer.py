@@ -30,6 +30,7 @@ from verl.observability.tracker import Sample
 from verl.observability.tracking import Tracking
 from verl.protocol import DataProto
 from verl.registry import ADVANTAGE_ESTIMATORS, SCHEDULES
+from verl.rollout.base import Moved
 from verl.rollout.lost import EngineLostError
 from verl.single_controller.base import ClassWithInitArgs, ResourcePoolManager, Role, RoleHandle, Roles
 from verl.single_controller.local import LocalWorkerGroup, create_colocated_worker_cls
@@ -291,9 +292,9 @@ class RayPPOTrainer:
     def _is_mending(self) -> bool:
         return self.replicas is not None and self.replicas.is_mending
 
-    def _note_moved(self, keys: Sequence[Key]) -> None:
+    def _note_moved(self, moved: Sequence[Moved]) -> None:
         if self.state.ledger is not None:
-            self.state.ledger.moved(self.state.step, keys)
+            self.state.ledger.moved(self.state.step, moved)
 
     def _waiting(self) -> list[Key]:
         """The samples that wait to be trained on, between two steps; a schedule of a user's may hold none."""

@@ -30,6 +30,7 @@ from verl.config.topology import beyond_one_machine, processes_of
 from verl.errors import ConfigError, VerlError, WorkerError, printable
 from verl.metrics import notice
 from verl.observability.places import file_of_run
+from verl.rollout.base import Moved
 from verl.single_controller.base import ClassWithInitArgs
 from verl.single_controller.base.handle import Handle
 from verl.stacks import Process
@@ -47,7 +48,6 @@ REPORT_LOOKS = 10
 """For so many looks a death is expected to be reported after somebody heard of it, with what the process wrote last."""
 UNKNOWN = ReplicaState((), 0, True, "")
 """A replica that the service does not have."""
-Moved = Callable[[Sequence[tuple[str, int]]], None]
 
 
 @dataclass
@@ -102,7 +102,7 @@ class ReplicaKeeper:
         self._limit = config.trainer.hang_seconds
         self._looked = time.monotonic()
         self._folder = Path(config.trainer.default_local_dir)
-        self._moved: Moved = lambda keys: None
+        self._moved: Callable[[Sequence[Moved]], None] = lambda moved: None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._work: set[asyncio.Task[None]] = set()
@@ -154,11 +154,11 @@ class ReplicaKeeper:
 
     # ---- watching ----------------------------------------------------------------------------------------------
 
-    def watch(self, moved: Moved) -> None:
+    def watch(self, moved: Callable[[Sequence[Moved]], None]) -> None:
         """Look after the replicas in a thread, until `close`.
 
         Args:
-            moved: is called in that thread with uid and sample index of requests that went to another replica.
+            moved: is called in that thread with the requests that went to another replica.
         """
         self._moved = moved
         files.forget(self._folder)

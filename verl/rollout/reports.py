@@ -1,0 +1,85 @@
+"""What replicas have drawn of requests in work, as they report it: a request whose replica is lost goes on from there.
+
+Consumes: nothing but answers of the replica to `Sampler.drawn`. Waits for: that answer, in a task of its own, which
+holds no lock and no slot; nobody waits for it. Unblocked by: the answer, or the replica's loss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from verl.errors import VerlError
+from verl.metrics import notice
+from verl.rollout.base import Completion, Request, Sampler
+from verl.rollout.lost import LOSSES
+from verl.rollout.resume import joined
+
+
+class AttemptReport:
+    """What one attempt at a request has drawn, as far as its replica has said.
+
+    Args:
+        request: as the replica got it.
+    """
+
+    def __init__(self, request: Request):
+        self.request = request
+        self._parts: list[Completion] = []
+        self.count = len(request.generated_prefix)
+        """Tokens of the response that are known, with those that the request came with."""
+
+    def add(self, part: Completion) -> None:
+        """Tokens behind those that are known; some without log-probs could not be trained on, and are not kept."""
+        if len(part.log_probs) == len(part.token_ids) == len(part.token_versions):
+            self._parts.append(part)
+            self.count += len(part.token_ids)
+
+    def drawn(self) -> Completion | None:
+        """Everything that was reported."""
+        return joined(self._parts) if self._parts else None
+
+
+class DrawnReports:
+    """Asks a replica as long as it has requests.
+
+    Args:
+        name: of the replica.
+        sampler: the replica.
+    """
+
+    def __init__(self, name: str, sampler: Sampler):
+        self._name, self._sampler = name, sampler
+        self._attempts: dict[str, AttemptReport] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, report: AttemptReport, seconds: float) -> None:
+        """From here on the report gets what is drawn, once in so many seconds."""
+        self._attempts[report.request.id] = report
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._ask(seconds))
+
+    def end(self, report: AttemptReport) -> None:
+        """The attempt is over; its report stays as it is, but for an answer that is on its way."""
+        self._attempts.pop(report.request.id, None)
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens that are known of attempts in work."""
+        return sum(report.count - len(report.request.generated_prefix) for report in self._attempts.values())
+
+    async def _ask(self, seconds: float) -> None:
+        while self._attempts:
+            await asyncio.sleep(seconds)
+            asked = dict(self._attempts)
+            try:
+                news = await self._sampler.drawn({name: report.count for name, report in asked.items()})
+            except LOSSES:
+                return  # its requests hear of it themselves
+            except VerlError as error:
+                return notice(
+                    f"rollout, {self._name}, reports",
+                    f"it does not report what it draws, so a request that it loses begins anew: {error}",
+                )
+            for name, part in news.items():
+                if self._attempts.get(name) is asked[name]:
+                    asked[name].add(part)
