@@ -41,6 +41,7 @@ RUNS = {
     "separate_async": (f"{MODE}=separate_async", BYPASS),
     "fully_async": (f"{MODE}=fully_async", BYPASS, *FULLY),
     "4 stale, clipped to the sampler": (*FOUR, BYPASS),
+    "4 stale, clipped closer": (*FOUR, BYPASS, "actor_rollout_ref.actor.clip_ratio=0.1"),
     "4 stale, importance weights": (*FOUR, WEIGHTS),
     "4 stale, uncorrected": FOUR,
 }
