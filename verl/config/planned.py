@@ -11,6 +11,8 @@ from verl.metrics import notice
 
 INSTEAD: dict[str, str] = {
     "Megatron's own LoRA settings": "Set actor_rollout_ref.model.lora_rank, lora_alpha and target_modules.",
+    "a context-parallel size by row length": "Set context_parallel_size, which all rows share: Megatron-Core gives "
+    "rows groups of their own only in Transformer Engine's attention.",
     "profiling on Ascend": "Leave it out; global_profiler.tool=torch shows what the host does.",
     "the msprobe precision debugger": "Leave it out.",
     "a command after profiling": "Leave it out; recordings lie in global_profiler.save_path.",
