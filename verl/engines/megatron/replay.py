@@ -137,8 +137,8 @@ class StageReplay:
 
     def take(self, chunk: nn.Module, tokens: int, device: Any) -> Tensor:
         """(tokens, layers of the model, top_k) int16 that a stage chose last, `NO_RECORD` for layers of others."""
-        whole = torch.full((tokens, len(self.facts), self.facts[0][1]), NO_RECORD, dtype=torch.int16, device=device)
+        chosen = torch.full((tokens, len(self.facts), self.facts[0][1]), NO_RECORD, dtype=torch.int16, device=device)
         for layer in self._layers[chunk]:
             assert layer.chosen is not None, "a pass goes through every router of the stage"
-            whole[:, layer.number] = layer.chosen.to(torch.int16)
-        return whole
+            chosen[:, layer.number] = layer.chosen.to(torch.int16)
+        return chosen
