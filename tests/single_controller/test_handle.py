@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 
 import pytest
@@ -28,6 +29,12 @@ class Server:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+
+    async def hang_and_fail(self):
+        try:
+            await self.hang()
+        except asyncio.CancelledError:
+            raise KeyError("mine") from None
 
     async def fail(self):
         raise KeyError("mine")
@@ -127,6 +134,25 @@ def test_cancelling_the_waiting_task_cancels_the_call():
         assert (server.started, server.cancelled) == (1, 1)
 
     asyncio.run(main())
+
+
+def test_the_error_of_a_call_that_was_cancelled_is_printed_nowhere():
+    said = []
+
+    async def main():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context["message"]))
+        server = Server()
+        task = asyncio.ensure_future(LocalHandle(server).call("hang_and_fail"))
+        while not server.started:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert server.cancelled == 1
+
+    asyncio.run(main())
+    gc.collect()
+    assert said == []
 
 
 def test_cancel_ends_the_calls_in_flight_of_one_method_from_any_thread():

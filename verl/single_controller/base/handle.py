@@ -101,5 +101,12 @@ class Handle(ABC):
         finally:
             del self._in_flight[task]
             if not task.done():
+                task.add_done_callback(_look)
                 task.cancel()
                 await asyncio.wait({task}, timeout=CANCEL_SECONDS)
+
+
+def _look(task: asyncio.Task[Any]) -> None:
+    """Nobody waits for the call any more: its error concerns nobody, and asyncio would print it later."""
+    if not task.cancelled():
+        task.exception()
