@@ -14,6 +14,7 @@ from tests.trainer.ppo.reward_models import reward_model_dir
 from verl.config import PPOTrainerConfig, SFTTrainerConfig, leaves, load_config, record_reads
 from verl.config.groups import PPO
 from verl.config.megatron import MegatronEngineConfig
+from verl.config.model import MegatronLoraConfig
 from verl.config.recipes import with_recipes
 from verl.config.trainer import AsyncTrainingConfig, HybridRolloutConfig
 from verl.trainer import main_ppo, sft_trainer
@@ -102,6 +103,13 @@ READ_ELSEWHERE = {
     # Only a policy has a sampler; a notice says so where another one sets it: tests/config/test_notices.py.
     "critic.model.lora.merge",
     "model.lora.merge",
+    # The loader makes the model's own settings of them: tests/config/test_megatron_lora.py.
+    *(
+        f"{model}.lora.{name}"
+        for model in ("actor_rollout_ref.model", "critic.model", "model")
+        for name in MegatronLoraConfig.__dataclass_fields__
+        if name != "merge"
+    ),
     # They stand for those of fsdp_config, which follow them.
     "actor_rollout_ref.actor.entropy_checkpointing",
     "actor_rollout_ref.actor.entropy_from_logits_chunk_size",

@@ -21,11 +21,14 @@ from tests.megatron.cells import (
     shared_model,
 )
 from tests.megatron.families import MIXTRAL, MIXTURE
+from verl.config.loading import read_config
 from verl.config.megatron import MegatronEngineOverrideTransformerConfigConfig
 from verl.engines.adapters import AdapterBaseEngine
 from verl.errors import NotBuiltError
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
+SPELLED = ["actor_rollout_ref.model.lora.rank=4", "actor_rollout_ref.model.lora.alpha=8"]
+"""The same as Megatron's users spell it."""
 
 
 def farthest(mine, theirs):
@@ -117,6 +120,7 @@ def an_adapters_state_goes_elsewhere(ranks, folder):
         return [told["loss"], told["grad_norm"]]
 
     engine = megatron(path, model=LORA, **{TENSOR: 2})
+    first = kept(engine.export_adapter())
     step(engine, mine)
     saved = saved_in(engine, folder / "adapted")
     found = {"here": step(engine, mine)}
@@ -129,11 +133,18 @@ def an_adapters_state_goes_elsewhere(ranks, folder):
         found["plain"] = step(plain, slice(None))
         found["files"] = sorted(f.name for f in (folder / "adapted" / "huggingface").iterdir() if "adapter" in f.name)
     ranks.barrier()
-    at_hand = megatron(path, model=LORA, **{TENSOR: 2})
+    resolved = read_config("ppo_trainer", SPELLED).actor_rollout_ref.model
+    names = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
+    at_hand = megatron(path, model={name: resolved[name] for name in names}, **{TENSOR: 2})
+    spelled = kept(at_hand.export_adapter())
     at_hand.load_state(saved)
     again = megatron(path, model={"lora_adapter_path": str(folder / "adapted" / "huggingface")}, **{TENSOR: 2})
     outputs = [one.infer(batch[mine])["log_probs"] for one in (at_hand, again)]
     found["from its file"] = torch.equal(*outputs)
+    found["spelled otherwise"] = {
+        "first": spelled.keys() == first.keys() and all(torch.equal(first[n], t) for n, t in spelled.items()),
+        "next": step(at_hand, mine) == found["here"],
+    }
     return found
 
 

@@ -266,6 +266,11 @@ def test_an_adapters_state_goes_on_in_the_plain_engine_and_in_another_layout_and
     ]
 
 
+def test_an_adapter_as_megatrons_users_spell_it_has_the_same_bits(answers):
+    for found in answers[2]["an_adapters_state_goes_elsewhere"]:
+        assert found["spelled otherwise"] == {"first": True, "next": True}
+
+
 def test_an_adapter_on_experts_or_routers_is_refused(answers):
     for found in answers[2]["adapters_that_are_refused"]:
         assert len(found) == 2

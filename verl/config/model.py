@@ -26,8 +26,26 @@ class TiledMLPConfig(ConfigNode):
 
 @dataclass(frozen=True)
 class MegatronLoraConfig(ConfigNode):
-    """Adapters of models that Megatron-Core trains; `merge` applies to every backend."""
+    """Adapters as Megatron's users spell them; with a rank they become `lora_rank` and what stands beside it."""
 
+    type: str = setting(
+        "lora",
+        "kind of adapter: lora or canonical_lora, which mean the same here: every Hugging Face weight has its own factors",
+        choices=("lora", "canonical_lora", "dora", "vlm_lora"),
+    )
+    rank: int = setting(0, "another spelling of lora_rank; 0: nothing else here but merge counts")
+    alpha: int = setting(32, "another spelling of lora_alpha")
+    target_modules: list = setting(
+        ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
+        "target_modules under Megatron-Core's names; all four: all-linear",
+    )
+    exclude_modules: list = setting([], "exclude_modules under Megatron-Core's names")
+    lora_A_init_method: str = setting(
+        "xavier",
+        "how the first factor is drawn; always kaiming, as peft draws it",
+        choices=("xavier", "kaiming", "normal", "uniform"),
+    )
+    adapter_path: str | None = setting(None, "another spelling of lora_adapter_path", path=True)
     merge: bool = setting(
         False,
         "policy: send the sampler full weights with the adapter merged in, not the adapter alone",

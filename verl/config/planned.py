@@ -10,7 +10,9 @@ from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 
 INSTEAD: dict[str, str] = {
-    "Megatron's own LoRA settings": "Set actor_rollout_ref.model.lora_rank, lora_alpha and target_modules.",
+    "second factors of adapters that do not start at zero": "Leave it out: training starts exactly from the base.",
+    "adapters of another dtype than the model's": "Leave it out: actor_rollout_ref.actor.megatron.dtype is that of both.",
+    "adapters that the sampler shards": "Set actor_rollout_ref.rollout.engine_kwargs.vllm.fully_sharded_loras=true.",
     "a context-parallel size by row length": "Set context_parallel_size, which all rows share: Megatron-Core gives "
     "rows groups of their own only in Transformer Engine's attention.",
     "profiling on Ascend": "Leave it out; global_profiler.tool=torch shows what the host does.",

@@ -6,6 +6,7 @@ from typing import Any
 
 from verl.config.convert import build, convert, describe, expand_path
 from verl.config.interpolate import interpolated
+from verl.config.megatron_lora import carry_over
 from verl.config.merge import Merge, where
 from verl.config.node import ConfigNode, place
 from verl.config.planned import ROLLOUT_ENGINES, check_built, check_choices, for_engine, tell_no_effect
@@ -33,6 +34,8 @@ def resolve(merge: Merge) -> ConfigNode:
         problem = check_built(leaf, values[leaf.key], usual) or check_choices(leaf, values[leaf.key])
         problems += [_located(problem, merge, leaf.key)] if problem else []
     problems += [_located(problem, merge, str(problem.key)) for problem in not_built_choices(values)]
+    carried = carry_over(merge.schema, values, merge.origin)
+    problems += [_located(problem, merge, str(problem.key)) for problem in carried]
     raise_all(problems or late)
     for leaf in own:
         if leaf.planned is None:
