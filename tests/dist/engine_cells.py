@@ -139,6 +139,7 @@ def compare(ranks: Ranks, folder: Path, case: Case) -> dict[str, Any]:
     answers = ranks.exchange({name: values.tolist() for name, values in found.items()})
     loss, gradient = gathered_gradient(engine, mine, loss_fn, **case.limits)
     metrics = [engine.train_batch(mine, loss_fn, **case.limits).values() for _ in range(2)]
+    engine.compare_copies()  # of what several ranks hold, all have the same bits
     weights = flat(engine.export_weights())
     factors = flat(engine.export_adapter()) if case.both.get("lora_rank") else None
     result = {"metrics": metrics, "rows": len(mine)}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from tests.dist import engine_cells as cells
-from tests.dist import kl_cells, loading_cells, switch_cells, switches
+from tests.dist import copy_cells, kl_cells, loading_cells, switch_cells, switches
 from tests.dist import resume_cells as resume
 from tests.dist.group import run_cells
 
@@ -31,6 +33,7 @@ CELLS = {
         cells.ranks_called_differently,
         cells.weights_in_and_out,
         cells.weights_copied,
+        copy_cells.copies_that_differ,
         *RESUME,
         resume.written_by_a_worker,
         resume.by_hand,
@@ -47,6 +50,7 @@ CELLS = {
         cells.hybrid,
         cells.shards_are_real,
         cells.nan_on_one_rank,
+        copy_cells.copies_that_differ,
         *RESUME,
     ),
 }
@@ -104,6 +108,18 @@ def test_the_exact_kl_and_its_gradient_are_those_of_the_plain_engine(runs, size,
         assert answer["found"][0][1] == pytest.approx(0, abs=1e-6) and answer["found"][2][1] > 1e-4
         for found, expected in zip(answer["found"], answer["expected"]):
             assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@world("copies_that_differ")
+def test_a_flipped_bit_of_one_copy_ends_the_run_and_names_weight_ranks_and_nodes(runs, size, name):
+    part, twin = {2: ("", 0), 4: (" [16:32]", 1)}[size]
+    node = socket.gethostname()
+    for told in runs[size][name]:
+        assert told["clean"] > 20 and told["sharded alone"] < told["clean"], "counters of steps are on every rank"
+        where = f"{part} on rank {twin} ({node}) differs from that on rank {size - 1} ({node})"
+        assert f"1 of {told['clean']} copies differ: model/{copy_cells.NORM}{where}" in told["weight"]
+        assert told["save"] == told["weight"] and not told["written"]
+        assert f"optimizer/{copy_cells.NORM}/exp_avg{where}" in told["moment"]
 
 
 @world("a_rank_without_rows")

@@ -15,6 +15,7 @@ from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
 from verl.checkpoint.part import read_part
 from verl.config import ActorConfig, CriticConfig, HFModelConfig, OptimizerConfig
 from verl.config.megatron import MegatronEngineConfig, MegatronEngineOverrideTransformerConfigConfig
+from verl.errors import EngineError
 from verl.metrics import notices
 from verl.models.hf_folder import read_weights
 from verl.models.megatron_conversion import convert, differences
@@ -99,7 +100,7 @@ def compared(ranks, folder, family="qwen2", kind="causal_lm", config=None, limit
     expected = plain.infer(batch, names, temperature=0.7)
     told = [engine.train_batch(batch[mine], loss_for(kind), **limits).values() for _ in range(STEPS)]
     theirs = [plain.train_batch(batch, loss_for(kind)).values() for _ in range(STEPS)]
-    after = dict(engine.export_weights())
+    after, copies = dict(engine.export_weights()), engine.compare_copies()
     shown = [(outputs[n], expected[n][mine]) for n in names if expected[n][mine].any()]
     return {
         "held": sum(b.parameter.numel() for b in engine.table.bound) / engine.num_parameters,
@@ -111,7 +112,19 @@ def compared(ranks, folder, family="qwen2", kind="causal_lm", config=None, limit
         "weights": max(relative_error(after[n], t) for n, t in plain.export_weights()),
         "routers": max((abs(a[n] / b[n] - 1) for a, b in zip(told, theirs) for n in b if n[:4] == "moe/"), default=0.0),
         "metrics": sorted(set(theirs[0]) ^ set(told[0])),
+        "copies": [copies, of_a_flipped_bit(engine, ranks)],
     }
+
+
+def of_a_flipped_bit(engine, ranks):
+    """What is said if one bit of a norm of the last rank is another one."""
+    norm = next(bound for bound in engine.table.bound if bound.weights[0].name.endswith("norm.weight"))
+    if ranks.rank == ranks.size - 1:
+        norm.parameter.detach().view(torch.int32)[0] ^= 1
+    try:
+        return f"nothing: {engine.compare_copies()}"
+    except EngineError as error:
+        return str(error)
 
 
 # ---- two ranks -------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Real Megatron-Core over gloo: its own schedules, parallel layers and collectives, beside the plain engine."""
 
+import socket
+
 import pytest
 
 from tests.dist.group import run_cells
@@ -93,6 +95,22 @@ def test_three_steps_equal_those_of_the_plain_engine(answers, size, cell):
         assert found["loss"] < LIMIT and found["norm"] < LIMIT, found
         assert found["weights"] < LIMIT, found
         assert found["routers"] < LIMIT and not found["metrics"], "the metrics are those of every engine"
+
+
+@pytest.mark.parametrize(
+    "size, cell, held",
+    [
+        (2, "data_parallel_with_the_distributed_optimizer", "rank 0 (NODE) differs from that on rank 1 (NODE)"),
+        (2, "tensor_parallel", "rank 0 (NODE) differs from that on rank 1 (NODE)"),
+        (2, "pipeline_parallel", "nothing: 0"),
+        (4, "tensor_and_data_parallel", "rank 3 (NODE) differs from that on 3 other ranks"),
+    ],
+)
+def test_a_flipped_bit_of_one_copy_of_a_weight_is_named_with_its_rank(answers, size, cell, held):
+    for found in answers[size][cell]:
+        compared, told = found["copies"]
+        assert held.replace("NODE", socket.gethostname()) in told
+        assert (compared > 0) == (not told.startswith("nothing")) and ("model/" in told or not compared)
 
 
 @pytest.mark.parametrize(

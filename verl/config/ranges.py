@@ -239,6 +239,10 @@ def _steps(trainer: Any) -> Problems:
             problems += in_range(f"trainer.{name}", value, f"{allowed}, or {EACH_EPOCH}", value == EACH_EPOCH)
         else:
             problems += in_range(f"trainer.{name}", value, allowed, value >= -1)
+    every = trainer.copy_check_freq
+    problems += in_range(
+        "trainer.copy_check_freq", every, "-1 for checkpoints only, or a number of steps", every == -1 or every >= 1
+    )
     if "max_ckpt_to_keep" in trainer:
         problems += _at_least("trainer", trainer, 1, "max_ckpt_to_keep")
     return problems

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.checkpoint import CheckpointContentsConfig
+from verl.config.checkpoint import COPY_CHECK, CheckpointContentsConfig
 from verl.config.engine import FSDPEngineConfig
 from verl.config.megatron import LIKE_ENGINE, MegatronEngineConfig
 from verl.config.model import HFModelConfig
@@ -135,6 +135,7 @@ class SFTRunConfig(ConfigNode):
     seed: int = setting(1, "seed of the run")
     save_freq: int | str = setting(-1, "steps between checkpoints, the last step included; after_each_epoch; -1: never")
     test_freq: int | str = setting(-1, "steps between validations, the last step included; after_each_epoch; -1: never")
+    copy_check_freq: int = setting(-1, COPY_CHECK, upstream=ABSENT)
     max_ckpt_to_keep: int | None = setting(None, "number of checkpoints to keep; null: all")
     balance_batch: bool = setting(True, "split rows over processes so that each gets as many tokens")
     resume_mode: str = setting(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.config.checkpoint import COPY_CHECK
 from verl.config.node import ABSENT, ConfigNode, section, setting
 
 
@@ -161,6 +162,7 @@ class TrainerConfig(ConfigNode):
         upstream=ABSENT,
     )
     save_freq: int = setting(-1, "steps between checkpoints; -1: never")
+    copy_check_freq: int = setting(-1, COPY_CHECK, upstream=ABSENT)
     esi_redundant_time: int = setting(
         0,
         "on an instance whose platform says when it ends, save if one more step and its save, plus these seconds, might "

@@ -187,6 +187,17 @@ class Engine(ABC):
             CheckpointError: the state belongs to another model or optimizer.
         """
 
+    def compare_copies(self) -> int:
+        """Compare bit by bit the weights and optimizer states that several ranks hold alike. Collective.
+
+        Returns:
+            How many tensors, or boxes of them, several ranks hold.
+
+        Raises:
+            CopiesDifferError: some differ; it names them, the ranks and their nodes.
+        """
+        return 0
+
     @abstractmethod
     def offload(self, params: bool = True, optimizer: bool = True) -> None:
         """Move parameters and optimizer state to host memory; the next use brings them back.

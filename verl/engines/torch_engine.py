@@ -32,6 +32,7 @@ from verl.config.node import key_of
 from verl.device import torch_dtype
 from verl.distributed import Ranks
 from verl.distributed.boxes import written_once
+from verl.distributed.copies import compare_copies
 from verl.distributed.metrics import merged
 from verl.engines import memory
 from verl.engines.activations import host_activations
@@ -477,6 +478,16 @@ class TorchEngine(Engine):
     def _weight_boxes(self) -> dict[str, tuple[ShardSpec, Tensor]]:
         """This rank's boxes of all weights, under their names in memory."""
         return held({name: self._box(tensor, name) for name, tensor in named_tensors(self.model).items()})
+
+    def compare_copies(self) -> int:
+        boxes = {f"model/{name}": box for name, box in self._boxes_in_memory().items()}
+        if self.optimizer is not None:
+            boxes |= {f"optimizer/{name}": box for name, box in self._optimizer_boxes()[0].items()}
+        return compare_copies(boxes, self.ranks)
+
+    def _boxes_in_memory(self) -> dict[str, tuple[ShardSpec, Tensor]]:
+        """This rank's boxes of all weights and of what is trained beside them, in the dtype in which they are kept."""
+        return self._weight_boxes()
 
     def _merged_weights(self) -> WeightsToWrite:
         """Of all weights those that this rank writes; an adapter is merged."""

@@ -36,6 +36,7 @@ from verl.observability.tracking import Tracking
 from verl.protocol import DataProto
 from verl.single_controller.spmd import Spmd
 from verl.trainer import rng, runtime
+from verl.trainer.copies import CopyCheck
 from verl.trainer.signals import StopSignals
 from verl.trainer.watch import Watch, signs_of_supervised
 from verl.workers.part import ModelPart, PassLimits, layout, load_part, local_model, make_engine, save_part
@@ -81,6 +82,7 @@ class SupervisedTrainer:
             self.val_loader = stateful_loader(val_dataset, batch_size=rows, shuffle=False, drop_last=False, **common)
         self.total_steps = trainer.total_training_steps or len(self.train_loader) * trainer.total_epochs
         self.save_every, self.test_every = self._steps_of(trainer.save_freq), self._steps_of(trainer.test_freq)
+        self.copies = CopyCheck(trainer.copy_check_freq)
         self.part = self._make_part()
         self.profiler = RoleProfiler("model", config.profiler, self.ctx.ranks.rank)
         first, last = trainer.profile_interval
@@ -170,6 +172,8 @@ class SupervisedTrainer:
             before = metrics["train/loss"]
             (asked,) = self.ctx.sum(float(stop.requested))  # every rank stops after the same step
             ends = asked > 0 and not last
+            if self.copies.is_due(self.step):
+                self.copies.run(self.engine.compare_copies)
             if self.save_every > 0 and (last or ends or self.step % self.save_every == 0):
                 self.save_checkpoint()
             if ends:

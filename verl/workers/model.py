@@ -314,6 +314,12 @@ class ModelWorker(ProfiledWorker):
             raise WorkerError(f"{self.role.name!r} needs the role {role!r} in its own process", got=known)
         return worker
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def compare_copies(self) -> int:
+        """See `Engine.compare_copies`."""
+        self.sending.wait()
+        return self.part.engine.compare_copies()
+
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -174,8 +174,12 @@ def save_part(
     """Write one model's sections and its Hugging Face folder; every rank writes its part and returns its records.
 
     With ``background`` only the copy is made before this returns; `saved_records` has the records.
+
+    Raises:
+        CopiesDifferError: ranks that hold the same hold different bits; nothing is written.
     """
     engine = part.engine
+    engine.compare_copies()  # of copies one is written, and it should not be a damaged one
     state, writer = engine.state(), engine.hf_writer(tokenizer)
     engine.only_first(lambda: prepare_part(Path(folder)))
 

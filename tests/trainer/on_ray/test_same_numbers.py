@@ -46,7 +46,7 @@ def two(train: Callable[..., Run]) -> Run:
     profiled = ["enable=true", "ranks=[1]", "tool_config.torch.discrete=true"]
     told = ["global_profiler.tool=torch", "global_profiler.steps=[2]", "global_profiler.save_path=two/profile"]
     switches = [f"actor_rollout_ref.actor.profiler.{name}" for name in profiled]
-    return train("two", 2, "trainer.n_gpus_per_node=2", *told, *switches)
+    return train("two", 2, "trainer.n_gpus_per_node=2", "trainer.copy_check_freq=2", *told, *switches)
 
 
 def test_two_workers_give_the_samples_the_losses_and_the_gradients_of_one(two: Run, alone: Run):
@@ -54,6 +54,10 @@ def test_two_workers_give_the_samples_the_losses_and_the_gradients_of_one(two: R
         [s["output"] for s in step] for step in alone.samples[:2]
     ]
     agree(two, alone, steps=slice(0, 2))
+
+
+def test_what_two_workers_hold_alike_is_compared_as_often_as_asked_for(two: Run):
+    assert ["timing_s/compare_copies" in step for step in two.steps] == [False, True]
 
 
 def test_a_worker_of_two_records_the_step_it_is_asked_to(two: Run):

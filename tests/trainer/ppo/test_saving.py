@@ -86,9 +86,11 @@ def test_an_error_after_a_save_leaves_the_metrics_and_the_account_of_the_step_th
                 raise RolloutError("the sampler is gone")
 
     words = (*SAVES[:2], "trainer.default_local_dir=ended", "trainer.experiment_name=ended")
-    words = (*words, "trainer.total_training_steps=3")
+    words = (*words, "trainer.total_training_steps=3", "trainer.copy_check_freq=1")
+    reset_notices()
     with pytest.raises(RolloutError, match="the sampler is gone"):
         train(*words, watch=Fails())
+    assert "no rank holds a copy" in notices()["trainer.copy_check_freq"]
     assert len(train(*words).batches) == 1, "step 2 is not repeated"
     (log,) = Path("logs").rglob("ended.jsonl")
     assert [read_json(line)["step"] for line in log.read_text().splitlines()] == [1, 2, 3]

@@ -354,6 +354,14 @@ class MegatronEngine(TorchEngine):
     def _weight_boxes(self) -> dict[str, tuple[ShardSpec, Tensor]]:
         return self._boxes(self.table, self._weight)
 
+    def _boxes_in_memory(self) -> dict[str, tuple[ShardSpec, Tensor]]:
+        tables = {"": self.table} if self.adapters is None else {"": self.table, "adapter/": self.trainable}
+        return {
+            before + name: table.box(name, table.piece(name, lambda parameter: parameter))
+            for before, table in tables.items()
+            for name, _ in table.dtypes_here(self.dtype)
+        }
+
     def _merged_weights(self) -> WeightsToWrite:
         return weights_to_write(self._weight_boxes(), self.ranks, dict)
 

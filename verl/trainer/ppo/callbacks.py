@@ -16,6 +16,7 @@ from verl.observability.tracker import Sample
 from verl.protocol import DataProto
 from verl.single_controller.base import Roles
 from verl.trainer import expiry
+from verl.trainer.copies import CopyCheck
 from verl.trainer.ppo.context import RunState, StepContext
 from verl.trainer.ppo.signs import signs_of
 from verl.trainer.ppo.validation import Validator
@@ -107,6 +108,20 @@ class WatchLearning(Callback):
 
     def on_fit_end(self, trainer: Run) -> None:
         self.watch.end()
+
+
+class CompareCopies(Callback):
+    """Every ``trainer.copy_check_freq`` steps: do ranks that hold the same weights still hold the same bits?"""
+
+    def __init__(self, every: int) -> None:
+        self._check = CopyCheck(every)
+
+    def on_step_end(self, trainer: Run, batch: DataProto) -> None:
+        if not self._check.is_due(trainer.ctx.step):
+            return
+        models = [*trainer.roles.of_kind("trainable").values(), *trainer.roles.of_kind("frozen").values()]
+        with trainer.ctx.timed("compare_copies"):
+            self._check.run(lambda: sum(max(model.group.compare_copies()) for model in models))
 
 
 class SaveCheckpoint(Callback):
@@ -203,10 +218,11 @@ class Profile(Callback):
 
 
 def default_callbacks(config: PPOTrainerConfig) -> list[Callback]:
-    """In upstream's order of a step: dump, save, publish, validate.
+    """In upstream's order of a step: dump, save, publish, validate; what is damaged is neither saved nor published.
 
     A background weight update starts before anything is written.
     """
     rest: list[Callback] = [DumpRollouts(), ShowSamples(), WatchLearning(), SaveCheckpoint()]
     rest.insert(0 if config.trainer.async_weight_update else len(rest), Publish())
-    return [Profile(config.global_profiler), *rest, Validate()]
+    check = [CompareCopies(config.trainer.copy_check_freq)] if config.trainer.copy_check_freq > 0 else []
+    return [Profile(config.global_profiler), *check, *rest, Validate()]
