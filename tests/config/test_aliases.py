@@ -316,6 +316,7 @@ SFT_WORKS = [
      "engine.megatron.override_transformer_config.recompute_granularity", "full"),
     ("engine.override_mcore_model_config", "{qk_clip: true}",
      "engine.megatron.override_mcore_model_config", {"qk_clip": True}),
+    ("engine.override_ddp_config", "{bucket_size: 1}", "engine.megatron.override_ddp_config", {"bucket_size": 1}),
 ]  # fmt: skip
 SFT_OPEN = [
     (
@@ -329,7 +330,7 @@ SFT_NOT_BUILT = [
     (f"engine.{name}", value, f"engine.megatron.{name}")
     for name, value in (
         ("dynamic_context_parallel", "true"), ("max_seqlen_per_dp_cp_rank", "9"),
-        ("override_ddp_config", "{bucket_size: 1}"), ("use_megatron_fsdp", "true"), ("router_replay.mode", "R2"),
+        ("use_megatron_fsdp", "true"), ("router_replay.mode", "R2"),
     )
 ]  # fmt: skip
 

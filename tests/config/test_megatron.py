@@ -55,6 +55,8 @@ REFUSED = {
     f"{A}.megatron.override_transformer_config.moe_router_load_balancing_type=aux_loss": "load-balancing losses are no",
     f"{A}.{P}=2 {A}.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=2": "as many layers",
     f"{A}.megatron.override_transformer_config.fp8=hybrid": "products in FP8 need Transformer Engine",
+    f"{A}.megatron.override_transformer_config.moe_z_los_coeff=1": "Did you mean 'moe_z_loss_coeff'",
+    f"{A}.megatron.override_ddp_config.use_megatron_fsdp=true": "strategy=fsdp2 shards weights",
 }  # fmt: skip
 
 
@@ -67,7 +69,9 @@ def test_what_cannot_be_laid_out_is_refused_with_what_can(run, words):
 
 def test_fields_that_ask_for_nothing_are_taken(run, told):
     fields = f"{A}.megatron.override_transformer_config"
-    run(f"{fields}.moe_z_loss_coeff=1e-3", f"{fields}.fp8=false", f"{fields}.moe_aux_loss_coeff=0.01")
+    run(f"{fields}.moe_z_loss_coeff=1e-3", f"{fields}.fp8=false", f"{fields}.moe_aux_loss_coeff=0.01",
+        f"{A}.megatron.override_ddp_config.overlap_grad_reduce=true")  # fmt: skip
+    assert "overlap_grad_reduce (the engine sums gradients itself" in told()[f"{A}.megatron.override_ddp_config"]
     assert "moe_aux_loss_coeff (load-balancing losses" in told()[f"{A}.megatron.override_mcore_model_config"]
 
 

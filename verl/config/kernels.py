@@ -91,7 +91,7 @@ def _on_gpu(role: MegatronRole, kind: str) -> Problems:
 def _fp8(role: MegatronRole) -> Problems:
     if not role.is_megatron or _is_installed("transformer_engine"):
         return []
-    return caught(megatron_fields.refuse_fp8, role.of("override_mcore_model_config"), role.section.megatron)
+    return caught(megatron_fields.refuse_low_precision, role.of("override_mcore_model_config"), role.section.megatron)
 
 
 def _adapter(role: MegatronRole) -> Problems:

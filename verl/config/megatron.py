@@ -49,6 +49,9 @@ class MegatronEngineConfig(ConfigNode):
         MegatronEngineOverrideTransformerConfigConfig
     )
     override_mcore_model_config: dict = setting({}, "fields of Megatron-Core's TransformerConfig to override")
+    override_ddp_config: dict = setting(
+        {}, "fields of Megatron-Core's data-parallel wrapper, for scripts that carry them: the engine has none"
+    )
     dtype: str = setting(
         "auto",
         "dtype of weights and matrix products; auto: float32 on CPU, bfloat16 (over float32 copies) on an accelerator",

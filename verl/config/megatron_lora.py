@@ -86,10 +86,10 @@ def _carry(schema: Schema, model: str, values: dict[str, Any], said: set[str]) -
     if problems:
         return problems
     values.update({f"{model}.{_BECOMES[name]}": value for name, value in meant.items()})
-    told = ", ".join(f"{_BECOMES[name]}={_text(value)}" for name, value in meant.items() if value is not None)
+    becomes = ", ".join(f"{_BECOMES[name]}={_text(value)}" for name, value in meant.items() if value is not None)
     notice(
         own["rank"],
-        f"is {told} here, with every training backend: each Hugging Face weight has two factors of its own, also where "
+        f"is {becomes} here, with every training backend: each Hugging Face weight has two factors of its own, also where "
         "queries, keys and values share a layer, the first drawn as peft draws it (kaiming)",
     )
     return []

@@ -37,7 +37,6 @@ _T, _P, _V, _E, _ET, _C = (
     "context_parallel_size",
 )
 _SIZES = (_T, _P, _V, _E, _ET, _C)
-_FIELDS = "override_mcore_model_config"
 _FOLLOWING = ("param_offload", "optimizer_offload", "dtype")
 """Of supervised training: set for every engine at once."""
 _DTYPES = ("auto", "fp32", "float32", "bf16", "bfloat16")
@@ -105,7 +104,7 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
     problems: Problems = []
     for role in chosen:
         problems += _numbers(role) or _processes(role) + _model(role)
-        problems += megatron_fields.problems(role.of(_FIELDS), role.section.megatron)
+        problems += megatron_fields.problems(f"{role.key}.megatron", role.section.megatron)
     return problems or _one_set_of_groups(chosen)
 
 
@@ -114,7 +113,7 @@ def supervised_problems(cfg: SFTTrainerConfig) -> Problems:
     role = role_of_supervised(cfg)
     if not role.is_megatron:
         return []
-    fields = megatron_fields.problems(role.of(_FIELDS), role.section.megatron)
+    fields = megatron_fields.problems(f"{role.key}.megatron", role.section.megatron)
     return (_numbers(role) or _processes(role) + _model(role)) + fields
 
 

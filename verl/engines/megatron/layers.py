@@ -21,7 +21,7 @@ from verl.engines.megatron.parallel import (
     has_transformer_engine,
     import_megatron,
 )
-from verl.errors import ConfigError, suggest
+from verl.errors import ConfigError
 from verl.metrics import notice
 from verl.models.megatron import embedding_scale, rope_settings
 
@@ -133,7 +133,7 @@ def transformer_config(settings: Mapping[str, Any], sizes: MegatronSizes, sectio
     """Megatron-Core's TransformerConfig.
 
     Raises:
-        ConfigError: an override that it does not know.
+        ConfigError: an override that does not exist, is decided otherwise, or describes another model.
     """
     known = import_megatron("transformer.transformer_config")
     cls = known.MLATransformerConfig if settings.get("multi_latent_attention") else known.TransformerConfig
@@ -173,24 +173,13 @@ def transformer_config(settings: Mapping[str, Any], sizes: MegatronSizes, sectio
         **settings,
     }
     key = f"{SECTION}.override_mcore_model_config"
-    for problem in megatron_fields.problems(key, section):
+    for problem in megatron_fields.problems(SECTION, section):
         raise problem
     fast = has_transformer_engine()
     if not fast:
-        megatron_fields.refuse_fp8(key, section)
-    slow = [name for name in section.override_mcore_model_config if name in megatron_fields.KERNELS and not fast]
-    if slow:
-        notice(key, f"without Transformer Engine these fields have no effect: {', '.join(slow)}")
-    for name, value in megatron_fields.handed_on(section).items():
-        if name in slow:
-            continue
-        if name not in cls.__dataclass_fields__:
-            raise ConfigError(
-                "Megatron-Core's TransformerConfig has no such field",
-                key=f"{SECTION}.override_mcore_model_config.{name}",
-                fix=suggest(name, cls.__dataclass_fields__),
-            )
-        chosen[name] = value
+        megatron_fields.refuse_low_precision(key, section)
+    usual = {name: field.default for name, field in cls.__dataclass_fields__.items()}
+    chosen |= megatron_fields.handed_on(key, section, chosen, usual, fast)
     if chosen.get("num_moe_experts") is not None and sizes.tensor > 1 and not sizes.sequence:
         chosen["sequence_parallel"] = True
         notice(
