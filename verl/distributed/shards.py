@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from verl.distributed.ranks import Ranks
 from verl.errors import EngineError
@@ -59,10 +60,12 @@ def own_box(tensor: Tensor) -> tuple[ShardSpec, Tensor]:
     if not isinstance(tensor, DTensor):
         return ShardSpec.of(tensor), tensor.detach()
     start, lengths = [0] * tensor.ndim, list(tensor.shape)
-    for number, placement in enumerate(tensor.placements):
+    # FSDP2 cuts last what tensor-parallel ranks have already cut, though its axis of the mesh comes first (strided).
+    order = sorted(enumerate(tensor.placements), key=lambda item: isinstance(item[1], _StridedShard))
+    for number, placement in order:
         if isinstance(placement, Replicate):
             continue
-        if type(placement) is not Shard:
+        if not isinstance(placement, Shard | _StridedShard):
             raise EngineError("this tensor is cut in a way that is no box", got=str(tensor.placements))
         axis, parts = placement.dim, tensor.device_mesh.size(number)
         part = -(-lengths[axis] // parts)
