@@ -436,8 +436,9 @@ ENGINES = Registry(
         "fsdp2": "verl.engines.fsdp2:FSDP2Engine",
         "fsdp": "verl.engines.fsdp2:FSDP2Engine",
         "megatron": "verl.engines.megatron:MegatronEngine",
+        "torchtitan": "verl.engines.torchtitan:TorchTitanEngine",
     },
-    planned=("fsdp_turbo", "veomni", "torchtitan", "automodel", "mlite"),
+    planned=("fsdp_turbo", "veomni", "automodel", "mlite"),
     key="actor_rollout_ref.actor.strategy",
 )
 SAMPLERS = Registry(

@@ -210,7 +210,6 @@ IDLE = [
     ("reward_model.rollout.prompt_length", "64", f"{RM}.rollout.prompt_length", "not built"),
     ("trainer.controller_nsight_options.trace", "cuda", f"{NSYS}.controller_nsight_options", "nsys profile"),
     (f"{A}.veomni.moe_implementation", "eager", f"{A}.veomni", "VeOmni"),
-    (f"{A}.torchtitan.attn_type", "sdpa", f"{A}.torchtitan", "TorchTitan"),
     (f"{A}.automodel.tp_size", "2", f"{A}.automodel", "AutoModel"),
     (f"{A}.fsdp_config.turbo_config.memory.recompute", "true", f"{A}.fsdp_config.turbo_config", "fsdp_turbo"),
     ("distillation.teacher_models.mine.inference.name", "vllm", "distillation.teacher_models", "distillation.enabled"),
@@ -375,8 +374,8 @@ def test_a_family_that_is_switched_on_is_refused_by_its_switch_alone():
 
 
 def test_an_engine_that_is_not_built_is_the_only_reason_even_with_its_settings():
-    for engine in ("veomni", "torchtitan", "automodel", "mlite"):
-        words = [f"model_engine={engine}", f"{A}.veomni.fsdp_size=2", f"{A}.torchtitan.tensor_parallel_size=2"]
+    for engine in ("veomni", "automodel", "mlite"):
+        words = [f"model_engine={engine}", f"{A}.veomni.fsdp_size=2", f"{A}.automodel.tp_size=2"]
         with pytest.raises(NotBuiltError, match=engine) as caught:
             read_config("ppo_trainer", words)
         assert f"{A}.veomni" not in str(caught.value)

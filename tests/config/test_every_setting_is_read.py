@@ -16,6 +16,7 @@ from verl.config.groups import PPO
 from verl.config.megatron import MegatronEngineConfig
 from verl.config.model import MegatronLoraConfig
 from verl.config.recipes import with_recipes
+from verl.config.torchtitan import TorchTitanEngineConfig
 from verl.config.trainer import AsyncTrainingConfig, HybridRolloutConfig
 from verl.trainer import main_ppo, sft_trainer
 
@@ -90,6 +91,12 @@ READ_ELSEWHERE = {
         f"{role}.megatron.{name}"
         for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward.reward_model", "engine")
         for name, _ in leaves(MegatronEngineConfig)
+    ),
+    # Only TorchTitan's engine reads them: tests/dist/test_titan.py.
+    *(
+        f"{role}.torchtitan.{name}"
+        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "engine")
+        for name, _ in leaves(TorchTitanEngineConfig)
     ),
     # These runs have another schedule for them: tests/algorithms/test_schedules.py reads these.
     *(

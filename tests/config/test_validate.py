@@ -488,7 +488,7 @@ def test_an_engine_that_is_not_built_comes_alone_with_the_number_of_the_other_pr
     said = message(ppo, "model_engine=veomni", *details, kind=NotBuiltError).splitlines()
     assert said[0].startswith(f"{A}.strategy: the training backend 'veomni' is not built yet")
     assert said[1:] == ["(1 more problem of these settings may go with it.)"]
-    both = message(ppo, f"{R}.name=trtllm", f"{A}.strategy=torchtitan", "algorithm.gamma=2", kind=NotBuiltError)
+    both = message(ppo, f"{R}.name=trtllm", f"{A}.strategy=automodel", "algorithm.gamma=2", kind=NotBuiltError)
     keys = [f"  - {A}.strategy", f"  - {R}.name"]
     assert [line.split(":")[0] for line in both.splitlines()[1:]] == keys  # gamma is judged once the others stand
 

@@ -109,6 +109,7 @@ class SftCell:
 
     inputs: Path
     root: Path
+    changes: tuple[str, ...] = ()
 
     @property
     def __name__(self) -> str:
@@ -120,7 +121,10 @@ class SftCell:
         from verl.trainer.sft_trainer import run_sft
 
         env.set_value("VERL_FILE_LOGGER_PATH", str(self.root / "metrics.jsonl"))
-        run_sft(load_config("sft_trainer", sft_arguments(self.inputs, self.root)), ranks)
+        if self.changes:
+            env.set_value("WORLD_SIZE", str(ranks.size))  # as torchrun does; sizes are held against it
+        words = [*sft_arguments(self.inputs, self.root), *self.changes]
+        run_sft(load_config("sft_trainer", words), ranks)
 
 
 def _launch_sft(inputs: Path, root: Path, size: int) -> None:

@@ -39,7 +39,7 @@ ERRORS = {
     "trainer.logger=[console,wandb]": "trainer.logger: 'wandb'",
     "data.train_files=trian.parquet": "data.train_files: no such file",
     "actor_rollout_ref.model.path=.": "actor_rollout_ref.model.path: this folder",
-    f"{A}.strategy=torchtitan": f"{A}.strategy: the training backend",
+    f"{A}.strategy=automodel": f"{A}.strategy: the training backend",
     f"{A}.strategy=megatron {A}.megatron.tensor_model_parallel_size=3 trainer.device=cpu trainer.n_gpus_per_node=4": (
         f"{A}.megatron.tensor_model_parallel_size: 4 process(es)"
     ),

@@ -11,6 +11,8 @@ from verl.config.megatron import LIKE_ACTOR, MegatronEngineConfig
 from verl.config.node import ABSENT, ConfigNode, section, setting
 from verl.config.optim import OptimizerConfig
 from verl.config.profiler import ProfilerConfig
+from verl.config.torchtitan import LIKE_ACTOR as TITAN_LIKE_ACTOR
+from verl.config.torchtitan import TorchTitanEngineConfig
 
 _CORRECTION = "algorithm.rollout_correction"
 
@@ -166,6 +168,7 @@ class ActorConfig(ConfigNode):
     optim: OptimizerConfig = section(OptimizerConfig)
     fsdp_config: FSDPEngineConfig = section(FSDPEngineConfig)
     megatron: MegatronEngineConfig = section(MegatronEngineConfig)
+    torchtitan: TorchTitanEngineConfig = section(TorchTitanEngineConfig)
     router_replay: RouterReplayConfig = section(RouterReplayConfig)
     profiler: ProfilerConfig = section(ProfilerConfig)
 
@@ -231,4 +234,5 @@ class RefConfig(ConfigNode):
     )
     fsdp_config: FSDPEngineConfig = section(FSDPEngineConfig)
     megatron: MegatronEngineConfig = section(MegatronEngineConfig, LIKE_ACTOR)
+    torchtitan: TorchTitanEngineConfig = section(TorchTitanEngineConfig, TITAN_LIKE_ACTOR)
     profiler: ProfilerConfig = section(ProfilerConfig)

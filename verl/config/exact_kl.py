@@ -41,6 +41,9 @@ def _layout(cfg: PPOTrainerConfig, key: str) -> Problems:
         if strategy == "megatron":
             why = "Megatron-Core's engine shards the vocabulary over its ranks"
             problems.append(_refused(key, why, f"{_A}.{role}.strategy=fsdp2"))
+        elif strategy == "torchtitan":
+            why = "it was not tried on TorchTitan's models"
+            problems.append(_refused(key, why, f"{_A}.{role}.strategy=fsdp2"))
         else:
             problems += _shared_rows(key, f"{_A}.{role}.fsdp_config", engine)
     return problems

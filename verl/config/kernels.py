@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from verl.config import megatron_fields, optimizers
+from verl.config import megatron_fields, optimizers, validate_torchtitan
 from verl.config.checks import Problems, caught, looks_local, missing_folder, one_of
 from verl.config.root import PPOTrainerConfig
 from verl.config.sft import SFTTrainerConfig
@@ -34,18 +34,20 @@ def _of(chosen: list[MegatronRole], device: str | None) -> Problems:
 
     on_megatron = [role for role in chosen if role.is_megatron]
     problems = missing_or_other(f"{on_megatron[0].key}.strategy") if on_megatron else []
+    on_titan = [role for role in chosen if validate_torchtitan.is_chosen(role)]
+    problems += validate_torchtitan.missing_or_other(f"{on_titan[0].key}.strategy") if on_titan else []
     if caught(devices.resolve_device, device):
         return problems  # said already
     kind = devices.resolve_device(device)
     for role in chosen:
         problems += _attention(role, kind) + _adapter(role) + _fp8(role)
-        problems += [] if role.is_megatron else _on_gpu(role, kind)
+        problems += [] if role.has_own_sizes else _on_gpu(role, kind)
     return list({problem.key: problem for problem in problems}.values())  # the reference has the actor's model
 
 
 def _attention(role: MegatronRole, kind: str) -> Problems:
     key, name = f"{role.model_key}.override_config.attn_implementation", _named(role.model)
-    if name is None or "/" in name or role.is_megatron:
+    if name is None or "/" in name or role.has_own_sizes:
         return []
     if name not in _ATTENTION:  # a module of one's own may have registered it
         return [] if role.model.external_lib else one_of(key, name, _ATTENTION)

@@ -1,6 +1,7 @@
 """What a model has, heads, layers and experts, against the processes that share it; said before anything is loaded.
 
-Of the backends that shard by FSDP, and of samplers; Megatron-Core's are in `validate_megatron`. The engines check again
+Of the backends that shard by FSDP, and of samplers; those of other backends are in
+`validate_megatron` and `validate_torchtitan`. The engines check again
 what they are given. What only the model's own class knows, such as the names of its modules, is said when it is made.
 """
 
@@ -20,7 +21,7 @@ _T, _P = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 
 
 def problems(cfg: PPOTrainerConfig) -> Problems:
-    """Of every model of an RL run that is not on Megatron-Core, and of its sampler."""
+    """Of every model of an RL run on a backend that shards by FSDP, and of its sampler."""
     return [p for role in roles(cfg) for p in of_role(role)] + of_sampler(cfg)
 
 
@@ -32,7 +33,7 @@ def sft_problems(cfg: SFTTrainerConfig) -> Problems:
 def of_role(role: MegatronRole) -> Problems:
     """What cannot be shared, and what cannot be shared together."""
     engine = role.others[1]
-    if role.is_megatron or any(engine[name] < 1 for name in (_ULYSSES, _EXPERT)):
+    if role.has_own_sizes or any(engine[name] < 1 for name in (_ULYSSES, _EXPERT)):
         return []  # numbers below 1 are refused for themselves
     return _together(role) or [*_hybrid(role), *_divided(role), *_packed(role), *_adapter(role)]
 

@@ -17,6 +17,7 @@ from verl.config import (
     replayed_experts,
     sampled_log_probs,
     validate_megatron,
+    validate_torchtitan,
 )
 from verl.config.node import ConfigNode, changed_names, was_typed
 from verl.config.root import (
@@ -65,6 +66,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
         _traces,
         _resume,
         validate_megatron.tell,
+        validate_torchtitan.tell,
     ):
         part(cfg)
     for recipe in recipes.of_run(cfg):
@@ -75,6 +77,7 @@ def tell_sft(cfg: SFTTrainerConfig) -> None:
     """Every notice of a supervised configuration."""
     _resume(cfg)
     validate_megatron.tell_supervised(cfg)
+    validate_torchtitan.tell_supervised(cfg)
     if cfg.model.lora.merge:
         notice("model.lora.merge", "has no effect: there is no sampler")
     if not cfg.data.val_files:

@@ -23,7 +23,7 @@ NEVER = {
     "SparseAdam": "it takes sparse gradients alone",
 }
 """Classes of torch that no role can be trained with, and why."""
-WHOLE = {"Adafactor": ("megatron", "fsdp2"), "Rprop": ("fsdp2",)}
+WHOLE = {"Adafactor": ("megatron", "fsdp2", "torchtitan"), "Rprop": ("fsdp2", "torchtitan")}
 """Those that look at a weight as a whole, and the backends whose processes have pieces of weights only."""
 OF_MEGATRON = ("adam", "sgd")
 """Megatron's own names."""
@@ -59,7 +59,7 @@ def sft_missing(cfg: SFTTrainerConfig) -> Problems:
 
 
 def of_section(key: str, optim: Any, backend: str) -> Problems:
-    """One ``optim`` section under the name of its backend: plain, fsdp2 or megatron."""
+    """One ``optim`` section under the name of its backend: plain, fsdp2, megatron or torchtitan."""
     name = optim.optimizer
     if optim.optimizer_impl != TORCH:
         return []
@@ -129,7 +129,7 @@ def _trained(cfg: PPOTrainerConfig) -> Iterator[tuple[str, MegatronRole]]:
 def _backend(role: MegatronRole) -> str:
     """That of `topology.backend_of`, without its notice; the weights of one process are never in pieces."""
     named = role.section.strategy
-    if named == "megatron":
+    if role.has_own_sizes:
         return named
     return "plain" if role.processes == 1 or named == "plain" else "fsdp2"
 

@@ -11,6 +11,8 @@ from verl.config.model import HFModelConfig
 from verl.config.node import ABSENT, ConfigNode, section, setting
 from verl.config.optim import OptimizerConfig
 from verl.config.profiler import ProfilerConfig
+from verl.config.torchtitan import LIKE_ENGINE as TITAN_LIKE_ENGINE
+from verl.config.torchtitan import TorchTitanEngineConfig
 
 _TORCHRUN = "torchrun says how many processes there are, and the run uses all of them; more are refused"
 
@@ -97,6 +99,7 @@ class SFTEngineConfig(FSDPEngineConfig):
         upstream="fsdp",
     )
     megatron: MegatronEngineConfig = section(MegatronEngineConfig, LIKE_ENGINE)
+    torchtitan: TorchTitanEngineConfig = section(TorchTitanEngineConfig, TITAN_LIKE_ENGINE)
 
 
 EACH_EPOCH = "after_each_epoch"

@@ -49,17 +49,20 @@ def pair_problems(cfg: DPOTrainerConfig | RMTrainerConfig) -> Problems:
 def parts_of(role: MegatronRole) -> int:
     """Into how many parts a batch is cut for a role; its processes divide into groups."""
     backend = backend_of(role.section.strategy, role.processes)
-    return sizes_of(backend, role.others[1], role.sizes, role.processes).data
+    titan = role.section.torchtitan if "torchtitan" in role.section else None
+    return sizes_of(backend, role.others[1], role.sizes, role.processes, titan).data
 
 
 def _sequence_ranks(role: MegatronRole) -> int:
     """How many processes a row is shared among."""
+    if role.section.strategy == "torchtitan":
+        return 1
     return max(1, role.sizes.context_parallel_size if role.is_megatron else role.others[1][_ULYSSES])
 
 
 def _groups(role: MegatronRole) -> Problems:
     """Peers that share something divide the processes, and a model that is trained whole has one."""
-    if role.is_megatron:
+    if role.has_own_sizes:
         return []
     if role.section.strategy == "plain" and role.processes > 1 and role.key in (_A, "critic"):
         message = f"the plain engine trains in one process, and the pool has {role.processes}"

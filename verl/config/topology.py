@@ -252,12 +252,15 @@ def backend_of(strategy: str, processes: int) -> str:
     return "plain" if processes == 1 else "fsdp2"
 
 
-def sizes_of(backend: str, fsdp: Any, megatron: Any, processes: int) -> Sizes:
+def sizes_of(backend: str, fsdp: Any, megatron: Any, processes: int, torchtitan: Any = None) -> Sizes:
     """How ``processes`` share a model.
 
     Args:
-        fsdp, megatron: the section of the backends that shard by FSDP, and that of Megatron-Core.
+        fsdp, megatron, torchtitan: the section of the backends that shard by FSDP, and those of the others.
     """
+    if backend == "torchtitan" and torchtitan is not None:
+        tensor = max(1, torchtitan.tensor_parallel_size)
+        return Sizes(max(1, processes // tensor), tensor)
     if backend == "megatron":
         tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         context = max(1, megatron.context_parallel_size)
@@ -283,7 +286,9 @@ def _trained(cfg: PPOTrainerConfig, pools: Pools) -> Iterator[RolePlacement]:
     for name, _, section, fsdp in trained_roles(cfg):
         pool = pools.of_role(name)
         backend = backend_of(section.strategy, pool.size)
-        yield RolePlacement(name, pool.name, backend, sizes_of(backend, section[fsdp], section.megatron, pool.size))
+        titan = section.torchtitan if "torchtitan" in section else None
+        sizes = sizes_of(backend, section[fsdp], section.megatron, pool.size, titan)
+        yield RolePlacement(name, pool.name, backend, sizes)
 
 
 def _added(role: AddedRole, pools: Pools) -> RolePlacement:

@@ -34,6 +34,7 @@ from verl.config import (
     topology,
     validate_megatron,
     validate_profiler,
+    validate_torchtitan,
     vision,
     vllm_fits,
 )
@@ -93,7 +94,7 @@ def _rules(served: bool) -> tuple[Rule, ...]:
     """What no machine changes."""
     placed = (sampler_sizes.served_problems,) if served else (topology.problems,)
     return (_names, _kl, ranges.numbers, optimizers.problems, losses.problems, _groups, _values, _batches, *placed, _micro_batches,
-            _sampling, _mirrors, shared_rows.problems, model_fits.problems, vllm_fits.problems, reward_model.reward_model, oversampling.problems, partial_rollouts.problems, recipes.problems, validate_megatron.problems, replayed_experts.problems,
+            _sampling, _mirrors, shared_rows.problems, model_fits.problems, vllm_fits.problems, reward_model.reward_model, oversampling.problems, partial_rollouts.problems, recipes.problems, validate_megatron.problems, validate_torchtitan.problems, replayed_experts.problems,
             validate_profiler.problems, correcting.rollout, correcting.groups, off_policy.problems, queues.problems, elastic.problems, lending.problems, _plugins, _resume, _validation)  # fmt: skip
 
 
@@ -337,7 +338,7 @@ def _validation(cfg: PPOTrainerConfig) -> Problems:
 def _sft_engine(cfg: SFTTrainerConfig) -> Problems:
     strategy = cfg.engine.strategy
     problems = [] if strategy == "auto" else known_name(registry.ENGINES, "engine.strategy", strategy, _ONE_DEVICE)
-    return problems or validate_megatron.supervised_problems(cfg)
+    return problems or validate_megatron.supervised_problems(cfg) + validate_torchtitan.supervised_problems(cfg)
 
 
 def _sft_names(cfg: SFTTrainerConfig) -> Problems:

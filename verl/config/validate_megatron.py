@@ -74,6 +74,11 @@ class MegatronRole:
         return self.section.strategy == NAME
 
     @property
+    def has_own_sizes(self) -> bool:
+        """Whether a section of its own, and not that of FSDP, says how the model is shared."""
+        return self.section.strategy in (NAME, "torchtitan")
+
+    @property
     def sizes(self) -> Any:
         return self.section.megatron
 
@@ -289,13 +294,15 @@ def tell(cfg: PPOTrainerConfig) -> None:
     for role in roles(cfg):
         key, fsdp = role.others
         if role.is_megatron:
-            _tell(
+            tell_names(
                 key,
-                _set(fsdp),
+                set_names(fsdp),
                 f"has no effect with {role.key}.strategy=megatron: its settings are {role.key}.megatron",
             )
         else:
-            _tell(f"{role.key}.megatron", _set(role.sizes), f"has no effect without {role.key}.strategy=megatron")
+            tell_names(
+                f"{role.key}.megatron", set_names(role.sizes), f"has no effect without {role.key}.strategy=megatron"
+            )
     if cfg.actor_rollout_ref.actor.strategy == NAME:
         _tell_actor(cfg)
 
@@ -305,10 +312,14 @@ def tell_supervised(cfg: SFTTrainerConfig) -> None:
     role = role_of_supervised(cfg)
     if not role.is_megatron:
         why = "has no effect without engine.strategy=megatron"
-        _tell("engine.megatron", [name for name in _set(role.sizes) if name not in _FOLLOWING], why)
+        tell_names("engine.megatron", [name for name in set_names(role.sizes) if name not in _FOLLOWING], why)
         return
-    own = [name for name in _set(cfg.engine) if name not in _FOLLOWING and not name.startswith(("strategy", NAME))]
-    _tell("engine", own, "has no effect with engine.strategy=megatron: its settings are engine.megatron")
+    own = [
+        name
+        for name in set_names(cfg.engine)
+        if name not in _FOLLOWING and not name.startswith(("strategy", NAME, "torchtitan"))
+    ]
+    tell_names("engine", own, "has no effect with engine.strategy=megatron: its settings are engine.megatron")
     _tell_model("model", cfg.model, role.key)
 
 
@@ -335,18 +346,19 @@ def _tell_model(key: str, model: ConfigNode, role: str) -> None:
             notice(f"{key}.{name}", again if name == "enable_gradient_checkpointing" else why)
 
 
-def _tell(section: str, names: list[str], why: str) -> None:
+def tell_names(section: str, names: list[str], why: str) -> None:
+    """One notice for settings of a section that have no effect."""
     if names:
         beside = f"; nor have {', '.join(names[1:])}" if names[1:] else ""
         notice(f"{section}.{names[0]}", why + beside)
 
 
-def _set(node: ConfigNode) -> list[str]:
+def set_names(node: ConfigNode) -> list[str]:
     """Leaves of a section and of those in it that somebody set: typed, or not the default and following nothing."""
     usual, names = type(node)(), []
     for name, field in type(node).__dataclass_fields__.items():
         if field.metadata.get("section") is not None:
-            names += [f"{name}.{inner}" for inner in _set(node[name])]
+            names += [f"{name}.{inner}" for inner in set_names(node[name])]
         elif was_typed(node, name) or (node[name] != usual[name] and not follows_another(node, name)):
             names.append(name)
     return names

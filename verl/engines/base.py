@@ -56,8 +56,8 @@ class Engine(ABC):
     """Whether it holds a model in one process only."""
 
     @classmethod
-    def section(cls, fsdp: Any, megatron: Any) -> Any:
-        """Which of the two sections of a role configures this engine."""
+    def section(cls, fsdp: Any, megatron: Any, torchtitan: Any = None) -> Any:
+        """Which of these sections of a role configures this engine."""
         return fsdp
 
     @property

@@ -100,10 +100,7 @@ class ShardedEngine(TorchEngine):
     def _build(self, model: Any, engine: Any, seed: int) -> nn.Module:
         self.peers = self._peers(engine)
         self.num_peers = self.peers.size
-        mesh = data_parallel_mesh(self.ranks, self.device, engine.fsdp_size)
-        self.layout = sharding.ShardingLayout.of(engine, mesh, self.device, self.dtype)
-        self.experts = ExpertRanks.of(self.ranks, self.device, engine.expert_parallel_size, mesh)
-        self.sync_once = engine.use_no_sync_for_gradient_accumulation
+        self._lay_out(engine)
         load = partial(self._load, model, engine, seed)
         (cut, self.blueprint, known), _ = self.ranks.together(
             lambda: ([load(device) for device in ("meta", "meta", HOLLOW)], None)
@@ -118,6 +115,13 @@ class ShardedEngine(TorchEngine):
         sharding.fill_loose(loose, known, self.device)
         log.info("%s: %s holds %s", type(self).__name__, self.ranks, self._held())
         return self.model
+
+    def _lay_out(self, engine: Any) -> None:
+        """Decide how a model is cut, before there is one."""
+        mesh = data_parallel_mesh(self.ranks, self.device, engine.fsdp_size)
+        self.layout = sharding.ShardingLayout.of(engine, mesh, self.device, self.dtype)
+        self.experts = ExpertRanks.of(self.ranks, self.device, engine.expert_parallel_size, mesh)
+        self.sync_once = engine.use_no_sync_for_gradient_accumulation
 
     def _read(self, path: str, known: nn.Module, load: Callable[[], nn.Module]) -> None:
         """Give the model its values: every rank reads its own, from files that can be read in parts.

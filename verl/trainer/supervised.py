@@ -121,7 +121,14 @@ class SupervisedTrainer:
         return make_engine(
             named,
             model=model,
-            **layout(named, model, c.engine, c.engine.megatron, share_prompts=self.together > 1),
+            **layout(
+                named,
+                model,
+                c.engine,
+                c.engine.megatron,
+                share_prompts=self.together > 1,
+                torchtitan=c.engine.torchtitan,
+            ),
             device=devices.resolve_device(c.trainer.device),
             seed=c.trainer.seed,
             **arguments,

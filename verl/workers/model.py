@@ -14,6 +14,7 @@ from verl.checkpoint import FileRecord
 from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig, ProfilerConfig
 from verl.config.megatron import MegatronEngineConfig
 from verl.config.topology import backend_of
+from verl.config.torchtitan import TorchTitanEngineConfig
 from verl.data import tokenizer_of
 from verl.engines.base import Engine
 from verl.errors import WorkerError
@@ -63,7 +64,7 @@ class ModelRole:
         model: the section that is loaded.
         key: the setting that names the model, for messages.
         strategy: training backend; ``auto`` leaves it to the number of workers.
-        fsdp, megatron: how the backend holds it.
+        fsdp, megatron, torchtitan: how the backend holds it.
         limits: the number of ranks -> rows or tokens of one pass.
         train_limits: the same for passes that train, where they differ.
         kind: ``causal_lm``, or ``value`` for a scalar head.
@@ -108,6 +109,7 @@ class ModelRole:
     has_tokenizer: bool = False
     profiler: ProfilerConfig | None = None
     pool: str = ""
+    torchtitan: TorchTitanEngineConfig | None = None
     role_kind: RoleKind | None = None
 
     def handle(self, group: Any) -> RoleHandle:
@@ -155,7 +157,11 @@ class ModelWorker(ProfiledWorker):
             loss_fn=None if role.loss is None else role.loss(),
             temperature=role.temperature,
             mini_batch_rows=max(1, role.rows_per_step // ranks) if role.rows_per_step else None,
-            sections=[section for section in (role.fsdp, role.megatron, model, role.optim) if section is not None],
+            sections=[
+                section
+                for section in (role.fsdp, role.megatron, role.torchtitan, model, role.optim)
+                if section is not None
+            ],
         )
         if learner is not None:
             learner.part.engine.compare_with(engine)
@@ -177,7 +183,13 @@ class ModelWorker(ProfiledWorker):
             device=context.device,
             seed=context.seed,
             **layout(
-                strategy, role.model, role.fsdp, role.megatron, role.share_prompts, role.router_replay != "disabled"
+                strategy,
+                role.model,
+                role.fsdp,
+                role.megatron,
+                role.share_prompts,
+                role.router_replay != "disabled",
+                role.torchtitan,
             ),
         )
 

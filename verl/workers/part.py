@@ -19,6 +19,7 @@ from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig, replac
 from verl.config.megatron import MegatronEngineConfig
 from verl.config.node import full_keys
 from verl.config.topology import backend_of
+from verl.config.torchtitan import TorchTitanEngineConfig
 from verl.device import memory_now
 from verl.engines.adapters import AdapterBaseEngine
 from verl.engines.base import DataRank, Engine
@@ -250,10 +251,11 @@ def layout(
     megatron: MegatronEngineConfig,
     share_prompts: bool,
     router_replay: bool = False,
+    torchtitan: TorchTitanEngineConfig | None = None,
 ) -> dict[str, Any]:
     """``engine`` and ``passes`` of `make_engine`: the section that the backend reads, and how its rows are laid out."""
     kind = ENGINES.get(strategy)
-    engine = getattr(kind, "section", Engine.section)(fsdp, megatron)
+    engine = getattr(kind, "section", Engine.section)(fsdp, megatron, torchtitan)
     aligns = getattr(kind, "aligns_rows", Engine.aligns_rows)
     passes = PassSettings(router_replay=router_replay)
     if aligns:

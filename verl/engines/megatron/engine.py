@@ -87,7 +87,7 @@ class MegatronEngine(TorchEngine):
     aligns_rows = False
 
     @classmethod
-    def section(cls, fsdp: Any, megatron: Any) -> Any:
+    def section(cls, fsdp: Any, megatron: Any, torchtitan: Any = None) -> Any:
         return megatron
 
     def __init__(

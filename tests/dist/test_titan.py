@@ -1,0 +1,61 @@
+"""TorchTitan's models on one, two and four processes against the plain engine, and checkpoints between them."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from tests.dist import resume_cells, titan_cells
+from tests.dist.group import run_cells
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="TorchTitan is not installed"),
+]
+SIZES = (1, 2, 4)
+EXACT = 1e-5
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """World size -> what each rank returned; checkpoints wait in one folder for the other engines and sizes."""
+    folder = tmp_path_factory.mktemp("runs")
+    resume_cells.plain_saved(folder)
+    by_size = {size: run_cells(size, [titan_cells.everything], folder)["everything"] for size in SIZES}
+    return {**by_size, "plain": resume_cells.plain_loaded(folder)}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_outputs_loss_gradient_and_weights_equal_the_plain_engine(runs, size):
+    cases = runs[size][0]["parity"]
+    assert len(cases) == {1: 1, 2: 3, 4: 4}[size]
+    for case, result in cases.items():
+        assert all(error <= EXACT for error in result["errors"].values()), (case, result)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_weights_leave_the_engine_under_the_names_and_with_the_bits_of_the_files(runs, size):
+    assert all(result["same_names_and_bits"] for result in runs[size][0]["parity"].values())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_run_resumes_bit_for_bit_on_as_many_processes(runs, size):
+    for rank in runs[size]:
+        assert rank["resumed"]["different"] == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_checkpoint_of_any_layout_and_engine_goes_on_with_the_same_numbers(runs, size):
+    loaded = {name: after for name, after in runs[size][0]["resumed"].items() if name.startswith("from-")}
+    assert "from-plain-1 again" in loaded and f"from-torchtitan-{size} again" in loaded
+    assert all(after["weights"] <= EXACT for after in loaded.values()), loaded
+
+
+def test_other_engines_go_on_from_its_checkpoints(runs):
+    assert {name for name in runs["plain"] if "titan" in name} == {f"from-torchtitan-{size}" for size in SIZES}
+    assert all(after["weights"] <= EXACT for after in [*runs["plain"].values(), runs[2][0]["resumed"]["in fsdp2"]])
+
+
+def test_a_reference_takes_over_weights_of_another_engine_and_writes_them_as_files(runs):
+    assert runs[2][0]["resumed"]["copied"]

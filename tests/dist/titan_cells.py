@@ -1,0 +1,143 @@
+"""TorchTitan's models on several processes, beside the plain engine on rank 0 that they are compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.dist import resume_cells as resume
+from tests.dist.engine_cells import OPTIM, ROWS, flat, loss_of, order_of, plain, sharded, share, shared_model
+from tests.engines.builders import ragged_batch, relative_error
+from verl.config import HFModelConfig, OptimizerConfig
+from verl.config.torchtitan import TorchTitanEngineConfig
+from verl.distributed import Ranks
+from verl.models.hf_folder import read_weights
+from verl.registry import ENGINES
+
+LLAMA3 = {
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+}
+
+
+def titan(path: Path, trains: bool = True, model: Any = None, optim: dict[str, Any] | None = None, **sizes: Any) -> Any:
+    return ENGINES.get("torchtitan")(
+        HFModelConfig(path=str(path), **(model or {})),
+        TorchTitanEngineConfig(**sizes),
+        OptimizerConfig(**{**OPTIM, **(optim or {})}) if trains else None,
+        total_training_steps=10,
+        seed=5,
+    )
+
+
+@torch.no_grad()
+def gradient_of(engine: Any, batch: Any, **limits: Any) -> tuple[float, Tensor]:
+    """Loss and the complete gradient in the order of the names, before clipping; no step is taken."""
+    caught: list[Tensor] = []
+    names = engine._parameter_names()
+
+    def step(closure: Any = None) -> None:
+        grads = {names[p]: p.grad for p in engine.model.parameters()}
+        full = {n: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for n, g in sorted(grads.items())}
+        caught.append(torch.cat([full[name].flatten() for name in full]))
+
+    original, engine.optimizer.step = engine.optimizer.step, step
+    clip, engine.grad_clip = engine.grad_clip, None
+    try:
+        with torch.enable_grad():
+            metrics = engine.train_batch(batch, loss_of("causal_lm"), **limits)
+    finally:
+        engine.optimizer.step, engine.grad_clip = original, clip
+    return metrics.values()["loss"], caught[0]
+
+
+def compare(ranks: Ranks, path: Path, model: dict[str, Any] | None = None, idle: tuple[int, ...] = (), **sizes: Any):
+    """Relative errors of outputs, loss, gradient and weights, and whether weights come out as they went in."""
+    engine = titan(path, model=model, **sizes)
+    exported = {name: tensor.clone() for name, tensor in engine.export_weights()}
+    batch = ragged_batch(rows=ROWS, seed=1)
+    mine, limits, outputs = share(ranks, batch, idle), {"micro_batch_size": 2}, ("log_probs", "entropy")
+    own = engine.infer(mine, outputs, temperature=0.9, **limits)
+    answers = ranks.exchange({name: values.tolist() for name, values in own.items()})
+    loss, gradient = gradient_of(engine, mine, **limits)
+    metrics = [engine.train_batch(mine, loss_of("causal_lm"), **limits).values() for _ in range(2)]
+    weights = flat(engine.export_weights())
+    if not ranks.is_first:
+        return {}
+    reference = plain(path)
+    expected = reference.infer(batch, outputs, temperature=0.9)
+    joined = {name: torch.tensor([row for answer in answers for row in answer[name]]) for name in outputs}
+    order = order_of(ranks, batch, idle)
+    errors = {name: relative_error(joined[name], expected[name][order]) for name in outputs}
+    expected_loss, expected_gradient = gradient_of(reference, batch)
+    errors["loss"] = abs(loss - expected_loss) / abs(expected_loss)
+    errors["gradient"] = relative_error(gradient, expected_gradient)
+    steps = [reference.train_batch(batch, loss_of("causal_lm")).values() for _ in range(2)]
+    errors["grad_norm"] = max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(metrics, steps))
+    errors["weights"] = relative_error(weights, flat(reference.export_weights()))
+    stored = read_weights(path)
+    same = exported.keys() == stored.keys() and all(torch.equal(exported[name], stored[name]) for name in stored)
+    return {"errors": errors, "same_names_and_bits": same}
+
+
+def parity(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """Name of a case -> `compare`."""
+    tied = shared_model(ranks, folder, "qwen3", **resume.TIED)
+    llama = shared_model(ranks, folder, "llama", **LLAMA3)
+    cases = {"qwen3, tied": compare(ranks, tied)}
+    if ranks.size > 1:
+        shared = {"tensor_parallel_size": 2}
+        cases["llama3, tensor-parallel"] = compare(ranks, llama, idle=(ranks.size - 1,), **shared)
+        recomputed = {"enable_gradient_checkpointing": True}
+        cases["qwen3, tied, tensor-parallel, recomputed"] = compare(ranks, tied, model=recomputed, **shared)
+    if ranks.size > 2:
+        padded = {"use_remove_padding": False}
+        cases["llama3, padded, hybrid"] = compare(ranks, llama, model=padded, data_parallel_replicate_size=2)
+    return cases
+
+
+def resumed(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """Checkpoint in the folder -> the step that comes after it; of an own one also what is not the same bits."""
+    path = shared_model(ranks, folder, "qwen3", **resume.TIED)
+    sizes = {"tensor_parallel_size": min(2, ranks.size)}
+    engine = titan(path, optim=resume.OPTIM, **sizes)
+    for step in range(resume.STEPS):
+        resume.train(engine, ranks, step)
+    root = folder / f"from-torchtitan-{ranks.size}"
+    resume.save(engine, ranks, root)
+    ranks.on_first(lambda: None)
+    after: dict[str, Any] = {root.name: resume.after(engine, ranks, root)}
+    expected = {name: tensor.clone() for name, tensor in engine.state().tensors.items()}
+    for other in sorted(folder.glob("from-*")):
+        again = titan(path, optim=resume.OPTIM, **sizes)
+        resume.load(again, ranks, other)
+        after[f"{other.name} again"] = resume.after(again, ranks, other)
+        if other == root:
+            state = again.state().tensors
+            after["different"] = [name for name, tensor in expected.items() if not torch.equal(tensor, state[name])]
+    if ranks.size == 2:  # by another engine on as many ranks
+        again = sharded(path, optim=resume.OPTIM)
+        resume.load(again, ranks, root)
+        after["in fsdp2"] = resume.after(again, ranks, root)
+        again.copy_weights(engine)
+        frozen = titan(path, trains=False, **sizes)
+        frozen.copy_weights(again)
+        frozen.save_hf(folder / "hf")
+        ranks.barrier()
+        saved, kept = read_weights(folder / "hf"), dict(engine.export_weights())
+        after["copied"] = all(torch.equal(saved[name], tensor) for name, tensor in kept.items())
+    return after
+
+
+def everything(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """In one cell: TorchTitan names the axes of its meshes, so a process has one set of groups for all its models."""
+    return {"parity": parity(ranks, folder), "resumed": resumed(ranks, folder)}

@@ -1,0 +1,67 @@
+"""Runs on TorchTitan's models are the runs of the plain engine, supervised and by rewards."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.dist.group import run_cells
+from tests.dist.programs import PROGRAMS, SAVE_AT, STEPS, SftCell
+from tests.support import tiny_model_dir, write_prompts
+from tests.trainer.logged_runs import SCORER, logged_steps
+from verl.models.hf_folder import read_weights
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="TorchTitan is not installed")
+SFT = PROGRAMS["sft"]
+A = "actor_rollout_ref.actor"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "logs"))
+    return tmp_path
+
+
+def test_grpo_gives_the_numbers_of_the_plain_engine_also_after_its_checkpoint(here):
+    """With prompts shared in a group, a KL to a reference, and weights handed to the sampler before every step."""
+    tiny_model_dir("model", "qwen3")
+    write_prompts("train.parquet", 6)
+    Path("scorer.py").write_text(SCORER)
+    common = ("trainer.total_training_steps=3", "trainer.save_freq=2", f"{A}.use_kl_loss=true",
+              f"{A}.ppo_mini_batch_size=2", f"{A}.optim.lr=1e-3", "trainer.device=cpu")  # fmt: skip
+    plain = logged_steps("plain", *common)
+    titan = logged_steps("titan", *common, "model_engine=torchtitan")
+    (again,) = logged_steps("again", *common, "model_engine=torchtitan", "trainer.resume_mode=resume_path",
+                            "trainer.resume_from_path=titan/global_step_2")  # fmt: skip
+    names = ("actor/loss", "actor/kl_loss", "actor/grad_norm", "critic/score/mean")
+    for name in names:
+        assert [s[name] for s in titan] == pytest.approx([s[name] for s in plain], rel=1e-4, abs=1e-6), name
+        assert again[name] == titan[2][name], name
+    assert json.loads(Path("titan/global_step_2/actor/huggingface/config.json").read_text())["model_type"] == "qwen3"
+
+
+@pytest.mark.dist
+def test_fine_tuning_with_shared_linear_layers_gives_the_curve_of_one_process(here):
+    """Also from its checkpoint, bit for bit, which holds the weights under their names of the files."""
+    SFT.prepare(here)
+    titan = ("engine=torchtitan", "engine.torchtitan.tensor_parallel_size=2", "trainer.device=cpu")
+    again = here / "again"
+    run_cells(1, [SftCell(here, here / "plain")], here / "notes")
+    run_cells(2, [SftCell(here, here / "titan", titan)], here / "notes_titan")
+    shutil.copytree(here / f"titan/global_step_{SAVE_AT}", again / f"global_step_{SAVE_AT}")
+    run_cells(2, [SftCell(here, again, titan)], here / "notes_again")
+    plain, shared, resumed = (SFT.metrics(here / name) for name in ("plain", "titan", "again"))
+    assert list(shared) == list(plain) == list(range(1, STEPS + 1))
+    for step, expected in plain.items():
+        names = [name for name in expected if "time" not in name and name.startswith(("train/", "val/"))]
+        assert "train/loss" in names
+        assert {n: shared[step][n] for n in names} == pytest.approx({n: expected[n] for n in names}, rel=1e-4)
+    for step in range(SAVE_AT + 1, STEPS + 1):
+        assert resumed[step]["train/loss"] == shared[step]["train/loss"]
+    stored, weights = read_weights(here / "model"), SFT.weights(here / "titan")
+    assert weights.keys() == stored.keys()

@@ -1,0 +1,5 @@
+"""The TorchTitan backend."""
+
+from verl.engines.torchtitan.engine import TorchTitanEngine
+
+__all__ = ["TorchTitanEngine"]
