@@ -8,6 +8,7 @@ TRACKERS_VENV ?= .venv-trackers
 VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
+TITAN := $(shell grep -E '^(torchtitan|spmd_types|torch_checkpointing|tyro|typeguard|docstring_parser|einops)==' constraints.txt)
 
 # One OpenMP thread per process: spinning threads beside another busy process are many times slower than one.
 export OMP_NUM_THREADS ?= 1
@@ -38,9 +39,11 @@ $(VENV)/.torch: constraints.txt
 	@$(BIN)/python -m pip install -qq $(TORCH)
 	@touch $@
 
+# TorchTitan goes without what it names: its datasets are older than ours, and its models need none.
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	@echo "installing verl and the pinned versions of its dependencies"
 	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m pip install -qq --no-deps $(TITAN)
 	@touch $@
 
 quickstart: install

