@@ -15,7 +15,7 @@ from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
 from verl.checkpoint.part import read_part
 from verl.config import ActorConfig, CriticConfig, HFModelConfig, OptimizerConfig
 from verl.config.megatron import MegatronEngineConfig, MegatronEngineOverrideTransformerConfigConfig
-from verl.errors import EngineError
+from verl.errors import ConfigError, EngineError
 from verl.metrics import notices
 from verl.models.hf_folder import read_weights
 from verl.models.megatron_conversion import convert, differences
@@ -294,6 +294,10 @@ def refusals(ranks, folder):
             megatron(path, **sizes)
         except Exception as error:
             found[name] = str(error)
+    try:
+        megatron(shared_model(ranks, folder, "gemma2"), model={"use_remove_padding": False})
+    except ConfigError as error:
+        found["scores"] = str(error)
     return found
 
 

@@ -27,6 +27,10 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+GEMMA2 = {
+    "tie_word_embeddings": True, "sliding_window": 4, "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 4.0, "final_logit_softcapping": 8.0,
+}  # fmt: skip
 FAMILIES = (
     ("llama", "llama", {}),
     ("mistral", "mistral", {"kv_heads": 4}),
@@ -37,6 +41,7 @@ FAMILIES = (
     ("deepseek_v3", "deepseek_v3", LATENT),
     ("mixtral", "mixtral", MIXTRAL),
     ("gemma", "gemma", {"tie_word_embeddings": True}),
+    ("gemma2", "gemma2", GEMMA2),
     ("glm4_moe", "glm4_moe", GLM),
     ("glm4_moe-plain", "glm4_moe", {**GLM, "use_qk_norm": False, "attention_bias": False}),
     ("moonlight", "deepseek_v3", MOONLIGHT),

@@ -29,6 +29,8 @@ PARITY = {
         context_cells.a_mixtral_whose_tokens_are_shared,
         context_cells.a_glm_mixture_whose_tokens_are_shared,
         context_cells.a_gemma_whose_tokens_are_shared,
+        context_cells.a_gemma2_cut,
+        context_cells.a_gemma2_whose_tokens_are_shared,
         context_cells.a_moonlight_cut,
     ],
     4: [
@@ -184,6 +186,7 @@ def test_bf16_weights_are_rounded_from_float32_copies(answers, cell):
         ("processes", ("2 processes", "1x1, 1x2, 2x1")),
         ("copies", ("2 copies of 1 x 1", "context_parallel_size", "Allowed: 1, 2")),
         ("padded", ("only where rows are packed", "use_remove_padding=true")),
+        ("scores", ("padded rows does not bound its scores", "use_remove_padding")),
         ("routers", ("moe_router_load_balancing_type", "moe/load_balance")),
         ("Adafactor", ("optimizer", "looks at a weight as a whole")),
         ("Muon", ("optimizer", "does not work on sharded weights")),

@@ -76,7 +76,6 @@ def test_other_scalings_and_families_are_refused():
 @pytest.mark.parametrize(
     "family, why",
     [
-        ("gemma2", "soft caps"),
         ("gemma3_text", "differs between layers"),
         ("glm4", "gate and up as one weight"),
         ("gpt_oss", "no sinks"),

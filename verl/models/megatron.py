@@ -68,6 +68,12 @@ _ATTENTION = (
     Slot(f"{_MEGATRON}self_attention.linear_proj.weight", (f"{_HF}self_attn.o_proj.weight",), COLUMNS),
     Slot(f"{_MEGATRON}pre_mlp_layernorm.weight", (f"{_HF}post_attention_layernorm.weight",)),
 )
+_NORMS_BEHIND = (
+    *_ATTENTION[:3],
+    Slot(f"{_MEGATRON}self_attention.norm_behind.weight", (f"{_HF}post_attention_layernorm.weight",)),
+    Slot(f"{_MEGATRON}pre_mlp_layernorm.weight", (f"{_HF}pre_feedforward_layernorm.weight",)),
+    Slot(f"{_MEGATRON}mlp.norm_behind.weight", (f"{_HF}post_feedforward_layernorm.weight",)),
+)
 _QKV_BIAS = (
     Slot(f"{_MEGATRON}self_attention.linear_qkv.bias", tuple(f"{_HF}self_attn.{n}_proj.bias" for n in "qkv"), QKV),
 )
@@ -137,7 +143,8 @@ _GELU: Mapping[str, Any] = {"gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu,
 
 def _common(config: Any, activations: Mapping[str, Any] = _SILU) -> dict[str, Any]:
     _refuse(config, "mlp_bias", bool(getattr(config, "mlp_bias", False)))
-    _refuse(config, "hidden_act", config.hidden_act not in activations)
+    name = "hidden_activation" if hasattr(config, "hidden_activation") else "hidden_act"
+    _refuse(config, name, getattr(config, name) not in activations)
     _refuse(config, "quantization_config", getattr(config, "quantization_config", None) is not None)
     return {
         "num_layers": config.num_hidden_layers,
@@ -146,7 +153,7 @@ def _common(config: Any, activations: Mapping[str, Any] = _SILU) -> dict[str, An
         "num_query_groups": config.num_key_value_heads,
         "ffn_hidden_size": config.intermediate_size,
         "layernorm_epsilon": config.rms_norm_eps,
-        "activation_func": activations[config.hidden_act],
+        "activation_func": activations[getattr(config, name)],
     }
 
 
@@ -161,8 +168,11 @@ def _window(config: Any) -> dict[str, Any]:
     width, kinds = getattr(config, "sliding_window", None), set(getattr(config, "layer_types", None) or ())
     if width is None or kinds == {"full_attention"}:
         return {}
-    _refuse(config, "layer_types", len(kinds) > 1)
-    return {"window_size": (width - 1, 0)}
+    if len(kinds) < 2:
+        return {"window_size": (width - 1, 0)}
+    _refuse(config, "layer_types", not norms_behind(config) or kinds != {"full_attention", "sliding_attention"})
+    sliding = [int(kind == "sliding_attention") for kind in config.layer_types]
+    return {"window_size": (width - 1, 0), "window_attn_skip_freq": sliding}
 
 
 def _with_bias(config: Any) -> dict[str, Any]:
@@ -179,6 +189,11 @@ def _gemma(config: Any) -> dict[str, Any]:
     _refuse(config, "attention_bias", bool(config.attention_bias))
     _refuse(config, "use_bidirectional_attention", bool(config.use_bidirectional_attention))
     return {**_dense(config, _GELU), "layernorm_zero_centered_gamma": True}
+
+
+def _gemma2(config: Any) -> dict[str, Any]:
+    """Gemma with a scale of its own for the scores; see `norms_behind` and `soft_caps`."""
+    return {**_gemma(config), "softmax_scale": config.query_pre_attn_scalar**-0.5}
 
 
 def _mixtral(config: Any) -> dict[str, Any]:
@@ -289,6 +304,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family((*_ATTENTION, *_QK_NORM, *_MLP), _mixture, mixture=_EXPERTS),
     "mixtral": Family(_ATTENTION, _mixtral, mixture=_MIXTRAL_EXPERTS),
     "gemma": Family((*_ATTENTION, *_MLP), _gemma),
+    "gemma2": Family((*_NORMS_BEHIND, *_MLP), _gemma2),
     "glm4_moe": Family(
         (*_ATTENTION, *(replace(slot, optional=True) for slot in (*_QKV_BIAS, *_QK_NORM)), *_MLP),
         _glm_mixture,
@@ -299,7 +315,6 @@ FAMILIES: Mapping[str, Family] = {
 
 _LAYERS = "Megatron-Core's local layers have no"
 REFUSED: Mapping[str, str] = {
-    "gemma2": f"{_LAYERS} norms behind attention and MLP, and no soft caps",
     "gemma3_text": f"{_LAYERS} norms behind attention and MLP, and no rotary base that differs between layers",
     "glm4": f"{_LAYERS} norms behind attention and MLP, and its file holds gate and up as one weight",
     "gpt_oss": "its file holds all experts of a layer as one weight with the gate interleaved, and "
@@ -372,7 +387,19 @@ _PARTLY_ROTATED = ("glm4_moe",)
 
 def embedding_scale(config: Any) -> float:
     """What an embedding is multiplied by."""
-    return float(config.hidden_size) ** 0.5 if config.model_type == "gemma" else 1.0
+    return float(config.hidden_size) ** 0.5 if config.model_type in ("gemma", "gemma2") else 1.0
+
+
+def norms_behind(config: Any) -> bool:
+    """Whether what attention and MLP say is normalised before it is added to the residual."""
+    return config.model_type == "gemma2"
+
+
+def soft_caps(config: Any) -> tuple[float | None, float | None]:
+    """Bounds of attention's scores and of the logits, cap x tanh(score / cap); None where there is none."""
+    if config.model_type != "gemma2":
+        return None, None
+    return config.attn_logit_softcapping, config.final_logit_softcapping
 
 
 def rope_settings(config: Any) -> dict[str, Any]:

@@ -37,13 +37,14 @@ from verl.engines.rows import MicroBatch
 from verl.engines.saving import WeightsToWrite, weights_to_write
 from verl.engines.sequence_parallel import rows_of_peers
 from verl.engines.torch_engine import LOADERS, RankWork, TorchEngine
+from verl.errors import ConfigError
 from verl.metrics import MetricSet, log
 from verl.models import count_parameters
 from verl.models.config import import_external
 from verl.models.flops import ModelFlops
 from verl.models.loading import value_head
 from verl.models.lora import LoraSettings
-from verl.models.megatron import family_of
+from verl.models.megatron import family_of, soft_caps
 from verl.models.router_replay import COLUMN
 from verl.models.slices import SlicedFolder
 from verl.models.weights import named_tensors, names_on_disk
@@ -141,6 +142,13 @@ class MegatronEngine(TorchEngine):
             )
             family = family_of(blueprint.config.get_text_config())
             settings = family.settings(blueprint.config.get_text_config())
+            if soft_caps(blueprint.config.get_text_config())[0] is not None and not model.use_remove_padding:
+                raise ConfigError(
+                    "the attention of padded rows does not bound its scores as this model does",
+                    key="use_remove_padding",
+                    got=False,
+                    fix="Set it to true, or strategy=fsdp2.",
+                )
             self.sizes.check(settings)
             return (blueprint, family, settings), None
 
@@ -170,6 +178,7 @@ class MegatronEngine(TorchEngine):
             width,
             packed=bool(model.use_remove_padding),
             sequence=bool(chunks[0].config.sequence_parallel),  # type: ignore[union-attr]
+            softcap=soft_caps(config)[1],
         )
         held = sum(b.parameter.numel() for b in self.table.bound)
         log.info("MegatronEngine: %s holds %d of %d parameters", self.ranks, held, self.num_parameters)

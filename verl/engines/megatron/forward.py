@@ -55,6 +55,7 @@ class StageForward:
         width: rows of the embedding per rank.
         packed: rows without padding, else padded to the longest.
         sequence: whether tensor-parallel ranks share the tokens between layers.
+        softcap: bounds the logits; None: they are as they are.
 
     Attributes:
         real: (tokens of this rank,) which are no padding, while a stage runs for the first time; else None.
@@ -72,6 +73,7 @@ class StageForward:
         *,
         packed: bool = False,
         sequence: bool = False,
+        softcap: float | None = None,
     ):
         if sizes.context > 1 and not packed:
             raise ConfigError(
@@ -80,7 +82,7 @@ class StageForward:
                 got=sizes.context,
                 fix="Set use_remove_padding=true in the model's section, or the size to 1.",
             )
-        self.kind, self.sizes, self.groups = kind, sizes, groups
+        self.kind, self.sizes, self.groups, self.softcap = kind, sizes, groups, softcap
         self._shared_by = sizes.tensor if sequence else 1
         self.passes = PassSettings(packed=packed, multiple=sizes.context * self._shared_by if packed else 1)
         self.first = groups.tensor.rank * width
@@ -191,6 +193,8 @@ class StageForward:
             named = {"values": values.squeeze(-1)}
         else:
             logits = values[:, : self.here]
+            if self.softcap is not None:
+                logits = torch.tanh(logits / self.softcap) * self.softcap
             if temperature != 1.0:
                 logits = logits / temperature
             statistics = statistics_from_parts(logits, micro.labels, self.first, self.groups.tensor.group)

@@ -23,7 +23,7 @@ from verl.engines.megatron.parallel import (
 )
 from verl.errors import ConfigError
 from verl.metrics import notice
-from verl.models.megatron import embedding_scale, rope_settings
+from verl.models.megatron import embedding_scale, norms_behind, rope_settings, soft_caps
 
 LATENT_EPS = 1e-6
 
@@ -82,7 +82,16 @@ def build_chunks(
     Args:
         settings: fields of TransformerConfig that the family gives.
         section: the ``megatron`` section; its override_transformer_config and override_mcore_model_config count last.
+
+    Raises:
+        ConfigError: a field that may not be replaced, or a model that Transformer Engine's attention cannot follow.
     """
+    if soft_caps(hf_config) != (None, None) and has_transformer_engine():
+        raise ConfigError(
+            "Transformer Engine's attention does not bound its scores as this model does",
+            key=f"{SECTION}.override_transformer_config.attention_backend",
+            fix="Use strategy=fsdp2.",
+        )
     config = transformer_config(settings, sizes, section, dtype)
     state, model = import_megatron("parallel_state"), import_megatron("models.gpt")
     rope = {} if config.multi_latent_attention else rope_settings(hf_config)
@@ -114,10 +123,21 @@ def build_chunks(
             chunk.output_layer.sequence_parallel = False
         if first and (scale := embedding_scale(hf_config)) != 1.0:
             chunk.embedding.register_forward_hook(lambda _, __, out: out * out.new_tensor(scale))
+        _beyond(chunk, hf_config, config)
         if not has_transformer_engine():
             _place_by_row(chunk)
         chunks.append(chunk)
     return chunks
+
+
+def _beyond(chunk: Any, hf_config: Any, config: Any) -> None:
+    """What some families have beyond Megatron-Core's layers: norms behind attention and MLP, and bounded scores."""
+    cap, behind = soft_caps(hf_config)[0], norms_behind(hf_config)
+    for layer in chunk.decoder.layers if behind or cap is not None else ():
+        layer.self_attention.core_attention.softcap = cap
+        for part in (layer.self_attention, layer.mlp) if behind else ():
+            part.add_module("norm_behind", RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon))
+            part.register_forward_hook(lambda module, _, out: (module.norm_behind(out[0]), out[1]))
 
 
 def _place_by_row(chunk: Any) -> None:

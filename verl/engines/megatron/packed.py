@@ -39,7 +39,13 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
 
 
 class PackedAttention(DotProductAttention):  # type: ignore[misc]
-    """Megatron-Core's local attention, and for packed rows that of `verl.models.attention`."""
+    """Megatron-Core's local attention, and for packed rows that of `verl.models.attention`.
+
+    Attributes:
+        softcap: bounds the scores of packed rows.
+    """
+
+    softcap: float | None = None
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, packed_seq_params: Any = None, **options: Any
@@ -51,6 +57,7 @@ class PackedAttention(DotProductAttention):  # type: ignore[misc]
         how = AttentionVariant(
             scaling=self.softmax_scale * (softmax.scale or 1.0),
             window=None if softmax.window_size is None else softmax.window_size[0] + 1,
+            softcap=self.softcap,
             dropout=self.attention_dropout.p if self.training else 0.0,
         )
         return packed_seq_params.plan.attend(query, key, value, how).flatten(1)  # type: ignore[no-any-return]
