@@ -17,6 +17,12 @@ pytestmark = pytest.mark.e2e
 GRPO, STEPS, WARM_UP = "algorithm.adv_estimator=grpo", 10, 320
 TWO = ["trainer.nnodes=1", "trainer.n_gpus_per_node=2", "trainer.device=cpu", "actor_rollout_ref.actor.strategy=fsdp2"]
 
+REPLAY = [
+    "actor_rollout_ref.actor.router_replay.mode=R3",
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay=true",
+    "actor_rollout_ref.rollout.dtype=bfloat16",
+]
+
 
 def check(steps: list[dict]) -> None:
     before, *_, after = curve(steps, ACCURACY)
@@ -66,6 +72,9 @@ def mixture(arithmetic) -> Path:
 
 
 def test_grpo_teaches_a_mixture_whose_experts_two_processes_share(arithmetic, mixture):
-    """Each process holds two of the four experts of a layer."""
+    """Each process holds two of the four experts of a layer; updates replay the experts that a bf16 sampler chose."""
     changes = [f"actor_rollout_ref.model.path={mixture}", "actor_rollout_ref.actor.fsdp_config.expert_parallel_size=2"]
-    check(learn(arithmetic, "experts", 2 * STEPS, GRPO, *TWO, *changes))
+    steps = learn(arithmetic, "experts", 2 * STEPS, GRPO, *TWO, *changes, *REPLAY)
+    check(steps)
+    differs = curve(steps, "moe/replay_differs")
+    assert len(differs) == 2 * STEPS and 0 < max(differs) < 0.05
