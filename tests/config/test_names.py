@@ -14,6 +14,7 @@ from verl.config.schema import schema_of
 from verl.errors import ConfigError, NotBuiltError
 
 A, R, RM = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "reward.reward_model"
+REF = "actor_rollout_ref.ref"
 PROGRAMS = ("ppo_trainer", "sft_trainer", "dpo_trainer", "rm_trainer", "generation", "evaluation")
 FREE = (
     # Names that only the person knows: of columns, functions, modules, projects, addresses, runs.
@@ -34,8 +35,9 @@ WITH = {
 }
 """What makes a setting count, by the beginning or the end of its key."""
 OTHERS_DUTY = ("generation:rollout.multi_turn.format", "generation:rollout.agent.default_agent_loop",
-               "generation:rollout.checkpoint_engine.backend", "dpo_trainer:data.pad_mode")  # fmt: skip
-"""A notice says behind the work that this program has no use for them."""
+               "generation:rollout.checkpoint_engine.backend", "dpo_trainer:data.pad_mode",
+               "dpo_trainer:engine.torchtitan.dtype", "rm_trainer:engine.torchtitan.dtype")  # fmt: skip
+"""A notice says behind the work that this program has no use for them, or it refuses the engine that has."""
 
 
 def names_of(program: str):
@@ -52,9 +54,10 @@ def names_of(program: str):
 
 def conditions(program: str, key: str) -> list[str]:
     found = [word for part, words in WITH.items() if key.startswith(part) or key.endswith(part) for word in words]
-    if key.endswith("megatron.dtype"):
-        found.append(f"{key.removesuffix('.megatron.dtype')}.strategy=megatron")
-    if f"{A}.strategy" in key or key == "actor_rollout_ref.ref.megatron.dtype":
+    for backend in ("megatron", "torchtitan"):
+        if key.endswith(f"{backend}.dtype"):
+            found.append(f"{key.removesuffix(f'.{backend}.dtype')}.strategy={backend}")
+    if f"{A}.strategy" in key or key in (f"{REF}.megatron.dtype", f"{REF}.torchtitan.dtype"):
         found.append(f"{A}.use_kl_loss=true")
     return [word.replace("actor_rollout_ref.", "") for word in found] if program == "generation" else found
 

@@ -54,9 +54,9 @@ class TorchTitanEngineConfig(ConfigNode):
         1, "size of a sharding group", no_effect="all processes that other sizes leave"
     )
     tensor_parallel_size: int = setting(1, "tensor-parallel size; must divide the attention and KV heads")
-    expert_parallel_size: int = setting(1, "expert-parallel size; not built: 1")
-    pipeline_parallel_size: int = setting(1, "pipeline-parallel size; not built: 1")
-    context_parallel_size: int = setting(1, "context-parallel size; not built: 1")
+    expert_parallel_size: int = setting(1, "expert-parallel size; only 1 so far")
+    pipeline_parallel_size: int = setting(1, "pipeline-parallel size; only 1 so far")
+    context_parallel_size: int = setting(1, "context-parallel size; only 1 so far")
     attn_type: str = setting("flex", "attention kernel", choices=("sdpa", "flex", "varlen"), no_effect=_LIKE_OTHERS)
     spmd_backend: str = setting(
         "spmd_types",

@@ -9,7 +9,7 @@ import importlib.metadata
 import importlib.util
 from typing import Any
 
-from verl.config.checks import Problems, in_range
+from verl.config.checks import Problems, in_range, one_of
 from verl.config.config_json import facts_of
 from verl.config.node import was_typed
 from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
@@ -21,6 +21,7 @@ from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 
 _T, _COPIES = "tensor_parallel_size", "data_parallel_replicate_size"
+_DTYPES = ("auto", "fp32", "float32", "bf16", "bfloat16")
 _ACTOR = "actor_rollout_ref.actor"
 _INSTEAD = "or set {}.strategy=fsdp2."
 
@@ -87,7 +88,7 @@ def _numbers(role: MegatronRole) -> Problems:
     section, wrong = role.section.torchtitan, []
     for name in (_T, _COPIES, *NOT_BUILT):
         wrong += in_range(_key(role, name), section[name], "1 or more", section[name] >= 1)
-    return wrong
+    return wrong + one_of(_key(role, "dtype"), section.dtype.removeprefix("torch."), _DTYPES)
 
 
 def _features(role: MegatronRole) -> Problems:
