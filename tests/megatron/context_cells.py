@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.megatron.cells import EXPERT, PIPELINE, TENSOR, VIRTUAL, compared
-from tests.megatron.families import GEMMA2, GLM, LATENT, MIXTRAL, MIXTURE, MOONLIGHT, YARN
+from tests.megatron.families import GEMMA2, GEMMA3, GLM, LATENT, MIXTRAL, MIXTURE, MOONLIGHT, YARN
 from verl.config.megatron import MegatronEngineOverrideTransformerConfigConfig
 
 CONTEXT = "context_parallel_size"
@@ -38,6 +38,16 @@ def a_gemma2_cut(ranks, folder):
 
 def a_gemma2_whose_tokens_are_shared(ranks, folder):
     return compared(ranks, folder, "gemma2", config=GEMMA2, **{CONTEXT: 2})
+
+
+def a_gemma3_cut(ranks, folder):
+    """Tensor and sequence parallel; every layer is computed again."""
+    again = {"override_transformer_config": MegatronEngineOverrideTransformerConfigConfig("full")}
+    return compared(ranks, folder, "gemma3_text", config=GEMMA3, **{TENSOR: 2}, **again)
+
+
+def a_gemma3_on_padded_rows_over_stages(ranks, folder):
+    return compared(ranks, folder, "gemma3_text", config=GEMMA3, model={"use_remove_padding": False}, **{PIPELINE: 2})
 
 
 def a_gemma_whose_tokens_are_shared(ranks, folder):

@@ -31,6 +31,14 @@ GEMMA2 = {
     "tie_word_embeddings": True, "sliding_window": 4, "query_pre_attn_scalar": 24,
     "attn_logit_softcapping": 4.0, "final_logit_softcapping": 8.0,
 }  # fmt: skip
+GEMMA3 = {
+    "tie_word_embeddings": True, "sliding_window": 4, "query_pre_attn_scalar": 24, "head_dim": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+    },
+}  # fmt: skip
 FAMILIES = (
     ("llama", "llama", {}),
     ("mistral", "mistral", {"kv_heads": 4}),
@@ -42,6 +50,7 @@ FAMILIES = (
     ("mixtral", "mixtral", MIXTRAL),
     ("gemma", "gemma", {"tie_word_embeddings": True}),
     ("gemma2", "gemma2", GEMMA2),
+    ("gemma3_text", "gemma3_text", GEMMA3),
     ("glm4_moe", "glm4_moe", GLM),
     ("glm4_moe-plain", "glm4_moe", {**GLM, "use_qk_norm": False, "attention_bias": False}),
     ("moonlight", "deepseek_v3", MOONLIGHT),

@@ -30,6 +30,8 @@ PARITY = {
         context_cells.a_glm_mixture_whose_tokens_are_shared,
         context_cells.a_gemma_whose_tokens_are_shared,
         context_cells.a_gemma2_cut,
+        context_cells.a_gemma3_cut,
+        context_cells.a_gemma3_on_padded_rows_over_stages,
         context_cells.a_gemma2_whose_tokens_are_shared,
         context_cells.a_moonlight_cut,
     ],

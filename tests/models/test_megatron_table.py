@@ -5,7 +5,7 @@ from transformers import AutoConfig
 
 from tests.megatron.families import LATENT, LLAMA3, YARN
 from verl.errors import ConfigError, ModelError
-from verl.models.megatron import family_of, rope_settings, slots_of
+from verl.models.megatron import family_of, local_rope_base, rope_settings, slots_of
 
 
 def config(family, **fields):
@@ -66,6 +66,21 @@ def test_what_a_family_does_not_cover_is_refused_by_name(family, fields, key):
         settings(family, **fields)
 
 
+def test_layers_of_one_kind_have_a_rotary_base_of_their_own():
+    ropes = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    gemma = config("gemma3_text", layer_types=["sliding_attention", "full_attention"] * 2, rope_parameters=ropes)
+    assert rope_settings(gemma) == {"rotary_base": 1e6, "seq_len_interpolation_factor": 8.0}
+    assert local_rope_base(gemma) == 1e4 and local_rope_base(config("llama")) is None
+    ropes["sliding_attention"] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(ConfigError, match="default in layers with a sliding window"):
+        local_rope_base(
+            config("gemma3_text", layer_types=["sliding_attention", "full_attention"] * 2, rope_parameters=ropes)
+        )
+
+
 def test_other_scalings_and_families_are_refused():
     with pytest.raises(ConfigError, match="llama3 with"):
         rope_settings(config("llama", rope_parameters={**LLAMA3, "high_freq_factor": 2.0}))
@@ -76,7 +91,6 @@ def test_other_scalings_and_families_are_refused():
 @pytest.mark.parametrize(
     "family, why",
     [
-        ("gemma3_text", "differs between layers"),
         ("glm4", "gate and up as one weight"),
         ("gpt_oss", "no sinks"),
         ("qwen3_next", "linear attention"),

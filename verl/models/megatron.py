@@ -196,6 +196,11 @@ def _gemma2(config: Any) -> dict[str, Any]:
     return {**_gemma(config), "softmax_scale": config.query_pre_attn_scalar**-0.5}
 
 
+def _gemma3(config: Any) -> dict[str, Any]:
+    """Gemma 2 with norms of queries and keys; see `local_rope_base`."""
+    return {**_gemma2(config), "qk_layernorm": True}
+
+
 def _mixtral(config: Any) -> dict[str, Any]:
     """Every layer has experts: the best k by their logits, weighed by a softmax over those alone."""
     _refuse(config, "router_jitter_noise", config.router_jitter_noise != 0)
@@ -305,6 +310,7 @@ FAMILIES: Mapping[str, Family] = {
     "mixtral": Family(_ATTENTION, _mixtral, mixture=_MIXTRAL_EXPERTS),
     "gemma": Family((*_ATTENTION, *_MLP), _gemma),
     "gemma2": Family((*_NORMS_BEHIND, *_MLP), _gemma2),
+    "gemma3_text": Family((*_NORMS_BEHIND, *_QK_NORM, *_MLP), _gemma3),
     "glm4_moe": Family(
         (*_ATTENTION, *(replace(slot, optional=True) for slot in (*_QKV_BIAS, *_QK_NORM)), *_MLP),
         _glm_mixture,
@@ -315,7 +321,6 @@ FAMILIES: Mapping[str, Family] = {
 
 _LAYERS = "Megatron-Core's local layers have no"
 REFUSED: Mapping[str, str] = {
-    "gemma3_text": f"{_LAYERS} norms behind attention and MLP, and no rotary base that differs between layers",
     "glm4": f"{_LAYERS} norms behind attention and MLP, and its file holds gate and up as one weight",
     "gpt_oss": "its file holds all experts of a layer as one weight with the gate interleaved, and "
     "packed attention has no sinks",
@@ -385,21 +390,38 @@ _PARTLY_ROTATED = ("glm4_moe",)
 """Families of which transformers reads ``partial_rotary_factor``."""
 
 
+_LATER_GEMMAS = ("gemma2", "gemma3_text")
+
+
 def embedding_scale(config: Any) -> float:
     """What an embedding is multiplied by."""
-    return float(config.hidden_size) ** 0.5 if config.model_type in ("gemma", "gemma2") else 1.0
+    return float(config.hidden_size) ** 0.5 if config.model_type in ("gemma", *_LATER_GEMMAS) else 1.0
 
 
 def norms_behind(config: Any) -> bool:
     """Whether what attention and MLP say is normalised before it is added to the residual."""
-    return config.model_type == "gemma2"
+    return config.model_type in _LATER_GEMMAS
 
 
 def soft_caps(config: Any) -> tuple[float | None, float | None]:
     """Bounds of attention's scores and of the logits, cap x tanh(score / cap); None where there is none."""
-    if config.model_type != "gemma2":
+    if config.model_type not in _LATER_GEMMAS:
         return None, None
     return config.attn_logit_softcapping, config.final_logit_softcapping
+
+
+def local_rope_base(config: Any) -> float | None:
+    """Rotary base of layers with a sliding window, where it is another than that of the others.
+
+    Raises:
+        ConfigError: their positions are scaled.
+    """
+    rope = (getattr(config, "rope_parameters", None) or {}).get("sliding_attention")
+    if rope is None:
+        return None
+    if rope.get("rope_type", "default") != "default":
+        raise _unknown_rope(rope, "rope_type default in layers with a sliding window")
+    return float(rope["rope_theta"])
 
 
 def rope_settings(config: Any) -> dict[str, Any]:
@@ -409,15 +431,18 @@ def rope_settings(config: Any) -> dict[str, Any]:
         ConfigError: a scaling that it does not know, or knows with other constants.
     """
     rope = dict(getattr(config, "rope_parameters", None) or {})
+    rope = dict(rope.get("full_attention", rope))
     kind = rope.get("rope_type", "default")
     base = {"rotary_base": rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))}
     if config.model_type in _PARTLY_ROTATED:
         base["rotary_percent"] = rope.get("partial_rotary_factor", 1.0)
     if kind == "default":
         return base
+    if kind == "linear":
+        return {**base, "seq_len_interpolation_factor": rope["factor"]}
     known = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if kind != "llama3" or any(rope.get(name) != value for name, value in known.items()):
-        raise _unknown_rope(rope, f"rope_type default, or llama3 with {known}")
+        raise _unknown_rope(rope, f"rope_type default or linear, or llama3 with {known}")
     return {**base, "rope_scaling": True, "rope_scaling_factor": rope["factor"]}
 
 

@@ -23,7 +23,7 @@ from verl.engines.megatron.parallel import (
 )
 from verl.errors import ConfigError
 from verl.metrics import notice
-from verl.models.megatron import embedding_scale, norms_behind, rope_settings, soft_caps
+from verl.models.megatron import embedding_scale, local_rope_base, norms_behind, rope_settings, soft_caps
 
 LATENT_EPS = 1e-6
 
@@ -86,9 +86,9 @@ def build_chunks(
     Raises:
         ConfigError: a field that may not be replaced, or a model that Transformer Engine's attention cannot follow.
     """
-    if soft_caps(hf_config) != (None, None) and has_transformer_engine():
+    if norms_behind(hf_config) and has_transformer_engine():
         raise ConfigError(
-            "Transformer Engine's attention does not bound its scores as this model does",
+            "Transformer Engine's layers do not normalise, bound or rotate as this model does",
             key=f"{SECTION}.override_transformer_config.attention_backend",
             fix="Use strategy=fsdp2.",
         )
@@ -126,6 +126,7 @@ def build_chunks(
         _beyond(chunk, hf_config, config)
         if not has_transformer_engine():
             _place_by_row(chunk)
+            _rotate_locally(chunk, hf_config, config)
         chunks.append(chunk)
     return chunks
 
@@ -147,6 +148,25 @@ def _place_by_row(chunk: Any) -> None:
     for owner in owners:
         if hasattr(owner, "rotary_pos_emb"):
             owner.rotary_pos_emb = rows.RowPositions(owner.rotary_pos_emb)
+
+
+def _rotate_locally(chunk: Any, hf_config: Any, config: Any) -> None:
+    """Give layers with a sliding window a rotary base of their own, where the family has one."""
+    base = local_rope_base(hf_config)
+    if base is None:
+        return
+    rows = importlib.import_module("verl.engines.megatron.packed")
+    rotary = import_megatron("models.common.embeddings.rotary_pos_embedding").RotaryEmbedding
+    local = rows.RowPositions(rotary(config.kv_channels, rotary_percent=1.0, rotary_base=base))
+
+    def replace(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        row = options.get("packed_seq_params")
+        length = options["rotary_pos_emb"].shape[0] if row is None else row
+        return inputs, {**options, "rotary_pos_emb": local(length)}
+
+    for layer in chunk.decoder.layers:
+        if hf_config.layer_types[layer.layer_number - 1] == "sliding_attention":
+            layer.self_attention.register_forward_pre_hook(replace, with_kwargs=True)
 
 
 def transformer_config(settings: Mapping[str, Any], sizes: MegatronSizes, section: Any, dtype: torch.dtype) -> Any:
